@@ -1,0 +1,197 @@
+"""The whole configuration: what a user may say, typed and frozen. Imports no torch.
+
+Relative paths are taken from the folder of the configuration file (`load.py` resolves them), so a run does not
+depend on where it was started.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megatron_async_rl.config.objective import Control, ObjectiveConfig
+from megatron_async_rl.config.strict import Strict
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class RunConfig(Strict):
+    """Where a run lives and how it starts."""
+
+    dir: Path
+    """Holds metrics, logs, checkpoints and the report."""
+    steps: PositiveInt
+    """Optimizer steps in the whole run, resumes included."""
+    seed: NonNegativeInt = 1234
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` continues from the newest checkpoint in `dir`; `never` refuses a directory that already holds a run."""
+
+
+class ModelConfig(Strict):
+    path: Path
+    """A Hugging Face model directory: config.json, safetensors, tokenizer.json or tokenizer.model."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations of the policy and the engines; gradients and optimizer state are float32."""
+
+
+class DataConfig(Strict):
+    train: Path
+    """JSONL; each line has `prompt` (text) and whatever the reward reads; with `loss: sft` also `response`
+    and optionally `weight`."""
+    eval: Path | None = None
+    """JSONL of held-out prompts."""
+    shuffle: bool = True
+    """A new seeded order every epoch."""
+
+
+class ParallelConfig(Strict):
+    """How the policy's ranks divide the model. Data parallelism takes the ranks that are left."""
+
+    ranks: PositiveInt = 1
+    """Trainer processes in all: tensor x pipeline x data."""
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    sequence: bool = False
+    """Megatron's sequence parallelism (needs tensor > 1)."""
+    distributed_optimizer: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+
+
+class OptimizerConfig(Strict):
+    """AdamW as Megatron-Core runs it."""
+
+    lr: PositiveFloat = 1e-6
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_grad: PositiveFloat | None = 1.0
+    """Global gradient norm; null never clips."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    min_lr: NonNegativeFloat = 0.0
+
+
+class PolicyConfig(Strict):
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tokens_per_micro_batch: PositiveInt = 16384
+    """Budget of prompt + response tokens, padding included, of one micro-batch on one rank."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose vocabulary logits exist at one time."""
+
+
+class SamplingConfig(Strict):
+    temperature: PositiveFloat = 1.0
+    max_tokens: PositiveInt
+    """Response tokens; longer ones end with finish reason `length`."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response; the end-of-sequence tokens of the model always do."""
+
+
+class RewardConfig(Strict):
+    name: str
+    """`arithmetic`, `countdown`, `math`, or `module:function` (called as function(prompt, response) -> float)."""
+    on_error: Literal["drop", "stop"] = "drop"
+    """A reward that raises or is not finite: `drop` logs, counts and leaves the sample out of training; `stop` ends the run."""
+    timeout_s: PositiveFloat = 30.0
+
+
+class RolloutConfig(Strict):
+    """The vLLM engines."""
+
+    engines: PositiveInt = 1
+    sampling: SamplingConfig
+    reward: RewardConfig
+    max_concurrent: PositiveInt = 256
+    """Responses one engine decodes at a time."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """On the CPU, per engine; on a GPU `gpu_memory_utilization` rules."""
+    gpu_memory_utilization: Fraction = 0.85
+    max_context: PositiveInt | None = None
+    """Prompt + response tokens; null takes the model's own limit."""
+    start_timeout_s: PositiveFloat = 600.0
+
+
+class FlowConfig(Strict):
+    """Which samples train when."""
+
+    prompts_per_step: PositiveInt
+    group_size: PositiveInt
+    """Responses per prompt."""
+    async_ratio: NonNegativeFloat = 1.0
+    """alpha of ROLL Flash (arXiv 2510.11345): no sample starts more than ceil(alpha) versions before it is trained on; 0 is synchronous."""
+
+
+class WeightsConfig(Strict):
+    transport: Literal["shared_memory"] = "shared_memory"
+    bucket_mib: PositiveInt = 256
+    """Bytes gathered and sent at one time."""
+
+
+class EvalConfig(Strict):
+    samples_per_prompt: PositiveInt = 4
+    """Sampled at the training temperature, before the first and after the last step."""
+
+
+class CheckpointConfig(Strict):
+    every: NonNegativeInt = 100
+    """Steps; 0 saves only at the end and when stopped."""
+    keep: PositiveInt = 2
+
+
+class WatchdogConfig(Strict):
+    timeout_s: PositiveFloat = 600.0
+    """Longest wait for one named thing (a batch, a weight load, a rank) before the run ends with an error."""
+
+
+class ObserveConfig(Strict):
+    tensorboard: bool = True
+
+
+class Config(Strict):
+    """One run. With `objective.loss: sft` there are no engines: `rollout` and `eval` are absent."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    flow: FlowConfig
+    policy: PolicyConfig = PolicyConfig()
+    rollout: RolloutConfig | None = None
+    objective: ObjectiveConfig = ObjectiveConfig()
+    controls: tuple[Control, ...] = ()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def supervised(self) -> bool:
+        return self.objective.loss.name == "sft"
+
+    @model_validator(mode="after")
+    def _pieces_fit(self) -> Config:
+        if self.supervised:
+            if self.rollout is not None or self.eval is not None:
+                raise ValueError("objective.loss: sft trains on given responses: remove `rollout` and `eval`")
+            if self.flow.group_size != 1 or self.flow.async_ratio != 0:
+                raise ValueError("objective.loss: sft needs flow.group_size: 1 and flow.async_ratio: 0")
+            if self.objective.advantage.name != "none":
+                raise ValueError("objective.loss: sft needs objective.advantage: none")
+        else:
+            if self.rollout is None:
+                raise ValueError(f"objective.loss: {self.objective.loss.name} learns from sampled responses: add `rollout`")
+            if self.flow.group_size == 1 and self.objective.advantage.name in ("grpo", "rloo"):
+                raise ValueError(
+                    f"objective.advantage: {self.objective.advantage.name} compares the responses of a group: "
+                    "flow.group_size must be at least 2"
+                )
+            if self.eval is not None and self.data.eval is None:
+                raise ValueError("`eval` needs data.eval: a JSONL file of held-out prompts")
+        names = [control.name for control in self.controls]
+        if len(set(names)) != len(names):
+            raise ValueError(f"controls: each at most once, got {names}")
+        return self
