@@ -1,0 +1,75 @@
+"""Waits with a name and a deadline, so that a stuck run says who waited how long for what.
+
+Invariant: a wait through this module ends with its result, with the failure of what was waited for, or with
+`DeadlineExceeded`. A timeout that what was waited for raises itself, before the deadline, passes unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+_process_name: str | None = None
+_CLOCK_SLACK = 0.98
+"""Timers fire a little early; a timeout this close to the deadline is the deadline."""
+
+
+class DeadlineExceeded(TimeoutError):
+    """`who` waited `waited_s` seconds for `name`, and it did not come."""
+
+    def __init__(self, who: str, name: str, waited_s: float) -> None:
+        super().__init__(f"{who} waited {waited_s:.1f} s for {name}, which did not come")
+        self.who = who
+        self.name = name
+        self.waited_s = waited_s
+
+    def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, str, float]]:
+        return (type(self), (self.who, self.name, self.waited_s))
+
+
+def name_this_process(name: str) -> None:
+    """What messages call this process from now on: `rank 0`, `engine 1`, `controller`."""
+    global _process_name
+    _process_name = name
+
+
+def this_process() -> str:
+    return _process_name if _process_name is not None else f"process {os.getpid()}"
+
+
+@contextmanager
+def waiting(name: str, timeout_s: float) -> Iterator[None]:
+    """Names the deadline of a blocking call that takes its own `timeout_s`, such as `queue.get(timeout=timeout_s)`.
+
+    It does not interrupt the call. Raises DeadlineExceeded in place of the call's TimeoutError.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except DeadlineExceeded:
+        raise
+    except TimeoutError as error:
+        waited = time.monotonic() - started
+        if waited < _CLOCK_SLACK * timeout_s:
+            raise
+        raise DeadlineExceeded(this_process(), name, waited) from error
+
+
+async def await_named(name: str, awaitable: Awaitable[Result], timeout_s: float) -> Result:
+    """Awaits, at most `timeout_s` seconds; on the deadline the awaitable is cancelled and DeadlineExceeded raised."""
+    with waiting(name, timeout_s):
+        return await asyncio.wait_for(awaitable, timeout_s)
+
+
+def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
+    """`ray.get` of one reference or a list of them, at most `timeout_s` seconds; raises DeadlineExceeded after that."""
+    import ray
+
+    with waiting(name, timeout_s):
+        return ray.get(ref, timeout=timeout_s)

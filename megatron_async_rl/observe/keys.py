@@ -1,0 +1,173 @@
+"""Every key a run may log, with its unit and meaning. A key that is not here is refused by the log.
+
+`python -m megatron_async_rl.observe.keys > docs/metrics.md` writes the page users read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["number", "counts"]
+"""`number`: a float or an integer; `counts`: a list of integers, one per bin from 0."""
+
+
+@dataclass(frozen=True)
+class Key:
+    unit: str
+    meaning: str
+    kind: Kind = "number"
+
+
+MU = "behaviour policy (the engine that sampled)"
+
+GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
+    "Reward": (
+        "Of the samples this step trains on whose reward did not fail.",
+        {
+            "reward/mean": Key("reward", "Mean reward of a sample."),
+            "reward/std": Key("reward", "Standard deviation over the samples."),
+            "reward/errors": Key("samples", "Samples whose reward raised, timed out or was not finite."),
+            "reward/equal_groups": Key("share", "Groups whose samples all have the same reward: they teach nothing."),
+        },
+    ),
+    "Responses": (
+        "Of the samples this step trains on.",
+        {
+            "response/length_mean": Key("tokens", "Mean response length."),
+            "response/length_max": Key("tokens", "Longest response."),
+            "response/truncated": Key("share", "Responses cut at `rollout.sampling.max_tokens`."),
+            "response/mixed_versions": Key("share", "Responses sampled by more than one weight version."),
+        },
+    ),
+    "Policy": (
+        "The optimizer step.",
+        {
+            "policy/loss": Key("loss", "The minimised objective, over the whole batch."),
+            "policy/grad_norm": Key("L2 norm", "Gradient norm over the whole model, before clipping."),
+            "policy/lr": Key("per step", "Learning rate of the scheduler."),
+            "policy/lr_scale": Key("factor", "What the step controls multiplied the learning rate by, this step only."),
+            "policy/entropy": Key("nats per token", "Mean entropy of the policy's next-token distribution on response tokens."),
+        },
+    ),
+    "Ratios": (
+        f"Between the trained policy before this step and the {MU}, on the tokens trained on.",
+        {
+            "ratio/ess": Key("samples", "Effective sample size (Σw)²/Σw² of the untruncated sequence weights."),
+            "ratio/ess_ratio": Key("share", "`ratio/ess` over the number of samples: 1 is on-policy."),
+            "ratio/kl_k1": Key("nats per token", "k1 estimate of the KL divergence from behaviour to policy: mean of -log w."),
+            "ratio/kl_k3": Key("nats per token", "k3 estimate of the same: mean of w - 1 - log w, never negative."),
+            "ratio/chi2": Key("per token", "Chi-squared divergence: mean of w² - 1."),
+            "ratio/logp_diff_mean": Key("nats", "Mean |logp - logp_behavior| over tokens."),
+            "ratio/logp_diff_max": Key("nats", "Largest |logp - logp_behavior| of a token."),
+            "ratio/logp_diff_lag0_max": Key(
+                "nats", "The same over tokens of lag 0: the difference between trainer and engine, which should be rounding."
+            ),
+        },
+    ),
+    "Clipping": (
+        "Share of trained tokens whose ratio the loss clipped, by the sign of the advantage.",
+        {
+            "clip/positive": Key("share", "Of the tokens with a positive advantage."),
+            "clip/negative": Key("share", "Of the tokens with a negative advantage."),
+        },
+    ),
+    "Gradient alignment control": (
+        "Present when `controls` has `gac`.",
+        {
+            "gac/cosine": Key("cosine", "Between this step's gradient and the previous one, over the whole model."),
+            "gac/regime": Key("code", "What was done: 0 kept, 1 projected, 2 skipped."),
+            "gac/skips": Key("steps", "Skipped so far in the run."),
+            "gac/removed": Key("share", "Length of what projection took away, over the gradient's own: |g - g'| / |g|."),
+        },
+    ),
+    "Lag": (
+        "Weight version trained minus weight version that sampled.",
+        {
+            "lag/start_mean": Key("versions", "Mean over samples, of their first token."),
+            "lag/start_max": Key("versions", "Largest over samples, of their first token: the number the staleness law bounds."),
+            "lag/mean": Key("versions", "Mean over response tokens."),
+            "lag/max": Key("versions", "Largest over response tokens."),
+            "lag/histogram": Key("tokens", "Response tokens per lag: the first entry has lag 0.", "counts"),
+        },
+    ),
+    "Tokens": (
+        "",
+        {
+            "tokens/generated": Key("tokens", "Response tokens the engines sampled since the last step."),
+            "tokens/trained": Key("tokens", "Response tokens with loss, this step."),
+            "tokens/prompt": Key("tokens", "Prompt tokens of this step's samples."),
+            "tokens/dropped": Key("tokens", "Sampled since the last step and left out of training."),
+        },
+    ),
+    "Time": (
+        "Of rank 0.",
+        {
+            "time/wait_batch_s": Key("s", "Waiting for the batch."),
+            "time/train_s": Key("s", "Forward, backward and optimizer step."),
+            "time/publish_s": Key("s", "Handing the new weights over: gathering, sending, checking."),
+            "time/step_s": Key("s", "The whole step."),
+            "time/engine_busy": Key("share", "Time since the last step in which an engine had requests, mean over engines."),
+        },
+    ),
+    "Weights": (
+        "The publish after this step.",
+        {
+            "weights/publish_s": Key("s", "From the first bucket to the last engine's answer."),
+            "weights/publish_bytes": Key("bytes", "Sent to each engine."),
+            "weights/pause_s": Key("s", "Longest pause of an engine."),
+        },
+    ),
+    "Flow": (
+        "When the step ended.",
+        {
+            "flow/in_flight": Key("groups", "Admitted and not yet complete."),
+            "flow/buffer": Key("groups", "Complete and waiting to be trained on."),
+            "flow/admitted": Key("groups", "Admitted so far in the run."),
+        },
+    ),
+    "Evaluation": (
+        "Held-out prompts, sampled at the training temperature. On the lines of the steps that measured it.",
+        {
+            "eval/accuracy": Key("share", "Mean reward over the held-out samples."),
+        },
+    ),
+}
+
+KEYS: Mapping[str, Key] = {name: key for _, keys in GROUPS.values() for name, key in keys.items()}
+
+HEADER = """# Metrics
+
+`RUN/metrics.jsonl` has one JSON object per optimizer step. TensorBoard shows the same keys (`RUN/tensorboard`), and
+`mar report RUN` draws the main ones. This page is written by `python -m megatron_async_rl.observe.keys > docs/metrics.md`.
+
+Every line has:
+
+| key | unit | meaning |
+| --- | --- | --- |
+| `step` | steps | Optimizer steps done, this one included: the first line has 1. |
+| `version` | | Weight version this step produced; it trained on the one before. |
+| `time` | Unix seconds | When the step ended. |
+
+A key that does not apply to a step (no reward in a supervised run, no cosine on the first step) is absent from its line.
+A value that is not finite is written as the string `"nan"`, `"inf"` or `"-inf"`, so that every line is valid JSON.
+A run never has two lines for one step: a resume moves the lines after its checkpoint to `RUN/metrics.cut.jsonl`.
+"""
+
+
+def page() -> str:
+    """docs/metrics.md."""
+    parts = [HEADER]
+    for title, (about, keys) in GROUPS.items():
+        parts.append(f"## {title}\n")
+        if about:
+            parts.append(f"{about}\n")
+        rows = "\n".join(f"| `{name}` | {key.unit} | {key.meaning.replace('|', chr(92) + '|')} |" for name, key in keys.items())
+        parts.append(f"| key | unit | meaning |\n| --- | --- | --- |\n{rows}\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

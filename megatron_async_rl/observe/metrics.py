@@ -1,0 +1,117 @@
+"""`RUN/metrics.jsonl`: one JSON object per optimizer step, and the same numbers in TensorBoard.
+
+Invariants:
+- every line is valid JSON and flushed when `log` returns; steps strictly grow from line to line;
+- a resume cuts the lines of the steps it will repeat, and keeps them in `metrics.cut.jsonl`;
+- only keys of the catalogue (`keys.py`) are written, each with a value of its kind.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_async_rl.observe.keys import KEYS
+
+if TYPE_CHECKING:
+    from megatron_async_rl.observe.tensorboard import TensorBoard
+
+FILE = "metrics.jsonl"
+CUT_FILE = "metrics.cut.jsonl"
+
+Value = float | list[int]
+"""A number or counts."""
+
+
+class MetricsError(Exception):
+    """A key, a value or a step that the log cannot take."""
+
+
+class MetricsLog:
+    """Written by rank 0 alone."""
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool, first_step: int) -> None:
+        """`first_step`: the first step this process will log. Lines from it on are cut away: they will be written again."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path = run_dir / FILE
+        cut_from(run_dir, first_step)
+        self._next_step = first_step
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._tensorboard: TensorBoard | None = None
+        if tensorboard:
+            from megatron_async_rl.observe.tensorboard import TensorBoard
+
+            self._tensorboard = TensorBoard(run_dir / "tensorboard", first_step)
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        """Writes the line of `step`: optimizer steps done, so also the version of the weights it produced.
+
+        Raises MetricsError on an unknown key, on a value of another kind than the catalogue's, and on a step logged before.
+        """
+        if step < self._next_step:
+            raise MetricsError(f"{self._path}: step {step} logged after step {self._next_step - 1}; each step has one line")
+        now = time.time()
+        checked = {name: _checked(name, value) for name, value in values.items()}
+        line: dict[str, object] = {"step": step, "version": step, "time": round(now, 3)}
+        line |= {name: _as_json(value) for name, value in checked.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        self._next_step = step + 1
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, now, checked)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def cut_from(run_dir: Path, first_step: int) -> int:
+    """Moves the lines of `first_step` and later, and a half-written one, to metrics.cut.jsonl; returns how many.
+
+    The lines that stay are replaced whole: a crash in here leaves the old file or the new one.
+    """
+    path = run_dir / FILE
+    if not path.exists():
+        return 0
+    kept: list[str] = []
+    cut: list[str] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            step = int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            cut.append(json.dumps({"unreadable": line}))
+            continue
+        (kept if step < first_step else cut).append(line)
+    if cut:
+        with open(run_dir / CUT_FILE, "a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in cut)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(partial, path)
+    return len(cut)
+
+
+def _checked(name: str, value: object) -> Value:
+    """The value as plain Python, of the kind the catalogue says."""
+    key = KEYS.get(name)
+    if key is None:
+        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)
+        raise MetricsError(f"unknown metric {name!r}; the nearest one is {near[0]!r}. Metrics are listed in observe/keys.py")
+    if key.kind == "counts" and isinstance(value, Sequence) and all(isinstance(count, Integral) for count in value):
+        return [int(count) for count in value]
+    if key.kind == "number" and isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    expected = {"number": "a number", "counts": "a list of integers"}[key.kind]
+    raise MetricsError(f"metric {name!r} is {expected}, got {type(value).__name__}: {value!r}")
+
+
+def _as_json(value: Value) -> Value | str:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
