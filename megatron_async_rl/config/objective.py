@@ -99,7 +99,7 @@ class GacControl(Strict):
     """Gradient alignment control (arXiv 2603.01501). Thresholds and the exact projection are this project's own."""
 
     name: Literal["gac"] = "gac"
-    c_low: Annotated[float, Field(ge=-1.0, lt=1.0)] = 0.15
+    c_low: Annotated[float, Field(gt=-1.0, lt=1.0)] = 0.15
     """Up to this cosine the gradient is left alone."""
     c_high: Annotated[float, Field(gt=-1.0, le=1.0)] | None = None
     """Above this cosine the step is skipped; null never skips. At least 0.7 is advised: low values deadlock."""

@@ -1,0 +1,28 @@
+"""Names of the configuration -> controls. Adding a control is one file and one line here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from megatron_async_rl.controls.decision import Control
+from megatron_async_rl.controls.gac import Gac
+
+CONTROLS: Mapping[str, Callable[[Any], Control]] = {"gac": Gac}
+
+
+def build_controls(configs: Iterable[Any]) -> dict[str, Control]:
+    """Name -> control, in the order of the configuration, which is the order they are applied in.
+
+    Raises ValueError for a name that no registry line has, naming the nearest.
+    """
+    controls: dict[str, Control] = {}
+    for config in configs:
+        if config.name not in CONTROLS:
+            nearest = difflib.get_close_matches(config.name, CONTROLS, n=3, cutoff=0.0)
+            raise ValueError(
+                f"unknown control {config.name!r}; nearest: {', '.join(nearest)}; known: {', '.join(sorted(CONTROLS))}"
+            )
+        controls[config.name] = CONTROLS[config.name](config)
+    return controls

@@ -1,0 +1,1 @@
+"""Advantage estimators: rewards of one group -> advantages, in float64."""

@@ -1,0 +1,61 @@
+"""How token losses become the number that is minimised.
+
+Denominators are those of the whole optimizer-step batch, over all data-parallel ranks and micro-batches, so the sum of
+`aggregate` over any cut of the batch into micro-batches is the loss of the batch, and its gradient does not depend on
+the cut. Nothing is ever divided by a padded width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_async_rl.objectives.batch import TokenBatch
+from megatron_async_rl.samples.types import Sample
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.objective import Aggregation
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over the optimizer-step batch: trained tokens, and sequences with at least one trained token."""
+
+    tokens: int
+    sequences: int
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample]) -> Denominators:
+        counts = [int(sample.loss_mask.sum()) for sample in samples]
+        return cls(tokens=sum(counts), sequences=sum(count > 0 for count in counts))
+
+
+def aggregate(
+    token_loss: Tensor,
+    batch: TokenBatch,
+    aggregation: Aggregation,
+    denominators: Denominators,
+    norm_length: int | None = None,
+) -> Tensor:
+    """This micro-batch's part of the batch loss, per sequence: [N] -> [S], to be summed.
+
+    With l the weighted token loss, m the mask, N the trained tokens and B the sequences of the optimizer-step batch:
+    `token-mean` sum l m / N; `seq-mean-token-sum` sum_s (sum_t l m) / B; `seq-mean-token-mean` sum_s (mean_t l) / B
+    (the original GRPO); `seq-mean-token-sum-norm` sum_s (sum_t l m / norm_length) / B (Dr.GRPO, arXiv 2503.20783).
+    """
+    sums = batch.sequence_sum(token_loss * batch.weights)
+    if aggregation == "token-mean":
+        return sums / max(denominators.tokens, 1)
+    per_sequence = sums / max(denominators.sequences, 1)
+    if aggregation == "seq-mean-token-sum":
+        return per_sequence
+    if aggregation == "seq-mean-token-mean":
+        lengths = batch.sequence_sum(torch.ones_like(token_loss))
+        return per_sequence / lengths.clamp(min=1)
+    if norm_length is None:
+        raise ValueError("aggregation seq-mean-token-sum-norm needs norm_length: the constant number of tokens to divide by")
+    return per_sequence / norm_length

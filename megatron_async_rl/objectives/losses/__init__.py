@@ -1,0 +1,1 @@
+"""Losses: response tokens -> token losses. Pure functions, one file each."""

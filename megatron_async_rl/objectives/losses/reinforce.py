@@ -1,0 +1,17 @@
+"""REINFORCE (Williams 1992)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.objective import ReinforceLoss
+
+
+def reinforce(batch: TokenBatch, settings: ReinforceLoss) -> TokenLoss:
+    """l = -A log pi. [N] -> [N]; no ratio, so off-policy data is not corrected for."""
+    return TokenLoss(-batch.advantages * batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))

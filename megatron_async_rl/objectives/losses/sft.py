@@ -1,0 +1,17 @@
+"""Supervised fine-tuning on given responses: the warm start of a policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.objective import SftLoss
+
+
+def sft(batch: TokenBatch, settings: SftLoss) -> TokenLoss:
+    """l = -log pi. [N] -> [N]; a sample's own weight comes in through `batch.weights`, as for every loss."""
+    return TokenLoss(-batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))

@@ -1,0 +1,86 @@
+"""Ragged train batches made with numpy, for tests of the objective and the policy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
+
+
+def make_sample(
+    prompt: Prompt,
+    name: str,
+    response: list[int],
+    *,
+    reward: float = 0.0,
+    logprobs: list[float] | None = None,
+    versions: list[int] | None = None,
+    mask: list[int] | None = None,
+    reward_error: str | None = None,
+    weight: float = 1.0,
+) -> Sample:
+    length = len(response)
+    return Sample(
+        id=name,
+        prompt=prompt,
+        response_ids=np.array(response, dtype=np.int32),
+        behavior_logprobs=np.array(logprobs if logprobs is not None else [-1.0] * length, dtype=np.float32),
+        versions=np.array(versions if versions is not None else [0] * length, dtype=np.int32),
+        loss_mask=np.array(mask if mask is not None else [1] * length, dtype=np.uint8),
+        text="",
+        finish_reason="stop",
+        reward=reward,
+        reward_error=reward_error,
+        weight=weight,
+    )
+
+
+def rewards_batch(groups: list[list[float | None]]) -> TrainBatch:
+    """Groups of one-token samples with these rewards; None is a reward that failed."""
+    made = []
+    for index, rewards in enumerate(groups):
+        prompt = Prompt(id=f"p{index}", text="", token_ids=(1, 2))
+        samples = tuple(
+            make_sample(prompt, f"p{index}-{i}", [3], reward=0.0 if r is None else r, reward_error="no" if r is None else None)
+            for i, r in enumerate(rewards)
+        )
+        made.append(Group(index=index, prompt=prompt, samples=samples))
+    return TrainBatch(version=0, groups=tuple(made))
+
+
+def ragged_batch(
+    *,
+    groups: int = 5,
+    group_size: int = 3,
+    vocabulary: int = 64,
+    version: int = 3,
+    seed: int = 0,
+    max_prompt: int = 9,
+    max_response: int = 17,
+) -> TrainBatch:
+    """Random tokens, lengths, rewards, behaviour log-probs, weight versions and a few masked tokens; one reward failed."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(groups):
+        prompt = Prompt(
+            id=f"p{index}", text="", token_ids=tuple(int(t) for t in rng.integers(3, vocabulary, rng.integers(2, max_prompt)))
+        )
+        samples = []
+        for i in range(group_size):
+            length = int(rng.integers(1, max_response))
+            mask = (rng.random(length) > 0.1).astype(int)
+            mask[0] = 1
+            samples.append(
+                make_sample(
+                    prompt,
+                    f"p{index}-{i}",
+                    rng.integers(3, vocabulary, length).tolist(),
+                    reward=float(rng.normal()),
+                    logprobs=(-np.log(vocabulary) + 0.3 * rng.normal(size=length)).tolist(),
+                    versions=np.sort(rng.integers(0, version + 1, length)).tolist(),
+                    mask=mask.tolist(),
+                    reward_error="raised" if (index, i) == (1, 1) else None,
+                )
+            )
+        made.append(Group(index=index, prompt=prompt, samples=tuple(samples)))
+    return TrainBatch(version=version, groups=tuple(made))
