@@ -1,0 +1,144 @@
+"""Engines as Ray actors: start them, and say why one did not.
+
+Invariants:
+- everything an engine or a process of vLLM writes goes to the engine's log file, from before vLLM is imported;
+- the environment vLLM reads is set before vLLM is imported, and is inherited by its processes;
+- either all engines start or none is left running.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_async_rl.observe.deadline import name_this_process
+from megatron_async_rl.observe.logs import redirect_output, tail
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples import Group, Prompt
+
+if TYPE_CHECKING:
+    from megatron_async_rl.rollout.engine import RolloutEngine
+    from megatron_async_rl.weights.shared_memory import BucketRef
+
+MAX_CALLS = 100_000
+"""Calls an actor may hold at once. Each group in flight is one; the control calls must always get through."""
+
+
+class EngineStartError(RuntimeError):
+    """An engine did not start. The message ends with the tail of its log."""
+
+
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """What vLLM and the libraries under it read at import."""
+    values = {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(spec.rollout.start_timeout_s))),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if spec.device == "cpu":
+        values |= {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": str(spec.threads),
+            "KMP_BLOCKTIME": "1",  # ms a thread spins after a parallel region; the trainer may want the core
+        }
+        openmp = Path(sys.prefix, "lib", "libiomp5.so")
+        if openmp.is_file():
+            values["LD_PRELOAD"] = ":".join(part for part in (str(openmp), os.environ.get("LD_PRELOAD", "")) if part)
+    return values
+
+
+class EngineActor:
+    """`RolloutEngine` in a process of its own; the methods are the engine's."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        redirect_output(spec.log)
+        name_this_process(spec.name)
+        os.environ.update(environment(spec))
+        self._spec = spec
+        self._engine: RolloutEngine | None = None
+
+    async def start(self) -> None:
+        from megatron_async_rl.rollout.engine import RolloutEngine
+
+        self._engine = RolloutEngine(self._spec)
+        await self._engine.start()
+
+    async def generate_group(self, index: int, prompt: Prompt, n: int, admitted_version: int) -> Group:
+        return await self._running().generate_group(index, prompt, n, admitted_version)
+
+    async def pause(self) -> None:
+        await self._running().pause()
+
+    async def load_bucket(self, bucket: BucketRef, version: int, first: bool, last: bool) -> dict[str, str]:
+        return await self._running().load_bucket(bucket, version, first, last)
+
+    async def resume(self) -> None:
+        await self._running().resume()
+
+    async def version(self) -> int:
+        return await self._running().version()
+
+    async def stats(self) -> dict[str, int]:
+        return await self._running().stats()
+
+    async def stop(self) -> None:
+        if self._engine is not None:
+            await self._engine.stop()
+
+    def _running(self) -> RolloutEngine:
+        if self._engine is None:
+            raise RuntimeError(f"{self._spec.name} was not started")
+        return self._engine
+
+
+def start_engines(specs: Sequence[EngineSpec]) -> list[Any]:
+    """Handles of running engines, one for each spec, in order. Ray must be initialised.
+
+    Raises EngineStartError, with the tail of the engine's log, when an engine fails or takes longer than
+    `rollout.start_timeout_s`; the engines that did start are stopped first.
+    """
+    import ray
+
+    handles = []
+    for spec in specs:
+        spec.log_dir.mkdir(parents=True, exist_ok=True)
+        options = {"num_cpus": 0, "num_gpus": 1 if spec.device == "cuda" else 0, "max_concurrency": MAX_CALLS, "name": None}
+        handles.append(ray.remote(EngineActor).options(**options).remote(spec))
+    starting = [handle.start.remote() for handle in handles]
+    begun = time.monotonic()
+    try:
+        for spec, start in zip(specs, starting, strict=True):
+            left = spec.rollout.start_timeout_s - (time.monotonic() - begun)
+            try:
+                ray.get(start, timeout=max(left, 0.001))
+            except ray.exceptions.GetTimeoutError:
+                raise EngineStartError(_failure(spec, f"did not start within rollout.start_timeout_s: {spec.rollout.start_timeout_s:g}")) from None
+            except ray.exceptions.RayError as error:
+                cause = getattr(error, "cause", None) or error
+                raise EngineStartError(_failure(spec, f"did not start: {type(cause).__name__}: {cause}")) from error
+    except BaseException:
+        stop_engines(handles, timeout_s=10.0)
+        raise
+    return handles
+
+
+def stop_engines(handles: Sequence[Any], timeout_s: float) -> None:
+    """Shuts vLLM down, then ends the actors. An engine that does not answer within `timeout_s` is killed."""
+    import ray
+
+    stopping = [handle.stop.remote() for handle in handles]
+    ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s) if stopping else None
+    for handle in handles:
+        ray.kill(handle)
+
+
+def _failure(spec: EngineSpec, what: str) -> str:
+    lines = tail(spec.log, 30) if spec.log.is_file() else ["(no log)"]
+    return f"{spec.name} {what}\nlast lines of {spec.log}:\n" + "\n".join(f"    {line}" for line in lines)

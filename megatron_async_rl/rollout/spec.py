@@ -1,0 +1,46 @@
+"""What one engine is told at start. Plain data, picklable, imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_async_rl.config.schema import RolloutConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """One vLLM engine. `index` is unique in the run and names its log, `engine-<index>.log` in `log_dir`."""
+
+    index: int
+    model_path: Path
+    """Hugging Face directory; the weights the engine starts with are those of `first_version`."""
+    dtype: Literal["float32", "bfloat16"]
+    rollout: RolloutConfig
+    seed: int
+    """The run's seed; every response's own seed derives from it."""
+    device: Literal["cpu", "cuda"]
+    log_dir: Path
+    first_version: int = 0
+    threads: int = 1
+    """OpenMP threads of the model on a CPU."""
+    transport: str = "shared_memory"
+    """Key of `weights.plugin.TRANSPORTS`: how new weights arrive."""
+
+    def __post_init__(self) -> None:
+        if self.first_version < 0:
+            raise ValueError(f"engine {self.index}: first_version is {self.first_version}; versions count from 0")
+
+    @property
+    def name(self) -> str:
+        return f"engine-{self.index}"
+
+    @property
+    def log(self) -> Path:
+        return self.log_dir / f"{self.name}.log"
+
+    @property
+    def reward_log(self) -> Path:
+        """JSONL, one object per failed reward, with the response it failed on."""
+        return self.log_dir / f"{self.name}.reward_errors.jsonl"

@@ -1,0 +1,142 @@
+"""New weights from the trainer to every engine, proved before sampling goes on.
+
+Invariants:
+- the engines pause only once the first bucket lies ready, and all of them load before any resumes;
+- an engine resumes only after its digest of every tensor equals the sender's; on any failure the engines stay paused
+  and the caller ends the run, so no token is ever sampled by weights nobody vouched for;
+- every wait has a deadline, and its error names the engine and the phase.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from megatron_async_rl.weights.digest import tensor_digest
+from megatron_async_rl.weights.shared_memory import BucketRef, NamedTensors, remove_stale, write_bucket
+
+T = TypeVar("T")
+
+
+class WeightMismatch(RuntimeError):
+    """An engine loaded another tensor than the trainer sent. `None` stands for a tensor that one side does not have."""
+
+    def __init__(self, name: str, engine: str, sent: str | None, loaded: str | None) -> None:
+        super().__init__(f"weights of {engine} differ from the trainer's: tensor {name} was sent as {sent} and loaded as {loaded}")
+        self.name = name
+        self.engine = engine
+        self.sent = sent
+        self.loaded = loaded
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (WeightMismatch, (self.name, self.engine, self.sent, self.loaded))
+
+
+class EngineClient(Protocol):
+    """An engine as the publisher sees it: calls return at once, with a future."""
+
+    @property
+    def name(self) -> str: ...
+    def pause(self) -> Future[None]: ...
+    def load_bucket(self, bucket: BucketRef, version: int, first: bool, last: bool) -> Future[dict[str, str]]: ...
+    def resume(self) -> Future[None]: ...
+
+
+class RayEngine:
+    """`EngineClient` on the handle of a `rollout.actor.EngineActor`."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self._handle = handle
+
+    def pause(self) -> Future[None]:
+        return self._future(self._handle.pause.remote())
+
+    def load_bucket(self, bucket: BucketRef, version: int, first: bool, last: bool) -> Future[dict[str, str]]:
+        return self._future(self._handle.load_bucket.remote(bucket, version, first, last))
+
+    def resume(self) -> Future[None]:
+        return self._future(self._handle.resume.remote())
+
+    @staticmethod
+    def _future(reference: Any) -> Future[Any]:
+        future: Future[Any] = reference.future()
+        return future
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishReport:
+    """`seconds`: the whole publish, gathering included; `paused_s`: how long sampling stood still; `bytes`: tensor bytes, once."""
+
+    version: int
+    seconds: float
+    paused_s: float
+    bytes: int
+    tensors: int
+
+
+class Publisher:
+    """Sends through bucket files in `directory`, on the machine of the engines. `timeout_s`: longest wait for one phase."""
+
+    def __init__(self, engines: Sequence[EngineClient], *, timeout_s: float, directory: Path = Path("/dev/shm")) -> None:
+        self._engines = tuple(engines)
+        self._timeout_s = timeout_s
+        self._directory = directory
+        remove_stale(directory)
+
+    def publish(self, version: int, buckets: Iterable[NamedTensors]) -> PublishReport:
+        """Blocks until every engine samples with the weights in `buckets`, numbered `version`.
+
+        Raises WeightMismatch, TimeoutError naming the engine and the phase, ValueError for a version that is not newer
+        or for no buckets, and whatever an engine raised.
+        """
+        started = time.monotonic()
+        paused_at = None
+        sent: dict[str, str] = {}
+        total = 0
+        loaded: list[dict[str, str]] = []
+        upcoming = iter(buckets)
+        bucket = next(upcoming, None)
+        if bucket is None:
+            raise ValueError(f"the update to version {version} has no buckets")
+        while bucket is not None:
+            sent |= {name: tensor_digest(tensor) for name, tensor in zip(bucket.names, bucket.tensors, strict=True) if tensor is not None}
+            with write_bucket(bucket, self._directory) as ref:
+                first, bucket = paused_at is None, next(upcoming, None)
+                if first:
+                    paused_at = time.monotonic()
+                    self._all("pause", lambda engine: engine.pause())
+                loaded = self._all("load weights", lambda engine: engine.load_bucket(ref, version, first, bucket is None))
+            total += ref.nbytes
+        for engine, digests in zip(self._engines, loaded, strict=True):
+            compare(engine.name, sent, digests)
+        self._all("resume", lambda engine: engine.resume())
+        ended = time.monotonic()
+        return PublishReport(
+            version=version, seconds=ended - started, paused_s=ended - (paused_at or ended), bytes=total, tensors=len(sent)
+        )
+
+    def _all(self, phase: str, call: Callable[[EngineClient], Future[T]]) -> list[T]:
+        """`call` on all engines at once; their answers in order."""
+        deadline = time.monotonic() + self._timeout_s
+        futures = [call(engine) for engine in self._engines]
+        answers = []
+        for engine, future in zip(self._engines, futures, strict=True):
+            try:
+                answers.append(future.result(timeout=max(0.0, deadline - time.monotonic())))
+            except TimeoutError:
+                if future.done():  # the engine's own time-out, not ours
+                    raise
+                raise TimeoutError(f"{engine.name} did not {phase} within {self._timeout_s:g} s") from None
+        return answers
+
+
+def compare(engine: str, sent: dict[str, str], loaded: dict[str, str]) -> None:
+    """Raises WeightMismatch for the first tensor, by name, whose digests differ or that only one side has."""
+    for name in sorted(sent.keys() | loaded.keys()):
+        if sent.get(name) != loaded.get(name):
+            raise WeightMismatch(name, engine, sent.get(name), loaded.get(name))

@@ -1,0 +1,135 @@
+"""The engine's end of a weight update: runs inside vLLM's worker processes.
+
+Invariants:
+- versions only grow; an update to a version that is not newer is refused before a weight is touched;
+- a digest is taken of every tensor as `load_weights` consumes it, so it attests what this worker was given, not what was sent;
+- an update ends only when every parameter of the model was loaded in it. A fused parameter (qkv, gate_up) counts as
+  loaded when each of its parts came;
+- loading goes through vLLM's layer-wise reload, which redoes the kernels' packing of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megatron_async_rl.weights.digest import tensor_digest
+from megatron_async_rl.weights.shared_memory import BucketRef, TensorEntry, read_bucket
+
+
+@dataclass
+class FirstVersion(WeightTransferInitInfo):
+    """`version` of the weights the engine was started with."""
+
+    version: int
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """`BucketRef` as plain values: what crosses vLLM's message queue."""
+
+    path: str
+    size: int
+    nbytes: int
+    entries: list[dict[str, Any]]
+
+    def ref(self) -> BucketRef:
+        entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in self.entries)
+        return BucketRef(path=self.path, size=self.size, nbytes=self.nbytes, entries=entries)
+
+
+def plain(ref: BucketRef) -> dict[str, Any]:
+    """The keyword arguments of `BucketInfo` for `ref`."""
+    return asdict(ref)
+
+
+def missing_parameters(
+    parameters: Collection[str], loaded: Collection[str], received: Collection[str], fused: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """What of the model's `parameters` an update left out, sorted.
+
+    `loaded`: names that `load_weights` reported; `received`: names of the tensors it was given; `fused`: the model's map
+    from a fused module to its parts (`qkv_proj` -> `q_proj`, `k_proj`, `v_proj`). A missing part is named as the part.
+    """
+    missing = []
+    for parameter in parameters:
+        *scope, module, kind = ["", *parameter.split(".")]
+        if module in fused:
+            parts = [".".join([*scope[1:], part, kind]) for part in fused[module]]
+            missing += [part for part in parts if part not in received]
+        elif parameter not in loaded:
+            missing.append(parameter)
+    return sorted(missing)
+
+
+class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
+    """Loads full tensors under Hugging Face names from bucket files in shared memory."""
+
+    init_info_cls = FirstVersion
+    update_info_cls = BucketInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parameters = frozenset(name for name, _ in self.model.named_parameters())
+        self._loaded: set[str] = set()
+        self._version = -1
+        self.digests: dict[str, str] = {}
+
+    def init_transfer_engine(self, init_info: FirstVersion) -> None:
+        self._version = init_info.version
+
+    def accept(self, version: int) -> None:
+        """Raises ValueError unless `version` is newer than what the engine holds."""
+        if version <= self._version:
+            raise ValueError(f"weight version {version} was refused: the engine holds version {self._version} and versions only grow")
+        self._version = version
+
+    def start_weight_update(self) -> None:
+        self._loaded = set()
+        self.digests = {}
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        loaded = self.model.load_weights(self._attested(update_info.ref()))
+        self._loaded |= loaded
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        fused = getattr(self.model, "packed_modules_mapping", {})
+        missing = missing_parameters(self._parameters, self._loaded, self.digests.keys(), fused)
+        if missing:
+            raise RuntimeError(
+                f"the update to version {self._version} brought {len(self.digests)} tensors and left out {len(missing)} of the model's "
+                f"parameters: {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
+            )
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+    def _attested(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in read_bucket(ref):
+            if name in self.digests:
+                raise ValueError(f"tensor {name} came twice in the update to version {self._version}")
+            self.digests[name] = tensor_digest(tensor)
+            yield name, tensor
+
+
+class WeightLoadingWorker:
+    """Mixed into vLLM's worker (`worker_extension_cls`): a whole bucket in one call, with the digests as its answer."""
+
+    def load_weight_bucket(self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool) -> dict[str, str]:
+        """`first` and `last` open and close the update. Returns, with the last bucket, tensor name -> digest of the whole update."""
+        receiver = self.weight_transfer_engine
+        if first:
+            receiver.accept(version)
+            self.start_weight_update()
+        self.update_weights(bucket)
+        if not last:
+            return {}
+        self.finish_weight_update()
+        return dict(receiver.digests)
