@@ -20,9 +20,10 @@ AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 def tokens(logp, *, prox=None, behavior=None, advantages=None, mask=None, weights=None, sequence=None):
     logp = torch.as_tensor(logp, dtype=torch.float64)
-    fill = lambda values, default: (
-        torch.full_like(logp, default) if values is None else torch.as_tensor(values, dtype=torch.float64)
-    )
+
+    def fill(values, default):
+        return torch.full_like(logp, default) if values is None else torch.as_tensor(values, dtype=torch.float64)
+
     sequence = torch.zeros(len(logp), dtype=torch.int64) if sequence is None else torch.as_tensor(sequence)
     return TokenBatch(
         logp=logp.detach().requires_grad_(),
@@ -68,7 +69,10 @@ def random_tokens(sequences=6, seed=0):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (sequences,), generator=generator)
     sequence = torch.arange(sequences).repeat_interleave(lengths)
-    draw = lambda: torch.randn(len(sequence), generator=generator, dtype=torch.float64)  # noqa: E731
+
+    def draw():
+        return torch.randn(len(sequence), generator=generator, dtype=torch.float64)
+
     mask = (torch.rand(len(sequence), generator=generator) > 0.2).double()
     return tokens(draw(), prox=draw(), behavior=draw(), advantages=draw(), mask=mask, weights=draw().abs(), sequence=sequence)
 

@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate (arXiv 1707.06347), with separate bounds (DAPO, arXiv 2503.14476) and a dual clip (arXiv 1912.09729)."""
+"""PPO's clipped surrogate (arXiv 1707.06347); separate bounds: DAPO (arXiv 2503.14476); dual clip: arXiv 1912.09729."""
 
 from __future__ import annotations
 

@@ -1,0 +1,253 @@
+import copy
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async_rl.config.objective import GacControl
+from megatron_async_rl.controls.gac import KEEP, PROJECT, SKIP, Gac
+from megatron_async_rl.controls.inner_product import RUN, dot, products_with, squared_norm
+from megatron_async_rl.controls.registry import build_controls
+
+
+@dataclass
+class Shard:
+    grad: torch.Tensor
+    counted: bool = True
+
+
+@dataclass
+class OneRank:
+    """The gradient of a single process, in float64 so that formulas can be checked exactly."""
+
+    shards: list[Shard]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    reductions: int = 0
+
+    def all_reduce_sum(self, values):
+        self.reductions += 1
+        return values
+
+
+def gradient(*values):
+    return OneRank([Shard(torch.tensor(v, dtype=torch.float32)) for v in values])
+
+
+def flat(gradients):
+    return torch.cat([shard.grad.flatten() for shard in gradients.shards]).double()
+
+
+def cosine(a, b):
+    return float(a @ b / (a.norm() * b.norm()))
+
+
+def aligned(c, size=300, seed=0, scale=7.0):
+    """(reference, gradient of cosine c with it), two shards each."""
+    rng = np.random.default_rng(seed)
+    u, v = np.linalg.qr(rng.normal(size=(size, 2)))[0].T
+    g = scale * (c * u + math.sqrt(1 - c * c) * v)
+    return tuple(gradient(x[:100].tolist(), x[100:].reshape(20, 10).tolist()) for x in (3.0 * u, g))
+
+
+def step_twice(settings, c):
+    control = Gac(settings)
+    first, second = aligned(c)
+    control.apply(first)
+    raw = flat(second).clone()
+    return control, flat(first), raw, second, control.apply(second)
+
+
+def test_the_first_gradient_only_becomes_the_reference():
+    first, _ = aligned(0.5)
+    before = flat(first).clone()
+    decision = Gac(GacControl()).apply(first)
+    assert torch.equal(flat(first), before)
+    assert "gac/cosine" not in decision.metrics
+    assert not decision.skip
+
+
+@pytest.mark.parametrize("c", [-0.99, -0.5, 0.0, 0.149])
+def test_up_to_c_low_and_for_every_negative_cosine_the_gradient_is_kept(c):
+    _, _, raw, second, decision = step_twice(GacControl(c_low=0.15), c)
+    assert torch.equal(flat(second), raw)
+    assert decision.metrics["gac/regime"] == KEEP
+    assert decision.metrics["gac/cosine"] == pytest.approx(c, abs=1e-6)
+
+
+@pytest.mark.parametrize("c_low", [-0.3, 0.0, 0.1, 0.5])
+@pytest.mark.parametrize("c", [0.6, 0.9, 0.999])
+def test_projection_to_the_threshold_leaves_cosine_c_low_exactly(c_low, c):
+    _, reference, raw, second, decision = step_twice(GacControl(c_low=c_low), c)
+    assert cosine(flat(second), reference) == pytest.approx(c_low, abs=2e-6)
+    u = reference / reference.norm()
+    perpendicular = raw - (raw @ u) * u
+    assert flat(second) - (flat(second) @ u) * u == pytest.approx(perpendicular, abs=1e-5)
+    k = (c_low / c) * math.sqrt((1 - c**2) / (1 - c_low**2))
+    assert float(flat(second) @ u) == pytest.approx(k * float(raw @ u), abs=1e-5)
+    assert decision.metrics["gac/regime"] == PROJECT
+    assert decision.metrics["gac/removed"] == pytest.approx(float((raw - flat(second)).norm() / raw.norm()), abs=1e-6)
+
+
+def test_projection_to_zero_removes_the_aligned_component():
+    _, reference, _, second, _ = step_twice(GacControl(c_low=0.15, target="zero"), 0.8)
+    assert cosine(flat(second), reference) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_gradient_equal_to_its_predecessor_is_removed_not_divided_by_zero():
+    control = Gac(GacControl(c_low=0.15))
+    control.apply(gradient([3.0, 4.0]))
+    repeated = gradient([3.0, 4.0])
+    control.apply(repeated)
+    assert flat(repeated).abs().max() < 1e-6
+
+
+def test_the_decision_does_not_depend_on_the_gradients_scale():
+    decisions = []
+    for scale in (1e-6, 1.0, 1e6):
+        control = Gac(GacControl())
+        first, second = aligned(0.7, scale=scale)
+        control.apply(first)
+        decisions.append(control.apply(second).metrics)
+    assert decisions[0] == pytest.approx(decisions[1], rel=1e-6)
+    assert decisions[1] == pytest.approx(decisions[2], rel=1e-6)
+
+
+def test_skips_are_capped_then_the_step_is_projected():
+    control = Gac(GacControl(c_low=0.1, c_high=0.8, max_consecutive_skips=2))
+    regimes = []
+    for _ in range(7):
+        same = gradient([1.0, 2.0, 3.0])
+        decision = control.apply(same)
+        regimes.append(int(decision.metrics["gac/regime"]))
+        if decision.skip:
+            assert flat(same).tolist() == [1.0, 2.0, 3.0]
+    assert regimes == [KEEP, SKIP, SKIP, PROJECT, SKIP, SKIP, PROJECT]
+    assert decision.metrics["gac/skips"] == 4
+
+
+def test_after_a_projection_raw_compares_with_the_gradient_as_it_came_and_applied_as_it_left():
+    for reference in ("raw", "applied"):
+        control, _, raw, second, _ = step_twice(GacControl(reference=reference), 0.9)
+        expected = raw if reference == "raw" else flat(second)
+        assert torch.cat([r.flatten() for r in control.reference]).double() == pytest.approx(expected, rel=1e-6)
+
+
+def test_after_a_skip_raw_moves_on_and_applied_stays():
+    for reference in ("raw", "applied"):
+        control, first, raw, _, decision = step_twice(GacControl(reference=reference, c_high=0.5), 0.9)
+        assert decision.skip
+        assert torch.cat([r.flatten() for r in control.reference]).double() == pytest.approx(
+            raw if reference == "raw" else first, rel=1e-6
+        )
+
+
+def test_a_gradient_that_is_not_finite_drops_the_reference():
+    control = Gac(GacControl())
+    control.apply(gradient([1.0, 0.0]))
+    control.apply(gradient([float("nan"), 0.0]))
+    assert control.reference is None
+    assert "gac/cosine" not in control.apply(gradient([1.0, 0.0])).metrics
+    assert control.apply(gradient([1.0, 0.0])).metrics["gac/cosine"] == pytest.approx(1.0)
+
+
+def test_a_first_gradient_that_is_not_finite_does_not_become_the_reference():
+    control = Gac(GacControl())
+    control.apply(gradient([float("inf"), 0.0]))
+    assert control.reference is None
+
+
+def test_a_zero_gradient_leaves_the_reference_alone():
+    control = Gac(GacControl())
+    control.apply(gradient([1.0, 0.0]))
+    control.apply(gradient([0.0, 0.0]))
+    assert control.apply(gradient([0.0, 2.0])).metrics["gac/cosine"] == pytest.approx(0.0)
+
+
+def test_state_survives_a_save_and_load():
+    first, second = aligned(0.9)
+    through, resumed = Gac(GacControl()), Gac(GacControl())
+    through.apply(first)
+    resumed.load_state_dict(copy.deepcopy(through.state_dict()))
+    again = OneRank([Shard(shard.grad.clone()) for shard in second.shards])
+    assert resumed.apply(again).metrics == through.apply(second).metrics
+    assert torch.equal(flat(again), flat(second))
+
+
+def test_a_shard_that_another_rank_counts_is_projected_but_not_counted():
+    first, second = aligned(0.9)
+    copies = OneRank([*second.shards, Shard(second.shards[0].grad.clone(), counted=False)])
+    control, doubled = Gac(GacControl()), Gac(GacControl())
+    control.apply(OneRank([*first.shards, Shard(first.shards[0].grad.clone(), counted=False)]))
+    decision = control.apply(copies)
+    assert decision.metrics["gac/cosine"] == pytest.approx(0.9, abs=1e-6)
+    assert torch.equal(copies.shards[0].grad, copies.shards[2].grad)
+    # Counting the copy too moves the cosine: the test above would see it.
+    first, second = aligned(0.9)
+    doubled.apply(OneRank([*first.shards, Shard(first.shards[0].grad.clone())]))
+    assert abs(doubled.apply(OneRank([*second.shards, Shard(second.shards[0].grad.clone())])).metrics["gac/cosine"] - 0.9) > 1e-4
+
+
+def test_one_all_reduce_per_step_serves_the_cosine():
+    control = Gac(GacControl())
+    first, second = aligned(0.3)
+    control.apply(first)
+    control.apply(second)
+    assert (first.reductions, second.reductions) == (1, 1)
+
+
+@pytest.mark.parametrize("size", [1, RUN - 1, RUN, 3 * RUN + 17])
+def test_inner_products_are_float64_sums(size):
+    left, right = torch.randn(size), torch.randn(size)
+    exact = float(left.double() @ right.double())
+    assert float(dot(left, right)) == pytest.approx(exact, abs=1e-6 * float(left.norm() * right.norm()))
+    both = OneRank([Shard(left), Shard(right.reshape(1, -1))])
+    assert squared_norm(both) == pytest.approx(float(left.double().square().sum() + right.double().square().sum()), rel=1e-6)
+    assert products_with(both, [right, left])[0] == pytest.approx(2 * exact, abs=1e-6 * float(left.norm() * right.norm()))
+
+
+@pytest.mark.parametrize(("delay", "bound"), [(4, 0.347), (8, 0.185), (16, 0.0952), (32, 0.0483)])
+def test_the_linear_delay_model_is_stable_exactly_below_its_bound(delay, bound):
+    """x_{t+1} = x_t - a x_{t-s} is stable iff a < 2 sin(pi / (2 (2s + 1)))."""
+    exact = 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
+    assert exact == pytest.approx(bound, rel=3e-3)
+
+    def radius(a):
+        companion = np.eye(delay + 1, k=-1)
+        companion[0, 0], companion[0, delay] = 1.0, companion[0, delay] - a
+        return np.abs(np.linalg.eigvals(companion)).max()
+
+    assert radius(exact * (1 - 1e-3)) < 1 < radius(exact * (1 + 1e-3))
+
+
+@pytest.mark.parametrize("a", [1.1, 2.0])
+def test_on_an_unstable_delayed_quadratic_gac_stays_bounded_where_plain_descent_blows_up(a):
+    """Two coordinates, so that projection has somewhere to go; step size a times the bound at lag 8."""
+    delay, rate = 8, a * 2 * math.sin(math.pi / 34)
+
+    def run(control):
+        past = [torch.tensor([1.0, 0.3])] * (delay + 1)
+        largest = 0.0
+        for _ in range(3000):
+            stale = OneRank([Shard(past[-1 - delay].clone())])
+            if control is not None:
+                control.apply(stale)
+            past.append(past[-1] - rate * stale.shards[0].grad)
+            largest = max(largest, float(past[-1].norm()))
+            if largest > 1e6:
+                break
+        return largest
+
+    assert run(None) > 1e6
+    assert run(Gac(GacControl(c_low=0.15))) < 1e3
+
+
+def test_controls_are_built_by_name_in_order():
+    assert list(build_controls([GacControl()])) == ["gac"]
+
+    class Unknown:
+        name = "gca"
+
+    with pytest.raises(ValueError, match=r"gca.*nearest: gac"):
+        build_controls([Unknown()])
