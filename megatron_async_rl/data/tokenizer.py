@@ -1,0 +1,217 @@
+"""Text to token ids and back, straight on `tokenizers` (tokenizer.json) or `sentencepiece` (tokenizer.model).
+
+Invariants:
+- ids are those `transformers.AutoTokenizer` gives for the same directory, special tokens around the text included;
+- importing this file imports neither torch nor transformers; only a chat prompt loads transformers, for its template;
+- `eos_ids[0]` is the token that ends a supervised response; every id in `eos_ids` ends a sampled one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_async_rl.data.errors import DataError
+
+ChatMessages = Sequence[Mapping[str, Any]]
+
+
+class Tokenizer(Protocol):
+    """What the package needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids lie in 0 .. vocab_size - 1."""
+        ...
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """`special_tokens` puts around the text whatever the model's tokenizer puts there (a BOS, for many models)."""
+        ...
+
+    def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]: ...
+
+    def encode_chat(self, messages: ChatMessages) -> tuple[str, list[int]]:
+        """The model's chat template up to where its answer begins: the rendered text and its ids."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        ...
+
+
+def load_tokenizer(model_dir: Path) -> Tokenizer:
+    """Raises DataError if the directory has no tokenizer, or names no end-of-sequence token."""
+    model_dir = Path(model_dir)
+    if (model_dir / "tokenizer.json").is_file():
+        return JsonTokenizer(model_dir)
+    if (model_dir / "tokenizer.model").is_file():
+        return SentencePieceTokenizer(model_dir)
+    raise DataError(
+        model_dir,
+        None,
+        "holds neither tokenizer.json nor tokenizer.model",
+        "point model.path at a Hugging Face model directory with its tokenizer files",
+    )
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`, with the BOS/EOS switches of tokenizer_config.json where that file has them."""
+
+    def __init__(self, model_dir: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        path = model_dir / "tokenizer.json"
+        try:
+            self._backend = Backend.from_file(str(path))
+        except Exception as error:  # the Rust side raises bare Exception for every kind of bad file
+            raise DataError(path, None, f"is not a tokenizer: {error}", "save it again with transformers") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._dir = model_dir
+        self._frame = _explicit_frame(model_dir, self._backend.token_to_id)
+        self._eos_ids = _eos_ids(model_dir, self._backend.token_to_id)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self._eos_ids
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        return self.encode_many([text], special_tokens=special_tokens)[0]
+
+    def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
+        own = special_tokens and self._frame is None
+        encoded = [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=own)]
+        if special_tokens and self._frame is not None:
+            before, after = self._frame
+            return [[*before, *ids, *after] for ids in encoded]
+        return encoded
+
+    def encode_chat(self, messages: ChatMessages) -> tuple[str, list[int]]:
+        return _render_chat(self._dir, messages)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `tokenizer.model`. Special-token texts inside a plain prompt stay plain text."""
+
+    def __init__(self, model_dir: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        path = model_dir / "tokenizer.model"
+        try:
+            self._backend = SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise DataError(path, None, f"is not a SentencePiece model: {error}", "save it again with sentencepiece") from error
+        self._dir = model_dir
+        self._frame = _explicit_frame(model_dir, self._id) or ((), ())
+        self._eos_ids = _eos_ids(model_dir, self._id)
+
+    def _id(self, piece: str) -> int | None:
+        index = int(self._backend.piece_to_id(piece))
+        return index if self._backend.id_to_piece(index) == piece else None
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self._eos_ids
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.get_piece_size())
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        return self.encode_many([text], special_tokens=special_tokens)[0]
+
+    def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
+        before, after = self._frame if special_tokens else ((), ())
+        return [[*before, *ids, *after] for ids in self._backend.encode(list(texts), out_type=int)]
+
+    def encode_chat(self, messages: ChatMessages) -> tuple[str, list[int]]:
+        return _render_chat(self._dir, messages)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode([int(i) for i in ids]))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(path, None, f"is not JSON: {error}", "restore the file from the model's source") from error
+    if not isinstance(content, dict):
+        raise DataError(path, None, "is not a JSON object", "restore the file from the model's source")
+    return content
+
+
+def _token_text(value: Any) -> str | None:
+    """tokenizer_config.json writes a special token as text, or as an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _explicit_frame(model_dir: Path, token_id: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Ids before and after a text as tokenizer_config.json's `add_bos_token`/`add_eos_token` ask; None where it is silent."""
+    config = _read_json(model_dir / "tokenizer_config.json")
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return None
+    frame = []
+    for switch, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+        text = _token_text(config.get(name)) if config.get(switch) else None
+        index = None if text is None else token_id(text)
+        frame.append(() if index is None else (int(index),))
+    return frame[0], frame[1]
+
+
+def _eos_ids(model_dir: Path, token_id: Any) -> tuple[int, ...]:
+    """Every id that ends a sequence. The tokenizer's own eos comes first: for chat models it is the one that ends a turn."""
+    found: list[int] = []
+    named = _token_text(_read_json(model_dir / "tokenizer_config.json").get("eos_token"))
+    own = None if named is None else token_id(named)
+    for name in ("generation_config.json", "config.json"):
+        listed = _read_json(model_dir / name).get("eos_token_id")
+        if listed is not None:
+            found = [int(i) for i in (listed if isinstance(listed, list) else [listed])]
+            break
+    if own is not None:
+        found.insert(0, int(own))
+    if not found:
+        raise DataError(
+            model_dir,
+            None,
+            "names no end-of-sequence token",
+            "set eos_token_id in generation_config.json or config.json, or eos_token in tokenizer_config.json",
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def _render_chat(model_dir: Path, messages: ChatMessages) -> tuple[str, list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = _chat_tokenizers.get(model_dir)
+    if tokenizer is None:
+        tokenizer = _chat_tokenizers[model_dir] = AutoTokenizer.from_pretrained(str(model_dir))
+    if not tokenizer.chat_template:
+        raise DataError(
+            model_dir,
+            None,
+            "has no chat template, and a prompt is a list of messages",
+            "write the prompt as plain text, or add chat_template.jinja to the model directory",
+        )
+    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    return str(text), [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+
+
+_chat_tokenizers: dict[Path, Any] = {}
