@@ -1,0 +1,191 @@
+"""The keys of the schema, read from its models: which exist at a place, what they take, and which one was probably meant.
+
+A dotted key names a place: `policy.optimizer.lr`, `controls.0.c_low`. In a method chosen by name (`objective.loss`) the
+keys are those of the chosen method.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.strict import Strict
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the schema. `key` is dotted, `[]` standing for an index and `(name)` for a method."""
+
+    key: str
+    field: FieldInfo
+
+    @property
+    def takes(self) -> str:
+        return describe(self.field)
+
+
+def walk(model: type[Strict] = Config, prefix: str = "") -> Iterator[tuple[str, type[Strict], list[Key]]]:
+    """Every section in order: its dotted key, its model, its own leaves. Sections inside it follow."""
+    leaves: list[Key] = []
+    sections: list[tuple[str, type[Strict]]] = []
+    for name, field in model.model_fields.items():
+        inner = models_in(field.annotation)
+        if not inner:
+            leaves.append(Key(prefix + name, field))
+        methods = is_method(inner)
+        for one in inner:
+            label = f"({one.model_fields['name'].default})" if methods else ""
+            sections.append((f"{prefix}{name}{'[]' if is_list(field.annotation) else ''}{label}", one))
+    yield prefix.rstrip("."), model, leaves
+    for label, one in sections:
+        yield from walk(one, f"{label}.")
+
+
+def models_in(annotation: Any) -> tuple[type[Strict], ...]:
+    """The config models a field may hold: none for a leaf, one for a section, several for a method chosen by name."""
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        return (annotation,)
+    found: list[type[Strict]] = []
+    for part in get_args(annotation):
+        found.extend(model for model in models_in(part) if model not in found)
+    return tuple(found)
+
+
+def is_method(models: Sequence[type[Strict]]) -> bool:
+    """Whether these are the choices of a method, each known by the default of its `name`."""
+    return bool(models) and all(method_name(model) is not None for model in models)
+
+
+def is_list(annotation: Any) -> bool:
+    return get_origin(annotation) in (tuple, list)
+
+
+def models_at(dotted: Sequence[str | int], tree: Any) -> tuple[type[Strict], ...]:
+    """The models whose keys are valid below `dotted`; `tree` (the user's own values) tells which method was chosen."""
+    models: tuple[type[Strict], ...] = (Config,)
+    for part in dotted:
+        tree = _child(tree, part)
+        if isinstance(part, int) or str(part).isdigit():
+            models = _chosen(models, tree)
+            continue
+        fields = [model.model_fields[str(part)] for model in models if str(part) in model.model_fields]
+        if not fields:
+            return ()
+        models = _chosen(models_in(fields[0].annotation), tree)
+    return models
+
+
+def _child(tree: Any, part: str | int) -> Any:
+    if isinstance(tree, dict):
+        return tree.get(part)
+    if isinstance(tree, list) and str(part).isdigit() and int(part) < len(tree):
+        return tree[int(part)]
+    return None
+
+
+def _chosen(models: tuple[type[Strict], ...], value: Any) -> tuple[type[Strict], ...]:
+    name = value.get("name") if isinstance(value, dict) else value
+    if not isinstance(name, str):
+        return models
+    return tuple(model for model in models if method_name(model) == name) or models
+
+
+def method_name(model: type[Strict]) -> str | None:
+    field = model.model_fields.get("name")
+    return field.default if field is not None and isinstance(field.default, str) else None
+
+
+def path_keys() -> list[str]:
+    """Dotted keys that hold a file or folder."""
+    return [leaf.key for _, _, leaves in walk() for leaf in leaves if _holds_path(leaf.field.annotation)]
+
+
+def _holds_path(annotation: Any) -> bool:
+    return annotation is Path or any(_holds_path(part) for part in get_args(annotation))
+
+
+def valid_keys(models: Sequence[type[Strict]]) -> list[str]:
+    return sorted({name for model in models for name in model.model_fields})
+
+
+def nearest(given: str, valid: Sequence[str]) -> str | None:
+    matches = difflib.get_close_matches(given.lower(), valid, n=1, cutoff=0.5)
+    return matches[0] if matches else None
+
+
+def elsewhere(given: str) -> list[str]:
+    """Dotted keys anywhere in the schema whose last part is `given`."""
+    return [_plain(key) for key in _all_keys() if key.rsplit(".", 1)[-1] == given]
+
+
+def nearest_anywhere(given: str) -> str | None:
+    ends = {key.rsplit(".", 1)[-1]: key for key in reversed(_all_keys())}
+    match = nearest(given, list(ends))
+    return _plain(ends[match]) if match else None
+
+
+def _plain(key: str) -> str:
+    """As a user writes it: without the method it belongs to, and with an index for a list's entry."""
+    return re.sub(r"\(\w+\)", "", key).replace("[]", ".0")
+
+
+def _all_keys() -> list[str]:
+    keys: list[str] = []
+    for section, _, leaves in walk():
+        if section and "(" not in section:
+            keys.append(section)
+        keys.extend(leaf.key for leaf in leaves)
+    return keys
+
+
+def describe(field: FieldInfo) -> str:
+    """What a leaf takes, in words: `whole number, at least 1`; `one of: auto, never`."""
+    return _describe(field.annotation, field.metadata)
+
+
+_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
+
+
+def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _describe(parts[0], [*parts[1:], *metadata])
+    if origin is Literal:
+        return "one of: " + ", ".join(str(part) for part in parts)
+    if origin in (Union, types.UnionType):
+        return ", or ".join(_describe(part, () if part is type(None) else metadata) for part in parts)
+    if origin in (tuple, list):
+        if len(parts) == 2 and parts[1] is Ellipsis:
+            return f"list of {_describe(parts[0])}"
+        return f"list of {len(parts)}: each {_describe(parts[0])}"
+    bounds = [words for words in (_bound(one) for one in _flatten(metadata)) if words]
+    return ", ".join([_WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))), *bounds])
+
+
+def _flatten(metadata: Sequence[Any]) -> Iterator[Any]:
+    for one in metadata:
+        if isinstance(one, FieldInfo):
+            yield from one.metadata
+        else:
+            yield one
+
+
+def _bound(one: Any) -> str | None:
+    if isinstance(one, Gt):
+        return f"above {one.gt}"
+    if isinstance(one, Ge):
+        return f"at least {one.ge}"
+    if isinstance(one, Lt):
+        return f"below {one.lt}"
+    if isinstance(one, Le):
+        return f"at most {one.le}"
+    return None
