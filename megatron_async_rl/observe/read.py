@@ -17,6 +17,12 @@ Row = dict[str, Value]
 """One line: `step`, `version`, `time` and the keys of the catalogue; a value that was not finite is a float again."""
 
 
+def number(row: Row, key: str) -> float | None:
+    """The number under `key`; None where the row has none."""
+    value = row.get(key)
+    return value if isinstance(value, int | float) else None
+
+
 @dataclass(frozen=True)
 class News:
     rows: list[Row]

@@ -1,0 +1,73 @@
+"""A whole run in a few numbers, for the terminal's last words and the report's table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_async_rl.observe.read import Row, number
+from megatron_async_rl.observe.series import numbers, total
+from megatron_async_rl.observe.status import Status
+
+REGIMES = ("kept", "projected", "skipped")
+"""By the code in `gac/regime`."""
+TIMES = {"waiting": "time/wait_batch_s", "training": "time/train_s", "publishing": "time/publish_s"}
+"""What rank 0 spends a step on: for samples, on the optimizer step, on handing over weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    steps: int
+    in_steps_s: float
+    """Sum of the steps' seconds: start-up, evaluation, checkpoints and stops left out."""
+    generated: int
+    trained: int
+    dropped: int
+    shares: Mapping[str, float]
+    """Of `in_steps_s`, by what rank 0 did; sums to 1 with `other`."""
+    regimes: Mapping[str, int]
+    """Steps by what gradient alignment control did; empty without it."""
+    lag_mean: float | None
+    """Versions, mean over trained tokens of the whole run."""
+    lag_max: int | None
+    before: float | None
+    after: float | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens generated, or trained on where nothing was generated, per second in steps."""
+        return (self.generated or self.trained) / self.in_steps_s if self.in_steps_s > 0 else 0.0
+
+
+def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
+    in_steps = total(rows, "time/step_s")
+    shares = {name: total(rows, key) / in_steps if in_steps > 0 else 0.0 for name, key in TIMES.items()}
+    shares["other"] = max(0.0, 1.0 - sum(shares.values())) if in_steps > 0 else 0.0
+    codes = [int(code) for row in rows if (code := number(row, "gac/regime")) is not None]
+    counts: list[int] = []
+    for row in rows:
+        histogram = row.get("lag/histogram")
+        if isinstance(histogram, list):
+            counts += [0] * (len(histogram) - len(counts))
+            counts = [have + (histogram[lag] if lag < len(histogram) else 0) for lag, have in enumerate(counts)]
+    largest = numbers(rows, "lag/max")
+    return Summary(
+        steps=len(rows),
+        in_steps_s=in_steps,
+        generated=int(total(rows, "tokens/generated")),
+        trained=int(total(rows, "tokens/trained")),
+        dropped=int(total(rows, "tokens/dropped")),
+        shares=shares,
+        regimes={name: codes.count(code) for code, name in enumerate(REGIMES)} if codes else {},
+        lag_mean=sum(lag * count for lag, count in enumerate(counts)) / sum(counts) if sum(counts) else None,
+        lag_max=int(max(value for value in largest if value == value)) if any(largest == largest) else None,
+        before=status.before if status else None,
+        after=status.after if status else None,
+    )
+
+
+def span(seconds: float) -> str:
+    """`0:07`, `12:31`, `3:05:09`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
