@@ -99,6 +99,9 @@ def _unknown(key: str, parts: Sequence[str | int], parents: Sequence[type[Strict
     if match:
         return f"did you mean `{section + '.' if section else ''}{match}`?"
     homes = elsewhere(given)
+    owners = [str(method_name(model)) for model in models_at(parts[:-1], {}) if given in model.model_fields]
+    if owners:
+        return f"it belongs to {' and '.join(owners)}; keys of this one: {', '.join(valid)}"
     if homes:
         return f"this key lives at {' and '.join(f'`{home}`' for home in homes[:3])}"
     far = nearest_anywhere(given)

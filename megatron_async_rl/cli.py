@@ -1,0 +1,151 @@
+"""The `mar` command: train, plan, report, convert, doctor.
+
+Invariants:
+- what a user got wrong ends with one screen and exit code 2, never a traceback, before any rank or engine starts;
+- importing this file, and every command up to the point where it needs them, loads no torch, Megatron-Core, vLLM or Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_async_rl import __version__
+from megatron_async_rl.config.problem import ConfigError
+
+USER_ERROR = 2
+PIPE_WIDTH = 140
+
+app = typer.Typer(
+    name="mar",
+    help="Asynchronous RL post-training: Megatron-Core policies, vLLM rollouts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; examples/ holds some to start from.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as policy.optimizer.lr=1e-4.")
+]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """As wide as the terminal, and wide enough not to break lines in a pipe."""
+    made = Console(stderr=stderr)
+    return made if made.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Run a config to its end; Ctrl-C stops after the step, and the same command resumes."""
+    from megatron_async_rl.check import check
+    from megatron_async_rl.config.load import load
+    from megatron_async_rl.launch import RunDirectoryError, launch
+    from megatron_async_rl.plan_screen import show_problems
+
+    _let_children_import_from_here()
+    loaded = load(config, overrides or ())
+    plan = check(loaded, all_data=True)
+    if plan.problems:
+        show_problems(plan.problems, str(config), console(stderr=True))
+        raise typer.Exit(USER_ERROR)
+    for warning in plan.warnings:
+        console().print(f"note: {warning}", markup=False, highlight=False)
+    try:
+        raise typer.Exit(launch(loaded, console()))
+    except RunDirectoryError as error:
+        _refuse(error)
+
+
+@app.command()
+def plan(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Show what a config comes to here: layout, memory, batch, staleness. Starts nothing; exit code 2 if it cannot run."""
+    from megatron_async_rl.check import check
+    from megatron_async_rl.config.load import load
+    from megatron_async_rl.config.machine import this_machine
+    from megatron_async_rl.plan_screen import show_plan, show_problems
+
+    loaded = load(config, overrides or ())
+    machine = this_machine()
+    planned = check(loaded, all_data=False, machine=machine)
+    if planned.problems:
+        show_problems(planned.problems, str(config), console(stderr=True))
+        raise typer.Exit(USER_ERROR)
+    show_plan(planned, loaded, machine, console())
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:
+    """Write the run's report, an HTML page and a PNG picture, into its directory."""
+    if not (run / "metrics.jsonl").is_file():
+        _refuse(f"{run}: holds no metrics.jsonl\n  fix: name a run directory, the `run.dir` of its config")
+    from megatron_async_rl.observe.report import write_report
+
+    for written in write_report(run):
+        console().print(str(written), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoint, or one step's folder in it.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist or be empty.")],
+) -> None:
+    """Write a checkpoint as a Hugging Face model directory."""
+    if not checkpoint.is_dir():
+        _refuse(f"{checkpoint}: is no folder\n  fix: name RUN/checkpoint of a run that has saved one")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        _refuse(f"{out}: already exists\n  fix: name a new folder")
+    from megatron_async_rl.weights.convert import convert as convert_checkpoint
+
+    convert_checkpoint(checkpoint, out)
+    console().print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this installation and say what each missing part would bring; exit code 1 if a needed one is missing."""
+    from megatron_async_rl.doctor import examine, show
+
+    findings = examine()
+    raise typer.Exit(show(findings, console()))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"megatron-async-rl {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """Asynchronous RL post-training: Megatron-Core policies, vLLM rollouts."""
+
+
+def _let_children_import_from_here() -> None:
+    """A reward given as module:function is found from the current folder by ranks and engines too."""
+    here = os.getcwd()
+    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    if here not in known:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*known, here])
+
+
+def _refuse(message: object) -> None:
+    console(stderr=True).print(str(message), style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(USER_ERROR)
+
+
+def main() -> None:
+    """Console entry point."""
+    try:
+        app()
+    except ConfigError as error:
+        console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(USER_ERROR)

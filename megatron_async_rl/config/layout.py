@@ -1,0 +1,109 @@
+"""Which process runs where, and whether the layout divides the model: tensor x pipeline x data, as Megatron-Core orders ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_async_rl.config.machine import Machine
+from megatron_async_rl.config.model_files import ModelShape
+from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.schema import Config
+
+Device = Literal["cpu", "cuda"]
+PARALLEL = "policy.parallel"
+
+
+@dataclass(frozen=True)
+class Process:
+    """`kind`: what it is and what starts it; `device`: the GPU it owns, or its threads."""
+
+    name: str
+    kind: str
+    device: str
+
+
+def device_of(config: Config, machine: Machine) -> Device:
+    if config.policy.device == "auto":
+        return "cuda" if machine.gpus else "cpu"
+    return config.policy.device
+
+
+def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int]:
+    """(tensor, data, pipeline) coordinates: tensor varies fastest, pipeline slowest."""
+    parallel = config.policy.parallel
+    data = parallel.ranks // (parallel.tensor * parallel.pipeline)
+    return rank % parallel.tensor, rank // parallel.tensor % data, rank // (parallel.tensor * data)
+
+
+def processes(config: Config, device: Device, machine: Machine) -> tuple[Process, ...]:
+    """Every process of a run, in the order in which they start; empty for a layout that does not divide."""
+    parallel, rollout = config.policy.parallel, config.rollout
+    if parallel.ranks % (parallel.tensor * parallel.pipeline):
+        return ()
+    listed = []
+    for rank in range(parallel.ranks):
+        tensor, data, pipeline = rank_coordinates(config, rank)
+        place = f"GPU {rank}" if device == "cuda" else "1 thread"
+        listed.append(Process(f"rank {rank}", f"torchrun: tensor {tensor}, pipeline {pipeline}, data {data}", place))
+    if rollout is not None:
+        listed.append(Process("controller", "Ray actor: prompts, admission, batches", "1 thread"))
+        for engine in range(rollout.engines):
+            place = f"GPU {parallel.ranks + engine}" if device == "cuda" else "1 thread"
+            listed.append(Process(f"engine {engine}", "Ray actor: vLLM and its core process, rewards", place))
+    return tuple(listed)
+
+
+def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) -> list[Problem]:
+    parallel = config.policy.parallel
+    found: list[Problem] = []
+    cell = parallel.tensor * parallel.pipeline
+    if parallel.ranks % cell:
+        found.append(
+            Problem(
+                key=f"{PARALLEL}.ranks",
+                what=f"{parallel.ranks} ranks do not divide into tensor {parallel.tensor} x pipeline {parallel.pipeline} = {cell}",
+                fix=f"set ranks to a multiple of {cell}, or lower tensor or pipeline",
+            )
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        what = "sequence parallelism divides over tensor-parallel ranks, and tensor is 1"
+        found.append(Problem(key=f"{PARALLEL}.sequence", what=what, fix="set it to false, or policy.parallel.tensor above 1"))
+    if shape is not None:
+        found += _shape_problems(config, shape)
+    if config.policy.device == "cuda" and not machine.gpus:
+        fix = "set it to auto or cpu, or see `mar doctor` for what keeps CUDA away"
+        found.append(Problem(key="policy.device", what="cuda, but this machine shows no GPU", fix=fix))
+    if machine.gpus and device_of(config, machine) == "cuda":
+        engines = config.rollout.engines if config.rollout else 0
+        wanted = parallel.ranks + engines
+        if wanted > len(machine.gpus):
+            what = f"{parallel.ranks} ranks and {engines} engines need {wanted} GPUs, this machine shows {len(machine.gpus)}"
+            found.append(Problem(key=f"{PARALLEL}.ranks", what=what, fix="lower policy.parallel.ranks or rollout.engines"))
+    return found
+
+
+def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    parallel = config.policy.parallel
+    divided = (
+        ("tensor", parallel.tensor, shape.heads, "attention heads"),
+        ("tensor", parallel.tensor, shape.kv_heads, "key-value heads"),
+        ("tensor", parallel.tensor, shape.intermediate, "MLP columns"),
+        ("pipeline", parallel.pipeline, shape.layers, "layers"),
+    )
+    found = []
+    for name in ("tensor", "pipeline"):
+        wrong = [(count, noun) for key, size, count, noun in divided if key == name and count % size]
+        if not wrong:
+            continue
+        size = getattr(parallel, name)
+        counts = [count for key, _, count, _ in divided if key == name]
+        fitting = [one for one in range(1, min(counts) + 1) if not any(count % one for count in counts)]
+        found.append(
+            Problem(
+                key=f"{PARALLEL}.{name}",
+                what=f"{size} does not divide the model's " + " and ".join(f"{count} {noun}" for count, noun in wrong),
+                fix=f"set it to one of: {', '.join(map(str, fitting[:12]))}",
+            )
+        )
+    return found

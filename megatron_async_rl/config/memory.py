@@ -1,0 +1,109 @@
+"""Bytes each trainer rank and each engine needs, by arithmetic on the model's sizes.
+
+Weights, gradients, optimizer state and KV cache are exact up to padding; activations and the log-prob chunk are
+estimates of what the local (unfused) layers keep for the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_async_rl.config.machine import GIB
+from megatron_async_rl.config.model_files import ModelShape
+from megatron_async_rl.config.schema import Config
+
+FLOAT32 = 4
+LOGIT_COPIES = 3
+"""Logits, their exponentials and their gradient exist together for one chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on one rank of pipeline stage `stage`; its data- and tensor-parallel neighbours need the same."""
+
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    controls: int
+    activations: int
+    logprobs: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.controls + self.activations + self.logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """Bytes of one engine. `cache` is null on a GPU, where `rollout.gpu_memory_utilization` gives it what is left."""
+
+    weights: int
+    cache: int | None
+    cache_tokens: int | None
+    bytes_per_token: int
+
+
+def value_bytes(config: Config) -> int:
+    return 2 if config.model.dtype == "bfloat16" else FLOAT32
+
+
+def stage_parameters(shape: ModelShape, *, stage: int, pipeline: int, tensor: int) -> int:
+    """Parameters on one rank of a stage. With tied embeddings the last stage keeps its own copy of the first's."""
+    count = shape.layers // pipeline * (shape.layer_sharded // tensor + shape.layer_replicated)
+    embedding = -(-shape.vocabulary // tensor) * shape.hidden
+    first, last = stage == 0, stage == pipeline - 1
+    if first:
+        count += embedding
+    if last:
+        count += shape.hidden
+        if not (first and shape.tied):
+            count += embedding
+    return count
+
+
+def rank_memory(config: Config, shape: ModelShape, *, stage: int, data_parallel: int, longest: int) -> RankMemory:
+    """`longest`: tokens of the longest prompt + response.
+
+    Gradients and optimizer state are float32 (AdamW: two moments,
+    and a master copy under bfloat16); the distributed optimizer shards the state, not the gradient buffer."""
+    parallel = config.policy.parallel
+    count = stage_parameters(shape, stage=stage, pipeline=parallel.pipeline, tensor=parallel.tensor)
+    shards = data_parallel if parallel.distributed_optimizer else 1
+    state = 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
+    remembers_gradient = any(control.name == "gac" for control in config.controls)
+    in_flight = parallel.pipeline - stage
+    samples = -(-config.flow.prompts_per_step * config.flow.group_size // data_parallel)
+    tokens = min(config.policy.tokens_per_micro_batch, samples * longest)
+    chunk = min(tokens, config.policy.logprob_chunk_tokens) * shape.vocabulary // parallel.tensor * FLOAT32 * LOGIT_COPIES
+    return RankMemory(
+        stage=stage,
+        parameters=count * value_bytes(config),
+        gradients=count * FLOAT32,
+        optimizer=count * state // shards,
+        controls=count * FLOAT32 // shards if remembers_gradient else 0,
+        activations=in_flight * shape.layers // parallel.pipeline * _layer_activations(config, shape, tokens, longest),
+        logprobs=chunk if stage == parallel.pipeline - 1 else 0,
+    )
+
+
+def _layer_activations(config: Config, shape: ModelShape, tokens: int, longest: int) -> int:
+    """Bytes one layer keeps of a micro-batch of `tokens`: the inputs of its norms, products, softmax and gate."""
+    parallel = config.policy.parallel
+    whole = 4 * shape.hidden
+    attention = 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.heads * shape.head_dim
+    gate = 4 * shape.intermediate
+    scores = 2 * shape.heads * longest
+    divided = attention + gate + scores
+    per_token = (whole + divided) // parallel.tensor if parallel.sequence else whole + divided // parallel.tensor
+    return tokens * per_token * value_bytes(config)
+
+
+def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineMemory:
+    rollout = config.rollout
+    if rollout is None:
+        raise ValueError("a supervised run has no engines")
+    per_token = shape.kv_values_per_token * value_bytes(config)
+    cache = None if on_gpu else int(rollout.kv_cache_gib * GIB)
+    tokens = None if cache is None else cache // per_token
+    return EngineMemory(weights=shape.parameters * value_bytes(config), cache=cache, cache_tokens=tokens, bytes_per_token=per_token)
