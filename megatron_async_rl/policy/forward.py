@@ -1,0 +1,99 @@
+"""Micro-batches through Megatron's schedule: hidden states -> log-probs of response tokens -> whatever consumes them.
+
+Invariants:
+- logits exist for the positions that predict response tokens only, a chunk of them at a time, and only on the last
+  pipeline stage;
+- the schedule (plain, or 1F1B over pipeline stages) is Megatron's own; losses are summed over micro-batches, undivided;
+- every rank of a pipeline runs the same micro-batches in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
+from megatron_async_rl.policy.microbatch import MicroBatch
+
+if TYPE_CHECKING:
+    from megatron_async_rl.policy.model import PolicyModel
+    from megatron_async_rl.policy.parallel import Layout
+
+Consume = Callable[[MicroBatch, Tensor, Tensor], Tensor]
+"""(micro-batch, logp [N] with gradient, entropy [N]) -> its part of the loss, a scalar. Runs on the last stage only."""
+
+
+class Schedule:
+    """Runs micro-batches through this rank's stage. `wrapped`: the chunks of `model` inside Megatron's DDP."""
+
+    def __init__(
+        self, wrapped: Sequence[Any], model: PolicyModel, layout: Layout, *, temperature: float, logprob_chunk_tokens: int
+    ) -> None:
+        self.chunks = wrapped
+        self.model = model
+        self.layout = layout
+        self.temperature = temperature
+        self.logprob_chunk_tokens = logprob_chunk_tokens
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> None:
+        """Adds the gradient of the summed losses into the gradient buffers and reduces them. Collective over the world."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+
+        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            logp, entropy = self._logprobs(micro_batch, hidden)
+            return consume(micro_batch, logp, entropy), torch.zeros((), dtype=torch.int, device=hidden.device), {}
+
+        self._run(micro_batches, loss, forward_only=False)
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Tensor]]:
+        """(micro-batch, logp [N]) in order on the last stage; an empty list on the others. Collective over a pipeline."""
+
+        def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> tuple[MicroBatch, Tensor]:
+            return micro_batch, self._logprobs(micro_batch, hidden)[0]
+
+        for chunk in self.chunks:
+            chunk.eval()
+        return self._run(micro_batches, collect, forward_only=True)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], loss: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+        def step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro_batch = next(batches)
+            output = chunk(micro_batch.tokens, micro_batch.position_ids, None)
+            return output, partial(loss, micro_batch)
+
+        rows, length = micro_batches[0].tokens.shape
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(micro_batches) for _ in self.chunks],
+            model=list(self.chunks),
+            num_microbatches=len(micro_batches),
+            # Shapes of the first micro-batch; with variable_seq_lengths stages tell each other the shape of every one.
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return results
+
+    def _logprobs(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """([N] logp with gradient, [N] entropy) from hidden [B, L, H] of the last stage."""
+        batch, length, width = hidden.shape
+        # Rows in the memory order of the stage's output, [L, B, H], so that the selection copies nothing else.
+        position = micro_batch.rows % length * batch + micro_batch.rows // length
+        selected = hidden.transpose(0, 1).reshape(length * batch, width).index_select(0, position)
+        return vocab_parallel_logprobs(
+            selected,
+            self.model.output_weight(),
+            micro_batch.targets,
+            temperature=self.temperature,
+            chunk=self.logprob_chunk_tokens,
+            group=self.layout.tp_group,
+        )

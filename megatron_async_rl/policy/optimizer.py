@@ -1,0 +1,113 @@
+"""Megatron's gradient buffers, Megatron's Adam, and the learning rate of a step.
+
+Invariants:
+- gradients are float32 and are summed, never averaged, over data-parallel ranks and micro-batches: the loss already
+  carries the denominators of the whole batch;
+- weight decay applies to matrices only, not to norms or biases;
+- the learning rate is a pure function of the step number: what a control multiplies it by lasts one step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron_async_rl.policy.parallel import Gradients, GradientShard
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
+    from megatron_async_rl.config.schema import PolicyConfig
+    from megatron_async_rl.policy.parallel import Layout
+
+
+def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:
+    """The learning rate of optimizer step `step` (from 0) of a run of `total_steps`.
+
+    Warm-up: lr (step + 1) / warmup_steps. After it, with p = (step - warmup_steps) / (total_steps - warmup_steps) in [0, 1):
+    `linear` goes from lr towards min_lr with p, `cosine` with (1 - cos(pi p)) / 2; `constant` stays at lr.
+    """
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    progress = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
+    left = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return settings.min_lr + (settings.lr - settings.min_lr) * left
+
+
+def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[DistributedDataParallel]:
+    """Each model chunk inside Megatron's DDP, with float32 gradient buffers that are summed over data-parallel ranks."""
+
+    def finalize(model: list[Any], num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
+        # Megatron would divide by the tokens it counted; the loss has its denominators already.
+        finalize_model_grads(model, None, **groups)
+
+    for chunk in chunks:
+        # Without this Megatron averages over data-parallel ranks and divides each micro-batch by their number.
+        chunk.config.calculate_per_token_loss = True
+        chunk.config.finalize_model_grads_func = finalize
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=policy.parallel.distributed_optimizer,
+        overlap_grad_reduce=False,
+        average_in_collective=False,
+    )
+    wrapped = [DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk) for chunk in chunks]
+    for chunk, ddp in zip(chunks, wrapped, strict=True):
+        chunk.config.no_sync_func = ddp.no_sync
+    return wrapped
+
+
+def build_optimizer(wrapped: list[DistributedDataParallel], policy: PolicyConfig, dtype: torch.dtype) -> MegatronOptimizer:
+    """Megatron's AdamW over wrapped chunks; float32 main parameters where the model is bfloat16."""
+    settings = policy.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            clip_grad=0.0,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=policy.parallel.distributed_optimizer,
+        ),
+        wrapped,
+    )
+    for group in optimizer.param_groups:
+        # wd_mult is 0 for one-dimensional parameters; Megatron applies it in its own scheduler, which is not used here.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    return optimizer
+
+
+def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
+    """The reduced gradients the optimizer is about to use, in place; valid between `prepare_grads` and its step.
+
+    With the distributed optimizer each rank holds its slices and every slice counts; without it data-parallel replicas
+    hold the same gradients, which count on the first. Tensor-parallel copies count on tensor rank 0, tied embeddings on
+    the first pipeline stage. Sums go over the world, so that every rank sees the same bits and decides alike.
+    """
+    owner = optimizer.config.use_distributed_optimizer or layout.dp_rank == 0
+    shards = tuple(
+        GradientShard(
+            grad=parameter.grad,
+            counted=owner and param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter),
+        )
+        for parameter in optimizer_parameters(optimizer)
+        if parameter.grad is not None
+    )
+    return Gradients(shards, layout.world_group, layout.device)
+
+
+def optimizer_parameters(optimizer: MegatronOptimizer) -> list[torch.nn.Parameter]:
+    """The parameters Adam updates on this rank: the model's own, or this rank's float32 slices of them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

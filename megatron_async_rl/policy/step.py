@@ -1,0 +1,95 @@
+"""From reduced gradients to new weights: prepare, controls, clip, step.
+
+Invariants:
+- every decision rests on all-reduced numbers, so all ranks step or none does;
+- a skipped step changes nothing: no weight, no moment, no step count, no weight decay;
+- a gradient that is not finite is never applied, whatever the controls say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_async_rl.controls.decision import Control
+from megatron_async_rl.controls.inner_product import squared_norm
+from megatron_async_rl.policy.optimizer import gradients_of, learning_rate
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
+    from megatron_async_rl.config.schema import OptimizerConfig
+    from megatron_async_rl.policy.parallel import Gradients, Layout
+
+CLIP_EPSILON = 1e-6
+
+
+class OptimizerStep:
+    """Counts: `steps` taken or skipped so far (the schedule's clock), `nonfinite` of them skipped for their gradient."""
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        settings: OptimizerConfig,
+        controls: Mapping[str, Control],
+        layout: Layout,
+        total_steps: int,
+    ) -> None:
+        self.optimizer = optimizer
+        self.settings = settings
+        self.controls = controls
+        self.layout = layout
+        self.total_steps = total_steps
+        self.steps = 0
+        self.nonfinite = 0
+
+    def take(self) -> dict[str, float]:
+        """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the controls, before clipping."""
+        lr = learning_rate(self.settings, self.steps, self.total_steps)
+        self.steps += 1
+        overflow = self.optimizer.prepare_grads()
+        gradients = gradients_of(self.optimizer, self.layout)
+        metrics: dict[str, float] = {}
+        skip, lr_scale = False, 1.0
+        for control in self.controls.values():
+            decision = control.apply(gradients)
+            metrics |= decision.metrics
+            skip |= decision.skip
+            lr_scale *= decision.lr_scale
+        norm = math.sqrt(squared_norm(gradients))
+        if overflow or not math.isfinite(norm):
+            self.nonfinite += 1
+            skip = True
+        if not skip:
+            clip_to(gradients, norm, self.settings.clip_grad)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * lr_scale
+            self.optimizer.step_with_ready_grads()
+        return metrics | {
+            "policy/grad_norm": norm,
+            "policy/lr": lr,
+            "policy/lr_scale": lr_scale,
+            "policy/skipped": float(skip),
+            "policy/nonfinite": float(self.nonfinite),
+        }
+
+    def pass_over(self) -> dict[str, float]:
+        """A batch that has nothing to learn from: the clock moves, nothing else does."""
+        lr = learning_rate(self.settings, self.steps, self.total_steps)
+        self.steps += 1
+        return {"policy/lr": lr, "policy/skipped": 1.0, "policy/nonfinite": float(self.nonfinite)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "nonfinite": self.nonfinite}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.nonfinite = state["steps"], state["nonfinite"]
+
+
+def clip_to(gradients: Gradients, norm: float, limit: float | None) -> None:
+    """Scales all gradients in place so that their global norm is at most `limit`; copies are scaled alike."""
+    if limit is not None and norm > limit:
+        torch._foreach_mul_([shard.grad for shard in gradients.shards], limit / (norm + CLIP_EPSILON))

@@ -1,0 +1,104 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.objectives.aggregate import Denominators
+from megatron_async_rl.objectives.batch import TokenBatch
+from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.policy.diagnostics import StepTable, effective_sample_size, step_metrics
+from megatron_async_rl.policy.microbatch import build_micro_batch
+from tests.train_batches import ragged_batch
+
+CPU = torch.device("cpu")
+BATCH = ragged_batch()
+SAMPLES = [sample for sample in BATCH.samples() if sample.valid]
+ADVANTAGES = np.linspace(-1, 1, len(SAMPLES))
+SHIFTS = torch.randn(len(SAMPLES), generator=torch.Generator().manual_seed(3)) * 0.4
+
+
+def table_of(cuts):
+    """The table after these micro-batches, with log-probs the behaviour's plus a shift per sample."""
+    table = StepTable(len(SAMPLES), CPU)
+    objective, denominators = Objective(ObjectiveConfig()), Denominators.of(SAMPLES)
+    for rows in cuts:
+        micro = build_micro_batch(SAMPLES, rows, CPU)
+        logp = micro.behavior_logprobs + SHIFTS[list(rows)][micro.sequence]
+        tokens = TokenBatch(
+            logp=logp,
+            logp_prox=micro.behavior_logprobs,
+            logp_behavior=micro.behavior_logprobs,
+            advantages=torch.tensor(ADVANTAGES)[list(rows)][micro.sequence],
+            mask=micro.mask,
+            weights=torch.ones_like(micro.mask),
+            sequence=micro.sequence,
+            sequences=len(rows),
+        )
+        parts, token_loss = objective.loss(tokens, denominators)
+        table.record(micro, tokens, torch.full_like(logp, 0.7), parts, token_loss, BATCH.version)
+    return table.values.numpy()
+
+
+COUNTS = [int(sample.loss_mask.sum()) for sample in SAMPLES]
+WHOLE = step_metrics(table_of([tuple(range(len(SAMPLES)))]), COUNTS, sampled=True)
+
+
+def test_metrics_equal_their_definitions_over_trained_tokens():
+    shift = np.repeat(SHIFTS.double().numpy(), COUNTS)
+    advantage = np.repeat(ADVANTAGES, COUNTS)
+    w = np.exp(shift)
+    sequence_weights = np.exp(SHIFTS.double().numpy() * COUNTS)
+    clipped = ((advantage > 0) & (w > 1.2)) | ((advantage < 0) & (w < 0.8))
+    lag0 = np.concatenate([(s.versions == BATCH.version)[s.loss_mask == 1] for s in SAMPLES])
+    expected = {
+        "policy/loss": np.mean(np.maximum(-advantage * w, -advantage * np.clip(w, 0.8, 1.2))),
+        "policy/entropy": 0.7,
+        "ratio/ess": sequence_weights.sum() ** 2 / (sequence_weights**2).sum(),
+        "ratio/ess_ratio": sequence_weights.sum() ** 2 / (sequence_weights**2).sum() / len(SAMPLES),
+        "ratio/kl_k1": -shift.mean(),
+        "ratio/kl_k3": (w - 1 - shift).mean(),
+        "ratio/chi2": (w**2 - 1).mean(),
+        "ratio/logp_diff_mean": np.abs(shift).mean(),
+        "ratio/logp_diff_max": np.abs(shift).max(),
+        "ratio/logp_diff_lag0_max": np.abs(shift[lag0]).max(),
+        "clip/positive": clipped[advantage > 0].mean(),
+        "clip/negative": clipped[advantage < 0].mean(),
+    }
+    assert pytest.approx(expected, rel=1e-5) == WHOLE
+    assert 0 < WHOLE["clip/positive"] < 1
+    assert 0 < WHOLE["clip/negative"] < 1
+
+
+def test_metrics_do_not_depend_on_how_the_batch_is_cut():
+    cut = [(3, 1), (0,), tuple(range(4, len(SAMPLES))), (2,)]
+    assert step_metrics(table_of(cut), COUNTS, sampled=True) == pytest.approx(WHOLE, rel=1e-6)
+
+
+def test_tables_of_ranks_add_up():
+    halves = [tuple(range(5)), tuple(range(5, len(SAMPLES)))]
+    added = table_of(halves[:1]) + table_of(halves[1:])
+    assert step_metrics(added, COUNTS, sampled=True) == pytest.approx(WHOLE, rel=1e-6)
+
+
+def test_given_responses_have_no_ratios():
+    assert set(step_metrics(table_of([]), COUNTS, sampled=False)) == {"policy/loss", "policy/entropy"}
+
+
+def test_an_all_masked_micro_batch_records_nothing():
+    table = StepTable(2, CPU)
+    table.record(build_micro_batch(SAMPLES, (), CPU), None, None, None, None, 0)
+    assert not table.values.any()
+
+
+@pytest.mark.parametrize("shift", [-5000.0, 0.0, 5000.0])
+def test_effective_sample_size_survives_weights_that_overflow(shift):
+    log_weights = np.array([0.0, math.log(2.0), math.log(3.0)]) + shift
+    assert effective_sample_size(log_weights) == pytest.approx(36 / 14)
+
+
+def test_equal_weights_however_tiny_count_fully_and_a_dominating_one_counts_once():
+    assert effective_sample_size(np.full(64, -900.0)) == pytest.approx(64)
+    assert effective_sample_size(np.array([0.0] * 63 + [800.0])) == pytest.approx(1)
+    assert effective_sample_size(np.zeros(0)) == 0.0
