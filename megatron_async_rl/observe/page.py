@@ -1,0 +1,284 @@
+"""The report's HTML: the same run to look into, with plotly inside the file, so it opens offline."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from megatron_async_rl.observe import colours
+from megatron_async_rl.observe.colours import AMBER, AXIS, BLUE, GREEN, GRID, INK, MUTED, PURPLE, RED
+from megatron_async_rl.observe.record import Record
+from megatron_async_rl.observe.series import column, histograms, numbers, smooth
+from megatron_async_rl.observe.summary import IN_A_STEP, REGIMES
+
+Curve = tuple[str, str, str]
+"""(key, name, colour)."""
+
+SAMPLED: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
+    ("Response length", "tokens", (("response/length_mean", "mean", GREEN), ("response/length_max", "longest", MUTED))),
+    (
+        "Shares of the responses",
+        "share",
+        (
+            ("response/truncated", "truncated", RED),
+            ("response/mixed_versions", "sampled by several versions", PURPLE),
+            ("reward/equal_groups", "in groups of equal reward (of groups)", AMBER),
+        ),
+    ),
+    ("Entropy of the policy", "nats per token", (("policy/entropy", "entropy", BLUE),)),
+    (
+        "Divergence from the behaviour policy",
+        "nats per token",
+        (("ratio/kl_k1", "KL, k1", BLUE), ("ratio/kl_k3", "KL, k3", PURPLE)),
+    ),
+    (
+        "Log-prob difference from the behaviour policy",
+        "nats",
+        (
+            ("ratio/logp_diff_mean", "mean", BLUE),
+            ("ratio/logp_diff_max", "largest", RED),
+            ("ratio/logp_diff_lag0_max", "largest at lag 0", GREEN),
+        ),
+    ),
+    ("Clipped tokens", "share", (("clip/positive", "positive advantage", GREEN), ("clip/negative", "negative advantage", RED))),
+)
+ALWAYS: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
+    ("Loss", "loss", (("policy/loss", "loss", BLUE),)),
+    ("Gradient norm, before clipping", "L2 norm", (("policy/grad_norm", "norm", PURPLE),)),
+    ("Learning rate", "per step", (("policy/lr", "learning rate", GREEN),)),
+)
+
+
+def write(record: Record, path: Path) -> None:
+    """Writes one HTML file that needs no other."""
+    panels = [] if record.supervised else [_reward(record), _lag(record), _ess(record), _cosine(record)]
+    groups = ALWAYS if record.supervised else SAMPLED + ALWAYS
+    panels.append(_time(record))
+    for title, unit, curves in groups:
+        if any(len(column(record.rows, key)[0]) for key, _, _ in curves):
+            figure = _figure(title, unit)
+            for key, name, colour in curves:
+                _curve(figure, record, key, name, colour)
+            panels.append(figure)
+    drawn = "\n".join(
+        f'<section class="panel">{figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG)}</section>'
+        for figure in panels
+    )
+    path.write_text(
+        PAGE.replace("@TITLE@", html.escape(record.run_dir.name))
+        .replace("@HEADLINE@", html.escape(record.headline))
+        .replace("@TABLES@", _tables(record))
+        .replace("@PANELS@", drawn)
+        .replace("@WHERE@", html.escape(str(record.run_dir)))
+        .replace("@PLOTLY@", get_plotlyjs()),
+        encoding="utf-8",
+    )
+
+
+CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
+
+
+def _figure(title: str, unit: str) -> go.Figure:
+    figure = go.Figure()
+    axis = {
+        "gridcolor": GRID,
+        "linecolor": AXIS,
+        "zeroline": False,
+        "tickfont": {"size": 11, "color": MUTED},
+        "automargin": True,
+    }
+    figure.update_layout(
+        title={
+            "text": f"<b>{title}</b>",
+            "font": {"size": 15, "color": INK},
+            "x": 0.0,
+            "xref": "paper",
+            "xanchor": "left",
+            "y": 0.97,
+            "yanchor": "top",
+        },
+        height=340,
+        margin={"l": 60, "r": 20, "t": 72, "b": 48},
+        paper_bgcolor="white",
+        plot_bgcolor="white",
+        hovermode="x unified",
+        font={"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "color": MUTED},
+        legend={"orientation": "h", "x": 0.0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
+        xaxis=axis | {"title": {"text": "optimizer step", "font": {"size": 12}}, "tickformat": ",d"},
+        yaxis=axis | {"title": {"text": unit, "font": {"size": 12}}},
+    )
+    return figure
+
+
+def _curve(figure: go.Figure, record: Record, key: str, name: str, colour: str) -> None:
+    """Raw values over their trend, a wide light line."""
+    steps, values = column(record.rows, key)
+    if not len(steps):
+        return
+    trend = smooth(values)
+    if trend is not None:
+        figure.add_scatter(
+            x=steps, y=trend, mode="lines", line={"color": colour, "width": 6}, opacity=0.3, name=f"{name}, trend",
+            showlegend=False, hoverinfo="skip",
+        )  # fmt: skip
+    mode = "lines+markers" if len(steps) < 30 else "lines"
+    figure.add_scatter(x=steps, y=values, mode=mode, line={"color": colour, "width": 1.3}, name=name, showlegend=True)
+
+
+def _reward(record: Record) -> go.Figure:
+    figure = _figure("Reward", "mean reward of a sample")
+    _curve(figure, record, "reward/mean", "trained on", BLUE)
+    ends = numbers(record.rows, "step")[[0, -1]] + (-1.0, 1.0)
+    marks = ((record.summary.before, ends[0], "before", "diamond-open"), (record.summary.after, ends[1], "after", "diamond"))
+    for accuracy, step, when, symbol in marks:
+        if accuracy is not None:
+            figure.add_scatter(
+                x=[step], y=[accuracy], mode="markers", marker={"symbol": symbol, "size": 12, "color": RED, "line": {"width": 2}},
+                name=f"held out, {when} {accuracy:.3f}",
+            )  # fmt: skip
+    return figure
+
+
+def _lag(record: Record) -> go.Figure:
+    figure = _figure("Lag of the tokens trained on", "weight versions behind")
+    steps, shares = histograms(record.rows, "lag/histogram")
+    if shares.size:
+        figure.add_heatmap(
+            x=steps, y=np.arange(len(shares)), z=np.where(shares > 0, shares, np.nan), colorscale="Blues", zmin=0.0,
+            zmax=float(np.quantile(shares.max(axis=0), 0.9)), name="share", hovertemplate="lag %{y}: %{z:.0%} of tokens<extra></extra>",
+            colorbar={"title": {"text": "share of the<br>step's tokens"}, "tickformat": ".0%", "thickness": 12, "len": 0.9},
+        )  # fmt: skip
+    for key, name, colour, dash in (("lag/mean", "mean", AMBER, "solid"), ("lag/max", "largest", RED, "dot")):
+        steps, values = column(record.rows, key)
+        figure.add_scatter(
+            x=steps,
+            y=values,
+            mode="lines+markers" if len(steps) < 30 else "lines",
+            line={"color": colour, "dash": dash},
+            name=name,
+        )
+    if record.lag_bound is not None:
+        bound = float(np.ceil(record.lag_bound))
+        x = numbers(record.rows, "step")[[0, -1]] + (-0.5, 0.5)
+        figure.add_scatter(
+            x=x, y=[bound, bound], mode="lines", line={"color": INK, "dash": "dash", "width": 1}, name=f"bound {bound:g}"
+        )
+    top = max(len(shares) - 1, np.ceil(record.lag_bound or 0))
+    figure.update_yaxes(range=[-0.6, top + 0.6], tick0=0, dtick=max(1, round(top / 8)), showgrid=False)
+    return figure
+
+
+def _ess(record: Record) -> go.Figure:
+    figure = _figure("Effective sample size", "share of the samples (1 = on-policy)")
+    _curve(figure, record, "ratio/ess_ratio", "ESS", PURPLE)
+    figure.update_yaxes(range=[0.0, 1.04])
+    return figure
+
+
+def _cosine(record: Record) -> go.Figure:
+    figure = _figure("Cosine of consecutive gradients", "cosine")
+    rows = [row for row in record.rows if "gac/cosine" in row]
+    steps, cosines = column(rows, "gac/cosine")
+    codes = numbers(rows, "gac/regime")
+    trend = smooth(cosines)
+    if trend is not None:
+        figure.add_scatter(
+            x=steps, y=trend, mode="lines", line={"color": INK, "width": 6}, opacity=0.25, showlegend=False, hoverinfo="skip"
+        )  # fmt: skip
+    for code, (name, colour) in enumerate(zip(REGIMES, colours.REGIMES, strict=True)):
+        chosen = codes == code
+        if chosen.any():
+            figure.add_scatter(
+                x=steps[chosen],
+                y=cosines[chosen],
+                mode="markers",
+                marker={"color": colour, "size": 5},
+                name=f"{name} ({chosen.sum()})",
+            )
+    for name, colour in (("c_low", AMBER), ("c_high", RED)):
+        threshold = (record.gac or {}).get(name)
+        if threshold is not None and len(steps):
+            figure.add_scatter(
+                x=steps[[0, -1]], y=[threshold, threshold], mode="lines", line={"color": colour, "dash": "dash", "width": 1.3},
+                name=f"{name} {threshold:g}", hoverinfo="skip",
+            )  # fmt: skip
+    if not len(steps):
+        reason = "the first cosine comes with the second step" if record.gac else "no gradient alignment control in this run"
+        figure.add_annotation(text=reason, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
+        figure.update_xaxes(range=[0, 1], showticklabels=False)
+        figure.update_yaxes(range=[-1, 1])
+    figure.update_layout(hovermode="closest")
+    return figure
+
+
+def _time(record: Record) -> go.Figure:
+    figure = _figure("What a step's time goes into", "seconds per step")
+    steps, whole = column(record.rows, "time/step_s")
+    rows = [row for row in record.rows if "time/step_s" in row]
+    parts = {name: np.nan_to_num(numbers(rows, key)) for name, key in IN_A_STEP.items()}
+    parts["other"] = np.maximum(0.0, whole - sum(parts.values()))
+    for name, values in parts.items():
+        label = f"{name} {record.summary.shares[name]:.0%}"
+        colour = colours.TIMES[name]
+        if len(steps) < 12:
+            figure.add_bar(x=steps, y=values, name=label, marker_color=colour)
+        else:
+            line = {"width": 0, "color": colour}
+            figure.add_scatter(x=steps, y=values, mode="lines", stackgroup="time", line=line, fillcolor=colour, name=label)
+    figure.update_layout(barmode="stack", legend_traceorder="normal")
+    return figure
+
+
+def _tables(record: Record) -> str:
+    tables = []
+    for title, facts in record.facts():
+        rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in facts)
+        tables.append(f'<section class="card"><h2>{html.escape(title)}</h2><table>{rows}</table></section>')
+    return "\n".join(tables)
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>@TITLE@</title>
+<style>
+  body { margin: 0; background: #f3f5f7; color: #1f2933; font: 14px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
+  main { max-width: 1360px; margin: 0 auto; padding: 28px 24px 48px; }
+  h1 { margin: 0; font-size: 26px; }
+  .headline { margin: 4px 0 22px; color: #6b7785; font-size: 15px; }
+  .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 16px; margin-bottom: 16px; }
+  .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 540px), 1fr)); gap: 16px; }
+  .card, .panel { background: white; border: 1px solid #e1e5ea; border-radius: 8px; padding: 14px 16px; }
+  .card, .panel { min-width: 0; overflow: hidden; }
+  .panel { padding: 10px 8px 4px; }
+  h2 { margin: 0 0 8px; font-size: 15px; }
+  table { border-collapse: collapse; width: 100%; font-size: 13px; }
+  th { text-align: left; font-weight: normal; color: #6b7785; padding: 3px 12px 3px 0; vertical-align: top; white-space: nowrap; }
+  td { padding: 3px 0; text-align: right; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+  tr + tr { border-top: 1px solid #f0f2f4; }
+  footer { margin-top: 20px; color: #6b7785; font-size: 12.5px; }
+</style>
+<script>@PLOTLY@</script>
+</head>
+<body>
+<main>
+<h1>@TITLE@</h1>
+<p class="headline">@HEADLINE@</p>
+<div class="cards">
+@TABLES@
+</div>
+<div class="panels">
+@PANELS@
+</div>
+<footer>Thin lines are the logged values, wide ones their moving average. Every value is in @WHERE@/metrics.jsonl, the whole
+configuration in @WHERE@/config.yaml. Drag to zoom, double-click to reset.</footer>
+</main>
+</body>
+</html>
+"""

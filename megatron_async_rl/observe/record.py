@@ -1,0 +1,149 @@
+"""A run directory as the report sees it: rows, status, configuration and summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_async_rl.observe.read import Row, read_metrics
+from megatron_async_rl.observe.status import Status, read_status
+from megatron_async_rl.observe.summary import Summary, span, summarise_run
+
+
+class ReportError(Exception):
+    """The run directory holds nothing to report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    run_dir: Path
+    rows: list[Row]
+    status: Status | None
+    config: Mapping[str, Any]
+    """RUN/config.yaml as it is written there; empty when there is none."""
+    summary: Summary
+
+    @property
+    def supervised(self) -> bool:
+        """True when nothing was sampled, so that reward and lag say nothing."""
+        return not any("ratio/ess_ratio" in row or "tokens/generated" in row for row in self.rows)
+
+    @property
+    def gac(self) -> Mapping[str, Any] | None:
+        """Settings of gradient alignment control, when the run has it."""
+        return next((control for control in self.config.get("controls") or () if control.get("name") == "gac"), None)
+
+    @property
+    def lag_bound(self) -> float | None:
+        """`flow.async_ratio`: the start version of a sample is at most this many versions behind, rounded up."""
+        return (self.config.get("flow") or {}).get("async_ratio")
+
+    @property
+    def headline(self) -> str:
+        summary = self.summary
+        parts = [
+            f"{summary.steps:,} {'step' if summary.steps == 1 else 'steps'} in {span(summary.in_steps_s)}",
+            f"{summary.tokens_per_s:,.0f} tokens/s",
+        ]
+        if summary.before is not None and summary.after is not None:
+            parts.insert(0, f"held-out accuracy {summary.before:.3f} → {summary.after:.3f}")
+        if self.status is not None and self.status.phase != "finished":
+            parts.append(f"{self.status.phase} at step {self.status.step} of {self.status.steps}")
+        return "   ·   ".join(parts)
+
+    def facts(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Tables of (name, value), under their titles."""
+        summary, config = self.summary, self.config
+        result = [("steps", f"{summary.steps:,}"), ("time in steps", span(summary.in_steps_s))]
+        if summary.before is not None:
+            result.append(("held-out accuracy before", f"{summary.before:.3f}"))
+        if summary.after is not None:
+            result.append(("held-out accuracy after", f"{summary.after:.3f}"))
+        if summary.lag_mean is not None and not self.supervised:
+            result.append(("lag of a token", f"mean {summary.lag_mean:.2f}, largest {summary.lag_max} versions"))
+        result += [(f"gradients {name}", f"{count:,}") for name, count in summary.regimes.items()]
+        counts = {"generated": summary.generated, "trained on": summary.trained, "dropped": summary.dropped}
+        speed = [(f"tokens {name}", f"{count:,}") for name, count in counts.items() if count]
+        speed.append(("throughput", f"{summary.tokens_per_s:,.0f} tokens/s"))
+        speed.append(("time per step", f"{summary.in_steps_s / summary.steps:.2f} s"))
+        speed += [(f"of it {name}", f"{share:.1%}") for name, share in summary.shares.items() if share >= 0.0005]
+        tables = [("Result", result), ("Speed", speed)]
+        for title, keys in CONFIG_TABLES.items():
+            found = [(key, _plain(value)) for key in keys if (value := _get(config, key)) is not None]
+            if found:
+                tables.append((title, found))
+        return tables
+
+
+CONFIG_TABLES = {
+    "Policy": (
+        "model.path",
+        "model.dtype",
+        "policy.device",
+        "policy.parallel.ranks",
+        "policy.parallel.tensor",
+        "policy.parallel.pipeline",
+        "policy.optimizer.lr",
+        "policy.optimizer.schedule",
+    ),
+    "Method": (
+        "objective.advantage",
+        "objective.loss",
+        "objective.proximal",
+        "objective.aggregation",
+        "controls",
+        "flow.async_ratio",
+        "flow.prompts_per_step",
+        "flow.group_size",
+        "run.seed",
+    ),
+    "Rollout": (
+        "rollout.engines",
+        "rollout.sampling.temperature",
+        "rollout.sampling.max_tokens",
+        "rollout.reward.name",
+        "data.train",
+        "data.eval",
+    ),
+}
+"""The settings a reader asks for first. The rest is in RUN/config.yaml."""
+
+
+def read_record(run_dir: Path) -> Record:
+    """Raises ReportError when the directory is missing or no step was logged in it."""
+    if not run_dir.is_dir():
+        raise ReportError(f"{run_dir} is not a directory; give the run.dir of a run")
+    rows = read_metrics(run_dir)
+    status = read_status(run_dir)
+    if not rows:
+        state = f"its last phase was `{status.phase}`" if status else "and no run was started in it"
+        raise ReportError(f"{run_dir} has no finished step to report: metrics.jsonl is missing or empty, {state}")
+    config_file = run_dir / "config.yaml"
+    config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}
+    return Record(run_dir=run_dir, rows=rows, status=status, config=config or {}, summary=summarise_run(rows, status))
+
+
+def _get(config: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for part in dotted.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def _plain(value: Any) -> str:
+    """A setting in one line: a method's name first, then its settings that are set."""
+    if isinstance(value, Mapping):
+        rest = ", ".join(f"{key} {_plain(setting)}" for key, setting in value.items() if key != "name" and setting is not None)
+        name = str(value.get("name", ""))
+        return f"{name} ({rest})" if name and rest else name or rest
+    if isinstance(value, list | tuple):
+        return "; ".join(_plain(item) for item in value) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
