@@ -1,6 +1,38 @@
-SHELL := /bin/bash
-ROOT := $(patsubst %/,%,$(dir $(abspath $(lastword $(MAKEFILE_LIST)))))
+# make demo | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
+# Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
+# VENV=DIR puts the environment elsewhere; PYTHON=... chooses the interpreter (3.11 is the one the lock was made for).
 
-.PHONY: setup
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+ROOT := $(shell dirname "$$(realpath "$(strip $(MAKEFILE_LIST))")")
+VENV ?= .venv
+export VENV
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test lint
+
+help:
+	@sed -n '1,3s/^# //p' "$(ROOT)/Makefile"
+
 setup:
-	@echo setup
+	@"$(ROOT)/launchers/setup.sh"
+
+demo: setup
+	@cd "$(ROOT)"
+	"$$VENV/bin/python" examples/arithmetic/prepare.py
+	launchers/local.sh examples/arithmetic_sft_cpu.yaml
+	launchers/local.sh examples/arithmetic_cpu.yaml
+
+test: setup
+	@cd "$(ROOT)"
+	"$$VENV/bin/python" -m pytest --durations=15
+
+lint: setup
+	@cd "$(ROOT)"
+	"$$VENV/bin/ruff" check .
+	"$$VENV/bin/mypy"
+	"$$VENV/bin/lint-imports"
