@@ -17,7 +17,7 @@ from rich.text import Text
 from megatron_async_rl.observe.read import Row, number
 from megatron_async_rl.observe.series import total
 from megatron_async_rl.observe.status import Status
-from megatron_async_rl.observe.summary import REGIMES, TIMES, span
+from megatron_async_rl.observe.summary import IN_A_STEP, REGIMES, span
 
 WIDTH = 92
 SPARK_WIDTH = 24
@@ -152,7 +152,9 @@ def _lines(view: View, blocks: str) -> list[tuple[str, Text, Text]]:
         aside = f"new weights published in {publish:.2f} s" if publish is not None and sampled else ""
         add("speed", f"{speed:,.0f} tokens/s", aside)
     if (seconds := total(view.recent, "time/step_s")) > 0:
-        shares = [f"{total(view.recent, key) / seconds:.0%} {name}" for name, key in TIMES.items() if total(view.recent, key) > 0]
+        shares = [
+            f"{total(view.recent, key) / seconds:.0%} {name}" for name, key in IN_A_STEP.items() if total(view.recent, key) > 0
+        ]
         add("time", f"{view.step_s or 0:.2f} s per step", ", ".join(shares))
     if view.phase == "training" and view.step_s is not None and view.silence_s > max(10.0, 5 * view.step_s):
         add("waiting", f"no step for {span(view.silence_s)}", "see the logs folder of the run", "yellow")

@@ -46,9 +46,13 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
         "The optimizer step.",
         {
             "policy/loss": Key("loss", "The minimised objective, over the whole batch."),
-            "policy/grad_norm": Key("L2 norm", "Gradient norm over the whole model, before clipping."),
+            "policy/grad_norm": Key("L2 norm", "Gradient norm over the whole model, after the controls and before clipping."),
             "policy/lr": Key("per step", "Learning rate of the scheduler."),
             "policy/lr_scale": Key("factor", "What the step controls multiplied the learning rate by, this step only."),
+            "policy/skipped": Key(
+                "0 or 1", "1: no optimizer step was taken (a control, a gradient that is not finite, an empty batch)."
+            ),
+            "policy/nonfinite": Key("steps", "Skipped so far because the gradient was not finite."),
             "policy/entropy": Key("nats per token", "Mean entropy of the policy's next-token distribution on response tokens."),
         },
     ),
@@ -99,7 +103,6 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "tokens/generated": Key("tokens", "Response tokens the engines sampled since the last step."),
             "tokens/trained": Key("tokens", "Response tokens with loss, this step."),
             "tokens/prompt": Key("tokens", "Prompt tokens of this step's samples."),
-            "tokens/dropped": Key("tokens", "Sampled since the last step and left out of training."),
         },
     ),
     "Time": (
@@ -109,7 +112,6 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "time/train_s": Key("s", "Forward, backward and optimizer step."),
             "time/publish_s": Key("s", "Handing the new weights over: gathering, sending, checking."),
             "time/step_s": Key("s", "The whole step."),
-            "time/engine_busy": Key("share", "Time since the last step in which an engine had requests, mean over engines."),
         },
     ),
     "Weights": (
@@ -126,12 +128,6 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "flow/in_flight": Key("groups", "Admitted and not yet complete."),
             "flow/buffer": Key("groups", "Complete and waiting to be trained on."),
             "flow/admitted": Key("groups", "Admitted so far in the run."),
-        },
-    ),
-    "Evaluation": (
-        "Held-out prompts, sampled at the training temperature. On the lines of the steps that measured it.",
-        {
-            "eval/accuracy": Key("share", "Mean reward over the held-out samples."),
         },
     ),
 }

@@ -149,7 +149,7 @@ def _lag(record: Record) -> go.Figure:
     if shares.size:
         figure.add_heatmap(
             x=steps, y=np.arange(len(shares)), z=np.where(shares > 0, shares, np.nan), colorscale="Blues", zmin=0.0,
-            zmax=float(np.quantile(shares.max(axis=0), 0.9)), name="share", hovertemplate="lag %{y}: %{z:.0%} of tokens<extra></extra>",
+            zmax=float(np.quantile(shares.max(axis=0), 0.9)), hovertemplate="lag %{y}: %{z:.0%} of tokens<extra></extra>",
             colorbar={"title": {"text": "share of the<br>step's tokens"}, "tickformat": ".0%", "thickness": 12, "len": 0.9},
         )  # fmt: skip
     for key, name, colour, dash in (("lag/mean", "mean", AMBER, "solid"), ("lag/max", "largest", RED, "dot")):

@@ -15,7 +15,7 @@ from megatron_async_rl.observe import colours
 from megatron_async_rl.observe.colours import AMBER, AXIS, BLUE, GREEN, GRID, INK, MUTED, PURPLE, RED
 from megatron_async_rl.observe.record import Record
 from megatron_async_rl.observe.series import column, histograms, numbers, smooth
-from megatron_async_rl.observe.summary import REGIMES, TIMES
+from megatron_async_rl.observe.summary import IN_A_STEP, REGIMES
 
 _SHORT = StrMethodFormatter("{x:g}")
 
@@ -189,22 +189,19 @@ def _responses(axes: Axes, record: Record) -> None:
 def _time(axes: Axes, record: Record) -> None:
     _frame(axes, record, "What a step's time goes into", "seconds per step")
     steps, whole = column(record.rows, "time/step_s")
-    parts = {
-        name: numbers([row for row in record.rows if "time/step_s" in row], TIMES[name])
-        for name in ("training", "publishing", "waiting")
-    }
-    parts = {name: np.nan_to_num(values) for name, values in parts.items()}
+    rows = [row for row in record.rows if "time/step_s" in row]
+    parts = {name: np.nan_to_num(numbers(rows, key)) for name, key in IN_A_STEP.items()}
     parts["other"] = np.maximum(0.0, whole - sum(parts.values()))
     parts = {name: values if (trend := smooth(values)) is None else trend for name, values in parts.items()}
     labels = [f"{name} {record.summary.shares[name]:.0%}" for name in parts]
-    colours = [colours.TIMES[name] for name in parts]
+    fills = [colours.TIMES[name] for name in parts]
     if len(steps) < 12:
         base = np.zeros(len(steps))
-        for (_, values), label, colour in zip(parts.items(), labels, colours, strict=True):
+        for (_, values), label, colour in zip(parts.items(), labels, fills, strict=True):
             axes.bar(steps, values, bottom=base, width=0.6, color=colour, label=label)
             base = base + values
     else:
-        axes.stackplot(steps, *parts.values(), colors=colours, labels=labels, linewidth=0)
+        axes.stackplot(steps, *parts.values(), colors=fills, labels=labels, linewidth=0)
     axes.set_ylim(0, None)
     _legend(axes)
 

@@ -98,7 +98,7 @@ def print_summary(run_dir: Path, console: Console) -> None:
         table.add_row("run", str(run_dir))
         console.print(table)
         return
-    counts = {"generated": summary.generated, "trained on": summary.trained, "dropped": summary.dropped}
+    counts = {"generated": summary.generated, "trained on": summary.trained}
     tokens = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     table.add_row("tokens", f"{tokens or 'none'}  ({summary.tokens_per_s:,.0f} tokens/s)")
     table.add_row("time", ", ".join(f"{share:.0%} {name}" for name, share in summary.shares.items() if share >= 0.005))

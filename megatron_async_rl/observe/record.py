@@ -66,7 +66,7 @@ class Record:
         if summary.lag_mean is not None and not self.supervised:
             result.append(("lag of a token", f"mean {summary.lag_mean:.2f}, largest {summary.lag_max} versions"))
         result += [(f"gradients {name}", f"{count:,}") for name, count in summary.regimes.items()]
-        counts = {"generated": summary.generated, "trained on": summary.trained, "dropped": summary.dropped}
+        counts = {"generated": summary.generated, "trained on": summary.trained}
         speed = [(f"tokens {name}", f"{count:,}") for name, count in counts.items() if count]
         speed.append(("throughput", f"{summary.tokens_per_s:,.0f} tokens/s"))
         speed.append(("time per step", f"{summary.in_steps_s / summary.steps:.2f} s"))

@@ -11,7 +11,7 @@ from megatron_async_rl.observe.status import Status
 
 REGIMES = ("kept", "projected", "skipped")
 """By the code in `gac/regime`."""
-TIMES = {"waiting": "time/wait_batch_s", "training": "time/train_s", "publishing": "time/publish_s"}
+IN_A_STEP = {"training": "time/train_s", "publishing": "time/publish_s", "waiting": "time/wait_batch_s"}
 """What rank 0 spends a step on: for samples, on the optimizer step, on handing over weights."""
 
 
@@ -22,7 +22,6 @@ class Summary:
     """Sum of the steps' seconds: start-up, evaluation, checkpoints and stops left out."""
     generated: int
     trained: int
-    dropped: int
     shares: Mapping[str, float]
     """Of `in_steps_s`, by what rank 0 did; sums to 1 with `other`."""
     regimes: Mapping[str, int]
@@ -41,7 +40,7 @@ class Summary:
 
 def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
     in_steps = total(rows, "time/step_s")
-    shares = {name: total(rows, key) / in_steps if in_steps > 0 else 0.0 for name, key in TIMES.items()}
+    shares = {name: total(rows, key) / in_steps if in_steps > 0 else 0.0 for name, key in IN_A_STEP.items()}
     shares["other"] = max(0.0, 1.0 - sum(shares.values())) if in_steps > 0 else 0.0
     codes = [int(code) for row in rows if (code := number(row, "gac/regime")) is not None]
     counts: list[int] = []
@@ -56,7 +55,6 @@ def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
         in_steps_s=in_steps,
         generated=int(total(rows, "tokens/generated")),
         trained=int(total(rows, "tokens/trained")),
-        dropped=int(total(rows, "tokens/dropped")),
         shares=shares,
         regimes={name: codes.count(code) for code, name in enumerate(REGIMES)} if codes else {},
         lag_mean=sum(lag * count for lag, count in enumerate(counts)) / sum(counts) if sum(counts) else None,
