@@ -27,7 +27,7 @@ fi
 python="$(find_python)"
 echo "Setting up $VENV with $("$python" --version) (once, about two minutes)"
 "$python" -m venv --clear "$VENV"
-pip=("$VENV/bin/python" -m pip --quiet --disable-pip-version-check --no-input install --no-deps --progress-bar off)
+pip=("$VENV/bin/python" -m pip -qq --disable-pip-version-check --no-input install --no-deps --progress-bar off)
 torch="$(grep '^torch==' requirements/cpu.txt)"
 if ! "${pip[@]}" "$torch" 2>"$VENV/torch.log"; then
   "${pip[@]}" --index-url "$TORCH_CPU_INDEX" "$torch" || { cat "$VENV/torch.log" >&2; exit 1; }
