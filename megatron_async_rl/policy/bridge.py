@@ -1,0 +1,172 @@
+"""From a Hugging Face directory to Megatron's configuration, layers and weight names: mbridge with our overrides.
+
+mbridge assumes Transformer Engine layers and transformers 4. The overrides here use Megatron's local layers with our
+attention and normalisation, take `rope_theta` from `rope_parameters` (transformers 5), pad the vocabulary to the
+tensor-parallel size, and refuse what this path cannot compute exactly.
+
+Invariants:
+- a model whose forward pass would differ from transformers' is refused by name, not approximated;
+- padded vocabulary rows are zero and known (`vocab_size` against `padded_vocab_size`);
+- no class attribute of mbridge is changed: two models in one process do not see each other.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from mbridge.core.llm_bridge import LLMBridge
+from mbridge.models.llama import LLaMABridge
+from mbridge.models.qwen2 import Qwen2Bridge
+from mbridge.models.qwen3 import Qwen3Bridge
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+from megatron_async_rl.policy.attention import CoreAttention, RMSNorm
+from megatron_async_rl.policy.parallel import Layout
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants that Megatron's rope scaling has built in."""
+
+
+class UnsupportedModel(ValueError):
+    """The model directory describes something this trainer would not compute exactly."""
+
+    def __init__(self, path: Path, key: str, value: Any, supported: str) -> None:
+        super().__init__(f"{path / 'config.json'}: {key} is {value!r}; supported: {supported}")
+
+
+class LocalBridge(LLMBridge):
+    """mbridge's bridge on Megatron's local layers. Mixed in before the bridge of one model type."""
+
+    layout: Layout
+    tied: bool
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        # The parent writes into dictionaries shared by all its instances.
+        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)
+        if self.hf_config.tie_word_embeddings:
+            self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
+        self._OTHER_MAPPING = {
+            "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
+            "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+        }
+
+    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        # "pre_mlp_layernorm" contains "mlp", which the parent takes for a weight of the MLP.
+        if ".pre_mlp_layernorm." in mcore_weights_name:
+            return self._weight_name_mapping_other(mcore_weights_name)
+        return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        def untouched(tensor: Tensor) -> Tensor:
+            return tensor
+
+        return super()._build_base_config(
+            text_config_key,
+            **kwargs,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            # Every parameter is loaded afterwards (`weights/load.py` insists), so drawing initial values is wasted time.
+            init_method=untouched,
+            output_layer_init_method=untouched,
+            embedding_init_method=untouched,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            apply_rope_fusion=False,
+            persist_layer_norm=False,
+            overlap_p2p_comm=False,
+            attention_softmax_in_fp32=True,
+        )
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        layer = get_gpt_layer_local_spec(qk_layernorm=self.config.qk_layernorm, normalization="RMSNorm")
+        parts = layer.submodules
+        parts.input_layernorm = RMSNorm
+        parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = ModuleSpec(module=CoreAttention)
+        if self.config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+        layers = get_num_layers_to_build(self.config, vp_stage)
+        return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+
+    def gpt_arguments(self) -> dict[str, Any]:
+        """Arguments of Megatron's GPTModel that are not in its configuration."""
+        rope = self.hf_config.rope_parameters
+        arguments: dict[str, Any] = {
+            "vocab_size": self.padded_vocab_size,
+            "max_sequence_length": self.hf_config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": rope["rope_theta"],
+            "share_embeddings_and_output_weights": self.tied,
+        }
+        if rope["rope_type"] == "linear":
+            arguments["seq_len_interpolation_factor"] = rope["factor"]
+        if rope["rope_type"] == "llama3":
+            arguments |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        return arguments
+
+
+class Llama(LocalBridge, LLaMABridge):
+    """Llama 2 and 3."""
+
+
+class Qwen2(LocalBridge, Qwen2Bridge):
+    """Qwen 2 and 2.5, dense."""
+
+
+class Qwen3(LocalBridge, Qwen3Bridge):
+    """Qwen 3, dense."""
+
+
+BRIDGES: dict[str, type[LocalBridge]] = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
+
+
+def build_bridge(model_path: Path, *, dtype: torch.dtype, layout: Layout, sequence_parallel: bool) -> LocalBridge:
+    """The bridge of the model in `model_path`. Raises UnsupportedModel, or OSError/ValueError for an unreadable config."""
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
+    refuse_unsupported(model_path, hf_config)
+    bridge = BRIDGES[hf_config.model_type](hf_config, dtype=dtype, make_vocab_size_divisible_by=layout.tp_size)
+    bridge.set_extra_args(sequence_parallel=sequence_parallel and layout.tp_size > 1)
+    bridge.layout = layout
+    bridge.tied = bool(hf_config.tie_word_embeddings)
+    bridge.vocab_size = hf_config.vocab_size
+    bridge.padded_vocab_size = math.ceil(hf_config.vocab_size / layout.tp_size) * layout.tp_size
+    return bridge
+
+
+def refuse_unsupported(path: Path, hf_config: Any) -> None:
+    """Raises UnsupportedModel naming the key of config.json that rules the model out."""
+    if hf_config.model_type not in BRIDGES:
+        raise UnsupportedModel(path, "model_type", hf_config.model_type, ", ".join(BRIDGES))
+    expected = {
+        "hidden_act": ("silu", "silu"),
+        "use_sliding_window": (False, "false (full attention)"),
+        "mlp_bias": (False, "false"),
+        "attention_bias": (False, "false (Qwen2's query, key and value biases need no key)"),
+        "quantization_config": (None, "none: unquantised weights"),
+    }
+    for key, (value, supported) in expected.items():
+        found = getattr(hf_config, key, value)
+        if found != value and not (found is None and value is False):
+            raise UnsupportedModel(path, key, found, supported)
+    rope = hf_config.rope_parameters
+    kind = rope["rope_type"]
+    if kind not in ("default", "linear", "llama3"):
+        raise UnsupportedModel(path, "rope_parameters.rope_type", kind, "default, linear, llama3")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModel(path, "rope_parameters.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+    if kind == "llama3":
+        for key, constant in LLAMA3_ROPE.items():
+            if rope[key] != constant:
+                raise UnsupportedModel(path, f"rope_parameters.{key}", rope[key], f"{constant} with rope_type llama3")

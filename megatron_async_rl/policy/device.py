@@ -1,0 +1,170 @@
+"""The one place that knows whether there is a GPU.
+
+Megatron-Core names CUDA in plain code: `device="cuda"`, `torch.cuda.current_device()`, `tensor.cuda()`, streams and the CUDA
+random generator. `install("cpu")` points those names at the CPU, for the life of the process, so that the same Megatron
+runs over gloo. `install("cuda")` patches nothing and chooses this rank's device.
+
+Invariants:
+- installed once, before a process group or a model exists; a second call must ask for the same device;
+- only names that say CUDA change meaning: code that never mentions CUDA behaves as before;
+- `torch.cuda.is_available()` keeps telling the truth.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    "arange", "empty", "empty_like", "empty_strided", "full", "full_like", "linspace", "ones", "ones_like", "rand", "rand_like",
+    "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like",
+)  # fmt: skip
+_installed: str | None = None
+
+
+def launched_rank() -> int:
+    """Global rank given by torchrun; 0 in a process started without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def install(device: str) -> str:
+    """`auto` (cuda where there is one), `cpu` or `cuda`. Returns `cpu` or `cuda`.
+
+    Raises RuntimeError when CUDA is asked for and missing, or when another device is already installed.
+    """
+    global _installed
+    chosen = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen not in ("cpu", "cuda"):
+        raise ValueError(f"policy.device: {device!r} is not one of auto, cpu, cuda")
+    if _installed is not None:
+        if _installed != chosen:
+            raise RuntimeError(f"this process already runs on {_installed}; it cannot change to {chosen}")
+        return chosen
+    if chosen == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                "policy.device: cuda, but torch sees no CUDA device "
+                f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}); use policy.device: cpu or auto"
+            )
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        # Megatron first: its import loads torch's compiler, which catalogues torch's functions and must see the originals.
+        _point_megatron_at_cpu()
+        _point_factories_at_cpu()
+        _point_tensors_at_cpu()
+        _point_torch_cuda_at_cpu()
+    _installed = chosen
+    return chosen
+
+
+def device() -> torch.device:
+    """This rank's device. Raises RuntimeError before `install`."""
+    if _installed is None:
+        raise RuntimeError("device.install has not been called in this process")
+    return _CPU if _installed == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _names_cuda(value: Any) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (isinstance(value, torch.device) and value.type == "cuda")
+
+
+def _point_factories_at_cpu() -> None:
+    # torch caches which functions are factories for `with torch.device(...)`; fill that cache with the originals.
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()
+
+    # Wrapping the factories, and not a TorchFunctionMode, because a mode doubles the cost of every small operation and
+    # is not seen by other threads.
+    def redirect(factory: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(factory)
+        def redirected(*args: Any, **kwargs: Any) -> Any:
+            if _names_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+            return factory(*args, **kwargs)
+
+        return redirected
+
+    for name in _FACTORIES:
+        setattr(torch, name, redirect(getattr(torch, name)))
+
+
+def _point_tensors_at_cpu() -> None:
+    plain_type = Tensor.type
+
+    def cuda(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+    def reported_type(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            # Megatron's optimizers sort parameters by this name and refuse what is not on a GPU.
+            return plain_type(self).replace("torch.", "torch.cuda.", 1)
+        return plain_type(self, dtype, *args, **kwargs)
+
+    Tensor.cuda = cuda  # type: ignore[method-assign]
+    Tensor.type = reported_type  # type: ignore[assignment]
+
+
+class _Stream:
+    """A stream or event where everything runs in order already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def _get_cpu_state(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_cpu_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _point_torch_cuda_at_cpu() -> None:
+    # One function object per name: torch's compiler refuses a catalogue with the same object under two names.
+    def answering(make: Callable[[], Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: make()
+
+    for name in ("set_device", "synchronize", "empty_cache"):
+        setattr(torch.cuda, name, answering(lambda: None))
+    for name in ("current_stream", "default_stream"):
+        setattr(torch.cuda, name, answering(_Stream))
+    # The generator itself: torch.manual_seed would call back into torch.cuda.
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    torch.cuda.current_device = answering(lambda: _CPU)
+    torch.cuda.stream = answering(nullcontext)
+    torch.cuda.Stream = torch.cuda.Event = _Stream
+    torch.cuda.get_rng_state = lambda *args, **kwargs: _get_cpu_state()
+    torch.cuda.set_rng_state = lambda state, *args, **kwargs: _set_cpu_state(state)
+
+
+def _point_megatron_at_cpu() -> None:
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    random._get_cuda_rng_state = _get_cpu_state
+    random._set_cuda_rng_state = _set_cpu_state
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

@@ -1,0 +1,99 @@
+"""The policy as Megatron chunks, loaded from a Hugging Face directory, whose last stage returns hidden states.
+
+Invariants:
+- no chunk ever computes logits: log-probs take the hidden states and the output weight (`logprobs.py`);
+- the output weight is the module's own parameter (the embedding's, when tied on one stage), so gradients reach it through
+  autograd and Megatron's accumulation hooks and its all-reduce of tied embeddings work unchanged;
+- a built model is a loaded model: every parameter came from the directory, and every tensor there was used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from megatron_async_rl.policy.bridge import LocalBridge, build_bridge
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.weights.load import load_hf
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class HiddenStateModel(GPTModel):
+    """Megatron's GPTModel without its logits.
+
+    Call as `chunk(input_ids, position_ids, attention_mask=None)`. The last stage returns the hidden states after the final
+    norm, [rows, length, hidden], whole on every tensor-parallel rank; other stages return what Megatron's schedule sends on.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # The log-prob's backward already sums over tensor-parallel ranks, so each rank's slice of the gradient is whole.
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return hidden_states.transpose(0, 1)
+
+    def output_weight(self) -> Tensor:
+        """The parameter [padded vocabulary / tp, hidden] that makes logits; last stage only."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyModel:
+    """chunks: this rank's pipeline stage as unwrapped Megatron modules (one; virtual stages would be more).
+
+    config: Megatron's TransformerConfig, shared by the chunks. vocab_size: rows of the true vocabulary; the last
+    tensor-parallel rank's output weight may hold padding rows beyond it.
+    """
+
+    chunks: list[HiddenStateModel]
+    bridge: LocalBridge
+    config: Any
+    vocab_size: int
+
+    def output_weight(self) -> Tensor:
+        """[padded vocabulary / tp, hidden] of the last stage. Raises RuntimeError on other stages."""
+        if not self.bridge.layout.is_last_stage:
+            raise RuntimeError(f"pipeline stage {self.bridge.layout.pp_rank} has no output weight; only the last stage has")
+        return self.chunks[-1].output_weight()
+
+    def vocab_start(self) -> int:
+        """Vocabulary index of this rank's first output row."""
+        return self.bridge.layout.tp_rank * (self.bridge.padded_vocab_size // self.bridge.layout.tp_size)
+
+
+def build_model(model: ModelConfig, policy: PolicyConfig, layout: Layout) -> PolicyModel:
+    """Builds this rank's stage in `model.dtype` on the layout's device and loads it. Collective over pipeline ranks.
+
+    Raises UnsupportedModel, or WeightsDoNotFit when directory and model differ in any tensor.
+    """
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    # Megatron's layers fork this generator while they are built; nothing in the policy draws from it afterwards.
+    model_parallel_cuda_manual_seed(0)
+    bridge = build_bridge(model.path, dtype=DTYPES[model.dtype], layout=layout, sequence_parallel=policy.parallel.sequence)
+    chunk = HiddenStateModel(
+        config=bridge.config,
+        transformer_layer_spec=bridge._get_transformer_layer_spec(),
+        pre_process=layout.is_first_stage,
+        post_process=layout.is_last_stage,
+        **bridge.gpt_arguments(),
+    )
+    for parameter in chunk.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    chunks = [chunk]
+    load_hf(bridge, chunks, model.path)
+    return PolicyModel(chunks=chunks, bridge=bridge, config=bridge.config, vocab_size=bridge.vocab_size)

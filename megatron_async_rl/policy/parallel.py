@@ -1,0 +1,166 @@
+"""Which rank holds what: process groups over Megatron's parallel state, and the shards of a gradient.
+
+Invariants:
+- every collective of the policy runs in a group of this layout, with the deadline given to `initialise`;
+- ranks are ordered tensor fastest, then data, then pipeline (Megatron's order);
+- an element of the model's gradient is counted by exactly one rank of the world (`GradientShard.counted`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.schema import ParallelConfig
+
+T = TypeVar("T")
+
+
+class RankZeroFailed(RuntimeError):
+    """Rank 0 raised while the other ranks waited for its result."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's place. Groups are torch process groups; `cpu_group` spans the world over gloo, for Python objects."""
+
+    device_type: str
+    device: torch.device
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    tp_group: Any
+    pp_group: Any
+    dp_group: Any
+    world_group: Any
+    cpu_group: Any
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    def from_rank_zero(self, make: Callable[[], T]) -> T:
+        """Collective. `make` runs on rank 0 alone; every rank returns its (pickled) result.
+
+        Raises on rank 0 what `make` raised, and RankZeroFailed with its text on the others.
+        """
+        if self.world_size == 1:
+            return make()
+        message: list[Any] = [None]
+        failure: BaseException | None = None
+        if self.rank == 0:
+            try:
+                message = [("result", make())]
+            except BaseException as error:  # noqa: BLE001 - raised again below, once the other ranks have been told
+                failure = error
+                message = [("failure", f"{type(error).__name__}: {error}")]
+        dist.broadcast_object_list(message, src=0, group=self.cpu_group)
+        if failure is not None:
+            raise failure
+        kind, value = message[0]
+        if kind == "failure":
+            raise RankZeroFailed(value)
+        return value
+
+    def barrier(self) -> None:
+        """Collective over the world."""
+        if self.world_size > 1:
+            dist.barrier(group=self.cpu_group)
+
+    def shutdown(self) -> None:
+        """Destroys the process groups; afterwards the layout is unusable."""
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> Layout:
+    """Joins the ranks that torchrun started (or a world of one without torchrun). Collective.
+
+    `timeout_s`: deadline of every collective. Raises ValueError when the ranks do not fit `parallel`.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_async_rl.policy import device
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != parallel.ranks:
+        raise ValueError(f"policy.parallel.ranks is {parallel.ranks}, but {world_size} ranks were started; they must be equal")
+    if world_size % (parallel.tensor * parallel.pipeline):
+        raise ValueError(
+            f"policy.parallel: tensor ({parallel.tensor}) x pipeline ({parallel.pipeline}) must divide ranks ({world_size})"
+        )
+    timeout = timedelta(seconds=timeout_s)
+    backend = "gloo" if device_type == "cpu" else "nccl"
+    if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        # All ranks are on this machine: gloo need not resolve the host's name, which containers often cannot.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    return Layout(
+        device_type=device_type,
+        device=device.device(),
+        rank=dist.get_rank(),
+        world_size=world_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel.tensor,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel.pipeline,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        world_group=dist.group.WORLD,
+        cpu_group=dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class GradientShard:
+    """A piece of the reduced gradient that this rank can read and change in place.
+
+    grad: any shape, float32 or bfloat16. counted: False where another rank counts the same elements.
+    """
+
+    grad: Tensor
+    counted: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """The reduced gradient of one step as this rank holds it. `group`: the ranks whose counted shards make the whole."""
+
+    shards: tuple[GradientShard, ...]
+    group: Any
+    device: torch.device
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sums a float64 tensor over `group`, in place; returns it. Collective."""
+        dist.all_reduce(values, group=self.group)
+        return values

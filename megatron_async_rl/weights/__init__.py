@@ -1,0 +1,1 @@
+"""Policy weights to the engines and to disk: export under Hugging Face names, transports, attestation, conversion."""
