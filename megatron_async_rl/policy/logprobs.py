@@ -1,0 +1,119 @@
+"""Log-probs and entropy of target tokens from hidden states, with the vocabulary cut over tensor-parallel ranks.
+
+For logits z = W h / temperature over the true vocabulary, L = log sum_v exp z_v:
+
+    logp    = z_target - L                         d logp / d z_v = [v = target] - exp(z_v - L)
+    entropy = L - sum_v exp(z_v - L) z_v
+
+Invariants:
+- logits exist for `chunk` tokens and this rank's rows at a time, [chunk, V/tp] float32, forward and backward; backward makes
+  them again. No rank sees another's logits;
+- one collective forward (three numbers per token and rank) and one backward (the sum of the hidden states' gradient), however
+  many chunks there are;
+- padding rows of the vocabulary enter no sum and get no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def vocab_parallel_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    group: Any = None,
+    *,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(logp [N] with gradient, entropy [N] without), float32 (float64 for float64 hidden states), in nats.
+
+    hidden: [N, H], equal on all ranks of `group`; its gradient is summed over them. weight: [V/tp, H], this rank's rows of
+    the output layer, ranks in order of the vocabulary; its gradient is local. targets: [N] int64 in 0..vocab_size-1.
+    group: the tensor-parallel group; None for an undivided vocabulary. vocab_size: rows beyond it are padding; None: no padding.
+    """
+    result: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(hidden, weight, targets, temperature, chunk, group, vocab_size)
+    return result
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, group: Any, vocab_size: int | None
+    ) -> tuple[Tensor, Tensor]:
+        ranks = 1 if group is None else dist.get_world_size(group)
+        rows = weight.shape[0]
+        first = 0 if group is None else dist.get_rank(group) * rows
+        valid = rows if vocab_size is None else max(0, min(rows, vocab_size - first))
+        # Per token: this rank's log-sum-exp, the mean of its logits under its own softmax, and the target's logit (0 elsewhere).
+        precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        local = torch.zeros(3, hidden.shape[0], dtype=precision, device=hidden.device)
+        if valid == 0:
+            local[0] = float("-inf")
+        for start in range(0, hidden.shape[0] if valid else 0, chunk):
+            part = slice(start, start + chunk)
+            logits = _logits(hidden[part], weight[:valid], temperature, precision)
+            total = torch.logsumexp(logits, dim=1)
+            here, rowwise = _local_targets(targets[part], first, valid)
+            local[0, part] = total
+            local[2, part] = torch.where(here, logits.gather(1, rowwise[:, None])[:, 0], 0.0)
+            local[1, part] = torch.linalg.vecdot(torch.exp(logits - total[:, None]), logits)
+        if ranks > 1:
+            gathered = torch.empty(ranks, *local.shape, dtype=precision, device=hidden.device)
+            dist.all_gather(list(gathered), local, group=group)
+            totals, means, target_logits = gathered.unbind(1)
+            log_total = torch.logsumexp(totals, dim=0)
+            mean = (torch.exp(totals - log_total) * means).sum(0)
+            target = target_logits.sum(0)
+        else:
+            log_total, mean, target = local
+        logp = target - log_total
+        entropy = log_total - mean
+        ctx.save_for_backward(hidden, weight, targets, log_total)
+        ctx.settings = (temperature, chunk, group, ranks, first, valid, precision)
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_total = ctx.saved_tensors
+        temperature, chunk, group, ranks, first, valid, precision = ctx.settings
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        # Chunks are summed in full precision: in bfloat16 each addition would round.
+        grad_weight = torch.zeros(weight.shape, dtype=precision, device=weight.device) if wants_weight else None
+        for start in range(0, hidden.shape[0] if valid else 0, chunk):
+            part = slice(start, start + chunk)
+            logits = _logits(hidden[part], weight[:valid], temperature, precision)
+            scale = grad_logp[part].to(precision) / temperature
+            here, rowwise = _local_targets(targets[part], first, valid)
+            grad_logits = torch.exp_(logits.sub_(log_total[part, None])).mul_(-scale[:, None])
+            grad_logits.scatter_add_(1, rowwise[:, None], torch.where(here, scale, 0.0)[:, None])
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight[:valid], out=grad_hidden[part])
+            if grad_weight is not None:
+                if grad_weight.dtype == hidden.dtype:
+                    grad_weight[:valid].addmm_(grad_logits.t(), hidden[part])
+                else:
+                    grad_weight[:valid].add_(torch.mm(grad_logits.t(), hidden[part]))
+        if grad_hidden is not None and ranks > 1:
+            dist.all_reduce(grad_hidden, group=group)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, precision: torch.dtype) -> Tensor:
+    return torch.mm(hidden, weight.t()).to(precision).div_(temperature)
+
+
+def _local_targets(targets: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
+    """Which targets lie in this rank's rows, and their row (clamped into range elsewhere)."""
+    rows = targets - first
+    return (rows >= 0) & (rows < valid), rows.clamp(0, valid - 1)
