@@ -53,7 +53,9 @@ class PpoClipLoss(Strict):
 
     name: Literal["ppo_clip"] = "ppo_clip"
     clip_low: PositiveFloat = 0.2
+    """The ratio is cut at 1 - clip_low from below."""
     clip_high: PositiveFloat = 0.2
+    """The ratio is cut at 1 + clip_high from above."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
     """c of dual-clip PPO (arXiv 1912.09729): where A < 0 the loss is at most -A c."""
 

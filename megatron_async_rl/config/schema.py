@@ -25,11 +25,14 @@ class RunConfig(Strict):
     steps: PositiveInt
     """Optimizer steps in the whole run, resumes included."""
     seed: NonNegativeInt = 1234
+    """Of the data order, sampling and initialisation."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` continues from the newest checkpoint in `dir`; `never` refuses a directory that already holds a run."""
 
 
 class ModelConfig(Strict):
+    """The model to train: the engines start from the same directory."""
+
     path: Path
     """A Hugging Face model directory: config.json, safetensors, tokenizer.json or tokenizer.model."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -37,6 +40,8 @@ class ModelConfig(Strict):
 
 
 class DataConfig(Strict):
+    """The prompts."""
+
     train: Path
     """JSONL; each line has `prompt` (text) and whatever the reward reads; with `loss: sft` also `response`
     and optionally `weight`."""
@@ -52,7 +57,9 @@ class ParallelConfig(Strict):
     ranks: PositiveInt = 1
     """Trainer processes in all: tensor x pipeline x data."""
     tensor: PositiveInt = 1
+    """Ranks that share every layer; divides heads, key-value heads and MLP columns."""
     pipeline: PositiveInt = 1
+    """Stages the layers are cut into; divides the number of layers."""
     sequence: bool = False
     """Megatron's sequence parallelism (needs tensor > 1)."""
     distributed_optimizer: bool = True
@@ -63,20 +70,30 @@ class OptimizerConfig(Strict):
     """AdamW as Megatron-Core runs it."""
 
     lr: PositiveFloat = 1e-6
+    """Learning rate after warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled; not applied to norms and biases."""
     clip_grad: PositiveFloat | None = 1.0
     """Global gradient norm; null never clips."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How lr goes from its value to min_lr by run.steps; `constant` stays."""
     warmup_steps: NonNegativeInt = 0
+    """Steps of linear increase from 0."""
     min_lr: NonNegativeFloat = 0.0
+    """Where `linear` and `cosine` end."""
 
 
 class PolicyConfig(Strict):
+    """The trainer."""
+
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Of policy and engines; `auto` takes CUDA where there is a GPU."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Budget of prompt + response tokens, padding included, of one micro-batch on one rank."""
     logprob_chunk_tokens: PositiveInt = 1024
@@ -84,7 +101,10 @@ class PolicyConfig(Strict):
 
 
 class SamplingConfig(Strict):
+    """How responses are drawn."""
+
     temperature: PositiveFloat = 1.0
+    """Divides the logits when sampling, and in the trainer's log-probs too."""
     max_tokens: PositiveInt
     """Response tokens; longer ones end with finish reason `length`."""
     stop: tuple[str, ...] = ()
@@ -92,17 +112,21 @@ class SamplingConfig(Strict):
 
 
 class RewardConfig(Strict):
+    """What a response is worth."""
+
     name: str
     """`arithmetic`, `countdown`, `math`, or `module:function` (called as function(prompt, response) -> float)."""
     on_error: Literal["drop", "stop"] = "drop"
     """A reward that raises or is not finite: `drop` logs, counts and leaves the sample out of training; `stop` ends the run."""
     timeout_s: PositiveFloat = 30.0
+    """Longest time for one response; over it counts as an error."""
 
 
 class RolloutConfig(Strict):
-    """The vLLM engines."""
+    """The vLLM engines; absent with `objective.loss: sft`."""
 
     engines: PositiveInt = 1
+    """vLLM engines, each holding the whole model."""
     sampling: SamplingConfig
     reward: RewardConfig
     max_concurrent: PositiveInt = 256
@@ -110,15 +134,18 @@ class RolloutConfig(Strict):
     kv_cache_gib: PositiveFloat = 1.0
     """On the CPU, per engine; on a GPU `gpu_memory_utilization` rules."""
     gpu_memory_utilization: Fraction = 0.85
+    """Share of its GPU an engine takes."""
     max_context: PositiveInt | None = None
     """Prompt + response tokens; null takes the model's own limit."""
     start_timeout_s: PositiveFloat = 600.0
+    """Longest wait for an engine to start."""
 
 
 class FlowConfig(Strict):
     """Which samples train when."""
 
     prompts_per_step: PositiveInt
+    """Prompts whose groups one optimizer step consumes."""
     group_size: PositiveInt
     """Responses per prompt."""
     async_ratio: NonNegativeFloat = 1.0
@@ -126,29 +153,42 @@ class FlowConfig(Strict):
 
 
 class WeightsConfig(Strict):
+    """How new weights reach the engines."""
+
     transport: Literal["shared_memory"] = "shared_memory"
+    """How new weights reach the engines; `shared_memory` serves one machine."""
     bucket_mib: PositiveInt = 256
     """Bytes gathered and sent at one time."""
 
 
 class EvalConfig(Strict):
+    """Held-out accuracy before and after; without this section there is none."""
+
     samples_per_prompt: PositiveInt = 4
     """Sampled at the training temperature, before the first and after the last step."""
 
 
 class CheckpointConfig(Strict):
+    """What a stop or a crash cannot lose."""
+
     every: NonNegativeInt = 100
     """Steps; 0 saves only at the end and when stopped."""
     keep: PositiveInt = 2
+    """Newest checkpoints that stay."""
 
 
 class WatchdogConfig(Strict):
+    """No wait without an end."""
+
     timeout_s: PositiveFloat = 600.0
     """Longest wait for one named thing (a batch, a weight load, a rank) before the run ends with an error."""
 
 
 class ObserveConfig(Strict):
+    """Where metrics go besides RUN/metrics.jsonl."""
+
     tensorboard: bool = True
+    """Write RUN/tensorboard beside RUN/metrics.jsonl."""
 
 
 class Config(Strict):
