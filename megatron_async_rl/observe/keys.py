@@ -50,7 +50,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "policy/lr": Key("per step", "Learning rate of the scheduler."),
             "policy/lr_scale": Key("factor", "What the step controls multiplied the learning rate by, this step only."),
             "policy/skipped": Key(
-                "0 or 1", "1: no optimizer step was taken (a control, a gradient that is not finite, an empty batch)."
+                "0 or 1", "1: no optimizer step (a control said so, the gradient was not finite, or the batch was empty)."
             ),
             "policy/nonfinite": Key("steps", "Skipped so far because the gradient was not finite."),
             "policy/entropy": Key("nats per token", "Mean entropy of the policy's next-token distribution on response tokens."),

@@ -51,19 +51,20 @@ ALWAYS: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
     ("Gradient norm, before clipping", "L2 norm", (("policy/grad_norm", "norm", PURPLE),)),
     ("Learning rate", "per step", (("policy/lr", "learning rate", GREEN),)),
 )
+FROM_ZERO = ("Response length", "Shares of the responses", "Learning rate")
 
 
 def write(record: Record, path: Path) -> None:
     """Writes one HTML file that needs no other."""
     panels = [] if record.supervised else [_reward(record), _lag(record), _ess(record), _cosine(record)]
     groups = ALWAYS if record.supervised else SAMPLED + ALWAYS
-    panels.append(_time(record))
     for title, unit, curves in groups:
         if any(len(column(record.rows, key)[0]) for key, _, _ in curves):
-            figure = _figure(title, unit)
+            figure = _figure(record, title, unit, from_zero=title in FROM_ZERO)
             for key, name, colour in curves:
                 _curve(figure, record, key, name, colour)
             panels.append(figure)
+    panels.insert(len(panels) if record.supervised else 4, _time(record))
     drawn = "\n".join(
         f'<section class="panel">{figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG)}</section>'
         for figure in panels
@@ -79,11 +80,15 @@ def write(record: Record, path: Path) -> None:
     )
 
 
-CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
+CONFIG = {"displayModeBar": False, "responsive": True}
 
 
-def _figure(title: str, unit: str) -> go.Figure:
+def _figure(record: Record, title: str, unit: str, *, from_zero: bool = False) -> go.Figure:
     figure = go.Figure()
+    first, last = numbers(record.rows, "step")[[0, -1]]
+    margin = max(1.0, 0.015 * (last - first))
+    ticks = {"dtick": 1} if last - first < 8 else {}
+    extent = [first - margin, last + margin]
     axis = {
         "gridcolor": GRID,
         "linecolor": AXIS,
@@ -108,8 +113,13 @@ def _figure(title: str, unit: str) -> go.Figure:
         hovermode="x unified",
         font={"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "color": MUTED},
         legend={"orientation": "h", "x": 0.0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
-        xaxis=axis | {"title": {"text": "optimizer step", "font": {"size": 12}}, "tickformat": ",d"},
-        yaxis=axis | {"title": {"text": unit, "font": {"size": 12}}},
+        xaxis=axis | {"title": {"text": "optimizer step", "font": {"size": 12}}, "tickformat": ",d", "range": extent} | ticks,
+        yaxis=axis
+        | {
+            "title": {"text": unit, "font": {"size": 12}},
+            "rangemode": "tozero" if from_zero else "normal",
+            "exponentformat": "e",
+        },
     )
     return figure
 
@@ -130,21 +140,22 @@ def _curve(figure: go.Figure, record: Record, key: str, name: str, colour: str) 
 
 
 def _reward(record: Record) -> go.Figure:
-    figure = _figure("Reward", "mean reward of a sample")
+    figure = _figure(record, "Reward", "mean reward of a sample")
     _curve(figure, record, "reward/mean", "trained on", BLUE)
-    ends = numbers(record.rows, "step")[[0, -1]] + (-1.0, 1.0)
+    ends = figure.layout.xaxis.range
     marks = ((record.summary.before, ends[0], "before", "diamond-open"), (record.summary.after, ends[1], "after", "diamond"))
     for accuracy, step, when, symbol in marks:
         if accuracy is not None:
+            line = {"width": 2, "color": RED}
             figure.add_scatter(
-                x=[step], y=[accuracy], mode="markers", marker={"symbol": symbol, "size": 12, "color": RED, "line": {"width": 2}},
-                name=f"held out, {when} {accuracy:.3f}",
+                x=[step], y=[accuracy], mode="markers", marker={"symbol": symbol, "size": 12, "color": RED, "line": line},
+                name=f"held out, {when} {accuracy:.3f}", cliponaxis=False,
             )  # fmt: skip
     return figure
 
 
 def _lag(record: Record) -> go.Figure:
-    figure = _figure("Lag of the tokens trained on", "weight versions behind")
+    figure = _figure(record, "Lag of the tokens trained on", "weight versions behind")
     steps, shares = histograms(record.rows, "lag/histogram")
     if shares.size:
         figure.add_heatmap(
@@ -163,7 +174,7 @@ def _lag(record: Record) -> go.Figure:
         )
     if record.lag_bound is not None:
         bound = float(np.ceil(record.lag_bound))
-        x = numbers(record.rows, "step")[[0, -1]] + (-0.5, 0.5)
+        x = figure.layout.xaxis.range
         figure.add_scatter(
             x=x, y=[bound, bound], mode="lines", line={"color": INK, "dash": "dash", "width": 1}, name=f"bound {bound:g}"
         )
@@ -173,14 +184,14 @@ def _lag(record: Record) -> go.Figure:
 
 
 def _ess(record: Record) -> go.Figure:
-    figure = _figure("Effective sample size", "share of the samples (1 = on-policy)")
+    figure = _figure(record, "Effective sample size", "share of the samples (1 = on-policy)")
     _curve(figure, record, "ratio/ess_ratio", "ESS", PURPLE)
     figure.update_yaxes(range=[0.0, 1.04])
     return figure
 
 
 def _cosine(record: Record) -> go.Figure:
-    figure = _figure("Cosine of consecutive gradients", "cosine")
+    figure = _figure(record, "Cosine of consecutive gradients", "cosine")
     rows = [row for row in record.rows if "gac/cosine" in row]
     steps, cosines = column(rows, "gac/cosine")
     codes = numbers(rows, "gac/regime")
@@ -203,20 +214,19 @@ def _cosine(record: Record) -> go.Figure:
         threshold = (record.gac or {}).get(name)
         if threshold is not None and len(steps):
             figure.add_scatter(
-                x=steps[[0, -1]], y=[threshold, threshold], mode="lines", line={"color": colour, "dash": "dash", "width": 1.3},
-                name=f"{name} {threshold:g}", hoverinfo="skip",
+                x=figure.layout.xaxis.range, y=[threshold, threshold], mode="lines", hoverinfo="skip",
+                line={"color": colour, "dash": "dash", "width": 1.3}, name=f"{name} {threshold:g}",
             )  # fmt: skip
     if not len(steps):
         reason = "the first cosine comes with the second step" if record.gac else "no gradient alignment control in this run"
         figure.add_annotation(text=reason, x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
-        figure.update_xaxes(range=[0, 1], showticklabels=False)
         figure.update_yaxes(range=[-1, 1])
     figure.update_layout(hovermode="closest")
     return figure
 
 
 def _time(record: Record) -> go.Figure:
-    figure = _figure("What a step's time goes into", "seconds per step")
+    figure = _figure(record, "What a step's time goes into", "seconds per step")
     steps, whole = column(record.rows, "time/step_s")
     rows = [row for row in record.rows if "time/step_s" in row]
     parts = {name: np.nan_to_num(numbers(rows, key)) for name, key in IN_A_STEP.items()}
@@ -237,7 +247,9 @@ def _tables(record: Record) -> str:
     tables = []
     for title, facts in record.facts():
         rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in facts)
-        tables.append(f'<section class="card"><h2>{html.escape(title)}</h2><table>{rows}</table></section>')
+        tables.append(
+            f'<div class="slot"><section class="card"><h2>{html.escape(title)}</h2><table>{rows}</table></section></div>'
+        )
     return "\n".join(tables)
 
 
@@ -252,15 +264,17 @@ PAGE = """<!doctype html>
   main { max-width: 1360px; margin: 0 auto; padding: 28px 24px 48px; }
   h1 { margin: 0; font-size: 26px; }
   .headline { margin: 4px 0 22px; color: #6b7785; font-size: 15px; }
-  .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 16px; margin-bottom: 16px; }
-  .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 540px), 1fr)); gap: 16px; }
+  .cards { columns: 3; column-gap: 16px; margin-bottom: 4px; }
+  .slot { break-inside: avoid; padding-bottom: 14px; }
+  .panels { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
+  @media (max-width: 900px) { .cards { columns: 1; } .panels { grid-template-columns: minmax(0, 1fr); } }
   .card, .panel { background: white; border: 1px solid #e1e5ea; border-radius: 8px; padding: 14px 16px; }
   .card, .panel { min-width: 0; overflow: hidden; }
   .panel { padding: 10px 8px 4px; }
   h2 { margin: 0 0 8px; font-size: 15px; }
   table { border-collapse: collapse; width: 100%; font-size: 13px; }
   th { text-align: left; font-weight: normal; color: #6b7785; padding: 3px 12px 3px 0; vertical-align: top; white-space: nowrap; }
-  td { padding: 3px 0; text-align: right; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+  td { padding: 3px 0; text-align: right; overflow-wrap: break-word; word-break: normal; font-variant-numeric: tabular-nums; }
   tr + tr { border-top: 1px solid #f0f2f4; }
   footer { margin-top: 20px; color: #6b7785; font-size: 12.5px; }
 </style>

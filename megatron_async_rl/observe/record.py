@@ -58,7 +58,11 @@ class Record:
     def facts(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Tables of (name, value), under their titles."""
         summary, config = self.summary, self.config
-        result = [("steps", f"{summary.steps:,}"), ("time in steps", span(summary.in_steps_s))]
+        result = [
+            ("steps", f"{summary.steps:,}"),
+            ("last weight version", f"{self.rows[-1]['version']}"),
+            ("time in steps", span(summary.in_steps_s)),
+        ]
         if summary.before is not None:
             result.append(("held-out accuracy before", f"{summary.before:.3f}"))
         if summary.after is not None:
@@ -90,6 +94,14 @@ CONFIG_TABLES = {
         "policy.optimizer.lr",
         "policy.optimizer.schedule",
     ),
+    "Data and rollout": (
+        "rollout.engines",
+        "rollout.sampling.temperature",
+        "rollout.sampling.max_tokens",
+        "rollout.reward.name",
+        "data.train",
+        "data.eval",
+    ),
     "Method": (
         "objective.advantage",
         "objective.loss",
@@ -100,14 +112,6 @@ CONFIG_TABLES = {
         "flow.prompts_per_step",
         "flow.group_size",
         "run.seed",
-    ),
-    "Rollout": (
-        "rollout.engines",
-        "rollout.sampling.temperature",
-        "rollout.sampling.max_tokens",
-        "rollout.reward.name",
-        "data.train",
-        "data.eval",
     ),
 }
 """The settings a reader asks for first. The rest is in RUN/config.yaml."""

@@ -1,0 +1,158 @@
+"""The metrics log, its catalogue of keys, and reading it back."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megatron_async_rl
+from megatron_async_rl.observe import keys
+from megatron_async_rl.observe.metrics import MetricsError, MetricsLog
+from megatron_async_rl.observe.read import MetricsReader, read_metrics
+
+PACKAGE = Path(megatron_async_rl.__file__).parent
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def logged(run_dir: Path, steps: range, reward: float = 0.5, first_step: int | None = None) -> None:
+    log = MetricsLog(run_dir, tensorboard=False, first_step=steps.start if first_step is None else first_step)
+    for step in steps:
+        log.log(step, {"reward/mean": reward})
+    log.close()
+
+
+def test_a_step_is_one_line_on_disk_when_log_returns(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
+    log.log(1, {"reward/mean": np.float32(0.5), "lag/histogram": [3, np.int64(4)], "tokens/trained": 7})
+    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    assert line.pop("time") > 1.7e9  # type: ignore[operator]
+    assert line == {"step": 1, "version": 1, "reward/mean": 0.5, "lag/histogram": [3, 4], "tokens/trained": 7}
+
+
+def test_values_that_are_not_finite_stay_valid_json_and_read_back(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
+    log.log(1, {"policy/loss": math.nan, "policy/grad_norm": math.inf, "ratio/chi2": -math.inf})
+    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    assert (line["policy/loss"], line["policy/grad_norm"], line["ratio/chi2"]) == ("nan", "inf", "-inf")
+    (row,) = read_metrics(tmp_path)
+    assert math.isnan(row["policy/loss"])  # type: ignore[arg-type]
+    assert (row["policy/grad_norm"], row["ratio/chi2"]) == (math.inf, -math.inf)
+
+
+def test_an_unknown_key_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
+    with pytest.raises(MetricsError, match=r"unknown metric 'reward/meen'; the nearest one is 'reward/mean'"):
+        log.log(1, {"reward/meen": 1.0})
+    assert lines_of(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("reward/mean", "high"), ("reward/mean", [1]), ("lag/histogram", 2), ("lag/histogram", [0.5])])
+def test_a_value_of_another_kind_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
+    with pytest.raises(MetricsError, match=key):
+        log.log(1, {key: value})
+
+
+def test_a_step_is_never_logged_twice(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
+    log.log(1, {})
+    with pytest.raises(MetricsError, match="step 1"):
+        log.log(1, {})
+
+
+def test_a_resume_cuts_the_steps_it_repeats_and_keeps_them_aside(tmp_path: Path) -> None:
+    logged(tmp_path, range(1, 6), reward=0.1)
+    logged(tmp_path, range(3, 5), reward=0.9)
+    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(1, 0.1), (2, 0.1), (3, 0.9), (4, 0.9)]
+    assert [(line["step"], line["reward/mean"]) for line in lines_of(tmp_path / "metrics.cut.jsonl")] == [(3, 0.1), (4, 0.1), (5, 0.1)]
+
+
+def test_a_line_that_a_crash_left_half_written_does_not_break_the_resume(tmp_path: Path) -> None:
+    logged(tmp_path, range(1, 3))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "rewa')
+    logged(tmp_path, range(3, 4))
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert lines_of(tmp_path / "metrics.cut.jsonl") == [{"unreadable": '{"step": 3, "rewa'}]
+
+
+def test_a_reader_takes_each_line_once_and_only_whole(tmp_path: Path) -> None:
+    reader = MetricsReader(tmp_path)
+    assert reader.news().rows == []
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "w") as file:
+        file.write('{"step": 1}\n{"ste')
+        file.flush()
+        assert [row["step"] for row in reader.news().rows] == [1]
+        assert reader.news().rows == []
+        file.write('p": 2}\n')
+        file.flush()
+        news = reader.news()
+    assert [row["step"] for row in news.rows] == [2]
+    assert not news.restarted
+
+
+def test_a_reader_starts_over_when_a_resume_cuts_the_file(tmp_path: Path) -> None:
+    logged(tmp_path, range(1, 5))
+    reader = MetricsReader(tmp_path)
+    assert len(reader.news().rows) == 4
+    logged(tmp_path, range(3, 8))
+    news = reader.news()
+    assert news.restarted
+    assert [row["step"] for row in news.rows] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_broken_line_in_the_middle_is_named_by_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
+    with pytest.raises(MetricsError, match=r"metrics\.jsonl:2"):
+        read_metrics(tmp_path)
+
+
+def test_tensorboard_gets_numbers_and_histograms_and_forgets_cut_steps(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps, reward in ((range(1, 5), 0.1), (range(3, 5), 0.9)):
+        log = MetricsLog(tmp_path, tensorboard=True, first_step=steps.start)
+        for step in steps:
+            log.log(step, {"reward/mean": reward, "lag/histogram": [step, 1]})
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+    assert [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.1), (3, 0.9), (4, 0.9)]
+    assert list(events.Histograms("lag/histogram")[-1].histogram_value.bucket) == [4.0, 1.0]
+
+
+def test_the_page_of_metrics_is_up_to_date() -> None:
+    page = PACKAGE.parent / "docs" / "metrics.md"
+    assert page.read_text() == keys.page(), "run: python -m megatron_async_rl.observe.keys > docs/metrics.md"
+
+
+def test_every_metric_that_the_package_logs_is_in_the_catalogue_and_the_other_way_round() -> None:
+    prefixes = "|".join(sorted({name.split("/")[0] for name in keys.KEYS}))
+    sources = [path for path in PACKAGE.rglob("*.py") if "observe" not in path.parts]
+    literal = re.compile(rf'"((?:{prefixes})/[a-z_0-9]+)"')
+    written = {name for path in sources for name in literal.findall(path.read_text())}
+    assert written - set(keys.KEYS) == set()
+    assert set(keys.KEYS) - written == set()
+
+
+def test_seeing_a_run_needs_no_torch() -> None:
+    code = (
+        "import sys, megatron_async_rl.observe.metrics, megatron_async_rl.observe.progress, megatron_async_rl.observe.report,"
+        "megatron_async_rl.observe.tensorboard, megatron_async_rl.observe.deadline, megatron_async_rl.observe.logs;"
+        "print([name for name in ('torch', 'ray', 'matplotlib', 'plotly', 'tensorflow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "[]"
