@@ -46,6 +46,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         values |= {
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": str(spec.threads),
+            "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles parts of its sampler at the first request even in eager mode
             "KMP_BLOCKTIME": "1",  # ms a thread spins after a parallel region; the trainer may want the core
         }
         openmp = Path(sys.prefix, "lib", "libiomp5.so")
@@ -119,7 +120,8 @@ def start_engines(specs: Sequence[EngineSpec]) -> list[Any]:
             try:
                 ray.get(start, timeout=max(left, 0.001))
             except ray.exceptions.GetTimeoutError:
-                raise EngineStartError(_failure(spec, f"did not start within rollout.start_timeout_s: {spec.rollout.start_timeout_s:g}")) from None
+                limit = f"rollout.start_timeout_s: {spec.rollout.start_timeout_s:g}"
+                raise EngineStartError(_failure(spec, f"did not start within {limit}")) from None
             except ray.exceptions.RayError as error:
                 cause = getattr(error, "cause", None) or error
                 raise EngineStartError(_failure(spec, f"did not start: {type(cause).__name__}: {cause}")) from error
@@ -134,7 +136,8 @@ def stop_engines(handles: Sequence[Any], timeout_s: float) -> None:
     import ray
 
     stopping = [handle.stop.remote() for handle in handles]
-    ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s) if stopping else None
+    if stopping:
+        ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
     for handle in handles:
         ray.kill(handle)
 

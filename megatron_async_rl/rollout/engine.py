@@ -55,10 +55,11 @@ def token_versions(completion: CompletionOutput) -> NDArray[np.int32]:
     versions = np.full(length, -1, dtype=np.int32)
     for span in completion.weight_versions or ():
         if not span.version.isdecimal():
-            raise RuntimeError(f"tokens {span.start} to {span.end} were sampled by weights labelled {span.version!r}, not by a numbered version")
+            raise RuntimeError(f"tokens {span.start} to {span.end} carry weight version {span.version!r}, which is not a number")
         versions[span.start : span.end] = int(span.version)
     if np.any(versions < 0):
-        raise RuntimeError(f"tokens {np.flatnonzero(versions < 0).tolist()} of {length} carry no weight version: {completion.weight_versions}")
+        without = np.flatnonzero(versions < 0).tolist()
+        raise RuntimeError(f"tokens {without} of {length} carry no weight version: {completion.weight_versions}")
     return versions
 
 
@@ -132,7 +133,7 @@ class RolloutEngine:
         for rank, other in enumerate(answers):
             if other != digests:
                 differ = sorted(name for name in digests.keys() | other.keys() if digests.get(name) != other.get(name))
-                raise RuntimeError(f"{self.spec.name}: its workers 0 and {rank} loaded different weights: {', '.join(differ[:8])}")
+                raise RuntimeError(f"{self.spec.name}: workers 0 and {rank} loaded different weights: {', '.join(differ[:8])}")
         if last:
             await engine.update_weight_version(str(version))
         return digests
@@ -190,10 +191,9 @@ class RolloutEngine:
         parameters.seed = seed
         self._requests += 1
         request = f"{self.spec.index}-{self._requests}"
-        final = None
-        async for final in self._engine().generate(tokens_input(list(prompt.token_ids)), parameters, request):
-            pass
-        completion = final.outputs[0] if final is not None else None
+        completion = None
+        async for output in self._engine().generate(tokens_input(list(prompt.token_ids)), parameters, request):
+            completion = output.outputs[0]  # FINAL_ONLY: there is one
         if completion is None or completion.finish_reason not in ("stop", "length"):
             reason = "no output" if completion is None else f"finish reason {completion.finish_reason!r}"
             raise RuntimeError(f"{self.spec.name} ended its response to prompt {prompt.id!r} with {reason}; see {self.spec.log}")
@@ -242,6 +242,8 @@ class RolloutEngine:
 def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {
         "kv_cache_memory_bytes": int(spec.rollout.kv_cache_gib * 2**30),
+        # Compiling takes up to 40 s of the first start and was not measurably faster in steady state.
+        "enforce_eager": True,
         # The model runs in the engine's own process: vLLM's default on a CPU, a second one behind a queue, starts
         # later and pays for the queue at every step.
         "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",

@@ -86,7 +86,7 @@ class Scorer:
     def _call(self, job: _Job) -> Scored:
         try:
             reward = float(self._reward(job.prompt, job.response))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the caller's code: whatever it raises is this sample's error
             return Scored(reward=0.0, error=f"{type(error).__name__}: {error}")
         if not math.isfinite(reward):
             return Scored(reward=0.0, error=f"the reward is {reward}, not a finite number")

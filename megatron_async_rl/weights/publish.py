@@ -10,12 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from megatron_async_rl.observe.deadline import DeadlineExceeded, this_process
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.shared_memory import BucketRef, NamedTensors, remove_stale, write_bucket
 
@@ -26,7 +27,7 @@ class WeightMismatch(RuntimeError):
     """An engine loaded another tensor than the trainer sent. `None` stands for a tensor that one side does not have."""
 
     def __init__(self, name: str, engine: str, sent: str | None, loaded: str | None) -> None:
-        super().__init__(f"weights of {engine} differ from the trainer's: tensor {name} was sent as {sent} and loaded as {loaded}")
+        super().__init__(f"weights of {engine} are not the trainer's: tensor {name} was sent as {sent} and loaded as {loaded}")
         self.name = name
         self.engine = engine
         self.sent = sent
@@ -70,7 +71,7 @@ class RayEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishReport:
-    """`seconds`: the whole publish, gathering included; `paused_s`: how long sampling stood still; `bytes`: tensor bytes, once."""
+    """`seconds`: the whole publish, gathering included; `paused_s`: how long sampling stood still; `bytes`: of the tensors, once."""
 
     version: int
     seconds: float
@@ -91,48 +92,63 @@ class Publisher:
     def publish(self, version: int, buckets: Iterable[NamedTensors]) -> PublishReport:
         """Blocks until every engine samples with the weights in `buckets`, numbered `version`.
 
-        Raises WeightMismatch, TimeoutError naming the engine and the phase, ValueError for a version that is not newer
+        Raises WeightMismatch, DeadlineExceeded naming the engine and the phase, ValueError for a version that is not newer
         or for no buckets, and whatever an engine raised.
         """
         started = time.monotonic()
-        paused_at = None
+        paused_at = 0.0
         sent: dict[str, str] = {}
-        total = 0
         loaded: list[dict[str, str]] = []
+        total = 0
         upcoming = iter(buckets)
         bucket = next(upcoming, None)
         if bucket is None:
             raise ValueError(f"the update to version {version} has no buckets")
+        first = True
         while bucket is not None:
-            sent |= {name: tensor_digest(tensor) for name, tensor in zip(bucket.names, bucket.tensors, strict=True) if tensor is not None}
+            sent |= _digests(bucket)
             with write_bucket(bucket, self._directory) as ref:
-                first, bucket = paused_at is None, next(upcoming, None)
+                # The file is a copy: the sender's tensors are free again, and the next bucket is gathered before this one loads.
+                bucket = next(upcoming, None)
                 if first:
                     paused_at = time.monotonic()
-                    self._all("pause", lambda engine: engine.pause())
-                loaded = self._all("load weights", lambda engine: engine.load_bucket(ref, version, first, bucket is None))
+                    self._pause()
+                loaded = self._load(ref, version, first=first, last=bucket is None)
             total += ref.nbytes
+            first = False
         for engine, digests in zip(self._engines, loaded, strict=True):
             compare(engine.name, sent, digests)
-        self._all("resume", lambda engine: engine.resume())
+        self._resume()
         ended = time.monotonic()
-        return PublishReport(
-            version=version, seconds=ended - started, paused_s=ended - (paused_at or ended), bytes=total, tensors=len(sent)
-        )
+        return PublishReport(version=version, seconds=ended - started, paused_s=ended - paused_at, bytes=total, tensors=len(sent))
 
-    def _all(self, phase: str, call: Callable[[EngineClient], Future[T]]) -> list[T]:
-        """`call` on all engines at once; their answers in order."""
+    def _pause(self) -> None:
+        self._answers("pause", [engine.pause() for engine in self._engines])
+
+    def _load(self, ref: BucketRef, version: int, *, first: bool, last: bool) -> list[dict[str, str]]:
+        calls = [engine.load_bucket(ref, version, first, last) for engine in self._engines]
+        return self._answers(f"load weights of version {version}", calls)
+
+    def _resume(self) -> None:
+        self._answers("resume", [engine.resume() for engine in self._engines])
+
+    def _answers(self, phase: str, calls: Sequence[Future[T]]) -> list[T]:
+        """One answer from each engine, in order."""
         deadline = time.monotonic() + self._timeout_s
-        futures = [call(engine) for engine in self._engines]
         answers = []
-        for engine, future in zip(self._engines, futures, strict=True):
+        for engine, call in zip(self._engines, calls, strict=True):
             try:
-                answers.append(future.result(timeout=max(0.0, deadline - time.monotonic())))
+                answers.append(call.result(timeout=max(0.0, deadline - time.monotonic())))
             except TimeoutError:
-                if future.done():  # the engine's own time-out, not ours
+                if call.done():  # a time-out inside the engine says more than ours would
                     raise
-                raise TimeoutError(f"{engine.name} did not {phase} within {self._timeout_s:g} s") from None
+                raise DeadlineExceeded(this_process(), f"{engine.name} to {phase}", self._timeout_s) from None
         return answers
+
+
+def _digests(bucket: NamedTensors) -> dict[str, str]:
+    pairs = zip(bucket.names, bucket.tensors, strict=True)
+    return {name: tensor_digest(tensor) for name, tensor in pairs if tensor is not None}
 
 
 def compare(engine: str, sent: dict[str, str], loaded: dict[str, str]) -> None:

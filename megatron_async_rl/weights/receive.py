@@ -86,7 +86,7 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     def accept(self, version: int) -> None:
         """Raises ValueError unless `version` is newer than what the engine holds."""
         if version <= self._version:
-            raise ValueError(f"weight version {version} was refused: the engine holds version {self._version} and versions only grow")
+            raise ValueError(f"weight version {version} was refused: versions only grow, and the engine holds {self._version}")
         self._version = version
 
     def start_weight_update(self) -> None:
@@ -104,8 +104,8 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         missing = missing_parameters(self._parameters, self._loaded, self.digests.keys(), fused)
         if missing:
             raise RuntimeError(
-                f"the update to version {self._version} brought {len(self.digests)} tensors and left out {len(missing)} of the model's "
-                f"parameters: {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
+                f"the update to version {self._version} brought {len(self.digests)} tensors and left out {len(missing)}: "
+                f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
             )
 
     def shutdown(self) -> None:
@@ -123,7 +123,7 @@ class WeightLoadingWorker:
     """Mixed into vLLM's worker (`worker_extension_cls`): a whole bucket in one call, with the digests as its answer."""
 
     def load_weight_bucket(self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool) -> dict[str, str]:
-        """`first` and `last` open and close the update. Returns, with the last bucket, tensor name -> digest of the whole update."""
+        """`first` and `last` open and close the update. Returns, with the last bucket, name -> digest of all its tensors."""
         receiver = self.weight_transfer_engine
         if first:
             receiver.accept(version)
