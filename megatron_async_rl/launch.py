@@ -1,0 +1,171 @@
+"""Starts a run's ranks on this machine, shows it living, and ends it whole.
+
+The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which asks the ranks to stop
+by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills. Whatever way the run ends, no process
+that it started stays behind: each carries the run's id in its environment and is found by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from megatron_async_rl.config.load import dump
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.observe.logs import find_cause
+from megatron_async_rl.observe.progress import Progress, print_summary
+from megatron_async_rl.observe.status import read_status
+
+RUN_ID_VARIABLE = "MEGATRON_ASYNC_RL_RUN_ID"
+POLL_S = 0.25
+KILL_GRACE_S = 10.0
+
+
+class RunDirectoryError(Exception):
+    """The run directory cannot be used as the config asks."""
+
+
+def launch(config: Config, console: Console) -> int:
+    """Runs `config` to its end, to Ctrl-C or to its failure; returns the process exit code.
+
+    0: finished, or stopped cleanly; 1: failed; 130: killed by a second Ctrl-C.
+    """
+    run_dir = config.run.dir
+    status = read_status(run_dir)
+    if config.run.resume == "never" and (run_dir / "metrics.jsonl").exists():
+        raise RunDirectoryError(
+            f"run.dir: {run_dir} already holds a run and run.resume is `never`; choose another run.dir or run.resume: auto"
+        )
+    if status is not None and status.phase == "finished" and status.step >= config.run.steps:
+        console.print(f"{run_dir} already holds this run, finished at step {status.step}. To go on, raise run.steps; to repeat, change run.dir.")
+        print_summary(run_dir, console)
+        return 0
+    _prepare_directory(config)
+    run_id = uuid.uuid4().hex
+    process = _start_ranks(config, run_id)
+    progress = Progress(run_dir, config.run.steps, console)
+    try:
+        exit_code = _watch(process, progress, run_dir, console)
+    finally:
+        _kill_leftovers(run_id)
+        progress.close()
+    if exit_code == 0:
+        ended = read_status(run_dir)
+        if ended is not None and ended.phase == "finished":
+            print_summary(run_dir, console)
+        else:
+            console.print(f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command resumes. Run directory: {run_dir}")
+        return 0
+    if exit_code != 130:
+        _explain_failure(run_dir, console)
+    return exit_code
+
+
+def _prepare_directory(config: Config) -> None:
+    run_dir = config.run.dir
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / "stop").unlink(missing_ok=True)
+    resolved = run_dir / "config.yaml"
+    text = dump(config)
+    if resolved.exists() and resolved.read_text() != text:
+        earlier = len(list(run_dir.glob("config.*.yaml")))
+        shutil.copy(resolved, run_dir / f"config.{earlier}.yaml")
+    resolved.write_text(text)
+    for log in (run_dir / "logs").glob("*.log"):
+        log.rename(log.with_suffix(".log.old"))
+
+
+def _start_ranks(config: Config, run_id: str) -> subprocess.Popen[bytes]:
+    run_dir = config.run.dir
+    environment = dict(os.environ)
+    environment[RUN_ID_VARIABLE] = run_id
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    environment.setdefault("HF_HUB_OFFLINE", "1")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={config.policy.parallel.ranks}",
+        "-m",
+        "megatron_async_rl.train",
+        str(run_dir / "config.yaml"),
+    ]
+    with open(run_dir / "logs" / "torchrun.log", "wb") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+
+def _watch(process: subprocess.Popen[bytes], progress: Progress, run_dir: Path, console: Console) -> int:
+    stops = 0
+    with _interrupts() as interrupts:
+        while process.poll() is None:
+            progress.update()
+            if len(interrupts) > stops:
+                stops = len(interrupts)
+                if stops > 1:
+                    console.print("Killed. The last checkpoint is intact; the same command resumes from it.")
+                    return 130
+                (run_dir / "stop").touch()
+                console.print("Stopping after this step, with a checkpoint. Ctrl-C again kills at once.")
+            time.sleep(POLL_S)
+    progress.update()
+    return 0 if process.returncode == 0 else 1
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of raising in the middle of a redraw."""
+    seen: list[int] = []
+    earlier = {number: signal.signal(number, lambda received, _: seen.append(received)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _kill_leftovers(run_id: str) -> None:
+    """Kills every process of this user whose environment carries the run's id."""
+
+    def belongs(process: psutil.Process) -> bool:
+        try:
+            return process.pid != os.getpid() and process.environ().get(RUN_ID_VARIABLE) == run_id
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            return False
+
+    for send in (psutil.Process.terminate, psutil.Process.kill):
+        alive = [process for process in psutil.process_iter() if belongs(process)]
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                send(process)
+        psutil.wait_procs(alive, timeout=KILL_GRACE_S)
+
+
+def _explain_failure(run_dir: Path, console: Console) -> None:
+    status = read_status(run_dir)
+    if status is not None and status.phase == "failed" and status.error:
+        console.print(f"[red bold]The run failed[/] at step {status.step}: ", end="")
+        console.print(status.error, markup=False, highlight=False)
+        console.print(f"Log: {status.log}", markup=False, highlight=False)
+        return
+    cause = find_cause(run_dir / "logs")
+    if cause is None:
+        console.print(f"[red bold]The run failed[/] without a message; its logs are in {run_dir / 'logs'}")
+        return
+    console.print("[red bold]The run failed:[/] ", end="")
+    console.print(cause.message, markup=False, highlight=False)
+    console.print(f"Log: {cause.file}:{cause.line}", markup=False, highlight=False)

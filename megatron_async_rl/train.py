@@ -1,0 +1,164 @@
+"""The loop, on one screen: next batch, update, publish, log, checkpoint.
+
+Every rank runs this file (SPMD, under torchrun). Ranks differ in one thing: rank 0 also holds the circle (Ray engines,
+controller, publisher) or, for supervised runs, the data source, and tells the others what comes next.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from megatron_async_rl.circle import Feed, open_feed
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow.law import max_lag
+from megatron_async_rl.flow.summary import summarise
+from megatron_async_rl.observe.logs import redirect_output
+from megatron_async_rl.observe.metrics import MetricsLog
+from megatron_async_rl.observe.status import Status, write_status
+from megatron_async_rl.policy import device
+from megatron_async_rl.policy.parallel import Layout, initialise
+from megatron_async_rl.policy.policy import Policy
+from megatron_async_rl.weights.convert import export_hf
+from megatron_async_rl.weights.export import WeightExporter
+
+
+class Run:
+    """One rank's share of a run: the policy, what feeds it, and where it writes."""
+
+    def __init__(self, config: Config, layout: Layout) -> None:
+        self.config = config
+        self.layout = layout
+        self.directory = config.run.dir
+        self.policy = Policy.build(
+            config.model,
+            config.policy,
+            config.objective,
+            config.controls,
+            layout=layout,
+            temperature=config.rollout.sampling.temperature if config.rollout else 1.0,
+            total_steps=config.run.steps,
+        )
+        self.exporter = WeightExporter(self.policy.model.bridge, self.policy.model.chunks)
+        resumed = self.policy.load(self.directory / "checkpoint")
+        self.version = 0 if resumed is None else int(resumed["version"])
+        self.saved_version = self.version if resumed is not None else -1
+        self.data_state: dict[str, object] | None = None if resumed is None else resumed["data"]
+        self.accuracy: dict[str, float] = {} if resumed is None else dict(resumed["accuracy"])
+        self.feed: Feed | None = None
+        self.log: MetricsLog | None = None
+        if layout.rank == 0:
+            self.say("starting", "Ray, engines and controller" if config.rollout else "data")
+            self.log = MetricsLog(self.directory, tensorboard=config.observe.tensorboard, first_step=self.version + 1)
+            self.feed = open_feed(config, layout.device_type, self.version, self.data_state)
+
+    def train(self) -> None:
+        self.publish()
+        self.evaluate("before")
+        self.say("training")
+        while self.version < self.config.run.steps:
+            started = time.monotonic()
+            batch = self.layout.from_rank_zero(lambda: self.feed.next_batch(self.version) if self.feed else None)
+            if batch is None:
+                self.save()
+                self.say("stopped")
+                return
+            got = time.monotonic()
+            metrics = self.policy.train_step(batch)
+            trained = time.monotonic()
+            self.version += 1
+            self.publish()
+            ended = time.monotonic()
+            if self.feed is not None and self.log is not None:
+                times = {"time/wait_batch_s": got - started, "time/train_s": trained - got}
+                times |= {"time/publish_s": ended - trained, "time/step_s": ended - started}
+                lag_bound = max_lag(self.config.flow.async_ratio)
+                self.log.log(self.version, {**metrics, **summarise(batch, lag_bound), **self.feed.metrics(), **times})
+                self.say("training")
+            if self.config.checkpoint.every and self.version % self.config.checkpoint.every == 0:
+                self.save()
+        self.evaluate("after")
+        self.save()
+        self.say("exporting", "Hugging Face checkpoint")
+        export_hf(self.exporter, self.config.model.path, self.directory / "hf")
+        self.say("finished")
+
+    def publish(self) -> None:
+        """Collective: the gather runs on every rank, rank 0 sends. A supervised run has nobody to send to."""
+        if self.config.rollout is not None:
+            buckets = self.exporter.buckets(self.config.weights.bucket_mib * 2**20)
+            if self.feed is None:
+                for _ in buckets:
+                    pass
+            else:
+                self.feed.publish(self.version, buckets)
+        if self.feed is not None:
+            self.data_state = self.feed.advance(self.version)
+
+    def evaluate(self, when: str) -> None:
+        if self.config.eval is None or when in self.accuracy or self.feed is None:
+            return
+        self.say("evaluating", f"held-out prompts, {when} training")
+        self.accuracy[when] = self.feed.evaluate(self.version)
+
+    def save(self) -> None:
+        if self.saved_version == self.version:
+            return
+        self.say("checkpointing")
+        state = {"version": self.version, "data": self.data_state, "accuracy": self.accuracy, "model_path": str(self.config.model.path)}
+        self.policy.save(self.directory / "checkpoint", self.version, state, keep=self.config.checkpoint.keep)
+        self.saved_version = self.version
+        self.say("training")
+
+    def say(self, phase: str, detail: str = "", error: str | None = None) -> None:
+        if self.layout.rank == 0:
+            log = str(self.directory / "logs" / "rank_0.log")
+            write_status(
+                self.directory,
+                Status(
+                    phase=phase,
+                    detail=detail,
+                    step=self.version,
+                    steps=self.config.run.steps,
+                    time=time.time(),
+                    before=self.accuracy.get("before"),
+                    after=self.accuracy.get("after"),
+                    error=error,
+                    log=log,
+                ),
+            )
+
+    def close(self) -> None:
+        if self.feed is not None:
+            self.feed.close()
+        if self.log is not None:
+            self.log.close()
+
+
+def main(config_path: Path) -> int:
+    config = load(config_path)
+    rank = device.launched_rank()
+    redirect_output(config.run.dir / "logs" / f"rank_{rank}.log")
+    device_type = device.install(config.policy.device)
+    layout = initialise(config.policy.parallel, device_type, timeout_s=config.watchdog.timeout_s + 60)
+    run = None
+    try:
+        run = Run(config, layout)
+        run.train()
+    except BaseException as error:
+        traceback.print_exc()
+        if run is not None:
+            run.say("failed", error=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if run is not None:
+            run.close()
+    layout.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
