@@ -60,7 +60,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`, with the BOS/EOS switches of tokenizer_config.json where that file has them."""
+    """A `tokenizer.json`. Its own post-processor alone decides what stands around a text, as in transformers."""
 
     def __init__(self, model_dir: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -73,7 +73,6 @@ class JsonTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._dir = model_dir
-        self._frame = _explicit_frame(model_dir, self._backend.token_to_id)
         self._eos_ids = _eos_ids(model_dir, self._backend.token_to_id)
 
     @property
@@ -88,12 +87,7 @@ class JsonTokenizer:
         return self.encode_many([text], special_tokens=special_tokens)[0]
 
     def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
-        own = special_tokens and self._frame is None
-        encoded = [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=own)]
-        if special_tokens and self._frame is not None:
-            before, after = self._frame
-            return [[*before, *ids, *after] for ids in encoded]
-        return encoded
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)]
 
     def encode_chat(self, messages: ChatMessages) -> tuple[str, list[int]]:
         return _render_chat(self._dir, messages)
@@ -103,7 +97,10 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `tokenizer.model`. Special-token texts inside a plain prompt stay plain text."""
+    """A SentencePiece `tokenizer.model`, BOS and EOS as tokenizer_config.json's `add_bos_token` and `add_eos_token` say.
+
+    Special-token texts inside a plain prompt stay plain text.
+    """
 
     def __init__(self, model_dir: Path) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -114,7 +111,7 @@ class SentencePieceTokenizer:
         except (RuntimeError, OSError) as error:
             raise DataError(path, None, f"is not a SentencePiece model: {error}", "save it again with sentencepiece") from error
         self._dir = model_dir
-        self._frame = _explicit_frame(model_dir, self._id) or ((), ())
+        self._frame = _frame(model_dir, self._id)
         self._eos_ids = _eos_ids(model_dir, self._id)
 
     def _id(self, piece: str) -> int | None:
@@ -162,11 +159,9 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _explicit_frame(model_dir: Path, token_id: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Ids before and after a text as tokenizer_config.json's `add_bos_token`/`add_eos_token` ask; None where it is silent."""
+def _frame(model_dir: Path, token_id: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids before and after a text; none where tokenizer_config.json is silent."""
     config = _read_json(model_dir / "tokenizer_config.json")
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return None
     frame = []
     for switch, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
         text = _token_text(config.get(name)) if config.get(switch) else None

@@ -1,0 +1,203 @@
+"""JSONL files and the order prompts are asked in."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_async_rl.data import DataError, PromptSource, SupervisedSource, read_prompts
+from megatron_async_rl.samples import Prompt
+
+
+class Bytes:
+    """One token per UTF-8 byte, shifted by two; 0 is BOS, 1 is EOS."""
+
+    eos_ids = (1, 300)
+    vocab_size = 301
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        return [0] * special_tokens + [byte + 2 for byte in text.encode()]
+
+    def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
+        return [self.encode(text, special_tokens=special_tokens) for text in texts]
+
+    def encode_chat(self, messages: object) -> tuple[str, list[int]]:
+        return str(messages), self.encode(str(messages), special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i - 2 for i in ids if i > 1).decode()
+
+
+def written(tmp_path: Path, content: str | bytes) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_other_keys_become_fields_and_lines_without_id_are_named_by_file_and_line(tmp_path: Path) -> None:
+    path = written(tmp_path, '{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "2+2=", "id": "four", "answer": 4}')
+    first, second = read_prompts(path, Bytes())
+    assert (first.id, first.text, dict(first.fields)) == ("data.jsonl:1", "1+1=", {"answer": "2"})
+    assert (second.id, dict(second.fields)) == ("four", {"answer": 4})
+    assert first.token_ids == (0, *(ord(c) + 2 for c in "1+1="))
+
+
+def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
+    path = written(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert [prompt.text for prompt in read_prompts(path, Bytes())] == ["a", "b"]
+
+
+def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
+    path = written(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\nnot json')
+    assert [prompt.text for prompt in read_prompts(path, Bytes(), limit=2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "what"),
+    [
+        ('{"prompt": "a", "answer": 1}\n{"prompt": "b"', 2, "is not JSON"),
+        ('{"prompt": "a", "answer": 1}\n["b"]', 2, "is a JSON list, not an object"),
+        ('{"question": "a"}', 1, "has no `prompt` .*question"),
+        ('{"prompt": "a", "answer": 1}\n{"prompt": "b"}', 2, "has no `answer`"),
+        ('{"prompt": 3, "answer": 1}', 1, "`prompt` is a number"),
+        ('{"prompt": null, "answer": 1}', 1, "`prompt` is a null"),
+        ('\n\n{"prompt": " ", "answer": 1}', 3, "`prompt` is empty"),
+        ('{"prompt": [], "answer": 1}', 1, "`prompt` is empty"),
+        ('{"prompt": ["hi"], "answer": 1}', 1, "a chat message must be an object with `role` and `content`"),
+        ('{"prompt": "abcdefghi", "answer": 1}', 1, "`prompt` has 10 tokens, the limit is 8"),
+        (b'{"prompt": "a", "answer": 1}\n{"prompt": "\xff", "answer": 1}', 2, "is not UTF-8: byte 0xff at column 13"),
+        ('{"prompt": "a", "id": 1, "answer": 1}\n{"prompt": "b", "id": "1", "answer": 1}', 2, "is also that of line 1"),
+        ('{"prompt": "a", "id": [], "answer": 1}', 1, "`id` is a list"),
+        ("", None, "holds no prompts"),
+        ("\n \n", None, "holds no prompts"),
+    ],
+)
+def test_a_bad_line_is_refused_with_file_line_fault_and_fix(
+    tmp_path: Path, content: str | bytes, line: int | None, what: str
+) -> None:
+    path = written(tmp_path, content)
+    with pytest.raises(DataError, match=what) as caught:
+        read_prompts(path, Bytes(), max_prompt_tokens=8, required=("prompt", "answer"))
+    assert caught.value.path == path
+    assert caught.value.line == line
+    assert caught.value.fix
+    assert str(caught.value).startswith(str(path) if line is None else f"{path}:{line}: ")
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere.jsonl: cannot be read: No such file"):
+        read_prompts(tmp_path / "nowhere.jsonl", Bytes())
+
+
+def test_a_data_error_survives_the_trip_between_processes() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(DataError("a.jsonl", 3, "is wrong", "right it")))
+    assert str(error) == "a.jsonl:3: is wrong\n  fix: right it"
+
+
+def test_a_hundred_thousand_lines_are_read_in_seconds(tmp_path: Path) -> None:
+    path = written(tmp_path, "".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(100_000)))
+    started = time.process_time()
+    assert len(read_prompts(path, Bytes(), required=("prompt", "answer"))) == 100_000
+    assert time.process_time() - started < 8
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(id=str(i), text=str(i), token_ids=(i,), fields={"response": "ab", "weight": 1 + i}) for i in range(count)]
+
+
+@given(
+    count=st.integers(1, 12),
+    seed=st.integers(0, 2**32),
+    shuffle=st.booleans(),
+    pieces=st.lists(st.integers(0, 15), min_size=1, max_size=8),
+)
+def test_saving_and_loading_anywhere_gives_the_uninterrupted_sequence(
+    count: int, seed: int, shuffle: bool, pieces: list[int]
+) -> None:
+    whole = PromptSource(prompts(count), seed=seed, shuffle=shuffle)
+    uninterrupted = [whole.next().id for _ in range(sum(pieces))]
+    broken: list[str] = []
+    state = PromptSource(prompts(count), seed=seed, shuffle=shuffle).state()
+    for piece in pieces:
+        source = PromptSource(prompts(count), seed=seed, shuffle=shuffle)
+        source.load_state(json.loads(json.dumps(state)))
+        broken += [source.next().id for _ in range(piece)]
+        state = source.state()
+    assert broken == uninterrupted
+
+
+@given(count=st.integers(1, 40), seed=st.integers(0, 2**32), epochs=st.integers(1, 4))
+def test_every_prompt_comes_exactly_once_per_epoch(count: int, seed: int, epochs: int) -> None:
+    source = PromptSource(prompts(count), seed=seed, shuffle=True)
+    for _ in range(epochs):
+        assert sorted(int(source.next().id) for _ in range(count)) == list(range(count))
+
+
+def test_epochs_differ_in_order_and_seeds_too() -> None:
+    def sequence(seed: int) -> list[str]:
+        source = PromptSource(prompts(50), seed=seed, shuffle=True)
+        return [source.next().id for _ in range(100)]
+
+    assert sequence(1)[:50] != sequence(1)[50:]
+    assert sequence(1) != sequence(2)
+    assert sequence(1) == sequence(1)
+
+
+@pytest.mark.parametrize("change", [{"count": 4}, {"seed": 2}, {"shuffle": False}])
+def test_a_position_of_other_data_is_refused(change: dict[str, int]) -> None:
+    settings = {"count": 5, "seed": 1, "shuffle": True}
+    saved = PromptSource(prompts(5), seed=1, shuffle=True).state()
+    now = {**settings, **change}
+    source = PromptSource(prompts(now["count"]), seed=now["seed"], shuffle=bool(now["shuffle"]))
+    with pytest.raises(ValueError, match=f"{next(iter(change))}="):
+        source.load_state(saved)
+
+
+def supervised(items: Sequence[Prompt], **changes: object) -> SupervisedSource:
+    settings: dict[str, object] = {"prompts_per_step": 3, "seed": 1, "shuffle": True, "max_context": 4, **changes}
+    return SupervisedSource(items, Bytes(), **settings)  # type: ignore[arg-type]
+
+
+def test_a_supervised_sample_is_the_response_with_one_end_of_sequence() -> None:
+    batch = supervised(prompts(5)).next_batch(7)
+    assert batch.version == 7
+    assert [group.index for group in batch.groups] == [0, 1, 2]
+    for sample in batch.samples():
+        assert sample.response_ids.tolist() == [ord("a") + 2, ord("b") + 2, 1]
+        assert sample.versions.tolist() == [7, 7, 7]
+        assert sample.loss_mask.tolist() == [1, 1, 1]
+        assert sample.finish_reason == "given"
+        assert sample.weight == 1 + int(sample.prompt.id)
+
+
+def test_a_supervised_source_resumes_where_it_was() -> None:
+    source = supervised(prompts(5))
+    source.next_batch(0)
+    state = json.loads(json.dumps(source.state()))
+    resumed = supervised(prompts(5))
+    resumed.load_state(state)
+    for version in (1, 2, 3):
+        ours, theirs = resumed.next_batch(version), source.next_batch(version)
+        assert [(g.index, g.prompt.id) for g in ours.groups] == [(g.index, g.prompt.id) for g in theirs.groups]
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({}, "`response` is None"),
+        ({"response": 3}, "`response` is 3"),
+        ({"response": "a", "weight": -1}, "`weight` is -1"),
+        ({"response": "a", "weight": "heavy"}, "`weight` is 'heavy'"),
+        ({"response": "abcd"}, "6 tokens together, the model takes 4"),
+    ],
+)
+def test_a_bad_given_response_is_refused_with_its_line(fields: dict[str, object], what: str) -> None:
+    with pytest.raises(DataError, match=what) as caught:
+        supervised([Prompt(id="sft.jsonl:9", text="q", token_ids=(5,), fields=fields)])
+    assert str(caught.value).startswith("sft.jsonl:9: ")

@@ -1,0 +1,167 @@
+"""Our two tokenizers give what transformers gives, without importing it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_async_rl.data import DataError, Tokenizer, load_tokenizer, read_prompts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def prepare_script(example: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"prepare_{example}", ROOT / "examples" / example / "prepare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module", params=["arithmetic", "countdown"])
+def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    script = prepare_script(request.param)
+    script.write_data(folder, seed=3)
+    script.write_model(folder / "model", seed=3)
+    return folder
+
+
+def test_ids_and_text_are_those_of_transformers(example: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_tokenizer(example / "model"), AutoTokenizer.from_pretrained(str(example / "model"))
+    rows = [json.loads(line) for line in (example / "sft.jsonl").read_text().splitlines()[:500]]
+    for row in rows:
+        prompt, response = ours.encode(row["prompt"]), ours.encode(row["response"], special_tokens=False)
+        assert prompt == theirs.encode(row["prompt"])
+        assert response == theirs.encode(row["response"], add_special_tokens=False)
+        assert prompt[0] == 1, "both examples put a BOS before a prompt"
+        sampled = [*response, ours.eos_ids[0]]
+        assert ours.decode(sampled) == theirs.decode(sampled, skip_special_tokens=True)
+        assert ours.decode(sampled).strip() == row["response"]
+
+
+def test_a_vocabulary_divides_over_two_tensor_ranks_and_matches_the_model(example: Path) -> None:
+    size = load_tokenizer(example / "model").vocab_size
+    assert size % 2 == 0
+    assert size == json.loads((example / "model" / "config.json").read_text())["vocab_size"]
+
+
+def test_writing_an_example_again_writes_the_same(example: Path, tmp_path: Path) -> None:
+    script = prepare_script("arithmetic" if (example / "model/tokenizer.json").exists() else "countdown")
+    script.write_data(tmp_path, seed=3)
+    script.write_model(tmp_path / "model", seed=3)
+    for path in sorted(example.rglob("*")):
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / path.relative_to(example)).read_bytes(), path.name
+
+
+def test_held_out_prompts_are_in_neither_training_file(example: Path) -> None:
+    def tasks(name: str) -> set[tuple[str, ...]]:
+        prompts = [json.loads(line)["prompt"] for line in (example / name).read_text().splitlines()]
+        # the order of Countdown's numbers makes no new task
+        return {tuple(sorted(prompt.split())) for prompt in prompts}
+
+    held_out = tasks("eval.jsonl")
+    assert len(held_out) == 256
+    assert not held_out & tasks("train.jsonl")
+    assert not held_out & tasks("sft.jsonl")
+
+
+def test_every_line_of_an_example_is_solvable_by_its_own_reward(example: Path) -> None:
+    from megatron_async_rl.rollout.rewards import load_reward
+
+    tokenizer = load_tokenizer(example / "model")
+    if (example / "model/tokenizer.model").exists():
+        prompts = read_prompts(example / "train.jsonl", tokenizer)
+        rows = [json.loads(line) for line in (example / "sft.jsonl").read_text().splitlines()]
+        answers = {row["prompt"]: row["response"] for row in rows}
+        reward = load_reward("countdown")
+    else:
+        prompts = read_prompts(example / "train.jsonl", tokenizer)
+        answers = {prompt.text: str(eval(prompt.text[:-1])) for prompt in prompts}
+        reward = load_reward("arithmetic")
+    assert all(reward(prompt, answers[prompt.text]) == 1.0 for prompt in prompts)
+
+
+def copy_tokenizer(example: Path, to: Path, **settings: object) -> Tokenizer:
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "config.json"):
+        if (example / "model" / name).exists():
+            (to / name).write_bytes((example / "model" / name).read_bytes())
+    config = json.loads((to / "tokenizer_config.json").read_text())
+    merged = {key: value for key, value in {**config, **settings}.items() if value is not None}
+    (to / "tokenizer_config.json").write_text(json.dumps(merged))
+    return load_tokenizer(to)
+
+
+@pytest.mark.parametrize("bos", [True, False, None])
+@pytest.mark.parametrize("eos", [True, False, None])
+def test_bos_and_eos_stand_where_transformers_puts_them(
+    example: Path, tmp_path: Path, bos: bool | None, eos: bool | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    ours = copy_tokenizer(example, tmp_path, add_bos_token=bos, add_eos_token=eos)
+    ids = ours.encode("12")
+    assert ids == AutoTokenizer.from_pretrained(str(tmp_path)).encode("12")
+    if (tmp_path / "tokenizer.model").exists():
+        assert (ids[0] == 1, ids[-1] == 2) == (bool(bos), bool(eos))
+
+
+def test_every_eos_id_counts_and_the_tokenizers_own_comes_first(example: Path, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
+    assert copy_tokenizer(example, tmp_path).eos_ids == (2, 7, 9)
+
+
+def test_chat_messages_go_through_the_models_template(example: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    tokenizer = copy_tokenizer(example, tmp_path, chat_template=template)
+    messages = [{"role": "user", "content": "1 "}, {"role": "user", "content": "2"}]
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"prompt": messages}) + "\n")
+    (prompt,) = read_prompts(data, tokenizer)
+    assert prompt.text == "1 2:"
+    assert list(prompt.token_ids) == tokenizer.encode("1 2:", special_tokens=False), "a template writes its own BOS"
+
+
+def test_a_chat_prompt_without_a_template_says_so(example: Path, tmp_path: Path) -> None:
+    data = tmp_path / "chat.jsonl"
+    data.write_text('{"prompt": [{"role": "user", "content": "1"}]}\n')
+    with pytest.raises(DataError, match=r"chat.jsonl:1: .*has no chat template"):
+        read_prompts(data, load_tokenizer(example / "model"))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "neither tokenizer.json nor tokenizer.model"),
+        ({"tokenizer.json": "{"}, "is not a tokenizer"),
+        ({"tokenizer.model": "x"}, "is not a SentencePiece model"),
+    ],
+)
+def test_a_directory_without_a_usable_tokenizer_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_a_model_that_names_no_end_of_sequence_is_refused(example: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (example / "model" / name).exists():
+            (tmp_path / name).write_bytes((example / "model" / name).read_bytes())
+    with pytest.raises(DataError, match="names no end-of-sequence token"):
+        load_tokenizer(tmp_path)
+
+
+def test_data_imports_neither_torch_nor_transformers() -> None:
+    heavy = "{'torch', 'transformers', 'vllm', 'ray'} & set(sys.modules)"
+    code = f"import sys, megatron_async_rl.data, megatron_async_rl.flow.controller; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
