@@ -1,0 +1,191 @@
+"""What a user gets wrong ends with one screen and exit code 2, before any rank or engine starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.written_run import write_run
+
+pytestmark = pytest.mark.faults
+
+SCREEN_LINES = 30
+
+
+def mar(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_async_rl", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+
+
+def refused(config: Path, *overrides: str, says: tuple[str, ...], command: str = "train") -> str:
+    """Runs `mar train`; what it printed, after checking that it is one screen that says all of `says`."""
+    begun = time.monotonic()
+    done = mar(command, config, *overrides, folder=config.parent)
+    took = time.monotonic() - begun
+    printed = done.stdout + done.stderr
+    assert done.returncode == 2, printed
+    assert "Traceback" not in printed
+    assert len(printed.splitlines()) <= SCREEN_LINES
+    for words in says:
+        assert words in printed, f"{words!r} is not in:\n{printed}"
+    assert not (config.parent / "out").exists(), "a run directory was made"
+    assert took < 20, "it took so long that something must have been started"
+    return printed
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_run(tmp_path)
+
+
+def change(config: Path, old: str, new: str) -> int:
+    """Replaces a text of the file once; the line it is on."""
+    text = config.read_text()
+    assert text.count(old) == 1
+    config.write_text(text.replace(old, new))
+    return text[: text.index(old)].count("\n") + 1
+
+
+def test_the_unchanged_config_is_fine(config):
+    done = mar("plan", config, folder=config.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_unknown_key_names_its_line_and_the_nearest_key(config):
+    line = change(config, "group_size", "group_sice")
+    refused(config, says=("flow.group_sice", f"config.yaml:{line}", "flow.group_size"))
+
+
+def test_a_key_of_another_section_is_sent_home(config):
+    refused(config, "policy.lr=1e-4", says=("policy.lr", "command line", "policy.optimizer.lr"))
+
+
+def test_a_wrong_type_names_what_was_given_and_what_is_expected(config):
+    line = change(config, "steps: 4", "steps: four")
+    refused(config, says=("run.steps", f"config.yaml:{line}", '"four"', "whole number"))
+
+
+def test_an_unknown_method_lists_the_known_ones(config):
+    refused(config, "objective.loss=ppo_clipp", says=("objective.loss", "ppo_clipp", "reinforce, ppo_clip, sft"))
+
+
+def test_broken_yaml_names_its_line(config):
+    config.write_text(config.read_text() + "eval: {samples_per_prompt: 2\n")
+    refused(config, says=("config.yaml:", "is not YAML"))
+
+
+def test_a_key_given_twice_names_both_lines(config):
+    config.write_text("run: {dir: out, steps: 1}\n" + config.read_text())
+    refused(config, says=("run", "lines 1 and 2"))
+
+
+def test_a_config_that_is_not_there(config):
+    refused(config.with_name("other.yaml"), says=("other.yaml", "config.yaml"))
+
+
+def test_tensor_times_pipeline_that_does_not_divide_the_ranks(config):
+    refused(
+        config,
+        "policy.parallel.ranks=3",
+        "policy.parallel.tensor=2",
+        says=("policy.parallel.ranks", "3 ranks", "tensor 2 x pipeline 1", "multiple of 2"),
+    )
+
+
+def test_tensor_parallelism_that_does_not_divide_the_heads(config):
+    refused(
+        config,
+        "policy.parallel.ranks=4",
+        "policy.parallel.tensor=4",
+        says=("policy.parallel.tensor", "2 key-value heads", "1, 2"),
+    )
+
+
+def test_pipeline_parallelism_that_does_not_divide_the_layers(config):
+    refused(
+        config,
+        "policy.parallel.ranks=3",
+        "policy.parallel.pipeline=3",
+        says=("policy.parallel.pipeline", "2 layers", "1, 2"),
+    )
+
+
+def test_a_batch_that_does_not_divide_over_data_parallel_ranks(config):
+    refused(config, "policy.parallel.ranks=3", says=("flow.prompts_per_step", "8 samples", "3 data-parallel ranks", "multiple of 3"))
+
+
+def test_a_missing_model_directory(config):
+    refused(config, "model.path=nowhere", says=("model.path", str(config.parent / "nowhere"), "Hugging Face model directory"))
+
+
+def test_a_model_directory_without_weights(config):
+    (config.parent / "model" / "model.safetensors").unlink()
+    refused(config, says=("model.path", "no *.safetensors weights"))
+
+
+def test_an_unsupported_architecture(tmp_path):
+    config = write_run(tmp_path, architectures=["MambaForCausalLM"])
+    refused(config, says=("model.path", "MambaForCausalLM", "Qwen3ForCausalLM"))
+
+
+def test_a_malformed_line_names_file_and_line(config):
+    data = config.parent / "train.jsonl"
+    lines = data.read_text().splitlines()
+    lines[4] = '{"prompt": "1+1=", "answer"'
+    data.write_text("\n".join(lines))
+    refused(config, says=("data.train", "train.jsonl:5", "JSON"))
+
+
+def test_a_malformed_line_far_down_is_found_before_training(config):
+    data = config.parent / "train.jsonl"
+    good = data.read_text().splitlines()[0]
+    data.write_text("\n".join([good] * 3000 + ["{"]))
+    refused(config, says=("data.train", "train.jsonl:3001"))
+
+
+def test_a_prompt_longer_than_the_context_names_its_line(config):
+    data = config.parent / "train.jsonl"
+    data.write_text(data.read_text() + '{"prompt": "' + "1" * 60 + '", "answer": "1"}\n')
+    refused(config, says=("data.train", "train.jsonl:9", "60 tokens", "56"))
+
+
+def test_responses_that_leave_no_room_for_a_prompt(config):
+    refused(config, "rollout.sampling.max_tokens=64", says=("rollout.sampling.max_tokens", "context of 64"))
+
+
+def test_a_reward_that_does_not_import(config):
+    refused(config, "rollout.reward.name=no_such_module:score", says=("rollout.reward.name", "no_such_module"))
+
+
+def test_a_reward_whose_module_raises(config):
+    (config.parent / "my_rewards.py").write_text("raise RuntimeError('half written')\n")
+    refused(config, "rollout.reward.name=my_rewards:score", says=("rollout.reward.name", "my_rewards", "half written"))
+
+
+def test_all_problems_are_told_at_once(config):
+    refused(
+        config,
+        "model.path=nowhere",
+        "data.train=nowhere.jsonl",
+        "rollout.reward.name=arithmetics",
+        "policy.parallel.ranks=3",
+        "policy.parallel.tensor=2",
+        says=("4 problems", "model.path", "data.train", "rollout.reward.name", "policy.parallel.ranks", "'arithmetic'"),
+    )
+
+
+def test_a_run_directory_that_is_a_file(config):
+    refused(config, "run.dir=train.jsonl", says=("run.dir", "is a file"))
+
+
+@pytest.mark.parametrize(("command", "says"), [("report", "metrics.jsonl"), ("convert", "is no folder")])
+def test_other_commands_refuse_what_is_not_there_without_a_traceback(tmp_path, command, says):
+    done = mar(command, "nowhere", *(["out"] if command == "convert" else []), folder=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "fix:" in done.stderr
