@@ -71,7 +71,7 @@ class LocalBridge(LLMBridge):
             **kwargs,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            # Every parameter is loaded afterwards (`weights/load.py` insists), so drawing initial values is wasted time.
+            # Every parameter is loaded afterwards (the loader insists), so drawing initial values is wasted time.
             init_method=untouched,
             output_layer_init_method=untouched,
             embedding_init_method=untouched,
@@ -85,7 +85,8 @@ class LocalBridge(LLMBridge):
             attention_softmax_in_fp32=True,
         )
 
-    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    def layer_spec(self) -> TransformerBlockSubmodules:
+        """The layers of this pipeline stage and the final norm."""
         layer = get_gpt_layer_local_spec(qk_layernorm=self.config.qk_layernorm, normalization="RMSNorm")
         parts = layer.submodules
         parts.input_layernorm = RMSNorm
@@ -95,7 +96,7 @@ class LocalBridge(LLMBridge):
         if self.config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
-        layers = get_num_layers_to_build(self.config, vp_stage)
+        layers = get_num_layers_to_build(self.config)
         return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
     def gpt_arguments(self) -> dict[str, Any]:

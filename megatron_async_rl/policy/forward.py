@@ -96,4 +96,5 @@ class Schedule:
             temperature=self.temperature,
             chunk=self.logprob_chunk_tokens,
             group=self.layout.tp_group,
+            vocab_size=self.model.vocab_size,
         )

@@ -30,13 +30,13 @@ def vocab_parallel_logprobs(
     chunk: int,
     group: Any = None,
     *,
-    vocab_size: int | None = None,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """(logp [N] with gradient, entropy [N] without), float32 (float64 for float64 hidden states), in nats.
 
     hidden: [N, H], equal on all ranks of `group`; its gradient is summed over them. weight: [V/tp, H], this rank's rows of
     the output layer, ranks in order of the vocabulary; its gradient is local. targets: [N] int64 in 0..vocab_size-1.
-    group: the tensor-parallel group; None for an undivided vocabulary. vocab_size: rows beyond it are padding; None: no padding.
+    group: the tensor-parallel group; None for an undivided vocabulary. vocab_size: the true vocabulary; rows beyond it are padding.
     """
     result: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(hidden, weight, targets, temperature, chunk, group, vocab_size)
     return result
@@ -45,12 +45,12 @@ def vocab_parallel_logprobs(
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, group: Any, vocab_size: int | None
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, group: Any, vocab_size: int
     ) -> tuple[Tensor, Tensor]:
         ranks = 1 if group is None else dist.get_world_size(group)
         rows = weight.shape[0]
         first = 0 if group is None else dist.get_rank(group) * rows
-        valid = rows if vocab_size is None else max(0, min(rows, vocab_size - first))
+        valid = max(0, min(rows, vocab_size - first))
         # Per token: this rank's log-sum-exp, the mean of its logits under its own softmax, and the target's logit (0 elsewhere).
         precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         local = torch.zeros(3, hidden.shape[0], dtype=precision, device=hidden.device)

@@ -4,12 +4,13 @@ Invariants:
 - no chunk ever computes logits: log-probs take the hidden states and the output weight (`logprobs.py`);
 - the output weight is the module's own parameter (the embedding's, when tied on one stage), so gradients reach it through
   autograd and Megatron's accumulation hooks and its all-reduce of tied embeddings work unchanged;
-- a built model is a loaded model: every parameter came from the directory, and every tensor there was used.
+- a model from `build_model` is a loaded one: every parameter came from the directory, and every tensor there was used.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,13 +57,14 @@ class PolicyModel:
     """chunks: this rank's pipeline stage as unwrapped Megatron modules (one; virtual stages would be more).
 
     config: Megatron's TransformerConfig, shared by the chunks. vocab_size: rows of the true vocabulary; the last
-    tensor-parallel rank's output weight may hold padding rows beyond it.
+    tensor-parallel rank's output weight may hold padding rows beyond it. source: the model directory it was made from.
     """
 
     chunks: list[HiddenStateModel]
     bridge: LocalBridge
     config: Any
     vocab_size: int
+    source: Path
 
     def output_weight(self) -> Tensor:
         """[padded vocabulary / tp, hidden] of the last stage. Raises RuntimeError on other stages."""
@@ -70,15 +72,11 @@ class PolicyModel:
             raise RuntimeError(f"pipeline stage {self.bridge.layout.pp_rank} has no output weight; only the last stage has")
         return self.chunks[-1].output_weight()
 
-    def vocab_start(self) -> int:
-        """Vocabulary index of this rank's first output row."""
-        return self.bridge.layout.tp_rank * (self.bridge.padded_vocab_size // self.bridge.layout.tp_size)
 
+def assemble_model(model: ModelConfig, policy: PolicyConfig, layout: Layout) -> PolicyModel:
+    """This rank's stage of the model of `model.path`, in `model.dtype` on the layout's device, its weights still undefined.
 
-def build_model(model: ModelConfig, policy: PolicyConfig, layout: Layout) -> PolicyModel:
-    """Builds this rank's stage in `model.dtype` on the layout's device and loads it. Collective over pipeline ranks.
-
-    Raises UnsupportedModel, or WeightsDoNotFit when directory and model differ in any tensor.
+    Raises UnsupportedModel.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -87,13 +85,21 @@ def build_model(model: ModelConfig, policy: PolicyConfig, layout: Layout) -> Pol
     bridge = build_bridge(model.path, dtype=DTYPES[model.dtype], layout=layout, sequence_parallel=policy.parallel.sequence)
     chunk = HiddenStateModel(
         config=bridge.config,
-        transformer_layer_spec=bridge._get_transformer_layer_spec(),
+        transformer_layer_spec=bridge.layer_spec(),
         pre_process=layout.is_first_stage,
         post_process=layout.is_last_stage,
         **bridge.gpt_arguments(),
     )
     for parameter in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    chunks = [chunk]
-    load_hf(bridge, chunks, model.path)
-    return PolicyModel(chunks=chunks, bridge=bridge, config=bridge.config, vocab_size=bridge.vocab_size)
+    return PolicyModel(chunks=[chunk], bridge=bridge, config=bridge.config, vocab_size=bridge.vocab_size, source=model.path)
+
+
+def build_model(model: ModelConfig, policy: PolicyConfig, layout: Layout) -> PolicyModel:
+    """`assemble_model`, loaded from `model.path`. Collective over pipeline ranks.
+
+    Raises UnsupportedModel, or WeightsDoNotFit when directory and model differ in any tensor.
+    """
+    built = assemble_model(model, policy, layout)
+    load_hf(built.bridge, built.chunks, model.path)
+    return built

@@ -14,6 +14,10 @@ def case(tokens=13, hidden=6, vocab=11, dtype=torch.float64, seed=0):
     return h, w, torch.randint(0, vocab, (tokens,), generator=generator)
 
 
+def logprobs(h, w, targets, temperature, chunk, group=None):
+    return vocab_parallel_logprobs(h, w, targets, temperature, chunk, group, vocab_size=len(w))
+
+
 def dense(h, w, targets, temperature):
     logp = torch.log_softmax(h @ w.t() / temperature, dim=-1)
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
@@ -23,7 +27,7 @@ def dense(h, w, targets, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_and_entropy_are_those_of_the_dense_softmax(chunk, temperature):
     h, w, targets = case()
-    logp, entropy = vocab_parallel_logprobs(h, w, targets, temperature, chunk)
+    logp, entropy = logprobs(h, w, targets, temperature, chunk)
     expected_logp, expected_entropy = dense(h, w, targets, temperature)
     torch.testing.assert_close(logp, expected_logp)
     torch.testing.assert_close(entropy, expected_entropy)
@@ -33,9 +37,9 @@ def test_log_probs_and_entropy_are_those_of_the_dense_softmax(chunk, temperature
 def test_gradients_are_those_of_the_dense_softmax(chunk):
     h, w, targets = case()
     upstream = torch.randn(13, dtype=torch.float64)
-    ours = torch.autograd.grad(vocab_parallel_logprobs(h, w, targets, 0.7, chunk)[0] @ upstream, (h, w))
+    ours = torch.autograd.grad(logprobs(h, w, targets, 0.7, chunk)[0] @ upstream, (h, w))
     torch.testing.assert_close(ours, torch.autograd.grad(dense(h, w, targets, 0.7)[0] @ upstream, (h, w)))
-    torch.autograd.gradcheck(lambda a, b: vocab_parallel_logprobs(a, b, targets, 0.7, chunk)[0], (h, w))
+    torch.autograd.gradcheck(lambda a, b: logprobs(a, b, targets, 0.7, chunk)[0], (h, w))
 
 
 def test_padding_rows_of_the_vocabulary_change_nothing_and_get_no_gradient():
@@ -52,13 +56,13 @@ def test_padding_rows_of_the_vocabulary_change_nothing_and_get_no_gradient():
 
 def test_entropy_carries_no_gradient():
     h, w, targets = case()
-    assert not vocab_parallel_logprobs(h, w, targets, 1.0, 4)[1].requires_grad
+    assert not logprobs(h, w, targets, 1.0, 4)[1].requires_grad
 
 
 def test_bfloat16_inputs_give_float32_log_probs_and_bfloat16_gradients_close_to_float32():
     h, w, targets = case(tokens=64, hidden=32, vocab=50, dtype=torch.float32)
     low = [t.detach().bfloat16().requires_grad_() for t in (h, w)]
-    logp, _ = vocab_parallel_logprobs(*low, targets, 1.0, 8)
+    logp, _ = logprobs(*low, targets, 1.0, 8)
     assert logp.dtype == torch.float32
     expected = torch.autograd.grad(dense(low[0].float(), low[1].float(), targets, 1.0)[0].sum(), low)
     for ours, reference in zip(torch.autograd.grad(logp.sum(), low), expected, strict=True):
@@ -82,7 +86,7 @@ class LargestTensor(TorchDispatchMode):
 def test_no_tensor_is_larger_than_a_chunk_of_logits_forward_or_backward():
     h, w, targets = case(tokens=512, hidden=4, vocab=300, dtype=torch.float32)
     with LargestTensor() as largest:
-        vocab_parallel_logprobs(h, w, targets, 1.0, 16)[0].sum().backward()
+        logprobs(h, w, targets, 1.0, 16)[0].sum().backward()
     assert largest.elements == 16 * 300
     with LargestTensor() as largest:
         dense(h, w, targets, 1.0)[0].sum().backward()
@@ -93,7 +97,7 @@ def test_a_world_of_one_rank_agrees_with_no_group(tmp_path):
     h, w, targets = case()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        grouped = vocab_parallel_logprobs(h, w, targets, 1.0, 4, dist.group.WORLD)
+        grouped = logprobs(h, w, targets, 1.0, 4, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
-    torch.testing.assert_close(grouped, vocab_parallel_logprobs(h, w, targets, 1.0, 4))
+    torch.testing.assert_close(grouped, logprobs(h, w, targets, 1.0, 4))
