@@ -123,6 +123,7 @@ class RolloutFeed:
                     seed=config.run.seed,
                     device="cuda" if device_type == "cuda" else "cpu",
                     log_dir=logs,
+                    first_version=-1,
                 )
                 for index in range(config.rollout.engines)
             ]

@@ -35,7 +35,8 @@ def summarise(batch: TrainBatch, max_lag: int) -> dict[str, MetricValue]:
         "tokens/trained": int(sum(int(sample.loss_mask.sum()) for sample in samples if sample.valid)),
         "tokens/prompt": int(sum(len(sample.prompt.token_ids) for sample in samples)),
     }
-    if len(rewards):
+    sampled = any(sample.finish_reason != "given" for sample in samples)
+    if sampled and len(rewards):
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
         groups = [[sample.reward for sample in group.samples if sample.valid] for group in batch.groups]

@@ -23,14 +23,15 @@ class EngineSpec:
     device: Literal["cpu", "cuda"]
     log_dir: Path
     first_version: int = 0
+    """-1: weights that nobody vouches for. Sampling from them is an error until the first update numbers them."""
     threads: int = 1
     """OpenMP threads of the model on a CPU."""
     transport: str = "shared_memory"
     """Key of `weights.plugin.TRANSPORTS`: how new weights arrive."""
 
     def __post_init__(self) -> None:
-        if self.first_version < 0:
-            raise ValueError(f"engine {self.index}: first_version is {self.first_version}; versions count from 0")
+        if self.first_version < -1:
+            raise ValueError(f"engine {self.index}: first_version is {self.first_version}; versions count from 0, and -1 is none yet")
 
     @property
     def name(self) -> str:
