@@ -71,7 +71,7 @@ class RayEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishReport:
-    """`seconds`: the whole publish, gathering included; `paused_s`: how long sampling stood still; `bytes`: of the tensors, once."""
+    """`seconds`: the whole publish, gathering included; `paused_s`: how long sampling stood still; `bytes`: of tensors, once."""
 
     version: int
     seconds: float

@@ -103,7 +103,8 @@ def read_bucket(ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
         memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     for entry in ref.entries:
         dtype = getattr(torch, entry.dtype)
-        flat = torch.frombuffer(memory, dtype=dtype, count=prod(entry.shape), offset=entry.offset)
+        count = prod(entry.shape)
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset) if count else torch.empty(0, dtype=dtype)
         yield entry.name, flat.view(entry.shape)
 
 
