@@ -45,7 +45,7 @@ def this_process() -> str:
 
 @contextmanager
 def waiting(name: str, timeout_s: float) -> Iterator[None]:
-    """Names the deadline of a blocking call that takes its own `timeout_s`, such as `queue.get(timeout=timeout_s)`.
+    """Names the deadline of a blocking call that takes its own `timeout_s`, such as `future.result(timeout_s)`.
 
     It does not interrupt the call. Raises DeadlineExceeded in place of the call's TimeoutError.
     """

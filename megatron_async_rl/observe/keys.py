@@ -49,6 +49,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "policy/grad_norm": Key("L2 norm", "Gradient norm over the whole model, after the controls and before clipping."),
             "policy/lr": Key("per step", "Learning rate of the scheduler."),
             "policy/lr_scale": Key("factor", "What the step controls multiplied the learning rate by, this step only."),
+            "policy/micro_batches": Key("micro-batches", "Of one data-parallel rank."),
+            "policy/padding_share": Key("share", "Padding among all tokens computed."),
             "policy/skipped": Key(
                 "0 or 1", "1: no optimizer step (a control said so, the gradient was not finite, or the batch was empty)."
             ),
@@ -110,6 +112,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
         {
             "time/wait_batch_s": Key("s", "Waiting for the batch."),
             "time/train_s": Key("s", "Forward, backward and optimizer step."),
+            "time/forward_backward_s": Key("s", "Part of `time/train_s`: the micro-batches, gradients reduced."),
+            "time/optimizer_s": Key("s", "Part of `time/train_s`: controls, clipping and the optimizer."),
             "time/publish_s": Key("s", "Handing the new weights over: gathering, sending, checking."),
             "time/step_s": Key("s", "The whole step."),
         },

@@ -113,7 +113,7 @@ def _figure(record: Record, title: str, unit: str, *, from_zero: bool = False) -
         hovermode="x unified",
         font={"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "color": MUTED},
         legend={"orientation": "h", "x": 0.0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
-        xaxis=axis | {"title": {"text": "optimizer step", "font": {"size": 12}}, "tickformat": ",d", "range": extent} | ticks,
+        xaxis=axis | {"title": {"text": "optimizer step", "font": {"size": 12}}, "tickformat": ",d", "range": extent, **ticks},
         yaxis=axis
         | {
             "title": {"text": unit, "font": {"size": 12}},

@@ -59,7 +59,9 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(tmp_path: Path) -> None
     assert lines_of(tmp_path / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize(("key", "value"), [("reward/mean", "high"), ("reward/mean", [1]), ("lag/histogram", 2), ("lag/histogram", [0.5])])
+@pytest.mark.parametrize(
+    ("key", "value"), [("reward/mean", "high"), ("reward/mean", [1]), ("lag/histogram", 2), ("lag/histogram", [0.5])]
+)
 def test_a_value_of_another_kind_is_refused(tmp_path: Path, key: str, value: object) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     with pytest.raises(MetricsError, match=key):
@@ -77,7 +79,11 @@ def test_a_resume_cuts_the_steps_it_repeats_and_keeps_them_aside(tmp_path: Path)
     logged(tmp_path, range(1, 6), reward=0.1)
     logged(tmp_path, range(3, 5), reward=0.9)
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(1, 0.1), (2, 0.1), (3, 0.9), (4, 0.9)]
-    assert [(line["step"], line["reward/mean"]) for line in lines_of(tmp_path / "metrics.cut.jsonl")] == [(3, 0.1), (4, 0.1), (5, 0.1)]
+    assert [(line["step"], line["reward/mean"]) for line in lines_of(tmp_path / "metrics.cut.jsonl")] == [
+        (3, 0.1),
+        (4, 0.1),
+        (5, 0.1),
+    ]
 
 
 def test_a_line_that_a_crash_left_half_written_does_not_break_the_resume(tmp_path: Path) -> None:
@@ -130,7 +136,12 @@ def test_tensorboard_gets_numbers_and_histograms_and_forgets_cut_steps(tmp_path:
             log.log(step, {"reward/mean": reward, "lag/histogram": [step, 1]})
         log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}).Reload()
-    assert [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.1), (3, 0.9), (4, 0.9)]
+    assert [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")] == [
+        (1, 0.1),
+        (2, 0.1),
+        (3, 0.9),
+        (4, 0.9),
+    ]
     assert list(events.Histograms("lag/histogram")[-1].histogram_value.bucket) == [4.0, 1.0]
 
 

@@ -1,0 +1,194 @@
+"""Finding the cause of a failure in logs such as torchrun, gloo, Ray and vLLM write."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_async_rl.observe.logs import find_cause, tail
+
+GLOO = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/app/train.py", line 80, in train
+[rank1]:     dist.all_reduce(total)
+[rank1]: RuntimeError: [../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:41237
+"""
+SUMMARY = """\
+E1121 07:06:36.120000 4711 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) local_rank: 0 (pid: 4712)
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/env/torch/distributed/launcher/api.py", line 300, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+megatron_async_rl.train FAILED
+  exitcode  : {code} (pid: 4712)
+  traceback : {traceback}
+============================================================
+"""
+OWN = """\
+loading the model
+Traceback (most recent call last):
+  File "/app/prompts.py", line 12, in read_prompts
+    row = json.loads(line)
+          ^^^^^^^^^^^^^^^^
+json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/app/train.py", line 40, in main
+    prompts = read_prompts(path)
+megatron_async_rl.data.errors.DataError: train.jsonl:3: not JSON; each line is one object
+"""
+RAY = """\
+Traceback (most recent call last):
+  File "/app/train.py", line 66, in train
+    batch = ray.get(ref)
+  File "/env/ray/_private/worker.py", line 2858, in get
+    raise value.as_instanceof_cause()
+ray.exceptions.RayTaskError(ValueError): \x1b[36mray::Controller.next_batch()\x1b[39m (pid=915, ip=10.0.0.2)
+  File "/app/controller.py", line 88, in next_batch
+    reward = self.reward(prompt, text)
+ValueError: reward table has no row 7
+"""
+ACTOR_DIED = """\
+Traceback (most recent call last):
+  File "/app/train.py", line 66, in train
+    ray.get(ref)
+ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
+\tclass_name: RolloutEngine
+"""
+VLLM = """\
+(EngineCore_DP0 pid=5230) ERROR 11-21 07:10:11 [core.py:843] EngineCore failed to start.
+(EngineCore_DP0 pid=5230) ERROR 11-21 07:10:11 [core.py:843] Traceback (most recent call last):
+(EngineCore_DP0 pid=5230) ERROR 11-21 07:10:11 [core.py:843]   File "/env/vllm/worker.py", line 70, in init_device
+(EngineCore_DP0 pid=5230) ERROR 11-21 07:10:11 [core.py:843]     check(memory)
+(EngineCore_DP0 pid=5230) ERROR 11-21 07:10:11 [core.py:843] ValueError: No available memory for the cache blocks.
+Traceback (most recent call last):
+  File "/app/engine.py", line 31, in start
+    self._llm = AsyncLLM.from_engine_args(arguments)
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+SURVIVED = """\
+reward failed on sample 12-3:
+Traceback (most recent call last):
+  File "/app/reward.py", line 5, in score
+    return 1 / count
+ZeroDivisionError: division by zero
+sample left out of training
+"""
+
+
+def write(directory: Path, **logs: str) -> None:
+    """Files that fell silent in the order given."""
+    for age, (name, text) in enumerate(logs.items()):
+        path = directory / f"{name}.log"
+        path.write_text(text)
+        os.utime(path, (1000.0 + age, 1000.0 + age))
+
+
+def cause_of(directory: Path) -> tuple[str, str, str]:
+    cause = find_cause(directory)
+    assert cause is not None
+    return cause.message, cause.file.name, cause.file.read_text().splitlines()[cause.line - 1]
+
+
+def test_a_peer_that_lost_its_connection_is_not_the_cause(tmp_path: Path) -> None:
+    write(tmp_path, rank_1=GLOO, rank_0=OWN, torchrun=SUMMARY.format(code=1, traceback="To enable traceback see: ..."))
+    message, file, line = cause_of(tmp_path)
+    assert message == "DataError: train.jsonl:3: not JSON; each line is one object"
+    assert file == "rank_0.log"
+    assert line.endswith(message.removeprefix("DataError: "))
+
+
+def test_the_same_in_one_file_of_all_ranks(tmp_path: Path) -> None:
+    primary = "".join(f"[rank0]: {line}\n" for line in OWN.splitlines())
+    write(tmp_path, torchrun=GLOO + primary + SUMMARY.format(code=1, traceback="To enable traceback see: ..."))
+    assert cause_of(tmp_path)[0].startswith("DataError: train.jsonl:3")
+
+
+def test_ranks_that_write_over_each_other_are_told_apart(tmp_path: Path) -> None:
+    primary = [f"[rank0]: {line}\n" for line in OWN.splitlines()]
+    mixed = [line for pair in zip(primary, GLOO.splitlines(keepends=True), strict=False) for line in pair] + primary[4:]
+    write(tmp_path, torchrun="".join(mixed))
+    assert cause_of(tmp_path)[0].startswith("DataError: train.jsonl:3")
+
+
+def test_of_a_ray_error_the_remote_exception_counts(tmp_path: Path) -> None:
+    write(tmp_path, rank_0=RAY)
+    assert cause_of(tmp_path) == ("ValueError: reward table has no row 7", "rank_0.log", "ValueError: reward table has no row 7")
+
+
+def test_an_actor_that_died_is_explained_by_its_own_log(tmp_path: Path) -> None:
+    write(tmp_path, rank_0=ACTOR_DIED, engine_0=VLLM)
+    assert cause_of(tmp_path)[:2] == ("ValueError: No available memory for the cache blocks.", "engine_0.log")
+
+
+def test_a_killed_rank_explains_its_peers(tmp_path: Path) -> None:
+    write(tmp_path, rank_1=GLOO, torchrun=SUMMARY.format(code=-9, traceback="Signal 9 (SIGKILL) received by PID 4712"))
+    assert cause_of(tmp_path)[:2] == ("Signal 9 (SIGKILL) received by PID 4712", "torchrun.log")
+
+
+def test_an_exception_that_a_process_survived_is_not_what_ended_it(tmp_path: Path) -> None:
+    write(tmp_path, rank_0=SURVIVED + "step 8\n" + OWN)
+    assert cause_of(tmp_path)[0].startswith("DataError")
+
+
+def test_the_process_that_fell_silent_first_is_the_cause(tmp_path: Path) -> None:
+    write(tmp_path, rank_1=OWN, rank_0=RAY)
+    assert cause_of(tmp_path)[1] == "rank_1.log"
+    write(tmp_path, rank_0=RAY, rank_1=OWN)
+    assert cause_of(tmp_path)[1] == "rank_0.log"
+
+
+def test_a_deadline_gives_way_to_what_it_waited_for(tmp_path: Path) -> None:
+    deadline = (
+        'Traceback (most recent call last):\n  File "/app/train.py", line 3, in f\n'
+        "megatron_async_rl.observe.deadline.DeadlineExceeded: rank 0 waited 600.0 s for engine 0, which did not come\n"
+    )
+    write(tmp_path, rank_0=deadline, rank_1=GLOO)
+    assert cause_of(tmp_path)[0] == "DeadlineExceeded: rank 0 waited 600.0 s for engine 0, which did not come"
+    write(tmp_path, rank_0=deadline, rank_1=GLOO, engine_0=VLLM)
+    assert cause_of(tmp_path)[0].startswith("ValueError: No available memory")
+
+
+def test_a_secondary_failure_is_better_than_none(tmp_path: Path) -> None:
+    write(tmp_path, rank_1=GLOO)
+    assert "Connection closed by peer" in cause_of(tmp_path)[0]
+
+
+def test_logs_without_a_failure_have_no_cause(tmp_path: Path) -> None:
+    write(tmp_path, rank_0="step 1\nstep 2\n")
+    (tmp_path / "rank_0.log.old").write_text(OWN)
+    assert find_cause(tmp_path) is None
+    assert find_cause(tmp_path / "missing") is None
+
+
+def test_redirected_output_has_lines_of_python_of_descriptors_and_of_children(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "rank_0.log"
+    code = (
+        "import os, pathlib, subprocess, sys\n"
+        "from megatron_async_rl.observe.logs import redirect_output\n"
+        f"redirect_output(pathlib.Path({str(path)!r}))\n"
+        "print('from python')\n"
+        "print('from stderr', file=sys.stderr)\n"
+        "os.write(1, b'from a descriptor\\n')\n"
+        "subprocess.run(['echo', 'from a child'], check=True)\n"
+        "os._exit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    assert path.read_text().splitlines() == ["from python", "from stderr", "from a descriptor", "from a child"]
+
+
+@pytest.mark.parametrize("lines", [0, 1, 3, 5000])
+def test_tail_is_the_last_lines(tmp_path: Path, lines: int) -> None:
+    path = tmp_path / "x.log"
+    text = [f"line {index} {'x' * 60}" for index in range(3000)]
+    path.write_text("\n".join(text) + "\n")
+    assert tail(path, lines) == (text[-lines:] if lines else [])

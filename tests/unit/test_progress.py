@@ -1,0 +1,221 @@
+"""The live display and the last words, drawn from the files of a run."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_async_rl.observe import progress as progress_module
+from megatron_async_rl.observe.display import sparkline
+from megatron_async_rl.observe.metrics import MetricsLog
+from megatron_async_rl.observe.progress import Progress, print_summary
+from megatron_async_rl.observe.status import Status, read_status, write_status
+
+
+class Run:
+    """A run's files, and a console that looks at them."""
+
+    def __init__(self, run_dir: Path, *, terminal: bool) -> None:
+        self.dir = run_dir
+        self.text = io.StringIO()
+        self.console = Console(file=self.text, force_terminal=terminal, width=100, color_system=None, legacy_windows=False)
+        self.log = MetricsLog(run_dir, tensorboard=False, first_step=1)
+
+    def say(
+        self, phase: str, step: int = 0, *, before: float | None = None, after: float | None = None, detail: str = ""
+    ) -> None:
+        write_status(
+            self.dir, Status(phase=phase, step=step, steps=50, time=time.time(), detail=detail, before=before, after=after)
+        )
+
+    def step(self, step: int, **changes: object) -> None:
+        values = {
+            "reward/mean": step / 100,
+            "policy/loss": 0.25,
+            "ratio/ess_ratio": 0.875,
+            "gac/cosine": 0.25,
+            "gac/regime": 1,
+            "gac/skips": 3,
+            "lag/mean": 1.25,
+            "lag/max": 2,
+            "lag/histogram": [0, 3, 1],
+            "tokens/generated": 1000,
+            "tokens/trained": 900,
+            "time/step_s": 2.0,
+            "time/wait_batch_s": 0.5,
+            "time/train_s": 1.0,
+            "time/publish_s": 0.5,
+        }
+        self.log.log(step, {key: value for key, value in (values | changes).items() if value is not None})
+
+    @property
+    def shown(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text.getvalue())
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Run:
+    return Run(tmp_path, terminal=True)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(progress_module, "PLAIN_EVERY_S", 0.0)
+    return Run(tmp_path, terminal=False)
+
+
+def test_the_panel_shows_where_the_run_stands(terminal: Run) -> None:
+    progress = Progress(terminal.dir, 50, terminal.console)
+    terminal.say("training", before=0.31)
+    for step in range(1, 41):
+        terminal.step(step)
+    progress.close()
+    shown = terminal.shown
+    for expected in (
+        "step 40/50",
+        "about 0:20 left",
+        "0.400",
+        "held-out accuracy before 0.310",
+        "mean 1.25  max 2",
+        "0.875",
+        "cosine +0.250  projected",
+        "3 steps skipped",
+        "500 tokens/s",
+        "published in 0.50 s",
+        "50% training, 25% publishing, 25% waiting",
+    ):
+        assert expected in shown
+    assert "▁" in shown
+    assert "█" in shown
+
+
+def test_the_panel_shows_the_phase_before_the_first_step(terminal: Run) -> None:
+    progress = Progress(terminal.dir, 50, terminal.console)
+    progress.update()
+    terminal.say("starting", detail="Ray, engines and controller")
+    progress.update()
+    assert "starting: Ray, engines and controller" in terminal.shown
+    progress.close()
+
+
+def test_a_supervised_run_shows_its_loss_and_no_lag(terminal: Run) -> None:
+    progress = Progress(terminal.dir, 50, terminal.console)
+    unsampled = {"ratio/ess_ratio": None, "tokens/generated": None, "gac/regime": None, "gac/cosine": None}
+    terminal.step(1, **unsampled)
+    progress.close()
+    assert "loss" in terminal.shown
+    assert "0.2500" in terminal.shown
+    assert "450 tokens/s" in terminal.shown
+    for absent in ("reward", "lag", "ESS", "gradient", "published"):
+        assert absent not in terminal.shown
+
+
+def test_a_silent_run_says_so(terminal: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = Progress(terminal.dir, 50, terminal.console)
+    terminal.say("training")
+    terminal.step(1)
+    progress.update()
+    assert "no step for" not in terminal.shown
+    now = time.monotonic()
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now + 95)
+    progress.update()
+    assert "no step for 1:3" in terminal.shown
+    progress.close()
+
+
+def test_a_pipe_gets_plain_lines_once_per_news(pipe: Run) -> None:
+    progress = Progress(pipe.dir, 50, pipe.console)
+    pipe.say("training", before=0.31)
+    pipe.step(1)
+    progress.update()
+    progress.update()
+    pipe.step(2)
+    progress.update()
+    progress.close()
+    assert "\x1b" not in pipe.text.getvalue()
+    first, second = pipe.shown.splitlines()
+    assert re.fullmatch(
+        r"\[0:00\]  training  step 1/50  reward 0\.010  lag 1\.25  ESS 0\.875  .*500 tokens/s  about 1:38 left", first
+    )
+    assert "step 2/50" in second
+
+
+def test_a_half_written_line_is_waited_for(pipe: Run) -> None:
+    progress = Progress(pipe.dir, 50, pipe.console)
+    pipe.say("training")
+    with open(pipe.dir / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1, "time/ste')
+        file.flush()
+        progress.update()
+        file.write('p_s": 2.0}\n')
+    progress.update()
+    assert [line.split("  ")[1:3] for line in pipe.shown.splitlines()] == [["training"], ["training", "step 1/50"]]
+
+
+def test_a_resume_does_not_show_the_steps_it_cut(pipe: Run) -> None:
+    for step in range(1, 11):
+        pipe.step(step)
+    progress = Progress(pipe.dir, 50, pipe.console)
+    progress.update()
+    pipe.log = MetricsLog(pipe.dir, tensorboard=False, first_step=5)
+    pipe.say("training")
+    progress.update()
+    assert ["step 10/50" in line for line in pipe.shown.splitlines()] == [True, False]
+    assert "step 4/50" in pipe.shown.splitlines()[1]
+
+
+def test_the_last_words_of_an_earlier_start_are_not_this_ones(pipe: Run) -> None:
+    pipe.say("failed", detail="the earlier start")
+    progress = Progress(pipe.dir, 50, pipe.console)
+    progress.update()
+    assert "failed" not in pipe.shown
+    assert "starting" in pipe.shown
+
+
+def test_the_summary_tells_what_came_of_the_run(pipe: Run) -> None:
+    for step in range(1, 4):
+        pipe.step(step)
+    pipe.say("finished", 3, before=0.31, after=0.875)
+    (pipe.dir / "report.png").touch()
+    print_summary(pipe.dir, pipe.console)
+    shown = " ".join(pipe.shown.split())
+    assert "0.310 → 0.875 (+0.565)" in shown
+    assert "3 in 0:06" in shown
+    assert "3,000 generated, 2,700 trained on (500 tokens/s)" in shown
+    assert "50% training, 25% publishing, 25% waiting" in shown
+    assert "mean 1.25, max 2 versions" in shown
+    assert "0 kept, 3 projected, 0 skipped" in shown
+    assert "report.png" in shown
+    assert "report.html" not in shown
+
+
+def test_the_summary_of_a_run_without_steps_is_not_an_error(pipe: Run) -> None:
+    print_summary(pipe.dir, pipe.console)
+    assert "steps" in pipe.shown
+
+
+def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    status = Status(phase="failed", step=3, steps=9, time=1.5, before=0.25, error="boom", log="rank_0.log")
+    write_status(tmp_path, status)
+    assert read_status(tmp_path) == status
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_status_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"status\.json is not a run's status"):
+        read_status(tmp_path)
+
+
+def test_a_sparkline_is_scaled_to_its_own_range() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5.0, 5.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert sparkline([0, 0, 7, 7], width=2) == "▁█"
+    assert sparkline([1.0, float("nan"), float("inf"), 2.0]) == "▁█"
