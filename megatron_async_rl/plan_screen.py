@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.machine import GIB, MIB, Machine
 from megatron_async_rl.config.plan import Plan
 from megatron_async_rl.config.problem import Problem, screen
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.yaml_text import write
 from megatron_async_rl.flow.law import admitted_limit, max_lag
 
 PROCESSES_SHOWN = 16
@@ -47,10 +46,9 @@ def show_problems(problems: tuple[Problem, ...], source: str, console: Console) 
 
 def resolved(config: Config) -> str:
     """The whole config, defaults included, a section to a line."""
-    sections = yaml.safe_load(dump(config))
     lines = []
-    for name, section in sections.items():
-        text = yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=10**6).removesuffix("...\n").strip()
+    for name, section in config.model_dump(mode="json").items():
+        text = write(section, one_line=True).removesuffix("...\n").strip()
         lines.append(f"{name}: {text}")
     return "\n".join(lines)
 

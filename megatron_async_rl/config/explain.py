@@ -38,7 +38,10 @@ class Origins:
         self._where[key] = where
 
     def of(self, key: str) -> str:
-        """Of the key itself, or of the nearest section around it that was written."""
+        """Of the key itself, of what was set inside it, or of the nearest section around it that was written."""
+        inside = [where for known, where in self._where.items() if known.startswith(key + ".")]
+        if key not in self._where and inside:
+            return inside[0]
         while key and key not in self._where:
             key = key.rpartition(".")[0]
         return self._where.get(key, self._file)

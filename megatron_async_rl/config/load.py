@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from megatron_async_rl.config.explain import Origins, explain
 from megatron_async_rl.config.keys import is_method, models_at, path_keys
 from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.config.yaml_reader import YamlFault, parse_value, read_tree
+from megatron_async_rl.config.yaml_text import YamlFault, parse_value, read_tree, write
 
 Tree = dict[str, Any]
 
@@ -55,7 +54,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def dump(config: Config) -> str:
     """YAML with every key, defaults included, that loads back to an equal Config."""
-    return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
+    return write(config.model_dump(mode="json"))
 
 
 def _look_near(path: Path) -> str:

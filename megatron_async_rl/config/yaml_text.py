@@ -1,7 +1,7 @@
-"""YAML text to plain values, with the line of every key.
+"""YAML text to plain values, with the line of every key, and back.
 
 Differs from PyYAML's safe loader in two ways: a key given twice is refused, and numbers are YAML 1.2's, so that `1e-4`
-is a number and not text.
+is a number and not text. What is written reads back as it was.
 """
 
 from __future__ import annotations
@@ -23,13 +23,25 @@ class YamlFault(Exception):
         self.key = key
 
 
+_FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+
+
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {letter: list(resolvers) for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    pass
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that the loader would take for numbers."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def write(value: Any, *, one_line: bool = False) -> str:
+    width = 10**6 if one_line else 120
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=one_line, sort_keys=False, allow_unicode=True, width=width)
+    return str(text)
 
 
 def read_tree(text: str) -> tuple[dict[str, Any], dict[str, int]]:

@@ -1,0 +1,256 @@
+"""A file and overrides become one config; what cannot is explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megatron_async_rl.config import document
+from megatron_async_rl.config.keys import walk
+from megatron_async_rl.config.load import dump, load
+from megatron_async_rl.config.problem import SCREEN_PROBLEMS, ConfigError, Problem
+from megatron_async_rl.config.schema import Config
+from tests.written_run import config_tree
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config_tree(), sort_keys=False))
+    return path
+
+
+def problem(file: Path, *overrides: str) -> Problem:
+    """The first problem of a load that must fail."""
+    with pytest.raises(ConfigError) as caught:
+        load(file, overrides)
+    return caught.value.problems[0]
+
+
+def test_an_override_wins_over_the_file(file):
+    assert load(file, ["run.steps=7"]).run.steps == 7
+
+
+def test_the_last_of_two_overrides_wins(file):
+    assert load(file, ["run.steps=7", "run.steps=9"]).run.steps == 9
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", "+1e-4", "0.0001", ".0001", "1.e-4"])
+def test_every_way_to_write_a_float_is_a_number(file, text):
+    assert load(file, [f"policy.optimizer.lr={text}"]).policy.optimizer.lr == 1e-4
+    file.write_text(file.read_text() + f"objective: {{loss: {{name: ppo_clip, clip_low: {text}}}}}\n")
+    assert load(file).objective.loss.clip_low == 1e-4
+
+
+def test_text_that_only_looks_like_a_float_stays_text(file):
+    assert load(file, ["rollout.sampling.stop=[e4, 1e, '1e4']"]).rollout.sampling.stop == ("e4", "1e", "1e4")
+
+
+def test_an_override_reaches_into_a_list(file):
+    changed = load(file, ["controls=[{name: gac, c_low: 0.1}]", "controls.0.c_low=0.2"])
+    assert [control.c_low for control in changed.controls] == [0.2]
+
+
+def test_an_override_reaches_into_a_method_written_as_its_bare_name(file):
+    changed = load(file, ["controls=[gac]", "controls.0.c_low=0.2", "objective.loss=ppo_clip", "objective.loss.clip_low=0.3"])
+    assert (changed.controls[0].c_low, changed.objective.loss.clip_low) == (0.2, 0.3)
+
+
+def test_an_override_makes_an_absent_section(file):
+    assert load(file, ["data.eval=train.jsonl", "eval.samples_per_prompt=2"]).eval.samples_per_prompt == 2
+
+
+def test_null_removes_a_section(file):
+    file.write_text(file.read_text() + "eval: {samples_per_prompt: 2}\n")
+    assert load(file, ["eval=null"]).eval is None
+
+
+def test_paths_of_the_file_start_at_its_folder_and_those_of_an_override_at_the_current_one(file, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    loaded = load(Path("../config.yaml"), ["data.eval=held_out.jsonl"])
+    assert loaded.run.dir == tmp_path / "out"
+    assert loaded.model.path == tmp_path / "model"
+    assert loaded.data.train == tmp_path / "train.jsonl"
+    assert loaded.data.eval == elsewhere / "held_out.jsonl"
+
+
+def test_a_whole_section_as_an_override_takes_its_paths_from_the_current_folder(file, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load(file, ["data={train: mine.jsonl}"]).data.train == elsewhere / "mine.jsonl"
+
+
+def test_what_was_dumped_loads_back_equal_from_anywhere(file, tmp_path):
+    overrides = ["controls=[gac]", "data.eval=e.jsonl", "eval={}", "policy.optimizer.lr=1e-7", "rollout.sampling.stop=['\\n', 'é', '1e4']"]
+    loaded = load(file, overrides)
+    copy = tmp_path / "deep" / "copy.yaml"
+    copy.parent.mkdir()
+    copy.write_text(dump(loaded))
+    assert load(copy) == loaded
+
+
+@given(
+    lr=st.floats(1e-30, 1e30),
+    ratio=st.floats(0, 1e6),
+    stop=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=3),
+)
+def test_numbers_and_texts_survive_dump_and_load(tmp_path_factory, lr, ratio, stop):
+    tree = config_tree()
+    tree["policy"]["optimizer"] = {"lr": lr}
+    tree["flow"]["async_ratio"] = ratio
+    tree["rollout"]["sampling"]["stop"] = stop
+    tree["run"]["dir"], tree["model"]["path"], tree["data"]["train"] = "/r", "/m", "/d"
+    made = Config.model_validate(tree)
+    copy = tmp_path_factory.mktemp("dump") / "config.yaml"
+    copy.write_text(dump(made))
+    assert load(copy) == made
+
+
+def test_a_config_cannot_be_changed_after_loading(file):
+    with pytest.raises(ValidationError):
+        load(file).run.steps = 3
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "fix"),
+    [
+        ("policy.optimiser.lr=1", "policy.optimiser", "`policy.optimizer`"),
+        ("polic.x=1", "polic", "`policy`"),
+        ("lr=1", "lr", "`policy.optimizer.lr`"),
+        ("flow.temperature=1", "flow.temperature", "`rollout.sampling.temperature`"),
+        ("controls=[{name: gac, c_lo: 1}]", "controls.0.c_lo", "`controls.0.c_low`"),
+        ("objective.loss={name: reinforce, clip_low: 1}", "objective.loss.clip_low", "belongs to ppo_clip"),
+        ("flow.zzzzqq=1", "flow.zzzzqq", "async_ratio, group_size, prompts_per_step"),
+    ],
+)
+def test_an_unknown_key_points_to_the_right_one(file, override, key, fix):
+    found = problem(file, override)
+    assert found.key == key
+    assert fix in found.fix
+    assert found.where == f"command line: {override}"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "what", "fix"),
+    [
+        ("run.steps=ten", "run.steps", '"ten"', "whole number, above 0"),
+        ("run.steps='10'", "run.steps", '"10"', "whole number"),
+        ("run.steps=true", "run.steps", "true", "whole number"),
+        ("run.steps=0", "run.steps", "0", "above 0"),
+        ("data.shuffle=1", "data.shuffle", "1", "true or false"),
+        ("policy.optimizer.lr=.inf", "policy.optimizer.lr", "Infinity", "number, above 0"),
+        ("flow.async_ratio=.nan", "flow.async_ratio", "NaN", "number, at least 0"),
+        ("model.dtype=float61", "model.dtype", "float61", "float32, bfloat16"),
+        ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas.1", "missing", "list of 2"),
+        ("rollout=3", "rollout", "3", "engines"),
+        ("objective.loss=ppo", "objective.loss", "'ppo'", "reinforce, ppo_clip, sft"),
+        ("objective.loss={clip_low: 1}", "objective.loss", "no `name`", "reinforce, ppo_clip, sft"),
+        ("controls=[gak]", "controls.0.name", "gak", "gac"),
+        ("controls=gac", "controls", '"gac"', "list of: gac"),
+        ("rollout.reward={}", "rollout.reward.name", "missing", "text"),
+        ("model=null", "model", "null", "path"),
+        ("run.dir.x=1", "run.dir", "not a section", "set this key itself"),
+        ("controls=[gac, gac]", "config", "each at most once", "change one"),
+        ("objective.loss=sft", "config", "remove `rollout`", "change one"),
+    ],
+)
+def test_a_wrong_value_says_what_was_given_and_what_is_expected(file, override, key, what, fix):
+    found = problem(file, override)
+    assert found.key == key
+    assert what in found.what
+    assert fix in found.fix
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("run.steps", "not an override"),
+        ("=3", "not an override"),
+        ("run..steps=3", "not an override"),
+        ("controls=[gac", "not YAML"),
+        ("controls.0.c_low=1", "no entry of a list of 0"),
+        ("controls.x=1", "no entry of a list of 0"),
+    ],
+)
+def test_an_override_that_is_none_is_refused(file, override, what):
+    if override.startswith("controls."):
+        file.write_text(file.read_text() + "controls: []\n")
+    assert what in problem(file, override).what
+
+
+def test_a_wrong_value_in_the_file_names_its_line(file):
+    lines = file.read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, start=1) if "max_tokens" in text)
+    file.write_text(file.read_text().replace("max_tokens: 8", "max_tokens: -8"))
+    assert problem(file).where == f"{file}:{line}"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("run: [1\n", 2, "not YAML"),
+        ("a: 1\nb: c: d\n", 2, "not YAML"),
+        ("a: 1\n\tb: 2\n", 2, "not YAML"),
+        ("a: 1\nb: 2\na: 3\n", 3, "given twice, on lines 1 and 3"),
+        ("run:\n  dir: x\n  dir: y\n", 3, "given twice, on lines 2 and 3"),
+        ("- 1\n", 1, "list, not a mapping"),
+    ],
+)
+def test_yaml_that_cannot_be_read_names_its_line(file, text, line, what):
+    file.write_text(text)
+    found = problem(file)
+    assert what in found.what
+    assert found.where == f"{file}:{line}"
+
+
+def test_an_anchor_may_be_merged_without_counting_as_a_repeated_key(file):
+    tree = config_tree()
+    del tree["rollout"]["sampling"]
+    text = yaml.safe_dump(tree, sort_keys=False).replace("rollout:\n", "rollout:\n  sampling: {<<: {max_tokens: 4}, max_tokens: 5}\n")
+    file.write_text(text)
+    assert load(file).rollout.sampling.max_tokens == 5
+
+
+def test_an_empty_file_lists_what_is_missing(file):
+    file.write_text("# nothing yet\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert [one.key for one in caught.value.problems] == ["run", "model", "data", "flow"]
+
+
+def test_many_problems_still_fit_on_a_screen(file):
+    overrides = [f"unknown_{number}=1" for number in range(20)]
+    with pytest.raises(ConfigError) as caught:
+        load(file, overrides)
+    assert len(caught.value.problems) == 20
+    assert len(str(caught.value).splitlines()) <= 3 * SCREEN_PROBLEMS + 2 <= 30
+
+
+def test_every_key_has_a_meaning():
+    silent = [
+        leaf.key
+        for section, model, leaves in walk()
+        for leaf in leaves
+        if not leaf.field.description and not (leaf.key.endswith(".name") and "(" in section)
+    ]
+    assert silent == []
+    assert [section for section, model, _ in walk() if not model.__doc__] == []
+
+
+def test_the_page_of_keys_is_up_to_date():
+    assert (ROOT / "docs" / "config.md").read_text() == document.document(), "run: python -m megatron_async_rl.config.document > docs/config.md"
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_follows_the_schema(example):
+    load(example)

@@ -1,0 +1,217 @@
+"""The plan's arithmetic agrees with the model's own sizes, and an impossible layout is a problem, not a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async_rl.check import check
+from megatron_async_rl.config.layout import rank_coordinates
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.machine import GIB, MIB, Gpu, Machine
+from megatron_async_rl.config.memory import rank_memory, stage_parameters
+from megatron_async_rl.config.model_files import ModelShape, read_model
+from megatron_async_rl.config.plan import Plan
+from megatron_async_rl.plan_screen import staleness_law
+from tests.tiny_models import save_tiny_model
+from tests.written_run import write_model, write_run
+
+LAPTOP = Machine(cores=2, memory=16 * GIB, shared_memory=2 * GIB, gpus=())
+NODE = Machine(cores=64, memory=512 * GIB, shared_memory=64 * GIB, gpus=(Gpu("A", 80 * GIB),) * 8)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_run(tmp_path)
+
+
+def plan(file: Path, *overrides: str, machine: Machine = LAPTOP) -> Plan:
+    return check(load(file, overrides), all_data=True, machine=machine)
+
+
+def keys(planned: Plan) -> list[str]:
+    return [problem.key for problem in planned.problems]
+
+
+def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
+    shape, problems = read_model(write_model(tmp_path / "shape", **changes))
+    assert shape is not None and not problems
+    return shape
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_counted_parameters_are_those_in_the_checkpoint(tmp_path, family, tied):
+    folder = save_tiny_model(tmp_path / family, family, tied=tied)
+    shape, _ = read_model(folder)
+    counted = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
+        counted += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    assert shape is not None
+    assert shape.parameters == counted
+
+
+def test_stages_and_tensor_shards_add_up_to_the_model(tmp_path):
+    shape = shape_of(tmp_path)
+    one = stage_parameters(shape, stage=0, pipeline=1, tensor=1)
+    assert one == shape.parameters
+    assert sum(stage_parameters(shape, stage=stage, pipeline=2, tensor=1) for stage in range(2)) == one
+    replicated = shape.layers * shape.layer_replicated + shape.hidden
+    assert 2 * stage_parameters(shape, stage=0, pipeline=1, tensor=2) == one + replicated
+
+
+def test_a_tied_embedding_is_kept_on_the_first_and_on_the_last_stage(tmp_path):
+    shape = shape_of(tmp_path, tie_word_embeddings=True)
+    stages = [stage_parameters(shape, stage=stage, pipeline=2, tensor=1) for stage in range(2)]
+    assert sum(stages) == shape.parameters + shape.vocabulary * shape.hidden
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sharded", "bytes_per_parameter"),
+    [("float32", "false", 4 + 4 + 8), ("float32", "true", 4 + 4 + 4), ("bfloat16", "false", 2 + 4 + 12), ("bfloat16", "true", 2 + 4 + 6)],
+)
+def test_state_per_parameter_follows_dtype_and_sharding(file, dtype, sharded, bytes_per_parameter):
+    config = load(file, [f"model.dtype={dtype}", "policy.parallel.ranks=2", f"policy.parallel.distributed_optimizer={sharded}"])
+    shape, _ = read_model(config.model.path)
+    memory = rank_memory(config, shape, stage=0, data_parallel=2, longest=16)
+    assert memory.parameters + memory.gradients + memory.optimizer == shape.parameters * bytes_per_parameter
+
+
+def test_alignment_control_keeps_one_float32_gradient(file):
+    shape, _ = read_model(file.parent / "model")
+    without = rank_memory(load(file), shape, stage=0, data_parallel=1, longest=16)
+    kept = rank_memory(load(file, ["controls=[gac]"]), shape, stage=0, data_parallel=1, longest=16)
+    assert kept.total - without.total == 4 * shape.parameters
+
+
+def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
+    config = load(file, ["policy.parallel.ranks=8", "policy.parallel.tensor=2", "policy.parallel.pipeline=2"])
+    assert [rank_coordinates(config, rank) for rank in range(8)] == [
+        (tensor, data, pipeline) for pipeline in range(2) for data in range(2) for tensor in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["policy.parallel.ranks=3", "policy.parallel.tensor=2"], "policy.parallel.ranks"),
+        (["policy.parallel.ranks=4", "policy.parallel.tensor=4"], "policy.parallel.tensor"),
+        (["policy.parallel.ranks=4", "policy.parallel.pipeline=4"], "policy.parallel.pipeline"),
+        (["policy.parallel.sequence=true"], "policy.parallel.sequence"),
+        (["policy.parallel.ranks=5"], "flow.prompts_per_step"),
+        (["policy.device=cuda"], "policy.device"),
+        (["rollout.max_context=65"], "rollout.max_context"),
+        (["rollout.max_context=8"], "rollout.sampling.max_tokens"),
+        (["policy.tokens_per_micro_batch=11"], "policy.tokens_per_micro_batch"),
+        (["policy.optimizer.lr=1e-5", "policy.optimizer.min_lr=1e-4"], "policy.optimizer.min_lr"),
+        (["rollout.reward.name=nothing"], "rollout.reward.name"),
+        (["data.train=nowhere"], "data.train"),
+        (["model.path=nowhere"], "model.path"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_impossible_config_names_its_key(file, overrides, key):
+    planned = plan(file, *overrides)
+    assert keys(planned) == [key]
+
+
+def test_a_possible_layout_has_no_problems(file):
+    planned = plan(file, "policy.parallel.ranks=8", "policy.parallel.tensor=2", "policy.parallel.pipeline=2", "policy.parallel.sequence=true")
+    assert planned.problems == ()
+    assert len([process for process in planned.processes if process.name.startswith("rank")]) == 8
+    assert len(planned.ranks) == 2
+
+
+def test_the_token_budget_must_hold_the_longest_prompt_and_response(file):
+    longest_prompt = 4
+    fits = f"policy.tokens_per_micro_batch={longest_prompt + 8}"
+    assert plan(file, fits).problems == ()
+
+
+def test_data_without_the_field_its_reward_reads_is_a_problem(file):
+    data = file.parent / "train.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2="}\n')
+    (problem,) = plan(file).problems
+    assert problem.key == "data.train"
+    assert "train.jsonl:2" in problem.what
+    assert "answer" in problem.what
+
+
+def test_a_supervised_run_needs_responses_that_fit(file):
+    supervised = ("rollout=null", "objective={loss: sft, advantage: none}", "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}")
+    assert plan(file, *supervised).problems == ()
+    assert keys(plan(file, *supervised, "policy.tokens_per_micro_batch=4")) == ["data.train"]
+    (file.parent / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    (problem,) = plan(file, *supervised).problems
+    assert "response" in problem.what
+
+
+def test_a_tokenizer_larger_than_the_model_is_a_problem(tmp_path):
+    assert keys(plan(write_run(tmp_path, vocab_size=8))) == ["model.path"]
+
+
+def test_a_missing_shard_of_the_weights_is_a_problem(file):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
+    (file.parent / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (problem,) = plan(file).problems
+    assert "model-00001-of-00002.safetensors" in problem.what
+
+
+def test_ranks_and_engines_each_take_a_gpu(file):
+    overrides = ("policy.device=auto", "policy.parallel.ranks=4", "policy.parallel.tensor=2", "rollout.engines=4")
+    planned = plan(file, *overrides, machine=NODE)
+    assert planned.device == "cuda"
+    assert planned.problems == ()
+    assert sorted(process.device for process in planned.processes if "GPU" in process.device) == [f"GPU {i}" for i in range(8)]
+    assert keys(plan(file, *overrides, "rollout.engines=5", machine=NODE)) == ["policy.parallel.ranks"]
+
+
+def test_a_bucket_must_fit_into_shared_memory(file):
+    small = Machine(cores=2, memory=16 * GIB, shared_memory=1024, gpus=())
+    assert keys(plan(file, machine=small)) == ["weights.bucket_mib"]
+
+
+def test_more_processes_than_cores_and_a_small_cache_are_only_notes(file):
+    planned = plan(file, "policy.parallel.ranks=2", "rollout.kv_cache_gib=0.000001")
+    assert planned.problems == ()
+    assert len(planned.warnings) == 2
+
+
+def test_the_law_on_the_screen_is_the_law_of_the_flow(file):
+    assert "lag 0" in staleness_law(load(file, ["flow.async_ratio=0"]))
+    law = staleness_law(load(file, ["flow.async_ratio=1.5"]))
+    assert "= 2" in law
+    assert "(t + 1) x 4 + 6 prompts" in law
+    assert "at most 10 prompts (20 responses)" in law
+
+
+def test_engine_cache_counts_tokens_of_the_models_dtype(file):
+    engine = plan(file, "rollout.kv_cache_gib=0.0009765625").engine
+    assert engine is not None
+    assert engine.bytes_per_token == 2 * 2 * 2 * 4 * 4
+    assert engine.cache_tokens == MIB // engine.bytes_per_token
+
+
+def test_the_plan_command_takes_less_than_two_seconds(file):
+    """Of processor time, which other work on the machine does not stretch; the best of two, since it shares caches."""
+    seconds = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "megatron_async_rl", "plan", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0, done.stderr
+    assert min(seconds) < 2.0
+    for words in ("rank 0", "engine 0", "8 samples", "start_version", "parameters", "async_ratio: 1"):
+        assert words in done.stdout
