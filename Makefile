@@ -34,5 +34,6 @@ test: setup
 lint: setup
 	@cd "$(ROOT)"
 	"$$VENV/bin/ruff" check .
+	"$$VENV/bin/ruff" format --check .
 	"$$VENV/bin/mypy"
 	"$$VENV/bin/lint-imports"

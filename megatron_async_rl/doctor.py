@@ -100,7 +100,9 @@ def _part(part: Part, path: str) -> Finding:
         advice = f"would bring {part.brings}" if not required else f"needed for {part.brings}: install {_pin(part)}"
         return Finding(part.distribution, "missing" if required else "note", "not installed", advice)
     if part.version and found.split("+")[0] != part.version:
-        return Finding(part.distribution, "missing" if required else "note", found, f"tried with {part.version} only: install {_pin(part)}")
+        return Finding(
+            part.distribution, "missing" if required else "note", found, f"tried with {part.version} only: install {_pin(part)}"
+        )
     return Finding(part.distribution, "ok", found, part.brings)
 
 
@@ -123,7 +125,9 @@ def _torch(path: str) -> list[Finding]:
         "torch.distributed.is_nccl_available(), c, sep='|')"
     )
     try:
-        done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", question], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return [Finding("import torch", "missing", f"took more than {PROBE_TIMEOUT_S:.0f} s", "reinstall torch")]
     if done.returncode:
@@ -133,7 +137,12 @@ def _torch(path: str) -> list[Finding]:
     wanted = path == "cuda"
     cuda = f"torch built for {built}, {'usable' if available == 'True' else 'not usable'}"
     states: list[Finding] = [
-        Finding("CUDA", "ok" if available == "True" else ("missing" if wanted else "note"), cuda, "GPU training and rollout; install the `gpu` extra"),
+        Finding(
+            "CUDA",
+            "ok" if available == "True" else ("missing" if wanted else "note"),
+            cuda,
+            "GPU training and rollout; install the `gpu` extra",
+        ),
         Finding("gloo", "ok" if gloo == "True" else "missing", gloo, "collectives of ranks on the CPU"),
         Finding("NCCL", "ok" if nccl == "True" else ("missing" if wanted else "note"), nccl, "collectives of ranks on GPUs"),
         Finding("torch CPU code", "ok" if "AVX" in capability else "note", capability, "vector instructions torch uses here"),
@@ -152,7 +161,12 @@ def _machine(machine: Machine) -> list[Finding]:
     avx512, bf16, amx = "avx512f" in flags, "avx512_bf16" in flags, "amx_tile" in flags
     shared = machine.shared_memory >= LEAST_SHARED_MEMORY
     return [
-        Finding("cores", "ok" if machine.cores >= 2 else "note", str(machine.cores), "a rank and an engine share one core" if machine.cores < 2 else ""),
+        Finding(
+            "cores",
+            "ok" if machine.cores >= 2 else "note",
+            str(machine.cores),
+            "a rank and an engine share one core" if machine.cores < 2 else "",
+        ),
         Finding("memory", "ok" if machine.memory >= LEAST_MEMORY else "note", size(machine.memory), "the demo wants about 6 GiB"),
         Finding(
             "shared memory",
@@ -161,7 +175,12 @@ def _machine(machine: Machine) -> list[Finding]:
             "carries weights to engines" if shared else "enlarge /dev/shm (docker run --shm-size=8g)",
         ),
         Finding("AVX-512", "ok" if avx512 else "note", "yes" if avx512 else "no", "faster engines on the CPU"),
-        Finding("bfloat16 on the CPU", "ok" if bf16 or amx else "note", "AMX" if amx else "AVX-512" if bf16 else "no", "else model.dtype: float32 is faster here"),
+        Finding(
+            "bfloat16 on the CPU",
+            "ok" if bf16 or amx else "note",
+            "AMX" if amx else "AVX-512" if bf16 else "no",
+            "else model.dtype: float32 is faster here",
+        ),
     ]
 
 

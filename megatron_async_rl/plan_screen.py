@@ -60,7 +60,7 @@ def staleness_law(config: Config) -> str:
         return "async_ratio 0: synchronous; every token is trained on by the weights that sampled it (lag 0)"
     limit = admitted_limit(0, prompts, ratio)
     return (
-        f"lag        version_now - start_version <= ceil({ratio:g}) = {max_lag(ratio)}, kept by admitting later, never by dropping\n"
+        f"lag        version_now - start_version <= ceil({ratio:g}) = {max_lag(ratio)}, kept by admitting later\n"
         f"admission  at version t at most (t + 1) x {prompts} + {limit - prompts} prompts have been admitted\n"
         f"queue      at most {limit} prompts ({limit * responses} responses) are admitted and not yet trained on"
     )
@@ -115,7 +115,8 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
 
 def _engine_memory(plan: Plan, config: Config) -> str:
     engine, rollout, batch = plan.engine, config.rollout, plan.batch
-    assert engine is not None and rollout is not None
+    assert engine is not None
+    assert rollout is not None
     if engine.cache is None or engine.cache_tokens is None:
         return (
             f"each of {rollout.engines} engines: weights {size(engine.weights)}; KV cache takes what is left of "

@@ -46,7 +46,12 @@ def _sections() -> Iterator[str]:
             continue
         yield "| key | takes | default | meaning |\n| --- | --- | --- | --- |"
         for leaf in shown:
-            cells = (f"`{leaf.key.rsplit('.', 1)[-1]}`", describe(leaf.field), _default(leaf.field), _line(leaf.field.description))
+            cells = (
+                f"`{leaf.key.rsplit('.', 1)[-1]}`",
+                describe(leaf.field),
+                _default(leaf.field),
+                _line(leaf.field.description),
+            )
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         yield ""
 

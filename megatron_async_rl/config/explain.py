@@ -64,7 +64,9 @@ def _problem(detail: ErrorDetails, tree: Mapping[str, Any], origins: Origins) ->
         return Problem(key=key, what="is not a key of the configuration", fix=_unknown(key, parts, parents), where=where)
     if kind == "union_tag_invalid":
         names = [name.strip().strip("'") for name in str(context["expected_tags"]).split(",")]
-        return Problem(key=key, what=f"{context['tag']!r} is not a known name", fix=_choose(str(context["tag"]), names), where=where)
+        return Problem(
+            key=key, what=f"{context['tag']!r} is not a known name", fix=_choose(str(context["tag"]), names), where=where
+        )
     if kind == "union_tag_not_found":
         names = [name for name in (method_name(model) for model in models_at(parts, tree)) if name]
         return Problem(key=key, what=f"{given} has no `name`", fix=f"give it one of: {', '.join(names)}", where=where)

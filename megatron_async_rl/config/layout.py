@@ -57,16 +57,17 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
 def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) -> list[Problem]:
     parallel = config.policy.parallel
     found: list[Problem] = []
-    cell = parallel.tensor * parallel.pipeline
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    cell = tensor * pipeline
     if parallel.ranks % cell:
         found.append(
             Problem(
                 key=f"{PARALLEL}.ranks",
-                what=f"{parallel.ranks} ranks do not divide into tensor {parallel.tensor} x pipeline {parallel.pipeline} = {cell}",
+                what=f"{parallel.ranks} ranks do not divide into tensor {tensor} x pipeline {pipeline} = {cell}",
                 fix=f"set ranks to a multiple of {cell}, or lower tensor or pipeline",
             )
         )
-    if parallel.sequence and parallel.tensor == 1:
+    if parallel.sequence and tensor == 1:
         what = "sequence parallelism divides over tensor-parallel ranks, and tensor is 1"
         found.append(Problem(key=f"{PARALLEL}.sequence", what=what, fix="set it to false, or policy.parallel.tensor above 1"))
     if shape is not None:

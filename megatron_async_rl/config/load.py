@@ -61,7 +61,11 @@ def _look_near(path: Path) -> str:
     if path.is_dir():
         return "name a YAML file, not a folder"
     near = sorted(str(one) for one in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    return f"these configs are in that folder: {', '.join(near[:5])}" if near else "check the path; examples/ holds configs to start from"
+    return (
+        f"these configs are in that folder: {', '.join(near[:5])}"
+        if near
+        else "check the path; examples/ holds configs to start from"
+    )
 
 
 def _resolve_paths(tree: Any, prefix: str, folder: Path) -> Any:
@@ -91,7 +95,9 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
     try:
         value = parse_value(text)
     except YamlFault as fault:
-        raise ConfigError("command line", [Problem(key=key, what=fault.what, fix="quote the value as YAML", where=where)]) from fault
+        raise ConfigError(
+            "command line", [Problem(key=key, what=fault.what, fix="quote the value as YAML", where=where)]
+        ) from fault
     value = _resolve_paths(value, key, Path.cwd())
     holder: Any = tree
     for depth, part in enumerate(parts[:-1]):
@@ -123,5 +129,7 @@ def _index(holder: Sequence[Any], part: str, key: str, where: str) -> int:
     if part.isdigit() and int(part) < len(holder):
         return int(part)
     entries = f"a list of {len(holder)}" + (", numbered from 0" if holder else "")
-    problem = Problem(key=key, what=f"{part!r} is no entry of {entries}", fix="set the whole list, such as controls=[gac]", where=where)
+    problem = Problem(
+        key=key, what=f"{part!r} is no entry of {entries}", fix="set the whole list, such as controls=[gac]", where=where
+    )
     raise ConfigError("command line", [problem])

@@ -106,4 +106,6 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
     per_token = shape.kv_values_per_token * value_bytes(config)
     cache = None if on_gpu else int(rollout.kv_cache_gib * GIB)
     tokens = None if cache is None else cache // per_token
-    return EngineMemory(weights=shape.parameters * value_bytes(config), cache=cache, cache_tokens=tokens, bytes_per_token=per_token)
+    return EngineMemory(
+        weights=shape.parameters * value_bytes(config), cache=cache, cache_tokens=tokens, bytes_per_token=per_token
+    )

@@ -75,12 +75,16 @@ def _where_to_look(path: Path) -> str:
 
 def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
     if not path.is_file():
-        return None, [_problem(f"{path} does not exist", "point it at a Hugging Face model directory, the one that holds config.json")]
+        return None, [
+            _problem(f"{path} does not exist", "point it at a Hugging Face model directory, the one that holds config.json")
+        ]
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         names = content.get("architectures") or ["none named"]
         if names[0] not in ARCHITECTURES:
-            return None, [_problem(f"{path}: architecture {names[0]} is not supported", f"use one of: {', '.join(ARCHITECTURES)}")]
+            return None, [
+                _problem(f"{path}: architecture {names[0]} is not supported", f"use one of: {', '.join(ARCHITECTURES)}")
+            ]
         heads = int(content["num_attention_heads"])
         hidden = int(content["hidden_size"])
         shape = ModelShape(
@@ -112,7 +116,9 @@ def _weights(path: Path) -> Problem | None:
             return _problem(f"{index} is not a weight index: {error!r}", "restore the file from the model's source")
         missing = [name for name in files if not (path / name).is_file()]
         if missing:
-            return _problem(f"{path} lacks {len(missing)} of {len(files)} weight files, {missing[0]} first", "download them again")
+            return _problem(
+                f"{path} lacks {len(missing)} of {len(files)} weight files, {missing[0]} first", "download them again"
+            )
         return None
     if not any(path.glob("*.safetensors")):
         return _problem(f"{path} holds no *.safetensors weights", "save the model in safetensors format (save_pretrained does)")

@@ -194,12 +194,13 @@ def _transport_problems(config: Config, shape: ModelShape, machine: Machine) -> 
     largest = max(shape.vocabulary, 2 * shape.intermediate) * shape.hidden * value_bytes(config)
     bucket = min(config.weights.bucket_mib * MIB, shape.parameters * value_bytes(config))
     needed = max(bucket, largest)
-    if machine.shared_memory >= needed:
+    free = machine.shared_memory
+    if free >= needed:
         return []
     return [
         Problem(
             key="weights.bucket_mib",
-            what=f"one bucket needs {needed / MIB:.0f} MiB of shared memory; /dev/shm has {machine.shared_memory / MIB:.0f} MiB free",
+            what=f"one bucket needs {needed / MIB:.0f} MiB of shared memory; /dev/shm has {free / MIB:.0f} MiB free",
             fix="lower weights.bucket_mib (not below the largest tensor), or enlarge /dev/shm (docker run --shm-size=8g)",
         )
     ]
@@ -217,7 +218,8 @@ def _warnings(
     optimizer, rollout, parallel = config.policy.optimizer, config.rollout, config.policy.parallel
     if optimizer.warmup_steps >= config.run.steps:
         found.append(
-            f"policy.optimizer.warmup_steps ({optimizer.warmup_steps}) is not below run.steps ({config.run.steps}): lr never reaches its value"
+            f"policy.optimizer.warmup_steps ({optimizer.warmup_steps}) is not below run.steps ({config.run.steps}): "
+            "lr never reaches its value"
         )
     if rollout is not None and engine is not None and engine.cache_tokens is not None:
         at_once = engine.cache_tokens // longest

@@ -149,7 +149,8 @@ class FlowConfig(Strict):
     group_size: PositiveInt
     """Responses per prompt."""
     async_ratio: NonNegativeFloat = 1.0
-    """alpha of ROLL Flash (arXiv 2510.11345): no sample starts more than ceil(alpha) versions before it is trained on; 0 is synchronous."""
+    """alpha of ROLL Flash (arXiv 2510.11345): no sample starts more than ceil(alpha) versions before it is trained on;
+    0 is synchronous."""
 
 
 class WeightsConfig(Strict):

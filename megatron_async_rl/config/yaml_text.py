@@ -50,7 +50,9 @@ def read_tree(text: str) -> tuple[dict[str, Any], dict[str, int]]:
     if value is None:
         return {}, lines
     if not isinstance(value, dict):
-        raise YamlFault(f"holds a {type(value).__name__}, not a mapping of sections", "write `run:`, `model:`, `data:`, ...", line=1)
+        raise YamlFault(
+            f"holds a {type(value).__name__}, not a mapping of sections", "write `run:`, `model:`, `data:`, ...", line=1
+        )
     return value, lines
 
 
@@ -74,7 +76,11 @@ def _read(text: str) -> tuple[Any, dict[str, int]]:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         what = f"is not YAML: {problem}" + (f" ({context})" if context else "")
         column = f", column {mark.column + 1}" if mark else ""
-        fix = f"look at line {mark.line + 1}{column} and the line before it: indentation, a colon, a quote or a bracket" if mark else "fix the YAML"
+        fix = (
+            f"look at line {mark.line + 1}{column} and the line before it: indentation, a colon, a quote or a bracket"
+            if mark
+            else "fix the YAML"
+        )
         raise YamlFault(what, fix, line=mark.line + 1 if mark else None) from error
     finally:
         loader.dispose()

@@ -115,7 +115,9 @@ def test_pipeline_parallelism_that_does_not_divide_the_layers(config):
 
 
 def test_a_batch_that_does_not_divide_over_data_parallel_ranks(config):
-    refused(config, "policy.parallel.ranks=3", says=("flow.prompts_per_step", "8 samples", "3 data-parallel ranks", "multiple of 3"))
+    refused(
+        config, "policy.parallel.ranks=3", says=("flow.prompts_per_step", "8 samples", "3 data-parallel ranks", "multiple of 3")
+    )
 
 
 def test_a_missing_model_directory(config):

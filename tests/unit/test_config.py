@@ -91,7 +91,13 @@ def test_a_whole_section_as_an_override_takes_its_paths_from_the_current_folder(
 
 
 def test_what_was_dumped_loads_back_equal_from_anywhere(file, tmp_path):
-    overrides = ["controls=[gac]", "data.eval=e.jsonl", "eval={}", "policy.optimizer.lr=1e-7", "rollout.sampling.stop=['\\n', 'é', '1e4']"]
+    overrides = [
+        "controls=[gac]",
+        "data.eval=e.jsonl",
+        "eval={}",
+        "policy.optimizer.lr=1e-7",
+        "rollout.sampling.stop=['\\n', 'é', '1e4']",
+    ]
     loaded = load(file, overrides)
     copy = tmp_path / "deep" / "copy.yaml"
     copy.parent.mkdir()
@@ -216,7 +222,9 @@ def test_yaml_that_cannot_be_read_names_its_line(file, text, line, what):
 def test_an_anchor_may_be_merged_without_counting_as_a_repeated_key(file):
     tree = config_tree()
     del tree["rollout"]["sampling"]
-    text = yaml.safe_dump(tree, sort_keys=False).replace("rollout:\n", "rollout:\n  sampling: {<<: {max_tokens: 4}, max_tokens: 5}\n")
+    text = yaml.safe_dump(tree, sort_keys=False).replace(
+        "rollout:\n", "rollout:\n  sampling: {<<: {max_tokens: 4}, max_tokens: 5}\n"
+    )
     file.write_text(text)
     assert load(file).rollout.sampling.max_tokens == 5
 
@@ -248,7 +256,9 @@ def test_every_key_has_a_meaning():
 
 
 def test_the_page_of_keys_is_up_to_date():
-    assert (ROOT / "docs" / "config.md").read_text() == document.document(), "run: python -m megatron_async_rl.config.document > docs/config.md"
+    assert (ROOT / "docs" / "config.md").read_text() == document.document(), (
+        "run: python -m megatron_async_rl.config.document > docs/config.md"
+    )
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)

@@ -43,7 +43,8 @@ def keys(planned: Plan) -> list[str]:
 
 def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
     shape, problems = read_model(write_model(tmp_path / "shape", **changes))
-    assert shape is not None and not problems
+    assert shape is not None
+    assert problems == []
     return shape
 
 
@@ -78,7 +79,12 @@ def test_a_tied_embedding_is_kept_on_the_first_and_on_the_last_stage(tmp_path):
 
 @pytest.mark.parametrize(
     ("dtype", "sharded", "bytes_per_parameter"),
-    [("float32", "false", 4 + 4 + 8), ("float32", "true", 4 + 4 + 4), ("bfloat16", "false", 2 + 4 + 12), ("bfloat16", "true", 2 + 4 + 6)],
+    [
+        ("float32", "false", 4 + 4 + 8),
+        ("float32", "true", 4 + 4 + 4),
+        ("bfloat16", "false", 2 + 4 + 12),
+        ("bfloat16", "true", 2 + 4 + 6),
+    ],
 )
 def test_state_per_parameter_follows_dtype_and_sharding(file, dtype, sharded, bytes_per_parameter):
     config = load(file, [f"model.dtype={dtype}", "policy.parallel.ranks=2", f"policy.parallel.distributed_optimizer={sharded}"])
@@ -126,7 +132,9 @@ def test_an_impossible_config_names_its_key(file, overrides, key):
 
 
 def test_a_possible_layout_has_no_problems(file):
-    planned = plan(file, "policy.parallel.ranks=8", "policy.parallel.tensor=2", "policy.parallel.pipeline=2", "policy.parallel.sequence=true")
+    planned = plan(
+        file, "policy.parallel.ranks=8", "policy.parallel.tensor=2", "policy.parallel.pipeline=2", "policy.parallel.sequence=true"
+    )
     assert planned.problems == ()
     assert len([process for process in planned.processes if process.name.startswith("rank")]) == 8
     assert len(planned.ranks) == 2
@@ -148,7 +156,11 @@ def test_data_without_the_field_its_reward_reads_is_a_problem(file):
 
 
 def test_a_supervised_run_needs_responses_that_fit(file):
-    supervised = ("rollout=null", "objective={loss: sft, advantage: none}", "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}")
+    supervised = (
+        "rollout=null",
+        "objective={loss: sft, advantage: none}",
+        "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}",
+    )
     assert plan(file, *supervised).problems == ()
     assert keys(plan(file, *supervised, "policy.tokens_per_micro_batch=4")) == ["data.train"]
     (file.parent / "train.jsonl").write_text('{"prompt": "1+1="}\n')
