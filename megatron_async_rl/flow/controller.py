@@ -78,7 +78,7 @@ class Controller:
         self._consumed = 0
         self._flights: dict[int, _Flight] = {}
         self._failure: BaseException | None = None
-        self._failed = asyncio.Event()
+        self._progress = asyncio.Event()
         self._totals = {"samples": 0, "tokens": 0, "truncated": 0, "reward_errors": 0}
 
     def start(self, version: int) -> None:
@@ -109,39 +109,35 @@ class Controller:
     def _admit(self) -> None:
         assert self._version is not None
         while self._next_index < self._limit() and self._failure is None:
-            index, size = self._next_index, self._flow.group_size
+            index = self._next_index
             source_state = self._source.state()
             prompt = self._source.next()
-            engine = self._fleet.reserve(size)
-            call = self._fleet.generate(engine, index, prompt, size, self._version)
+            engine = self._fleet.reserve(self._flow.group_size)
+            call = self._generate(engine, index, prompt, self._version)
             task = asyncio.get_running_loop().create_task(call, name=f"group {index} on engine {engine}")
             task.add_done_callback(self._finished)
             self._flights[index] = _Flight(index, prompt, source_state, engine, time.monotonic(), task)
             self._next_index += 1
 
-    def _finished(self, task: asyncio.Task[Group]) -> None:
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is not None:
-            self._fail(error)
-            return
-        samples = task.result().samples
-        bad = [sample for sample in samples if not sample.valid]
-        self._totals["samples"] += len(samples)
-        self._totals["tokens"] += sum(sample.length for sample in samples)
-        self._totals["truncated"] += sum(sample.truncated for sample in samples)
+    async def _generate(self, engine: int, index: int, prompt: Prompt, version: int) -> Group:
+        group = await self._fleet.generate(engine, index, prompt, self._flow.group_size, version)
+        bad = [sample for sample in group.samples if not sample.valid]
+        self._totals["samples"] += len(group.samples)
+        self._totals["tokens"] += sum(sample.length for sample in group.samples)
+        self._totals["truncated"] += sum(sample.truncated for sample in group.samples)
         self._totals["reward_errors"] += len(bad)
         for sample in bad:
             log.warning("reward failed on sample %s: %s; response %r", sample.id, sample.reward_error, sample.text[:200])
         if bad and self._on_reward_error == "stop":
-            self._fail(reward_failed(bad))
+            raise reward_failed(bad)
+        return group
 
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
+    def _finished(self, task: asyncio.Task[Group]) -> None:
+        self._progress.set()
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._failure is None:
             log.error("%s", error)
             self._failure = error
-            self._failed.set()
 
     async def next_batch(self, version: int, timeout_s: float) -> TrainBatch:
         """The next B groups in admission order, once all have finished.
@@ -165,18 +161,21 @@ class Controller:
         return batch
 
     async def _wait(self, flights: Sequence[_Flight], version: int, timeout_s: float) -> None:
-        finished = asyncio.gather(*(asyncio.shield(flight.task) for flight in flights), return_exceptions=True)
-        failed = asyncio.ensure_future(self._failed.wait())
-        try:
-            await asyncio.wait((finished, failed), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            failed.cancel()
-            finished.cancel()
-        if self._failure is not None:
-            raise self._failure
-        late = [flight for flight in flights if not flight.task.done()]
-        if late:
-            raise BatchTimeout(self._lateness(late, version, timeout_s))
+        deadline = time.monotonic() + timeout_s
+        done = 0
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            while done < len(flights) and flights[done].task.done():
+                done += 1
+            if done == len(flights):
+                return
+            self._progress.clear()
+            try:
+                await asyncio.wait_for(self._progress.wait(), deadline - time.monotonic())
+            except TimeoutError:
+                late = [flight for flight in flights if not flight.task.done()]
+                raise BatchTimeout(self._lateness(late, version, timeout_s)) from None
 
     def _lateness(self, late: Sequence[_Flight], version: int, timeout_s: float) -> str:
         now = time.monotonic()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async_rl.data import DataError, PromptSource, SupervisedSource, read_prompts
@@ -111,6 +111,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(id=str(i), text=str(i), token_ids=(i,), fields={"response": "ab", "weight": 1 + i}) for i in range(count)]
 
 
+@settings(deadline=None)
 @given(
     count=st.integers(1, 12),
     seed=st.integers(0, 2**32),
@@ -132,6 +133,7 @@ def test_saving_and_loading_anywhere_gives_the_uninterrupted_sequence(
     assert broken == uninterrupted
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 40), seed=st.integers(0, 2**32), epochs=st.integers(1, 4))
 def test_every_prompt_comes_exactly_once_per_epoch(count: int, seed: int, epochs: int) -> None:
     source = PromptSource(prompts(count), seed=seed, shuffle=True)

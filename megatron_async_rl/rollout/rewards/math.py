@@ -51,5 +51,5 @@ def _ask(request: str) -> str:
 
 
 def _start() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", math_worker.__name__]
+    command = [sys.executable, "-c", f"from {math_worker.__name__} import main; main()"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")

@@ -45,7 +45,3 @@ def main() -> None:
             reply = DIFFERENT
         signal.alarm(0)
         replies.write(reply + "\n")
-
-
-if __name__ == "__main__":
-    main()
