@@ -1,0 +1,46 @@
+# The GPU image: CUDA 13, Python 3.12, and versions that resolve together (requirements/gpu.txt).
+#   docker build -t megatron-async-rl .
+#   docker run --gpus all --shm-size=16g --ulimit memlock=-1 -v "$PWD/runs:/runs" megatron-async-rl mar doctor
+# The devel base stays in the image on purpose: vLLM and Triton compile kernels at run time.
+ARG CUDA=13.0.2
+FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04
+
+ENV DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
+
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends \
+       build-essential ca-certificates cmake git libnuma1 ninja-build python3.12 python3.12-dev python3.12-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+RUN python3.12 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+
+# Binary parts first: they change least, and both source builds below compile against this torch.
+COPY requirements/gpu.txt /tmp/requirements/gpu.txt
+RUN pip install "setuptools>=78,<81" wheel pybind11 \
+    && pip install -r /tmp/requirements/gpu.txt \
+    && pip install --no-deps mbridge==0.15.1
+
+# MAX_JOBS bounds the memory of the source builds (about 3 GiB a job); CUDA_ARCHS names the GPUs they are made for.
+# --no-build-isolation: against the torch above, not against whichever is newest.
+ARG MAX_JOBS=8
+ARG CUDA_ARCHS="80;90;100"
+RUN NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="${CUDA_ARCHS}" \
+    pip install --no-build-isolation --no-deps transformer-engine-torch==2.20.2
+
+# Apex publishes no package: give APEX_REF a commit to make the image repeatable.
+ARG APEX_REF=master
+RUN git clone https://github.com/NVIDIA/apex /tmp/apex \
+    && git -C /tmp/apex checkout "${APEX_REF}" \
+    && export TORCH_CUDA_ARCH_LIST="$(echo "${CUDA_ARCHS}" | sed -E 's/([0-9]+)([0-9])(;|$)/\1.\2\3/g')" \
+    && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps /tmp/apex \
+    && rm -rf /tmp/apex
+
+WORKDIR /opt/megatron-async-rl
+COPY setup.py pyproject.toml README.md ./
+COPY megatron_async_rl megatron_async_rl
+COPY examples examples
+RUN pip install --no-build-isolation --no-deps . \
+    && python -c "from importlib.metadata import version as v; assert v('torch').startswith('2.13.0'), v('torch')"
+
+CMD ["mar", "doctor"]
