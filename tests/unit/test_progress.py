@@ -125,7 +125,11 @@ def test_a_silent_run_says_so(terminal: Run, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now + 95)
     progress.update()
     assert "no step for 1:3" in terminal.shown
+    said = terminal.shown.count("no step for")
+    terminal.say("evaluating")
+    progress.update()
     progress.close()
+    assert terminal.shown.count("no step for") == said
 
 
 def test_a_pipe_gets_plain_lines_once_per_news(pipe: Run) -> None:
@@ -162,11 +166,13 @@ def test_a_resume_does_not_show_the_steps_it_cut(pipe: Run) -> None:
         pipe.step(step)
     progress = Progress(pipe.dir, 50, pipe.console)
     progress.update()
-    pipe.log = MetricsLog(pipe.dir, tensorboard=False, first_step=5)
+    pipe.log = MetricsLog(pipe.dir, tensorboard=False, first_step=1)
     pipe.say("training")
     progress.update()
-    assert ["step 10/50" in line for line in pipe.shown.splitlines()] == [True, False]
-    assert "step 4/50" in pipe.shown.splitlines()[1]
+    pipe.step(1)
+    progress.update()
+    assert [line.split("  ")[2] for line in pipe.shown.splitlines() if "step" in line] == ["step 10/50", "step 1/50"]
+    assert len(pipe.shown.splitlines()) == 3
 
 
 def test_the_last_words_of_an_earlier_start_are_not_this_ones(pipe: Run) -> None:

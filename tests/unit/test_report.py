@@ -57,6 +57,7 @@ def supervised_run(run_dir: Path, steps: int) -> Path:
     for step in range(1, steps + 1):
         values = {"policy/loss": 3.0 / step, "policy/grad_norm": 0.5, "policy/lr": 1e-3, "time/train_s": 0.9, "time/step_s": 1.0}
         log.log(step, {**values, "tokens/trained": 500, "lag/mean": 0.0, "lag/histogram": [500], "reward/mean": 0.0})
+    log.close()
     return run_dir
 
 
