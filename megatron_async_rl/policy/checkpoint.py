@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_async_rl.policy.optimizer_state import materialise, restore
 from megatron_async_rl.policy.parallel import Layout
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def load(directory: Path, *, model: PolicyModel, optimizer: MegatronOptimizer, l
         return None
     loaded = _load_sharded(path, _sharded(model, optimizer, loading=True))
     _restore_model(model, loaded)
-    optimizer.load_state_dict(loaded["optimizer"])
+    restore(optimizer, loaded["optimizer"])
     content = about(path)
     rank_state = None
     if content["layout"] == _layout_key(optimizer, layout):
@@ -166,6 +167,7 @@ def load_model(path: Path, model: PolicyModel) -> None:
 def _sharded(model: PolicyModel, optimizer: MegatronOptimizer | None, *, loading: bool = False) -> dict[str, Any]:
     content = {_chunk_key(i): chunk.sharded_state_dict(metadata=dict(RESHARDABLE)) for i, chunk in enumerate(model.chunks)}
     if optimizer is not None:
+        materialise(optimizer)
         content["optimizer"] = optimizer.sharded_state_dict(content, is_loading=loading, metadata=dict(RESHARDABLE))
     return content
 

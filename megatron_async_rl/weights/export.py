@@ -53,6 +53,11 @@ class WeightExporter:
         """Every exported tensor, in order."""
         return tuple(name for entry in self._entries for name in entry.hf_names)
 
+    @property
+    def receives(self) -> bool:
+        """True on rank 0, where the tensors come together."""
+        return bool(self._bridge.layout.rank == 0)
+
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Collective on all ranks: each must take every bucket. A bucket holds at most `max_bytes` of full tensors, or one
         parameter that is larger alone."""

@@ -30,9 +30,14 @@ def run_ranks(nproc: int, script: str | Path, args: Sequence[str | Path] = (), t
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"{nproc} ranks of {script} did not finish within {timeout} s:\n{output[-6000:]}") from None
+        raise AssertionError(f"{nproc} ranks of {script} did not finish within {timeout} s:\n{_end(output)}") from None
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, f"{nproc} ranks of {script} exited with {process.returncode}:\n{output[-6000:]}"
+    assert process.returncode == 0, f"{nproc} ranks of {script} exited with {process.returncode}:\n{_end(output)}"
     return output
+
+
+def _end(output: str) -> str:
+    """The last lines of the ranks, without torchrun's own report of their death."""
+    return output.partition("torch/distributed/elastic/multiprocessing/api.py")[0][-6000:] or output[-6000:]

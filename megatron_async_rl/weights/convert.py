@@ -1,0 +1,121 @@
+"""A policy as a Hugging Face directory that transformers and vLLM load: from a live run, or from a checkpoint.
+
+Invariants:
+- the directory appears whole: it is written beside its place and renamed into it;
+- everything but weights and config.json's dtype is copied from the directory the model was made from;
+- memory holds one bucket and one file's tensors, never the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_async_rl.weights.export import Bucket, WeightExporter
+
+BUCKET_BYTES = 512 * 2**20
+FILE_BYTES = 4 * 2**30
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def export_hf(exporter: WeightExporter, source_model_dir: Path, out_dir: Path) -> None:
+    """Writes the live weights to `out_dir`, replacing what is there. Collective on all ranks; rank 0 writes."""
+    buckets = exporter.buckets(BUCKET_BYTES)
+    if not exporter.receives:
+        for _ in buckets:
+            pass
+        return
+    partial = out_dir.with_name(out_dir.name + ".unfinished")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    dtype = _write_weights(buckets, partial)
+    _copy_rest(source_model_dir, partial, dtype)
+    if out_dir.exists():
+        shutil.rmtree(out_dir)
+    os.rename(partial, out_dir)
+
+
+def convert(checkpoint: Path, out_dir: Path) -> None:
+    """Writes a checkpoint (a run's checkpoint folder, or one step of it), saved on any layout, to `out_dir`; one process, CPU.
+
+    Raises FileNotFoundError when there is no checkpoint or its model directory is gone, FileExistsError when `out_dir` holds files.
+    """
+    from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+    from megatron_async_rl.policy import device
+    from megatron_async_rl.policy.checkpoint import about, load_model, newest
+    from megatron_async_rl.policy.model import assemble_model
+    from megatron_async_rl.policy.parallel import initialise
+
+    path = checkpoint if (checkpoint / "about.json").exists() else newest(checkpoint)
+    if path is None:
+        raise FileNotFoundError(f"{checkpoint} holds no checkpoint; name RUN/checkpoint, or a step_* folder in it")
+    if out_dir.exists() and any(out_dir.iterdir()):
+        raise FileExistsError(f"{out_dir} is not empty; name a new directory")
+    content = about(path)
+    source = Path(content["model_path"])
+    if not (source / "config.json").exists():
+        raise FileNotFoundError(f"{path} was trained from {source}, whose config.json and tokenizer are needed and not there")
+    layout = initialise(ParallelConfig(), device.install("cpu"), timeout_s=600)
+    try:
+        model = assemble_model(ModelConfig(path=source, dtype=content["dtype"]), PolicyConfig(), layout)
+        load_model(path, model)
+        export_hf(WeightExporter(model.bridge, model.chunks), source, out_dir)
+    finally:
+        layout.shutdown()
+
+
+def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
+    """Returns the dtype's name."""
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    size = total = 0
+    dtype = ""
+
+    def flush() -> None:
+        nonlocal size
+        save_file(held, directory / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        files.append(list(held))
+        held.clear()
+        size = 0
+
+    for bucket in buckets:
+        for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
+            assert tensor is not None
+            # A copy: what a bucket lends may be the live parameter, or a part of it.
+            held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            size += held[name].nbytes
+            total += held[name].nbytes
+        if size >= FILE_BYTES:
+            flush()
+    if held:
+        flush()
+    if len(files) == 1:
+        os.rename(directory / "part-0.safetensors", directory / "model.safetensors")
+        return dtype
+    weight_map = {}
+    for index, names in enumerate(files):
+        file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        os.rename(directory / f"part-{index}.safetensors", directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    index_content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index_content, indent=1))
+    return dtype
+
+
+def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
+    config = json.loads((source / "config.json").read_text())
+    # transformers 5 writes `dtype`, older versions read `torch_dtype`.
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    for file in source.iterdir():
+        if file.is_file() and file.name != "config.json" and not file.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(file, directory / file.name)

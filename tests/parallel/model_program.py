@@ -1,0 +1,249 @@
+"""One rank of the model tests: log-probs, export and checkpoints of tiny models on one parallel layout.
+
+Arguments: directory of the material (models, sequences), a JSON of ParallelConfig, the output directory, and a directory
+of checkpoints to load after this layout has saved its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.policy import checkpoint, device
+from megatron_async_rl.policy.forward import Schedule
+from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_batches
+from megatron_async_rl.policy.model import PolicyModel, build_model
+from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
+from megatron_async_rl.policy.parallel import Layout, initialise
+from megatron_async_rl.weights.convert import export_hf
+from megatron_async_rl.weights.digest import tensor_digest
+from megatron_async_rl.weights.export import WeightExporter
+
+TEMPERATURE = 0.7
+CHECKPOINTED = "qwen3-tied-odd"
+
+
+def load_model(path: Path, parallel: ParallelConfig, layout: Layout, dtype: str) -> PolicyModel:
+    return build_model(ModelConfig(path=path, dtype=dtype), PolicyConfig(parallel=parallel), layout)
+
+
+def logprobs(model: PolicyModel, samples, layout: Layout) -> list[torch.Tensor] | None:
+    """Per sample the log-probs of its response, on the last stage."""
+    schedule = Schedule(model.chunks, model, layout, temperature=TEMPERATURE, logprob_chunk_tokens=7)
+    multiple = layout.tp_size if model.config.sequence_parallel else 1
+    plan = plan_micro_batches(samples, data_parallel=1, budget=100, multiple=multiple)
+    found = {}
+    for micro_batch, logp in schedule.forward([build_micro_batch(samples, rows, layout.device, multiple) for rows in plan.ranks[0]]):
+        for row, index in enumerate(micro_batch.samples):
+            found[index] = logp[micro_batch.sequence == row]
+    return [found[i] for i in range(len(samples))] if found else None
+
+
+def exported(model: PolicyModel, max_bytes: int) -> dict[str, torch.Tensor] | None:
+    """What rank 0 gets, copied; None elsewhere."""
+    found: dict[str, torch.Tensor] = {}
+    for bucket in WeightExporter(model.bridge, model.chunks).buckets(max_bytes):
+        for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
+            assert (tensor is not None) == (model.bridge.layout.rank == 0)
+            if tensor is not None:
+                assert name not in found
+                found[name] = tensor.clone()
+    return found or None
+
+
+def collectives_of_one_export(model: PolicyModel, max_bytes: int) -> int:
+    calls = 0
+    originals = {name: getattr(dist, name) for name in ("gather", "send", "recv", "all_gather", "broadcast", "all_gather_object")}
+
+    def counting(original):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    exporter = WeightExporter(model.bridge, model.chunks)
+    for name, original in originals.items():
+        setattr(dist, name, counting(original))
+    try:
+        for _ in exporter.buckets(max_bytes):
+            pass
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return calls
+
+
+class Trained:
+    """A model with an optimizer that has taken steps on made-up gradients, equal on every layout."""
+
+    def __init__(self, path: Path, parallel: ParallelConfig, layout: Layout) -> None:
+        policy = PolicyConfig(parallel=parallel, optimizer=OptimizerConfig(lr=1e-2, clip_grad=None))
+        self.layout = layout
+        self.model = build_model(ModelConfig(path=path, dtype="float32"), policy, layout)
+        self.wrapped = wrap_for_gradients(self.model.chunks, policy)
+        self.optimizer = build_optimizer(self.wrapped, policy, torch.float32)
+
+    def step(self) -> None:
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                parameter.main_grad.copy_(torch.sin(100 * parameter.detach()) / self.layout.dp_size)
+            chunk.start_grad_sync()
+            chunk.finish_grad_sync()
+        self.optimizer.prepare_grads()
+        self.optimizer.step_with_ready_grads()
+
+    def save(self, directory: Path, step: int, keep: int = 2, mark: str = "") -> None:
+        checkpoint.save(
+            directory, step, model=self.model, optimizer=self.optimizer, layout=self.layout, keep=keep,
+            state={"version": step, "mark": mark, "nested": {"position": (3, 4)}},
+            rank_state={"reference": torch.full((3,), float(self.layout.rank))},
+        )  # fmt: skip
+
+    def load(self, directory: Path) -> checkpoint.Checkpoint | None:
+        return checkpoint.load(directory, model=self.model, optimizer=self.optimizer, layout=self.layout)
+
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        return exported(self.model, 1 << 30)
+
+
+def checkpoints(source: Path, parallel: ParallelConfig, layout: Layout, output: Path, other: str) -> dict:
+    trained = Trained(source, parallel, layout)
+    trained.step()
+    trained.step()
+    at_save = trained.weights()
+    torch.manual_seed(17)
+    trained.save(output / "checkpoint", 2, mark="own")
+    random_after = torch.rand(4)
+    trained.step()
+    after = trained.weights()
+
+    resumed = Trained(source, parallel, layout)
+    loaded = resumed.load(output / "checkpoint")
+    result = {
+        "at_save": at_save,
+        "after": after,
+        "resumed": resumed.weights(),
+        "random_restored": bool(torch.equal(torch.rand(4), random_after)),
+        "state": loaded.state,
+        "step": loaded.step,
+        "rank_state": loaded.rank_state,
+    }
+    resumed.step()
+    result["resumed_after"] = resumed.weights()
+    if other:
+        stranger = Trained(source, parallel, layout)
+        loaded = stranger.load(Path(other))
+        result["other_rank_state"] = loaded.rank_state
+        result["other"] = stranger.weights()
+        stranger.step()
+        result["other_after"] = stranger.weights()
+    export_hf(WeightExporter(resumed.model.bridge, resumed.model.chunks), source, output / "hf")
+    result["after_export"] = resumed.weights()
+    return result
+
+
+class Killed(BaseException):
+    pass
+
+
+def interrupted_saves(source: Path, parallel: ParallelConfig, layout: Layout, output: Path) -> list[dict]:
+    """Saves step 1, then dies at each file-system operation of saving step 2 in turn; what a fresh process then finds."""
+    trained = Trained(source, parallel, layout)
+    trained.step()
+    pristine = output / "pristine"
+    trained.save(pristine, 1, mark="first")
+    first = trained.weights()
+    trained.step()
+    second = trained.weights()
+    operations = [(os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Path, "write_bytes"), (Path, "write_text"), (Path, "mkdir")]
+    found = []
+    for survives in range(400):
+        directory = output / f"killed_{survives}"
+        shutil.copytree(pristine, directory)
+        done = 0
+        originals = [(owner, name, getattr(owner, name)) for owner, name in operations]
+
+        def dying(original):
+            def call(*args, **kwargs):
+                nonlocal done
+                if done == survives:  # noqa: B023 - used within this turn of the loop
+                    raise Killed
+                done += 1
+                return original(*args, **kwargs)
+
+            return call
+
+        finished = False
+        for owner, name, original in originals:
+            setattr(owner, name, dying(original))
+        try:
+            trained.save(directory, 2, keep=1, mark="second")
+            finished = True
+        except Killed:
+            pass
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+        fresh = Trained(source, parallel, layout)
+        loaded = fresh.load(directory)
+        weights = fresh.weights()
+        whole = {"first": first, "second": second}[loaded.state["mark"]]
+        again = directory
+        fresh.save(again, 3, keep=1, mark="third")
+        found.append(
+            {
+                "mark": loaded.state["mark"],
+                "step": loaded.step,
+                "whole": all(torch.equal(weights[name], whole[name]) for name in whole),
+                "saves_again": fresh.load(again).state["mark"] == "third",
+                "left": sorted(p.name for p in again.iterdir()),
+            }
+        )
+        shutil.rmtree(directory)
+        if finished:
+            return found
+    raise AssertionError("saving never finished")
+
+
+def main() -> None:
+    material, settings, output, other = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    device.install("cpu")
+    parallel = ParallelConfig(**settings)
+    layout = initialise(parallel, "cpu", timeout_s=60)
+    samples = torch.load(material / "samples.pt", weights_only=False)
+    results: dict = {"models": {}}
+    for path in sorted(p for p in material.iterdir() if p.is_dir()):
+        model = load_model(path, parallel, layout, "bfloat16" if path.name.endswith("bfloat16") else "float32")
+        started = time.perf_counter()
+        whole = exported(model, 1 << 30)
+        results["models"][path.name] = {
+            "logprobs": logprobs(model, samples, layout),
+            "exported": whole,
+            "exported_seconds": time.perf_counter() - started,
+            "exported_in_small_buckets": exported(model, 5000),
+            "digests": {name: tensor_digest(tensor) for name, tensor in (whole or {}).items()},
+            "collectives": collectives_of_one_export(model, 1 << 30),
+        }
+    results["checkpoint"] = checkpoints(material / CHECKPOINTED, parallel, layout, output, other)
+    if layout.world_size == 1:
+        results["interrupted"] = interrupted_saves(material / CHECKPOINTED, parallel, layout, output)
+    gathered: list = [None] * layout.world_size
+    dist.all_gather_object(gathered, results)
+    if layout.rank == 0:
+        torch.save(gathered, output / "results.pt")
+    layout.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What the model tests run on: tiny checkpoints, sequences, and each layout's results, computed once per test session."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_async_rl.samples.types import Prompt, Sample
+from tests.parallel.model_program import TEMPERATURE
+from tests.parallel.torchrun import run_ranks
+from tests.tiny_models import FAMILIES, save_tiny_model
+
+LAYOUTS = {
+    "single": {"ranks": 1},
+    "tensor": {"ranks": 2, "tensor": 2},
+    "sequence": {"ranks": 2, "tensor": 2, "sequence": True},
+    "pipeline": {"ranks": 2, "pipeline": 2},
+    "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
+    "data": {"ranks": 2, "distributed_optimizer": True},
+}
+LOADS_FROM = {"single": "tensor_pipeline", "tensor": "", "sequence": "tensor", "pipeline": "data", "tensor_pipeline": "tensor", "data": "tensor"}
+"""Whose checkpoint a layout also loads: always another layout's, in an order without circles."""
+VOCABULARY = 96
+
+_directories: list[tempfile.TemporaryDirectory] = []
+
+
+def temporary() -> Path:
+    _directories.append(tempfile.TemporaryDirectory(prefix="mar-models-"))
+    return Path(_directories[-1].name)
+
+
+@functools.cache
+def material() -> Path:
+    directory = temporary()
+    for family in FAMILIES:
+        for tied in (False, True):
+            save_tiny_model(directory / f"{family}-{'tied' if tied else 'untied'}", family, tied=tied, vocab_size=VOCABULARY, seed=len(family))
+    save_tiny_model(directory / "qwen3-tied-odd", "qwen3", tied=True, vocab_size=VOCABULARY + 1, layers=3 + 1, seed=5)
+    save_tiny_model(directory / "qwen2-untied-odd", "qwen2", vocab_size=VOCABULARY + 1, seed=6, max_shard_size="20KB")
+    llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    save_tiny_model(directory / "llama-llama3-rope", "llama", rope_parameters={**llama3, "original_max_position_embeddings": 8192}, max_position_embeddings=65536)
+    save_tiny_model(directory / "llama-linear-rope", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
+    save_tiny_model(directory / "qwen3-bfloat16", "qwen3", dtype="bfloat16", vocab_size=VOCABULARY, seed=7)
+    torch.save(sequences(), directory / "samples.pt")
+    return directory
+
+
+def sequences() -> list[Sample]:
+    rng = np.random.default_rng(3)
+    samples = []
+    for index, (prompt, response) in enumerate([(3, 5), (7, 1), (1, 12), (9, 30), (2, 2), (5, 17)]):
+        ids = rng.integers(0, VOCABULARY, prompt + response)
+        samples.append(
+            Sample(
+                id=str(index),
+                prompt=Prompt(id=str(index), text="", token_ids=tuple(int(i) for i in ids[:prompt])),
+                response_ids=ids[prompt:].astype(np.int32),
+                behavior_logprobs=np.zeros(response, np.float32),
+                versions=np.zeros(response, np.int32),
+                loss_mask=np.ones(response, np.uint8),
+                text="",
+                finish_reason="stop",
+                reward=0.0,
+            )
+        )
+    return samples
+
+
+@functools.cache
+def results(layout: str) -> list[dict]:
+    """Per rank, what model_program measured."""
+    output = directory_of(layout)
+    other = directory_of(LOADS_FROM[layout]) / "checkpoint" if LOADS_FROM[layout] else ""
+    if LOADS_FROM[layout]:
+        results(LOADS_FROM[layout])
+    settings = LAYOUTS[layout]
+    run_ranks(settings["ranks"], "tests.parallel.model_program", [material(), json.dumps(settings), output, other])
+    return torch.load(output / "results.pt", weights_only=False)
+
+
+@functools.cache
+def directory_of(layout: str) -> Path:
+    return temporary()
+
+
+@functools.cache
+def reference_logprobs(model: str) -> list[torch.Tensor]:
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(material() / model, dtype=torch.float32)
+    found = []
+    for sample in sequences():
+        ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_ids.tolist()]])
+        with torch.no_grad():
+            logits = reference(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1] / TEMPERATURE
+        found.append(torch.log_softmax(logits, -1).gather(1, ids[0, len(sample.prompt.token_ids) :, None])[:, 0])
+    return found
