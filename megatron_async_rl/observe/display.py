@@ -20,7 +20,7 @@ from megatron_async_rl.observe.status import Status
 from megatron_async_rl.observe.summary import IN_A_STEP, REGIMES, span
 
 WIDTH = 92
-SPARK_WIDTH = 24
+SPARK_WIDTH = 16
 RECENT = 240
 PACE = 20
 """Rows that the pace (seconds per step, tokens per second, shares of time) is taken from."""
@@ -109,7 +109,7 @@ def picture(view: View, *, ascii_only: bool) -> RenderableType:
 
     body = Table.grid(padding=(0, 2))
     body.add_column(style="dim", no_wrap=True, min_width=8)
-    body.add_column(no_wrap=True, min_width=SPARK_WIDTH + 8)
+    body.add_column(no_wrap=True, min_width=SPARK_WIDTH + 7)
     body.add_column(no_wrap=True, overflow="ellipsis")
     for name, value, aside in _lines(view, blocks):
         body.add_row(name, value, aside)
@@ -138,13 +138,13 @@ def _lines(view: View, blocks: str) -> list[tuple[str, Text, Text]]:
     elif (loss := view.latest("policy/loss")) is not None:
         add("loss", f"{loss:.4f}  {trend('policy/loss')}", "", "bold")
     if (lag := view.latest("lag/mean")) is not None and view.latest("ratio/ess_ratio") is not None:
-        add("lag", f"mean {lag:.2f}  max {view.latest('lag/max') or 0:.0f}", "weight versions behind, per token")
+        add("lag", f"mean {lag:.2f}  max {view.latest('lag/max') or 0:.0f}", "weight versions behind")
     if (ess := view.latest("ratio/ess_ratio")) is not None:
         add("ESS", f"{ess:.3f}", "effective share of the samples")
     if (regime := view.latest("gac/regime")) is not None:
         cosine = view.latest("gac/cosine")
         skips = view.latest("gac/skips") or 0
-        value = f"cosine {cosine:+.3f}  {REGIMES[int(regime)]}" if cosine is not None else REGIMES[int(regime)]
+        value = f"cosine {cosine:+.3f} {REGIMES[int(regime)]}" if cosine is not None else REGIMES[int(regime)]
         add("gradient", value, f"{skips:.0f} steps skipped so far" if skips else "", REGIME_STYLES[int(regime)])
     if (speed := view.tokens_per_s) is not None:
         publish = view.latest("time/publish_s")

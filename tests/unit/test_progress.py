@@ -83,7 +83,7 @@ def test_the_panel_shows_where_the_run_stands(terminal: Run) -> None:
         "held-out accuracy before 0.310",
         "mean 1.25  max 2",
         "0.875",
-        "cosine +0.250  projected",
+        "cosine +0.250 projected",
         "3 steps skipped",
         "500 tokens/s",
         "published in 0.50 s",
