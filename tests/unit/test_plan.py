@@ -75,6 +75,7 @@ def test_a_tied_embedding_is_kept_on_the_first_and_on_the_last_stage(tmp_path):
     shape = shape_of(tmp_path, tie_word_embeddings=True)
     stages = [stage_parameters(shape, stage=stage, pipeline=2, tensor=1) for stage in range(2)]
     assert sum(stages) == shape.parameters + shape.vocabulary * shape.hidden
+    assert stage_parameters(shape, stage=0, pipeline=1, tensor=1) == shape.parameters
 
 
 @pytest.mark.parametrize(
