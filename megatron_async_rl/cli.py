@@ -103,7 +103,10 @@ def convert(
         _refuse(f"{out}: already exists\n  fix: name a new folder")
     from megatron_async_rl.weights.convert import convert as convert_checkpoint
 
-    convert_checkpoint(checkpoint, out)
+    try:
+        convert_checkpoint(checkpoint, out)
+    except (FileNotFoundError, FileExistsError) as error:
+        _refuse(error)
     console().print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
 
 
