@@ -70,7 +70,7 @@ def _problem(what: str, fix: str) -> Problem:
 def _where_to_look(path: Path) -> str:
     if path.exists():
         return "name the model's folder, not a file in it"
-    return "point it at a Hugging Face model directory; for the examples, run their prepare.py first (`make demo` does)"
+    return "point it at a Hugging Face model directory; the examples make theirs: prepare.py, then the warm start (`make demo`)"
 
 
 def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
