@@ -39,6 +39,10 @@ from megatron_async_rl.weights.receive import plain
 from megatron_async_rl.weights.shared_memory import BucketRef
 
 
+STOP_S = 2.0
+"""Grace before vLLM kills its engine process, which holds nothing that a kill would lose."""
+
+
 class RewardFailed(RuntimeError):
     """A reward failed and `rollout.reward.on_error` is `stop`."""
 
@@ -152,7 +156,7 @@ class RolloutEngine:
     async def stop(self) -> None:
         self._scorer.close()
         if self._llm is not None:
-            self._llm.shutdown()
+            self._llm.shutdown(timeout=STOP_S)
             self._llm = None
 
     async def _sample(self, group: int, k: int, prompt: Prompt) -> Sample:

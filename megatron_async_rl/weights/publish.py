@@ -23,6 +23,10 @@ from megatron_async_rl.weights.shared_memory import BucketRef, NamedTensors, rem
 T = TypeVar("T")
 
 
+class PublishFailed(RuntimeError):
+    """An engine raised during a publish. It stays paused."""
+
+
 class WeightMismatch(RuntimeError):
     """An engine loaded another tensor than the trainer sent. `None` stands for a tensor that one side does not have."""
 
@@ -92,8 +96,8 @@ class Publisher:
     def publish(self, version: int, buckets: Iterable[NamedTensors]) -> PublishReport:
         """Blocks until every engine samples with the weights in `buckets`, numbered `version`.
 
-        Raises WeightMismatch, DeadlineExceeded naming the engine and the phase, ValueError for a version that is not newer
-        or for no buckets, and whatever an engine raised.
+        Raises WeightMismatch; DeadlineExceeded and PublishFailed, which name the engine and the phase (a version that is not
+        newer fails so); ValueError for an update without buckets.
         """
         started = time.monotonic()
         paused_at = 0.0
@@ -139,10 +143,11 @@ class Publisher:
         for engine, call in zip(self._engines, calls, strict=True):
             try:
                 answers.append(call.result(timeout=max(0.0, deadline - time.monotonic())))
-            except TimeoutError:
-                if call.done():  # a time-out inside the engine says more than ours would
-                    raise
-                raise DeadlineExceeded(this_process(), f"{engine.name} to {phase}", self._timeout_s) from None
+            except Exception as error:
+                if isinstance(error, TimeoutError) and not call.done():
+                    raise DeadlineExceeded(this_process(), f"{engine.name} to {phase}", self._timeout_s) from None
+                cause = getattr(error, "cause", None) or error  # Ray wraps what the actor raised
+                raise PublishFailed(f"{engine.name} failed to {phase}: {cause}") from error
         return answers
 
 

@@ -5,7 +5,8 @@ Invariants:
 - a digest is taken of every tensor as `load_weights` consumes it, so it attests what this worker was given, not what was sent;
 - an update ends only when every parameter of the model was loaded in it. A fused parameter (qkv, gate_up) counts as
   loaded when each of its parts came;
-- loading goes through vLLM's layer-wise reload, which redoes the kernels' packing of the weights.
+- loading goes through vLLM's layer-wise reload, which redoes the kernels' packing of the weights. It does so only for layers
+  that received a tensor; a tied output layer receives none, so its packing is redone here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -67,6 +69,20 @@ def missing_parameters(
     return sorted(missing)
 
 
+def tied_layers(model: torch.nn.Module) -> list[Any]:
+    """Layers whose `weight` is also the weight of a layer before them."""
+    owners: set[int] = set()
+    tied = []
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or not weight.numel():  # on a CPU, packing leaves an empty weight behind
+            continue
+        if id(weight) in owners:
+            tied.append(layer)
+        owners.add(id(weight))
+    return tied
+
+
 class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     """Loads full tensors under Hugging Face names from bucket files in shared memory."""
 
@@ -76,6 +92,7 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parameters = frozenset(name for name, _ in self.model.named_parameters())
+        self._tied = tied_layers(self.model)
         self._loaded: set[str] = set()
         self._version = -1
         self.digests: dict[str, str] = {}
@@ -100,6 +117,11 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self._tied:
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def require_complete(self) -> None:
+        """Raises RuntimeError when the update that just ended left out a parameter of the model."""
         fused = getattr(self.model, "packed_modules_mapping", {})
         missing = missing_parameters(self._parameters, self._loaded, self.digests.keys(), fused)
         if missing:
@@ -132,4 +154,5 @@ class WeightLoadingWorker:
         if not last:
             return {}
         self.finish_weight_update()
+        receiver.require_complete()
         return dict(receiver.digests)

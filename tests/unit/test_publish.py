@@ -12,7 +12,7 @@ import torch
 
 from megatron_async_rl.observe.deadline import DeadlineExceeded
 from megatron_async_rl.weights.digest import tensor_digest
-from megatron_async_rl.weights.publish import Publisher, WeightMismatch
+from megatron_async_rl.weights.publish import Publisher, PublishFailed, WeightMismatch
 from megatron_async_rl.weights.shared_memory import PREFIX, BucketRef, read_bucket
 
 
@@ -124,7 +124,7 @@ def test_an_engine_that_fails_fails_the_publish(tmp_path: Path) -> None:
             return future
 
     engine = Failing("engine-0")
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(PublishFailed, match="engine-0 failed to load weights of version 1: out of memory"):
         Publisher([engine], timeout_s=5, directory=tmp_path).publish(1, buckets(1))
     assert engine.diary == ["pause"]
 

@@ -1,0 +1,61 @@
+"""What transformers says about a response, and the small checkpoints the engine tests serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.tiny_models import save_tiny_model
+
+VOCABULARY = 512
+"""Large, so that a random model ends its responses late."""
+
+
+def save_checkpoint(directory: Path, *, seed: int) -> Path:
+    """A tiny Qwen3 with a word-level tokenizer `w0 w1 ...`; id 0 ends a sequence."""
+    # 32 is the smallest head of vLLM's attention on a CPU.
+    shape = {"hidden_size": 64, "heads": 2, "kv_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
+    save_tiny_model(directory, "qwen3", tied=True, seed=seed, **shape)
+    tokens = {f"w{i}": i for i in range(VOCABULARY)}
+    special = {
+        "id": 0,
+        "content": "w0",
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [special],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "w1"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+def checkpoint_weights(directory: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+class Reference:
+    """transformers on the same checkpoint, in float32."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logprobs(self, prompt_ids: tuple[int, ...], response_ids: list[int], temperature: float) -> Tensor:
+        """[T] log-probs of the response tokens, float32."""
+        ids = torch.tensor([[*prompt_ids, *response_ids]])
+        logits = self._model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
+        return torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(response_ids)[:, None])[:, 0]

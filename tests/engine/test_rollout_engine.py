@@ -1,0 +1,288 @@
+"""Two real vLLM engines behind Ray, fed with new weights by the real publisher, held against transformers.
+
+The tests share the engines and run in order; every one that loads weights takes the next version.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.rollout.actor import start_engines, stop_engines
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples import Group, Prompt, Sample
+from megatron_async_rl.weights import publish as publish_module
+from megatron_async_rl.weights.publish import Publisher, PublishFailed, PublishReport, RayEngine, WeightMismatch
+from megatron_async_rl.weights.shared_memory import PREFIX
+from tests.engine.reference import VOCABULARY, Reference, checkpoint_weights, save_checkpoint
+
+pytestmark = pytest.mark.engine
+
+TOLERANCE = 1e-5
+CHECKPOINTS = 4
+SHORT, LONG = 0, 1
+"""engine-0: temperature 0.7, 24 tokens; engine-1: temperature 1.0, 400 tokens."""
+TEMPERATURES = (0.7, 1.0)
+MAX_TOKENS = (24, 400)
+
+
+class Engines:
+    """The running engines, and which checkpoint each version was."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = [save_checkpoint(root / f"model-{seed}", seed=seed) for seed in range(CHECKPOINTS)]
+        self.references = [Reference(path) for path in self.checkpoints]
+        self.version = 0
+        self.of_version = {0: 0}
+        self.specs = [
+            EngineSpec(
+                index=index,
+                model_path=self.checkpoints[0],
+                dtype="float32",
+                rollout=RolloutConfig.model_validate(
+                    {
+                        "sampling": {"temperature": TEMPERATURES[index], "max_tokens": MAX_TOKENS[index]},
+                        "reward": {"name": "tests.engine.rewards_that_fail:misbehave", "timeout_s": 1.0},
+                        "kv_cache_gib": 0.25,
+                        "max_concurrent": 64,
+                        "start_timeout_s": 240,
+                    }
+                ),
+                seed=11,
+                device="cpu",
+                log_dir=root / "logs",
+            )
+            for index in (SHORT, LONG)
+        ]
+        self.handles = start_engines(self.specs)
+        self.clients = [RayEngine(spec.name, handle) for spec, handle in zip(self.specs, self.handles, strict=True)]
+        self.publisher = Publisher(self.clients, timeout_s=60)
+        self._groups = 0
+
+    def groups(self, engine: int, prompts: list[Prompt], n: int, index: int | None = None) -> list[Group]:
+        import ray
+
+        references = []
+        for prompt in prompts:
+            number = self._groups if index is None else index
+            self._groups += 1
+            references.append(self.handles[engine].generate_group.remote(number, prompt, n, self.version))
+        done: list[Group] = ray.get(references, timeout=120)
+        return done
+
+    def publish(self, checkpoint: int, *, per_bucket: int = 1000) -> PublishReport:
+        self.version += 1
+        self.of_version[self.version] = checkpoint
+        return self.publisher.publish(self.version, buckets(self.checkpoints[checkpoint], per_bucket))
+
+    def difference(self, engine: int, sample: Sample, version: int, upto: int | None = None) -> float:
+        """Largest |engine's log-prob - transformers'| of the sample's first `upto` tokens, under the weights of `version`."""
+        ids = sample.response_ids.tolist()[:upto]
+        reference = self.references[self.of_version[version]].logprobs(sample.prompt.token_ids, ids, TEMPERATURES[engine])
+        return float((torch.from_numpy(sample.behavior_logprobs[:upto].copy()) - reference).abs().max())
+
+
+def buckets(checkpoint: Path, per_bucket: int = 1000) -> Iterator[SimpleNamespace]:
+    weights = list(checkpoint_weights(checkpoint).items())
+    for start in range(0, len(weights), per_bucket):
+        names, tensors = zip(*weights[start : start + per_bucket], strict=True)
+        yield SimpleNamespace(names=names, tensors=tensors)
+
+
+def prompt_of(length: int, seed: int = 0, **fields: Any) -> Prompt:
+    ids = np.random.default_rng([seed, length]).integers(1, VOCABULARY, length)
+    return Prompt(id=f"p{seed}-{length}", text="", token_ids=tuple(int(i) for i in ids), fields=fields)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    try:
+        running = Engines(tmp_path_factory.mktemp("engines"))
+        try:
+            yield running
+        finally:
+            stop_engines(running.handles, timeout_s=20)
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("engine", [SHORT, LONG], ids=["temperature 0.7", "temperature 1.0"])
+def test_sampled_logprobs_are_those_of_transformers_at_the_sampling_temperature(engines: Engines, engine: int) -> None:
+    for group in engines.groups(engine, [prompt_of(3), prompt_of(40), prompt_of(1)], 4):
+        for sample in group.samples:
+            assert sample.versions.tolist() == [0] * sample.length
+            assert engines.difference(engine, sample, 0) < TOLERANCE
+
+
+def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines: Engines) -> None:
+    samples = [s for group in engines.groups(LONG, [prompt_of(5, seed) for seed in range(8)], 4) for s in group.samples]
+    stopped = [s for s in samples if s.finish_reason == "stop"]
+    cut = [s for s in samples if s.finish_reason == "length"]
+    assert stopped
+    assert cut
+    assert len(stopped) + len(cut) == len(samples)
+    for sample in stopped:
+        assert sample.response_ids[-1] == 0
+        assert 0 not in sample.response_ids[:-1]
+        assert not sample.truncated
+    for sample in cut:
+        assert sample.length == MAX_TOKENS[LONG]
+        assert 0 not in sample.response_ids
+    for sample in samples:
+        assert sample.loss_mask.tolist() == [1] * sample.length
+        assert sample.text.split() == [f"w{i}" for i in sample.response_ids if i != 0]
+        assert sample.reward == len(sample.text.split())
+
+
+def test_a_group_is_repeated_by_its_index_and_its_samples_differ(engines: Engines) -> None:
+    (first,), (again,), (other,) = (engines.groups(SHORT, [prompt_of(9)], 4, index=index) for index in (77, 77, 78))
+    responses = [sample.response_ids.tolist() for sample in first.samples]
+    assert responses == [sample.response_ids.tolist() for sample in again.samples]
+    assert responses != [sample.response_ids.tolist() for sample in other.samples]
+    assert len({tuple(response) for response in responses}) == 4
+
+
+def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(engines: Engines) -> None:
+    """A prompt longer than a cache block comes again after every update: nothing of it may be reused."""
+    import ray
+
+    repeated = prompt_of(300)
+    for checkpoint, per_bucket in ((1, 1000), (2, 5), (3, 1)):
+        engines.groups(LONG, [repeated], 2)
+        report = engines.publish(checkpoint, per_bucket=per_bucket)
+        assert report.tensors == len(checkpoint_weights(engines.checkpoints[checkpoint]))
+        for engine in (SHORT, LONG):
+            assert ray.get(engines.handles[engine].version.remote(), timeout=30) == engines.version
+            for group in engines.groups(engine, [repeated, prompt_of(6)], 2):
+                for sample in group.samples:
+                    assert set(sample.versions.tolist()) == {engines.version}
+                    assert engines.difference(engine, sample, engines.version) < TOLERANCE
+                    assert engines.difference(engine, sample, engines.version - 1) > 0.1, (
+                        "the checkpoints must differ to be told apart"
+                    )
+
+
+def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_weights(engines: Engines) -> None:
+    """Tokens up to the switch match the old weights. After it they attend to kept keys and values of the old weights, so
+    they match neither model exactly; what holds is that the new number is theirs and that sampling went on."""
+    old = engines.version
+    done: list[Group] = []
+    worker = threading.Thread(target=lambda: done.extend(engines.groups(LONG, [prompt_of(4, seed) for seed in range(16)], 4)))
+    worker.start()
+    time.sleep(0.4)
+    report = engines.publish(0)
+    worker.join(timeout=120)
+    samples = [sample for group in done for sample in group.samples]
+    assert len(samples) == 64
+    both = [sample for sample in samples if set(sample.versions.tolist()) == {old, old + 1}]
+    assert len(both) >= 8, [sample.versions.tolist() for sample in samples]
+    for sample in both:
+        switch = int(np.argmax(sample.versions == old + 1))
+        assert engines.difference(LONG, sample, old, upto=switch) < TOLERANCE
+        first_new = sample.behavior_logprobs[switch : switch + 1]
+        under_old = engines.references[engines.of_version[old]].logprobs(
+            sample.prompt.token_ids, sample.response_ids.tolist()[: switch + 1], TEMPERATURES[LONG]
+        )[-1]
+        assert abs(float(first_new[0]) - float(under_old)) > TOLERANCE, "the switch is where the stamps say"
+    print(f"publish with {len(both)} responses in flight: {report}")
+
+
+def test_rewards_that_raise_are_nan_or_hang_are_recorded_and_disturb_nobody(engines: Engines) -> None:
+    prompts = [
+        prompt_of(4, 1, reward="raises"),
+        prompt_of(4, 2, reward="nan"),
+        *(prompt_of(4, 3, reward="hangs") for _ in range(3)),
+    ]
+    good = [prompt_of(4, seed) for seed in range(10, 20)]
+    groups = engines.groups(SHORT, [*prompts, *good], 2)
+    errors = [{sample.reward_error for sample in group.samples} for group in groups]
+    assert errors[0] == {"KeyError: 'answer'"}
+    assert errors[1] == {"the reward is nan, not a finite number"}
+    assert errors[2] == errors[3] == errors[4] == {"no reward within rollout.reward.timeout_s: 1"}
+    for group in groups[:5]:
+        assert all(sample.reward == 0.0 and not sample.valid for sample in group.samples)
+    for group in groups[5:]:
+        assert all(sample.valid and sample.reward == len(sample.text.split()) for sample in group.samples)
+    lines = [json.loads(line) for line in engines.specs[SHORT].reward_log.read_text().splitlines()]
+    assert sorted(line["error"] for line in lines) == sorted(
+        s.reward_error for group in groups[:5] for s in group.samples if s.reward_error
+    )
+    assert {line["response"] for line in lines} == {sample.text for group in groups[:5] for sample in group.samples}
+
+
+def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = "model.layers.1.mlp.up_proj.weight"
+    write = publish_module.write_bucket
+
+    class Flipped:
+        def __init__(self, bucket: Any, directory: Path) -> None:
+            self._written = write(bucket, directory)
+
+        def __enter__(self) -> Any:
+            ref = self._written.__enter__()
+            (entry,) = (entry for entry in ref.entries if entry.name == victim)
+            with open(ref.path, "r+b") as file:
+                file.seek(entry.offset + 5)
+                byte = file.read(1)[0]
+                file.seek(entry.offset + 5)
+                file.write(bytes([byte ^ 1]))
+            return ref
+
+        def __exit__(self, *exc: Any) -> Any:
+            return self._written.__exit__(*exc)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(publish_module, "write_bucket", Flipped)
+        with pytest.raises(WeightMismatch, match=r"engine-0") as failure:
+            engines.publish(1)
+    assert failure.value.name == victim
+    assert failure.value.sent != failure.value.loaded
+    assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
+    engines.publish(1)
+
+
+def test_a_version_that_does_not_grow_is_refused_and_the_weights_stay(engines: Engines) -> None:
+    with pytest.raises(PublishFailed, match=f"engine-0 failed to .*weight version {engines.version} was refused"):
+        engines.publisher.publish(engines.version, buckets(engines.checkpoints[2]))
+    for client in engines.clients:
+        client.resume().result(timeout=30)
+    (group,) = engines.groups(SHORT, [prompt_of(12)], 2)
+    for sample in group.samples:
+        assert engines.difference(SHORT, sample, engines.version) < TOLERANCE
+
+
+def test_an_update_that_leaves_out_part_of_a_fused_parameter_is_refused(engines: Engines) -> None:
+    left_out = "model.layers.0.self_attn.k_proj.weight"
+    pairs = [pair for pair in checkpoint_weights(engines.checkpoints[2]).items() if pair[0] != left_out]
+    names, tensors = zip(*pairs, strict=True)
+    engines.version += 1
+    with pytest.raises(PublishFailed, match=f"left out 1: {left_out}"):
+        engines.publisher.publish(engines.version, [SimpleNamespace(names=names, tensors=tensors)])
+    engines.publish(2)
+    (group,) = engines.groups(SHORT, [prompt_of(12)], 2)
+    assert all(engines.difference(SHORT, sample, engines.version) < TOLERANCE for sample in group.samples)
+
+
+def test_engines_write_to_their_logs_and_not_to_the_terminal(engines: Engines, capfd: pytest.CaptureFixture[str]) -> None:
+    engines.groups(SHORT, [prompt_of(3)], 1)
+    reports = [engines.publish(checkpoint) for checkpoint in (3, 0, 1)]
+    print("publishes:", *reports, sep="\n")
+    captured = capfd.readouterr()
+    print(captured.out)
+    assert "EngineCore" not in captured.out + captured.err
+    for spec in engines.specs:
+        assert "EngineCore" in spec.log.read_text()
