@@ -112,7 +112,7 @@ class RolloutFeed:
         self._tokens_reported = 0.0
         source, self._held_out = _prompts(config)
         logs = config.run.dir / "logs"
-        _join_ray()
+        _join_ray(config.policy.parallel.ranks if device_type == "cuda" else 0)
         try:
             specs = [
                 EngineSpec(
@@ -213,13 +213,22 @@ def _prompts(config: Config) -> tuple[PromptSource, list[Prompt]]:
     return PromptSource(train, seed=config.run.seed, shuffle=config.data.shuffle), held_out
 
 
-def _join_ray() -> None:
-    """The cluster named by RAY_ADDRESS, or one of our own on this machine that ends with this process."""
+def _join_ray(trainer_gpus: int) -> None:
+    """The cluster named by RAY_ADDRESS, or one of our own on this machine that ends with this process.
+
+    `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must not hand out.
+    """
     import ray
 
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False)
-    else:
-        ray.init(
-            address="local", include_dashboard=False, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES, num_cpus=os.cpu_count()
-        )
+        return
+    if trainer_gpus:
+        import torch
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[trainer_gpus:])
+    ray.init(
+        address="local", include_dashboard=False, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES, num_cpus=os.cpu_count()
+    )

@@ -25,6 +25,7 @@ from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.observe.logs import find_cause
 from megatron_async_rl.observe.progress import Progress, print_summary
+from megatron_async_rl.observe.report import write_report
 from megatron_async_rl.observe.status import read_status
 
 RUN_ID_VARIABLE = "MEGATRON_ASYNC_RL_RUN_ID"
@@ -63,6 +64,7 @@ def launch(config: Config, console: Console) -> int:
     if exit_code == 0:
         ended = read_status(run_dir)
         if ended is not None and ended.phase == "finished":
+            write_report(run_dir)
             print_summary(run_dir, console)
         else:
             console.print(f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command resumes. Run directory: {run_dir}")
@@ -156,16 +158,15 @@ def _kill_leftovers(run_id: str) -> None:
 
 
 def _explain_failure(run_dir: Path, console: Console) -> None:
-    status = read_status(run_dir)
-    if status is not None and status.phase == "failed" and status.error:
-        console.print(f"[red bold]The run failed[/] at step {status.step}: ", end="")
-        console.print(status.error, markup=False, highlight=False)
-        console.print(f"Log: {status.log}", markup=False, highlight=False)
-        return
-    cause = find_cause(run_dir / "logs")
-    if cause is None:
-        console.print(f"[red bold]The run failed[/] without a message; its logs are in {run_dir / 'logs'}")
-        return
+    """The cause and its file. Rank 0's own words are the fullest, unless what it met was another process's death."""
+    status, cause = read_status(run_dir), find_cause(run_dir / "logs")
+    own = status.log if status is not None and status.phase == "failed" and status.error else None
+    if status is not None and own is not None and (cause is None or cause.file == Path(own)):
+        message, place = status.error or "", own
+    elif cause is not None:
+        message, place = cause.message, f"{cause.file}:{cause.line}"
+    else:
+        message, place = "no process left a message", str(run_dir / "logs")
     console.print("[red bold]The run failed:[/] ", end="")
-    console.print(cause.message, markup=False, highlight=False)
-    console.print(f"Log: {cause.file}:{cause.line}", markup=False, highlight=False)
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Log: {place}", markup=False, highlight=False, soft_wrap=True)

@@ -16,6 +16,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.law import max_lag
 from megatron_async_rl.flow.summary import summarise
+from megatron_async_rl.observe.deadline import name_this_process
 from megatron_async_rl.observe.logs import redirect_output
 from megatron_async_rl.observe.metrics import MetricsLog
 from megatron_async_rl.observe.status import Status, write_status
@@ -142,6 +143,7 @@ def main(config_path: Path) -> int:
     config = load(config_path)
     rank = device.launched_rank()
     redirect_output(config.run.dir / "logs" / f"rank_{rank}.log")
+    name_this_process(f"rank {rank}")
     device_type = device.install(config.policy.device)
     layout = initialise(config.policy.parallel, device_type, timeout_s=config.watchdog.timeout_s + 60)
     run = None
