@@ -1,0 +1,81 @@
+"""`mar doctor` fails for what this machine's path needs, and only advises on the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_async_rl import doctor
+from megatron_async_rl.config.machine import GIB, Gpu, Machine
+
+LAPTOP = Machine(cores=2, memory=16 * GIB, shared_memory=2 * GIB, gpus=())
+NODE = Machine(cores=64, memory=512 * GIB, shared_memory=64 * GIB, gpus=(Gpu("A", 80 * GIB),))
+
+
+@pytest.fixture(autouse=True)
+def without_asking_torch(monkeypatch):
+    """Loading torch takes seconds; the end-to-end tests load it for real."""
+    monkeypatch.setattr(doctor, "_torch", lambda path: [])
+
+
+def states(machine: Machine) -> dict[str, str]:
+    return {finding.part: finding.state for finding in doctor.examine(machine)}
+
+
+def exit_code(machine: Machine) -> int:
+    return doctor.show(doctor.examine(machine), Console(quiet=True))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """The parts as if they were installed in just these versions."""
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+TRIED = {part.distribution: part.version for part in doctor.PARTS if part.version}
+
+
+def test_the_locked_environment_is_ready_on_a_cpu():
+    assert exit_code(LAPTOP) == 0
+
+
+def test_a_cpu_needs_no_gpu_part(monkeypatch):
+    install(monkeypatch, **{name: version for name, version in TRIED.items() if name not in ("vllm", "transformer-engine-torch")})
+    assert exit_code(LAPTOP) == 0
+    assert states(LAPTOP)["transformer-engine-torch"] == "note"
+    assert "vllm" not in states(LAPTOP)
+
+
+def test_a_gpu_needs_the_gpu_build_of_the_engine(monkeypatch):
+    install(monkeypatch, **{name: version for name, version in TRIED.items() if name != "vllm"})
+    assert states(NODE)["vllm"] == "missing"
+    assert exit_code(NODE) == 1
+
+
+def test_another_version_of_a_needed_part_fails(monkeypatch):
+    install(monkeypatch, **TRIED | {"torch": "2.14.0+cpu"})
+    assert states(LAPTOP)["torch"] == "missing"
+    install(monkeypatch, **TRIED | {"torch": "2.13.0+cpu"})
+    assert states(LAPTOP)["torch"] == "ok"
+
+
+def test_a_small_shared_memory_fails_since_it_carries_the_weights():
+    small = Machine(cores=2, memory=16 * GIB, shared_memory=64 * 2**20, gpus=())
+    assert states(small)["shared memory"] == "missing"
+    assert exit_code(small) == 1
+
+
+def test_the_tried_versions_are_those_of_the_lock():
+    with (Path(__file__).parents[2] / "requirements" / "cpu.txt").open() as lock:
+        locked = dict(line.split(" ;")[0].strip().split("==") for line in lock if "==" in line)
+    for part in doctor.PARTS:
+        if "cpu" in part.on:
+            assert locked[part.distribution].split("+")[0] == part.version
