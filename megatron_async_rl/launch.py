@@ -31,6 +31,7 @@ from megatron_async_rl.observe.status import read_status
 RUN_ID_VARIABLE = "MEGATRON_ASYNC_RL_RUN_ID"
 POLL_S = 0.25
 KILL_GRACE_S = 10.0
+INTERRUPTED = 130
 
 
 class RunDirectoryError(Exception):
@@ -40,7 +41,7 @@ class RunDirectoryError(Exception):
 def launch(config: Config, console: Console) -> int:
     """Runs `config` to its end, to Ctrl-C or to its failure; returns the process exit code.
 
-    0: finished, or stopped cleanly; 1: failed; 130: killed by a second Ctrl-C.
+    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not go on without it).
     """
     run_dir = config.run.dir
     status = read_status(run_dir)
@@ -66,10 +67,10 @@ def launch(config: Config, console: Console) -> int:
         if ended is not None and ended.phase == "finished":
             write_report(run_dir)
             print_summary(run_dir, console)
-        else:
-            console.print(f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command resumes. Run directory: {run_dir}")
-        return 0
-    if exit_code != 130:
+            return 0
+        console.print(f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command resumes. Run directory: {run_dir}")
+        return INTERRUPTED
+    if exit_code != INTERRUPTED:
         _explain_failure(run_dir, console)
     return exit_code
 
@@ -120,7 +121,7 @@ def _watch(process: subprocess.Popen[bytes], progress: Progress, run_dir: Path, 
                 stops = len(interrupts)
                 if stops > 1:
                     console.print("Killed. The last checkpoint is intact; the same command resumes from it.")
-                    return 130
+                    return INTERRUPTED
                 (run_dir / "stop").touch()
                 console.print("Stopping after this step, with a checkpoint. Ctrl-C again kills at once.")
             time.sleep(POLL_S)

@@ -1,0 +1,136 @@
+"""The rollout engine as a run uses it (Ray actor, continuous submission, scoring, versions) against vLLM's offline `generate`.
+
+Same model, prompts, sampling and number of sequences at a time; each side in a process of its own, one after the other,
+every prompt sampled once per round. Response tokens per second over the rounds after the first. Ratio = ours / bare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERATED = ROOT / "examples" / "arithmetic" / "generated"
+GROUP = 8
+
+
+def settings(args: argparse.Namespace) -> Any:
+    from megatron_async_rl.config.schema import RewardConfig, RolloutConfig, SamplingConfig
+
+    return RolloutConfig(
+        sampling=SamplingConfig(max_tokens=args.max_tokens),
+        reward=RewardConfig(name="arithmetic"),
+        max_concurrent=args.concurrent,
+        kv_cache_gib=0.5,
+    )
+
+
+def spec(args: argparse.Namespace, logs: Path) -> Any:
+    from megatron_async_rl.rollout.spec import EngineSpec
+
+    return EngineSpec(
+        index=0, model_path=args.model, dtype="float32", rollout=settings(args), seed=1, device="cpu", log_dir=logs, first_version=0
+    )
+
+
+def prompts(args: argparse.Namespace) -> list[Any]:
+    from megatron_async_rl.data.prompts import read_prompts
+    from megatron_async_rl.data.tokenizer import load_tokenizer
+
+    return read_prompts(GENERATED / "train.jsonl", load_tokenizer(args.model), limit=args.prompts)
+
+
+def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
+    import ray
+
+    from megatron_async_rl.rollout.actor import start_engines, stop_engines
+
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
+    (engine,) = start_engines([spec(args, logs)])
+
+    async def one_round(number: int) -> int:
+        calls = [engine.generate_group.remote(number * args.prompts + i, prompt, GROUP, 0) for i, prompt in enumerate(asked)]
+        groups = await asyncio.gather(*calls)
+        return sum(sample.length for group in groups for sample in group.samples)
+
+    async def rounds() -> dict[str, float]:
+        await one_round(0)
+        started, tokens = time.perf_counter(), 0
+        for number in range(1, args.rounds + 1):
+            tokens += await one_round(number)
+        seconds = time.perf_counter() - started
+        return {"tokens_per_s": tokens / seconds, "tokens": tokens, "seconds": seconds}
+
+    asked = prompts(args)
+    result = asyncio.run(rounds())
+    stop_engines([engine], timeout_s=15)
+    ray.shutdown()
+    return result
+
+
+def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
+    from megatron_async_rl.rollout.actor import environment
+    from vllm import LLM, SamplingParams
+
+    os.environ.update({key: value for key, value in environment(spec(args, logs)).items() if key != "LD_PRELOAD"})
+    llm = LLM(
+        model=str(args.model),
+        dtype="float32",
+        max_num_seqs=args.concurrent,
+        skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs",
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=2**29,
+        disable_log_stats=True,
+    )
+    from megatron_async_rl.data.tokenizer import load_tokenizer
+
+    stop = list(load_tokenizer(args.model).eos_ids)
+    parameters = SamplingParams(temperature=1.0, max_tokens=args.max_tokens, logprobs=0, stop_token_ids=stop, detokenize=False)
+    asked = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts(args) for _ in range(GROUP)]
+    llm.generate(asked, parameters, use_tqdm=False)
+    started, tokens = time.perf_counter(), 0
+    for _ in range(args.rounds):
+        tokens += sum(len(output.outputs[0].token_ids) for output in llm.generate(asked, parameters, use_tqdm=False))
+    seconds = time.perf_counter() - started
+    return {"tokens_per_s": tokens / seconds, "tokens": tokens, "seconds": seconds}
+
+
+def in_own_process(side: str) -> dict[str, float]:
+    environment = dict(os.environ)
+    openmp = Path(sys.prefix, "lib", "libiomp5.so")
+    if side == "bare" and openmp.is_file():
+        environment["LD_PRELOAD"] = str(openmp)  # our actor sets it for its engine; the peer gets the same
+    command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
+    out = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
+    result: dict[str, float] = json.loads(out.strip().splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=GENERATED / "model")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--concurrent", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--side", choices=["ours", "bare"])
+    args = parser.parse_args()
+    if args.side:
+        with tempfile.TemporaryDirectory() as logs:
+            print(json.dumps({"ours": ours, "bare": bare}[args.side](args, Path(logs))))
+        return
+    sides = {side: in_own_process(side) for side in ("bare", "ours")}
+    print(json.dumps({**sides, "ratio": sides["ours"]["tokens_per_s"] / sides["bare"]["tokens_per_s"], "cores": os.cpu_count()}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
