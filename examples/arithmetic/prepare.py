@@ -73,6 +73,7 @@ def write_model(folder: Path, seed: int) -> None:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=64,
+        initializer_range=0.06,
         tie_word_embeddings=False,
         bos_token_id=vocabulary["<bos>"],
         eos_token_id=vocabulary["<eos>"],
