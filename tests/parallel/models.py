@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from megatron_async_rl.samples.types import Prompt, Sample
-from tests.parallel.model_program import TEMPERATURE
 from tests.parallel.torchrun import run_ranks
 from tests.tiny_models import FAMILIES, save_tiny_model
 
@@ -26,6 +25,9 @@ LAYOUTS = {
 LOADS_FROM = {"single": "tensor_pipeline", "tensor": "", "sequence": "tensor", "pipeline": "data", "tensor_pipeline": "tensor", "data": "tensor"}
 """Whose checkpoint a layout also loads: always another layout's, in an order without circles."""
 VOCABULARY = 96
+TEMPERATURE = 0.7
+CHECKPOINTED = "qwen3-tied-odd"
+"""The model that is trained a little, saved and loaded."""
 
 _directories: list[tempfile.TemporaryDirectory] = []
 

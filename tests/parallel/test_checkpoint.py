@@ -1,0 +1,92 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.parallel.models import LAYOUTS, LOADS_FROM, directory_of, results
+from tests.parallel.torchrun import ROOT
+
+pytestmark = pytest.mark.parallel
+
+FOREIGN = [layout for layout, other in LOADS_FROM.items() if other]
+
+
+def saved(layout):
+    return results(layout)[0]["checkpoint"]
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_model_has_the_saved_weights_and_takes_the_same_next_step(layout):
+    result = saved(layout)
+    assert_same(result["resumed"], result["at_save"])
+    assert_same(result["resumed_after"], result["after"])
+    assert any(not torch.equal(result["after"][name], tensor) for name, tensor in result["at_save"].items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_state_rank_state_and_random_numbers_continue(layout):
+    for rank, result in enumerate(results(layout)):
+        result = result["checkpoint"]
+        assert result["step"] == 2
+        assert result["state"] == {"version": 2, "mark": "own", "nested": {"position": (3, 4)}}
+        assert torch.equal(result["rank_state"]["reference"], torch.full((3,), float(rank)))
+        assert result["random_restored"]
+
+
+@pytest.mark.parametrize("layout", FOREIGN)
+def test_a_checkpoint_of_another_layout_gives_the_same_weights_and_the_same_next_step(layout):
+    result, origin = saved(layout), saved(LOADS_FROM[layout])
+    assert_same(result["other"], origin["at_save"])
+    assert_close(result["other_after"], origin["after"])
+
+
+@pytest.mark.parametrize("layout", FOREIGN)
+def test_rank_state_of_another_layout_is_dropped(layout):
+    key = {name: LAYOUTS[name] for name in (layout, LOADS_FROM[layout])}
+    same = {k: v for k, v in key[layout].items() if k != "sequence"} == {k: v for k, v in key[LOADS_FROM[layout]].items() if k != "sequence"}
+    for rank in results(layout):
+        assert (rank["checkpoint"]["other_rank_state"] is None) == (not same)
+
+
+def test_a_save_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one():
+    found = results("single")[0]["interrupted"]
+    assert len(found) > 10
+    assert all(entry["whole"] for entry in found)
+    marks = [entry["mark"] for entry in found]
+    turn = marks.index("second")
+    assert marks == ["first"] * turn + ["second"] * (len(marks) - turn)
+    assert turn > 5
+    assert all(entry["step"] == {"first": 1, "second": 2}[entry["mark"]] for entry in found)
+
+
+def test_a_save_after_a_killed_one_works_and_clears_what_it_left():
+    for entry in results("single")[0]["interrupted"]:
+        assert entry["saves_again"]
+        assert entry["left"] == ["latest", "step_00000003"]
+
+
+@pytest.mark.parametrize("layout", ["tensor_pipeline", "data"])
+def test_convert_writes_a_checkpoint_of_any_layout_as_a_hugging_face_directory(layout, tmp_path):
+    import transformers
+
+    results(layout)
+    code = "import sys; from pathlib import Path; from megatron_async_rl.weights.convert import convert; convert(Path(sys.argv[1]), Path(sys.argv[2]))"
+    checkpoint = directory_of(layout) / "checkpoint"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, checkpoint, tmp_path / "hf"], check=True, cwd=ROOT, timeout=120)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert_same({name: parameter.detach() for name, parameter in model.named_parameters()}, saved(layout)["at_save"])
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"
