@@ -66,7 +66,7 @@ class Gac:
             return self._decision(KEEP, None, 0.0)
         product, norm, reference_norm = products_with(gradients, self.reference)
         if not math.isfinite(norm):
-            self.reference = None
+            self.forget()
             return self._decision(KEEP, None, 0.0)
         if norm == 0.0:
             # A zero gradient has no direction: the reference stays what it was.
@@ -76,6 +76,10 @@ class Gac:
         change = target_cosine_component(cosine, self.settings) - cosine if regime == PROJECT else 0.0
         self._sweep(gradients, along=change * math.sqrt(norm / reference_norm), applied=regime != SKIP)
         return self._decision(regime, cosine, abs(change))
+
+    def forget(self) -> None:
+        self.reference = None
+        self.consecutive_skips = 0
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part; `load_state_dict` needs the same parallel layout."""

@@ -23,6 +23,7 @@ from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import Objective, StepTargets
+from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.diagnostics import StepTable, step_metrics
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import MicroBatch, Plan, build_micro_batch, plan_micro_batches
@@ -89,15 +90,18 @@ class Policy:
         started = time.perf_counter()
         plan, mine = self._micro_batches(targets.samples)
         table = StepTable(len(targets.samples), self.layout.device)
+        # Without the distributed optimizer a parameter's grad is its gradient buffer: left in place, the next backward would
+        # add to the buffer twice.
+        self.optimizer.zero_grad()
         self.schedule.forward_backward(mine, _Consumer(self, targets, table, batch.version))
         dist.all_reduce(table.values, group=self.layout.world_group)
         reduced = time.perf_counter()
-        taken = self.step.take()
         trained_tokens = [int(sample.loss_mask.sum()) for sample in targets.samples]
         sampled = any(sample.finish_reason != "given" for sample in targets.samples)
+        measured = step_metrics(table.values.cpu().numpy(), trained_tokens, sampled=sampled)
         return {
-            **step_metrics(table.values.cpu().numpy(), trained_tokens, sampled=sampled),
-            **taken,
+            **measured,
+            **self.step.take(measured["policy/loss"]),
             "policy/micro_batches": float(plan.micro_batches),
             "policy/padding_share": plan.padding_share,
             "time/forward_backward_s": reduced - started,
@@ -119,6 +123,38 @@ class Policy:
                     flat[ends[index] - lengths[index] : ends[index]] = logp[micro_batch.sequence == row].float()
         dist.all_reduce(flat, group=self.layout.world_group)
         return np.split(flat.cpu().numpy(), ends[:-1])
+
+    def save(self, directory: Path, version: int, state: Mapping[str, Any], *, keep: int) -> Path:
+        """Saves weights, optimizer, schedule, controls and the run's own `state` (rank 0's) as a checkpoint of `version`.
+
+        Keeps the newest `keep` checkpoints of `directory`; returns the new one. Raises as `checkpoint.save` does.
+        """
+        return checkpoint.save(
+            directory,
+            version,
+            model=self.model,
+            optimizer=self.optimizer,
+            state={"run": dict(state), "step": self.step.state_dict()},
+            rank_state={"controls": {name: control.state_dict() for name, control in self.controls.items()}},
+            layout=self.layout,
+            keep=keep,
+        )
+
+    def load(self, directory: Path) -> dict[str, Any] | None:
+        """Restores the newest checkpoint and returns the run's own state; None where there is none.
+
+        On another parallel layout than it was saved on, and for controls it does not have, controls start afresh.
+        """
+        loaded = checkpoint.load(directory, model=self.model, optimizer=self.optimizer, layout=self.layout)
+        if loaded is None:
+            return None
+        self.step.load_state_dict(loaded.state["step"])
+        controls = loaded.rank_state["controls"] if loaded.rank_state is not None else {}
+        for name, control in self.controls.items():
+            if name in controls:
+                control.load_state_dict(controls[name])
+        run: dict[str, Any] = loaded.state["run"]
+        return run
 
     def _micro_batches(self, samples: Sequence[Sample]) -> tuple[Plan, list[MicroBatch]]:
         """The plan of all ranks, and this rank's micro-batches."""

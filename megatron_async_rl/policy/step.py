@@ -3,7 +3,7 @@
 Invariants:
 - every decision rests on all-reduced numbers, so all ranks step or none does;
 - a skipped step changes nothing: no weight, no moment, no step count, no weight decay;
-- a gradient that is not finite is never applied, whatever the controls say.
+- a gradient that is not finite, or one of a loss that is not finite, is never applied, whatever the controls say.
 """
 
 from __future__ import annotations
@@ -46,21 +46,29 @@ class OptimizerStep:
         self.steps = 0
         self.nonfinite = 0
 
-    def take(self) -> dict[str, float]:
-        """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the controls, before clipping."""
+    def take(self, loss: float) -> dict[str, float]:
+        """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the controls, before clipping.
+
+        loss: the batch's, the same on every rank. It is looked at because clamps turn a loss that is not a number into
+        a gradient of 0, which would pass for a harmless one.
+        """
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
         overflow = self.optimizer.prepare_grads()
         gradients = gradients_of(self.optimizer, self.layout)
+        usable = math.isfinite(loss) and not overflow
         metrics: dict[str, float] = {}
-        skip, lr_scale = False, 1.0
+        skip, lr_scale = not usable, 1.0
         for control in self.controls.values():
+            if not usable:
+                control.forget()
+                continue
             decision = control.apply(gradients)
             metrics |= decision.metrics
             skip |= decision.skip
             lr_scale *= decision.lr_scale
         norm = math.sqrt(squared_norm(gradients))
-        if overflow or not math.isfinite(norm):
+        if not usable or not math.isfinite(norm):
             self.nonfinite += 1
             skip = True
         if not skip:

@@ -251,3 +251,9 @@ def test_controls_are_built_by_name_in_order():
 
     with pytest.raises(ValueError, match=r"gca.*nearest: gac"):
         build_controls([Unknown()])
+
+
+def test_forgetting_starts_the_comparison_anew():
+    control, *_ = step_twice(GacControl(), 0.9)
+    control.forget()
+    assert "gac/cosine" not in control.apply(gradient([1.0], [[2.0]])).metrics

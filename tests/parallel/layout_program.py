@@ -1,0 +1,176 @@
+"""One rank of a layout test: trains tiny policies for a few steps on given batches and writes what it measured.
+
+Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port, ParallelConfig), all of this
+number of ranks and run one after the other, and the output directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_async_rl.config.objective import GacControl, ObjectiveConfig
+from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.controls.inner_product import squared_norm
+from megatron_async_rl.policy import device
+from megatron_async_rl.policy.optimizer import gradients_of
+from megatron_async_rl.policy.parallel import initialise
+from megatron_async_rl.policy.policy import Policy
+from megatron_async_rl.weights.export import WeightExporter
+
+TEMPERATURE = 0.7
+GAC = GacControl(c_low=0.15)
+
+
+class Rank:
+    def __init__(self, material: Path, parallel: ParallelConfig, scratch: Path) -> None:
+        self.material = material
+        self.scratch = scratch
+        self.parallel = parallel
+        self.layout = initialise(parallel, "cpu", timeout_s=60)
+        self.batches = pickle.loads((material / "batches.pickle").read_bytes())
+
+    def policy(self, model="tied", *, controls=(GAC,), budget=64, objective=None, temperature=TEMPERATURE, **optimizer):
+        # A large epsilon keeps Adam smooth: with a tiny one the update of a near-zero gradient is its rounding's sign.
+        optimizer = {"lr": 1e-3, "eps": 0.01, "weight_decay": 1.0, "clip_grad": 0.5, **optimizer}
+        return Policy.build(
+            ModelConfig(path=self.material / model, dtype="float32"),
+            PolicyConfig(
+                parallel=self.parallel,
+                optimizer=OptimizerConfig(**optimizer),
+                tokens_per_micro_batch=budget,
+                logprob_chunk_tokens=16,
+            ),
+            objective or ObjectiveConfig(),
+            controls,
+            layout=self.layout,
+            temperature=temperature,
+            total_steps=10,
+        )
+
+    def weights(self, policy):
+        exporter = WeightExporter(policy.model.bridge, policy.model.chunks)
+        tensors = {}
+        for bucket in exporter.buckets(2**30):
+            for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
+                if tensor is not None:
+                    tensors[name] = tensor.clone()
+        return tensors
+
+    def train(self, policy, names):
+        steps = [policy.train_step(self.batches[name]) for name in names]
+        return {"steps": steps, "weights": self.weights(policy)}
+
+    def norms(self, policy):
+        """The same gradient through our helper and through Megatron's."""
+        return {
+            "ours": squared_norm(gradients_of(policy.optimizer, self.layout)) ** 0.5,
+            "megatron": policy.optimizer.get_grad_norm(),
+        }
+
+
+def spoil_rank_zeros_gradient(policy):
+    if policy.layout.rank == 0:
+        for parameter in policy.model.chunks[0].parameters():
+            parameter.main_grad.fill_(float("nan"))
+
+
+def everywhere(rank: Rank) -> dict:
+    """What every layout has to agree on."""
+    results = {}
+    for model in ("tied", "untied"):
+        policy = rank.policy(model)
+        scores = policy.score(list(rank.batches["a"].samples()))
+        results[model] = {"scores": scores, **rank.train(policy, ["a", "a", "b"]), "norms": rank.norms(policy)}
+    recompute = ObjectiveConfig(proximal="recompute", aggregation="seq-mean-token-mean", advantage="rloo")
+    results["recompute"] = rank.train(rank.policy(objective=recompute), ["a"])
+
+    policy = rank.policy(controls=(GacControl(c_low=0.15, c_high=0.5, max_consecutive_skips=1),))
+    first = rank.train(policy, ["a"])
+    adam = [{k: torch.as_tensor(v).clone() for k, v in state.items()} for _, state in policy.optimizer.optimizer.state.items()]
+    skipped = rank.train(policy, ["a"])
+    untouched = all(
+        torch.equal(torch.as_tensor(now[key]), before[key])
+        for now, before in zip(policy.optimizer.optimizer.state.values(), adam, strict=True)
+        for key in before
+    )
+    results["skip"] = {"before": first["weights"], **skipped, "adam_untouched": untouched, "adam_states": len(adam)}
+    results["after_skip"] = rank.train(policy, ["a"])
+
+    for name, bad in (("bad_loss", "poisoned"), ("bad_gradient", "a")):
+        policy = rank.policy()
+        first = rank.train(policy, ["a"])
+        whole = policy.schedule.forward_backward
+        if name == "bad_gradient":
+            policy.schedule.forward_backward = lambda *args: (whole(*args), spoil_rank_zeros_gradient(policy))  # noqa: B023
+        then = rank.train(policy, [bad])
+        policy.schedule.forward_backward = whole
+        results[name] = {
+            "before": first["weights"],
+            **then,
+            "steps": first["steps"] + then["steps"] + rank.train(policy, ["a", "a"])["steps"],
+        }
+
+    policy, resumed = rank.policy(schedule="linear"), rank.policy(schedule="linear")
+    through = rank.train(policy, ["a", "b"])
+    policy.save(rank.scratch / "checkpoint", 2, {"version": 2, "note": "kept"}, keep=1)
+    state = resumed.load(rank.scratch / "checkpoint")
+    results["uninterrupted"] = {"before": through["weights"], **rank.train(policy, ["a", "b"])}
+    results["resumed"] = {"state": state, "loaded": rank.weights(resumed), **rank.train(resumed, ["a", "b"])}
+    results["nothing_saved"] = {"state": resumed.load(rank.scratch / "nowhere")}
+
+    policy = rank.policy(controls=(), clip_grad=None)
+    results["decay"] = {"before": rank.weights(policy), **rank.train(policy, ["equal"])}
+    results["empty"] = {"before": rank.weights(policy), **rank.train(policy, ["failed"])}
+    return results
+
+
+def alone(rank: Rank) -> dict:
+    """What one rank can show: cuts, orders and the absence of clipping do not matter."""
+    variants = {
+        "one_by_one": rank.policy(budget=26),
+        "all_at_once": rank.policy(budget=4096),
+        "permuted": rank.policy(),
+        "given": rank.policy(objective=ObjectiveConfig(loss="sft", advantage="none")),
+    }
+    names = {"permuted": ["a_permuted", "a_permuted", "b"], "given": ["given"]}
+    results = {name: rank.train(policy, names.get(name, ["a", "a", "b"])) for name, policy in variants.items()}
+    unclipped = rank.policy(controls=(), clip_grad=None)
+    results["unclipped"] = {**rank.train(unclipped, ["a"]), "gradient": unclipped.optimizer.get_grad_norm()}
+    return results
+
+
+def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
+    rank = Rank(material, parallel, output.with_suffix(".scratch"))
+    results = everywhere(rank)
+    if rank.layout.world_size == 1:
+        results |= alone(rank)
+    # Every rank must have been told the same numbers, to the bit.
+    steps = {name: result["steps"] for name, result in results.items() if "steps" in result}
+    told = json.dumps([[{k: v for k, v in step.items() if not k.startswith("time/")} for step in run] for run in steps.values()])
+    everyone: list = [None] * rank.layout.world_size
+    dist.all_gather_object(everyone, told)
+    if rank.layout.rank == 0:
+        results["ranks_agree"] = len(set(everyone)) == 1
+        torch.save(results, output)
+    rank.layout.shutdown()
+
+
+def main() -> None:
+    material, parallels, output = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
+    device.install("cpu")
+    # torchrun's store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for name, (port, parallel) in parallels.items():
+        os.environ["MASTER_PORT"] = str(port)
+        run_layout(material, ParallelConfig(**parallel), output / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What the layout tests run on, and each layout's results, computed once per test session."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import pickle
+import socket
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_async_rl.samples.types import Group, TrainBatch
+from tests.parallel.layout_program import TEMPERATURE
+from tests.parallel.torchrun import run_ranks
+from tests.tiny_models import save_tiny_model
+from tests.train_batches import ragged_batch
+
+VOCABULARY = 97
+"""Odd, so that two tensor-parallel ranks need a padding row."""
+LAYOUTS = {
+    "single": {"ranks": 1},
+    "tensor": {"ranks": 2, "tensor": 2},
+    "sequence": {"ranks": 2, "tensor": 2, "sequence": True},
+    "pipeline": {"ranks": 2, "pipeline": 2},
+    "data_distributed_optimizer": {"ranks": 2, "distributed_optimizer": True},
+    "data_replicated_optimizer": {"ranks": 2, "distributed_optimizer": False},
+    "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
+}
+
+
+_directories: list[tempfile.TemporaryDirectory] = []
+
+
+def temporary() -> Path:
+    """A directory that goes when the test process does."""
+    _directories.append(tempfile.TemporaryDirectory(prefix="mar-layouts-"))
+    return Path(_directories[-1].name)
+
+
+@functools.cache
+def material() -> Path:
+    """A directory with two models, and batches whose behaviour log-probs are near the tied model's own."""
+    directory = temporary()
+    for name, tied in (("tied", True), ("untied", False)):
+        save_tiny_model(directory / name, tied=tied, seed=1, vocab_size=VOCABULARY, scale=2.0)
+    a, b = (with_behavior(directory, ragged_batch(vocabulary=VOCABULARY, seed=seed)) for seed in (0, 1))
+    batches = {
+        "a": a,
+        "b": b,
+        "a_permuted": permuted(a),
+        "poisoned": replaced(a, lambda s: {"behavior_logprobs": np.full(s.length, np.nan, np.float32)}),
+        "equal": replaced(a, lambda s: {"reward": 0.3}),
+        "failed": replaced(a, lambda s: {"reward_error": "raised"}),
+        "given": replaced(a, lambda s: {"finish_reason": "given", "weight": 0.5 + len(s.id) % 3, "reward_error": None}),
+    }
+    (directory / "batches.pickle").write_bytes(pickle.dumps(batches))
+    return directory
+
+
+def batch(name: str) -> TrainBatch:
+    return pickle.loads((material() / "batches.pickle").read_bytes())[name]
+
+
+@functools.cache
+def results(layout: str) -> dict:
+    outcome = _results_of_all(LAYOUTS[layout]["ranks"])
+    if isinstance(outcome, AssertionError):
+        raise outcome
+    return outcome[layout]
+
+
+@functools.cache
+def _results_of_all(ranks: int) -> dict[str, dict] | AssertionError:
+    """The layouts of this many ranks share one start of the processes, which takes longer than the steps.
+
+    A failure is returned, so that it is waited for once and not by every test.
+    """
+    chosen = [name for name, settings in LAYOUTS.items() if settings["ranks"] == ranks]
+    output = temporary()
+    arguments = {name: (port, LAYOUTS[name]) for name, port in zip(chosen, free_ports(len(chosen)), strict=True)}
+    try:
+        run_ranks(ranks, "tests.parallel.layout_program", [material(), json.dumps(arguments), output])
+    except AssertionError as failure:
+        return failure
+    return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in chosen}
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("localhost", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def reference_logprobs(model, sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """([T] log-probs, [T] entropies) of a sample's response under transformers, at the tests' temperature."""
+    ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_ids.tolist()]])
+    logits = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1] / TEMPERATURE
+    distribution = torch.log_softmax(logits, dim=-1)
+    picked = distribution.gather(1, ids[0, len(sample.prompt.token_ids) :, None])[:, 0]
+    return picked, -(distribution.exp() * distribution).sum(-1)
+
+
+def reference_model(name: str):
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(material() / name, dtype=torch.float64)
+
+
+def replaced(source: TrainBatch, changes) -> TrainBatch:
+    groups = [
+        dataclasses.replace(g, samples=tuple(dataclasses.replace(s, **changes(s)) for s in g.samples)) for g in source.groups
+    ]
+    return TrainBatch(version=source.version, groups=tuple(groups))
+
+
+def permuted(source: TrainBatch) -> TrainBatch:
+    rng = np.random.default_rng(5)
+    groups = [
+        Group(index=i, prompt=g.prompt, samples=tuple(g.samples[k] for k in rng.permutation(len(g.samples))))
+        for i, g in enumerate(source.groups[k] for k in rng.permutation(len(source.groups)))
+    ]
+    return TrainBatch(version=source.version, groups=tuple(groups))
+
+
+def with_behavior(directory: Path, source: TrainBatch) -> TrainBatch:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory / "tied", dtype=torch.float64)
+    rng = np.random.default_rng(9)
+
+    @torch.no_grad()
+    def noisy(sample):
+        return {
+            "behavior_logprobs": (reference_logprobs(model, sample)[0].numpy() + 0.2 * rng.normal(size=sample.length)).astype(
+                np.float32
+            )
+        }
+
+    return replaced(source, noisy)

@@ -1,0 +1,66 @@
+"""The sharded inner product and GAC's regimes on real Megatron gradients, on every layout."""
+
+import math
+
+import pytest
+import torch
+
+from tests.parallel import layouts
+
+pytestmark = pytest.mark.parallel
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_our_gradient_norm_is_megatrons(layout, model):
+    """Tied embeddings on two stages, tensor-parallel copies of norms and data-parallel replicas count once in both."""
+    norms = layouts.results(layout)[model]["norms"]
+    assert norms["ours"] == pytest.approx(norms["megatron"], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_a_projected_gradient_has_the_norm_that_the_cosine_predicts(layout):
+    """cos(g', u) = c_low leaves |g'| = |g| sqrt((1 - c^2) / (1 - c_low^2)): |g| from the first step of the same weights' batch."""
+    second = layouts.results(layout)["tied"]["steps"][1]
+    cosine = second["gac/cosine"]
+    assert cosine > 0.5
+    removed = abs(0.15 * math.sqrt((1 - cosine**2) / (1 - 0.15**2)) - cosine)
+    assert second["gac/removed"] == pytest.approx(removed, rel=1e-9)
+    # |g'|^2 = |g_perp|^2 + (c_low share)^2; the raw norm follows from either, and both must give the same one.
+    raw = second["policy/grad_norm"] / math.sqrt((1 - cosine**2) / (1 - 0.15**2))
+    single = layouts.results("single")["tied"]["steps"][1]
+    raw_single = single["policy/grad_norm"] / math.sqrt((1 - single["gac/cosine"] ** 2) / (1 - 0.15**2))
+    assert raw == pytest.approx(raw_single, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_a_skipped_step_changes_no_weight_no_moment_and_no_step_count(layout):
+    result = layouts.results(layout)["skip"]
+    (step,) = result["steps"]
+    assert (step["gac/regime"], step["gac/skips"], step["policy/skipped"]) == (2, 1, 1)
+    assert result["adam_states"] > 0
+    assert result["adam_untouched"]
+    for name, before in result["before"].items():
+        assert torch.equal(result["weights"][name], before), name
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_after_the_cap_of_skips_the_step_is_projected(layout):
+    after = layouts.results(layout)["after_skip"]
+    assert after["steps"][0]["gac/regime"] == 1
+    assert after["steps"][0]["policy/skipped"] == 0
+    before = layouts.results(layout)["skip"]["weights"]
+    assert any(not torch.equal(after["weights"][name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("bad", ["bad_loss", "bad_gradient"])
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_a_loss_or_gradient_that_is_not_finite_is_never_applied_and_drops_the_reference(layout, bad):
+    result = layouts.results(layout)[bad]
+    steps = result["steps"]
+    assert [step["policy/skipped"] for step in steps] == [0, 1, 0, 0]
+    assert [step["policy/nonfinite"] for step in steps] == [0, 1, 1, 1]
+    assert ["gac/cosine" in step for step in steps] == [False, False, False, True]
+    assert math.isfinite(steps[1]["policy/loss"]) == (bad == "bad_gradient")
+    for name, before in result["before"].items():
+        assert torch.equal(result["weights"][name], before), name
