@@ -1,0 +1,124 @@
+"""The controller actor over real vLLM engines: one serves the arithmetic example, one the Countdown example."""
+
+import importlib.util
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
+from megatron_async_rl.data import PromptSource, load_tokenizer, read_prompts
+from megatron_async_rl.flow.actor import start_controller
+from megatron_async_rl.rollout.actor import start_engines, stop_engines
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples import Prompt
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ("arithmetic", "countdown")
+
+
+def write_example(name: str, folder: Path) -> Path:
+    spec = importlib.util.spec_from_file_location(f"prepare_{name}", ROOT / "examples" / name / "prepare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    folder.mkdir()
+    script.write_data(folder, seed=1)
+    script.write_model(folder / "model", seed=1)
+    return folder
+
+
+def prompts(folder: Path, name: str) -> list[Prompt]:
+    return read_prompts(folder / name, load_tokenizer(folder / "model"), limit=12)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Any]]]:
+    """The folder that holds both examples, and their engines."""
+    import ray
+
+    root = tmp_path_factory.mktemp("served")
+    specs = []
+    for index, name in enumerate(EXAMPLES):
+        write_example(name, root / name)
+        rollout = {"sampling": {"max_tokens": 8}, "reward": {"name": name}, "kv_cache_gib": 0.25, "max_concurrent": 64}
+        specs.append(
+            EngineSpec(
+                index=index,
+                model_path=root / name / "model",
+                dtype="float32",
+                rollout=RolloutConfig.model_validate({**rollout, "start_timeout_s": 240}),
+                seed=3,
+                device="cpu",
+                log_dir=root / "logs",
+            )
+        )
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    engines: list[Any] = []
+    try:
+        engines = start_engines(specs)
+        yield root, engines
+    finally:
+        stop_engines(engines, timeout_s=20)
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_vllm_serves_an_example_model_and_its_responses_are_scored(served: tuple[Path, list[Any]], name: str) -> None:
+    import ray
+
+    root, engines = served
+    tokenizer = load_tokenizer(root / name / "model")
+    prompt = prompts(root / name, "train.jsonl")[0]
+    group = ray.get(engines[EXAMPLES.index(name)].generate_group.remote(0, prompt, 16, 0), timeout=120)
+    for sample in group.samples:
+        assert sample.reward_error is None
+        assert sample.reward in (0.0, 1.0)
+        assert sample.text == tokenizer.decode(sample.response_ids.tolist())
+        assert (sample.response_ids[-1] == tokenizer.eos_ids[0]) == (sample.finish_reason == "stop")
+
+
+def train_on(controller: Any, versions: range) -> None:
+    import ray
+
+    for version in versions:
+        ray.get(controller.next_batch.remote(version, 60.0), timeout=90)
+        ray.get(controller.advance.remote(version + 1), timeout=60)
+
+
+def test_the_controller_feeds_batches_in_order_evaluates_and_reports_a_dead_engine(served: tuple[Path, list[Any]]) -> None:
+    import ray
+
+    root, engines = served
+    train, held_out = (prompts(root / "arithmetic", f"{part}.jsonl") for part in ("train", "eval"))
+    controller = start_controller(
+        PromptSource(train, seed=1, shuffle=False),
+        engines[:1],
+        FlowConfig(prompts_per_step=3, group_size=4, async_ratio=1.0),
+        on_reward_error="stop",
+        steps=None,
+        log_path=root / "logs" / "controller.log",
+    )
+    result = ray.get(controller.evaluate.remote(held_out, 4, 0, 60.0), timeout=90)
+    assert (result.samples, len(result.per_prompt), result.reward_errors) == (48, 12, 0)
+    ray.get(controller.start.remote(0), timeout=60)
+    for version in range(2):
+        batch = ray.get(controller.next_batch.remote(version, 60.0), timeout=90)
+        assert [group.index for group in batch.groups] == [3 * version, 3 * version + 1, 3 * version + 2]
+        assert [group.prompt.id for group in batch.groups] == [prompt.id for prompt in train[3 * version : 3 * version + 3]]
+        assert {sample.start_version for sample in batch.samples()} == {0}
+        turned, state = controller.advance.remote(version + 1), controller.state.remote()
+        ray.get(turned, timeout=60)
+        assert ray.get(state, timeout=60)["consumed"] == 3 * version + 3
+    ray.kill(engines[0])
+    started = time.monotonic()
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"EngineFailed: engine 0 failed on group \d+ "):
+        train_on(controller, range(2, 5))
+    assert time.monotonic() - started < 50, "the failure was reported, not waited for"
+    assert "engine 0 failed on group" in (root / "logs" / "controller.log").read_text()
+    ray.kill(controller)
