@@ -45,6 +45,7 @@ class LocalBridge(LLMBridge):
 
     layout: Layout
     tied: bool
+    _DIRECT_MAPPING: dict[str, str]
 
     def _adjust_mapping_for_shared_weights(self) -> None:
         # The parent writes into dictionaries shared by all its instances.

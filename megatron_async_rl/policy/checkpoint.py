@@ -70,7 +70,9 @@ def newest(directory: Path) -> Path | None:
         return None
     path = directory / pointer.read_text().strip()
     if not (path / "about.json").exists():
-        raise CheckpointBroken(f"{pointer} names {path.name}, which is not a checkpoint; name another step_* of {directory} in it")
+        raise CheckpointBroken(
+            f"{pointer} names {path.name}, which is not a checkpoint; name another step_* of {directory} in it"
+        )
     return path
 
 
@@ -249,7 +251,9 @@ def _serialised(content: Mapping[str, Any]) -> bytes:
     try:
         torch.load(buffer, weights_only=True, map_location="cpu")
     except Exception as error:
-        raise TypeError(f"a checkpoint holds numbers, text, tensors and containers of them; reading it back fails: {error}") from error
+        raise TypeError(
+            f"a checkpoint holds numbers, text, tensors and containers of them; reading it back fails: {error}"
+        ) from error
     return buffer.getvalue()
 
 

@@ -108,8 +108,8 @@ def _point_tensors_at_cpu() -> None:
             return plain_type(self).replace("torch.", "torch.cuda.", 1)
         return plain_type(self, dtype, *args, **kwargs)
 
-    Tensor.cuda = cuda  # type: ignore[method-assign]
-    Tensor.type = reported_type  # type: ignore[assignment]
+    Tensor.cuda = cuda
+    Tensor.type = reported_type
 
 
 class _Stream:

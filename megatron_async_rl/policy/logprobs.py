@@ -36,7 +36,7 @@ def vocab_parallel_logprobs(
 
     hidden: [N, H], equal on all ranks of `group`; its gradient is summed over them. weight: [V/tp, H], this rank's rows of
     the output layer, ranks in order of the vocabulary; its gradient is local. targets: [N] int64 in 0..vocab_size-1.
-    group: the tensor-parallel group; None for an undivided vocabulary. vocab_size: the true vocabulary; rows beyond it are padding.
+    group: the tensor-parallel group; None for an undivided vocabulary. vocab_size: true rows; those beyond are padding.
     """
     result: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(hidden, weight, targets, temperature, chunk, group, vocab_size)
     return result

@@ -47,7 +47,9 @@ class HiddenStateModel(GPTModel):
 
     def output_weight(self) -> Tensor:
         """The parameter [padded vocabulary / tp, hidden] that makes logits; last stage only."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        )
         assert isinstance(weight, Tensor)
         return weight
 

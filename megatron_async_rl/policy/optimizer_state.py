@@ -26,7 +26,9 @@ def materialise(optimizer: MegatronOptimizer) -> None:
 
 def restore(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Loads moments and step counts. Settings (betas, eps, decay, lr) stay those of the configuration, not the checkpoint's."""
-    settings = [{name: value for name, value in group.items() if name not in ("params", "step")} for group in optimizer.param_groups]
+    settings = [
+        {name: value for name, value in group.items() if name not in ("params", "step")} for group in optimizer.param_groups
+    ]
     parts = list(_parts(optimizer))
     if len(parts) == 1 and "param_state" in state and _is_torch_adam(parts[0]):
         # Megatron would look for each parameter's step among the saved tensors, where its torch Adam has none.

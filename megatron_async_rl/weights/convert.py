@@ -46,7 +46,7 @@ def export_hf(exporter: WeightExporter, source_model_dir: Path, out_dir: Path) -
 def convert(checkpoint: Path, out_dir: Path) -> None:
     """Writes a checkpoint (a run's checkpoint folder, or one step of it), saved on any layout, to `out_dir`; one process, CPU.
 
-    Raises FileNotFoundError when there is no checkpoint or its model directory is gone, FileExistsError when `out_dir` holds files.
+    Raises FileNotFoundError when the checkpoint or its model directory is missing, FileExistsError when `out_dir` holds files.
     """
     from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_async_rl.policy import device
@@ -101,7 +101,7 @@ def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
     if len(files) == 1:
         os.rename(directory / "part-0.safetensors", directory / "model.safetensors")
         return dtype
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, names in enumerate(files):
         file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
         os.rename(directory / f"part-{index}.safetensors", directory / file)

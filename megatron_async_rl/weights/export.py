@@ -96,7 +96,9 @@ class WeightExporter:
         flat = self._packed(entries)
         gathered = [flat]
         if layout.tp_size > 1:
-            gathered = list(torch.empty(layout.tp_size, elements, dtype=flat.dtype, device=flat.device)) if layout.tp_rank == 0 else []
+            gathered = (
+                list(torch.empty(layout.tp_size, elements, dtype=flat.dtype, device=flat.device)) if layout.tp_rank == 0 else []
+            )
             dist.gather(flat, gathered or None, group_dst=0, group=layout.tp_group)
         if layout.tp_rank != 0:
             return None

@@ -63,7 +63,9 @@ def safetensor_files(directory: Path) -> list[Path]:
         files = sorted(directory.glob("*.safetensors"))
     missing = [file.name for file in files if not file.exists()]
     if missing or not files:
-        raise FileNotFoundError(f"{directory} lacks {', '.join(missing) or 'safetensors files'}; the model's weights must lie there")
+        raise FileNotFoundError(
+            f"{directory} lacks {', '.join(missing) or 'safetensors files'}; the model's weights must lie there"
+        )
     return files
 
 
@@ -74,7 +76,11 @@ def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> 
         tensors = HuggingFaceTensors(directory, stack)
         wanted = {name: shape for entry in entries for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)}
         problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.names)]
-        problems += [f"{name} is in the files but not in the model" for name in sorted(tensors.names - wanted.keys()) if not _implied(bridge, name)]
+        problems += [
+            f"{name} is in the files but not in the model"
+            for name in sorted(tensors.names - wanted.keys())
+            if not _implied(bridge, name)
+        ]
         problems += [
             f"{name} has shape {list(tensors.shape(name))}, the model wants {list(shape)}"
             for name, shape in wanted.items()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_async_rl.policy import checkpoint, device
@@ -40,7 +41,9 @@ def logprobs(model: PolicyModel, samples, layout: Layout) -> list[torch.Tensor] 
     multiple = layout.tp_size if model.config.sequence_parallel else 1
     plan = plan_micro_batches(samples, data_parallel=1, budget=100, multiple=multiple)
     found = {}
-    for micro_batch, logp in schedule.forward([build_micro_batch(samples, rows, layout.device, multiple) for rows in plan.ranks[0]]):
+    for micro_batch, logp in schedule.forward(
+        [build_micro_batch(samples, rows, layout.device, multiple) for rows in plan.ranks[0]]
+    ):
         for row, index in enumerate(micro_batch.samples):
             found[index] = logp[micro_batch.sequence == row]
     return [found[i] for i in range(len(samples))] if found else None
@@ -167,7 +170,15 @@ def interrupted_saves(source: Path, parallel: ParallelConfig, layout: Layout, ou
     first = trained.weights()
     trained.step()
     second = trained.weights()
-    operations = [(os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Path, "write_bytes"), (Path, "write_text"), (Path, "mkdir")]
+    operations = [
+        (os, "rename"),
+        (os, "replace"),
+        (os, "fsync"),
+        (shutil, "rmtree"),
+        (Path, "write_bytes"),
+        (Path, "write_text"),
+        (Path, "mkdir"),
+    ]
     found = []
     for survives in range(400):
         directory = output / f"killed_{survives}"
@@ -191,7 +202,7 @@ def interrupted_saves(source: Path, parallel: ParallelConfig, layout: Layout, ou
         try:
             trained.save(directory, 2, keep=1, mark="second")
             finished = True
-        except BaseException:  # noqa: BLE001
+        except BaseException:
             # torch's checkpoint writer wraps what it meets, Killed included.
             if done != survives:
                 raise
@@ -217,6 +228,51 @@ def interrupted_saves(source: Path, parallel: ParallelConfig, layout: Layout, ou
     raise AssertionError("saving never finished")
 
 
+def refusals(source: Path, layout: Layout, output: Path) -> dict[str, str]:
+    """What building says of directories that are broken in one way each."""
+
+    def config(**changes):
+        def change(directory: Path) -> None:
+            content = json.loads((directory / "config.json").read_text())
+            (directory / "config.json").write_text(json.dumps(content | changes))
+
+        return change
+
+    def weights(edit):
+        def change(directory: Path) -> None:
+            tensors = load_file(directory / "model.safetensors")
+            edit(tensors)
+            save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+        return change
+
+    name = "model.layers.1.mlp.down_proj.weight"
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    breakages = {
+        "missing tensor": weights(lambda tensors: tensors.pop(name)),
+        "foreign tensor": weights(lambda tensors: tensors.update({"model.layers.1.mlp.extra.weight": torch.ones(2)})),
+        "wrong shape": weights(lambda tensors: tensors.update({name: torch.ones(3, 3)})),
+        "derived tensor": weights(lambda tensors: tensors.update({"model.rotary_emb.inv_freq": torch.ones(2)})),
+        "tied copy": weights(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})),
+        "truncated file": lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
+        "no weights": lambda directory: (directory / "model.safetensors").unlink(),
+        "model type": config(model_type="gpt2"),
+        "rope": config(rope_parameters=rope),
+        "sliding window": config(use_sliding_window=True, sliding_window=16, max_window_layers=0),
+    }
+    found = {}
+    for what, breakage in breakages.items():
+        directory = output / what.replace(" ", "_")
+        shutil.copytree(source, directory)
+        breakage(directory)
+        try:
+            load_model(directory, ParallelConfig(), layout, "float32")
+            found[what] = "built"
+        except (ValueError, FileNotFoundError) as error:
+            found[what] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def main() -> None:
     material, settings, output, other = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     device.install("cpu")
@@ -238,6 +294,7 @@ def main() -> None:
         }
     results["checkpoint"] = checkpoints(material / CHECKPOINTED, parallel, layout, output, other)
     if layout.world_size == 1:
+        results["refusals"] = refusals(material / "qwen3-tied", layout, output)
         results["interrupted"] = interrupted_saves(material / "qwen3-tied", parallel, layout, output)
     gathered: list = [None] * layout.world_size
     dist.all_gather_object(gathered, results)

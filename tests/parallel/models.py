@@ -22,7 +22,14 @@ LAYOUTS = {
     "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
     "data": {"ranks": 2, "distributed_optimizer": True},
 }
-LOADS_FROM = {"single": "tensor_pipeline", "tensor": "", "sequence": "tensor", "pipeline": "data", "tensor_pipeline": "tensor", "data": "tensor"}
+LOADS_FROM = {
+    "single": "tensor_pipeline",
+    "tensor": "",
+    "sequence": "tensor",
+    "pipeline": "data",
+    "tensor_pipeline": "tensor",
+    "data": "tensor",
+}
 """Whose checkpoint a layout also loads: always another layout's, in an order without circles."""
 VOCABULARY = 96
 TEMPERATURE = 0.7
@@ -42,12 +49,21 @@ def material() -> Path:
     directory = temporary()
     for family in FAMILIES:
         for tied in (False, True):
-            save_tiny_model(directory / f"{family}-{'tied' if tied else 'untied'}", family, tied=tied, vocab_size=VOCABULARY, seed=len(family))
+            save_tiny_model(
+                directory / f"{family}-{'tied' if tied else 'untied'}", family, tied=tied, vocab_size=VOCABULARY, seed=len(family)
+            )
     save_tiny_model(directory / "qwen3-tied-odd", "qwen3", tied=True, vocab_size=VOCABULARY + 1, layers=3 + 1, seed=5)
     save_tiny_model(directory / "qwen2-untied-odd", "qwen2", vocab_size=VOCABULARY + 1, seed=6, max_shard_size="20KB")
     llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    save_tiny_model(directory / "llama-llama3-rope", "llama", rope_parameters={**llama3, "original_max_position_embeddings": 8192}, max_position_embeddings=65536)
-    save_tiny_model(directory / "llama-linear-rope", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})
+    save_tiny_model(
+        directory / "llama-llama3-rope",
+        "llama",
+        rope_parameters={**llama3, "original_max_position_embeddings": 8192},
+        max_position_embeddings=65536,
+    )
+    save_tiny_model(
+        directory / "llama-linear-rope", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    )
     save_tiny_model(directory / "qwen3-bfloat16", "qwen3", dtype="bfloat16", vocab_size=VOCABULARY, seed=7)
     torch.save(sequences(), directory / "samples.pt")
     return directory

@@ -10,6 +10,12 @@ from tests.parallel.torchrun import ROOT
 
 pytestmark = pytest.mark.parallel
 
+CONVERT = """
+import sys
+from pathlib import Path
+from megatron_async_rl.weights.convert import convert
+convert(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
 FOREIGN = [layout for layout, other in LOADS_FROM.items() if other]
 
 
@@ -57,7 +63,9 @@ def test_a_checkpoint_of_another_layout_gives_the_same_weights_and_the_same_next
 @pytest.mark.parametrize("layout", FOREIGN)
 def test_rank_state_of_another_layout_is_dropped(layout):
     key = {name: LAYOUTS[name] for name in (layout, LOADS_FROM[layout])}
-    same = {k: v for k, v in key[layout].items() if k != "sequence"} == {k: v for k, v in key[LOADS_FROM[layout]].items() if k != "sequence"}
+    same = {k: v for k, v in key[layout].items() if k != "sequence"} == {
+        k: v for k, v in key[LOADS_FROM[layout]].items() if k != "sequence"
+    }
     for rank in results(layout):
         assert (rank["checkpoint"]["other_rank_state"] is None) == (not same)
 
@@ -84,9 +92,10 @@ def test_convert_writes_a_checkpoint_of_any_layout_as_a_hugging_face_directory(l
     import transformers
 
     results(layout)
-    code = "import sys; from pathlib import Path; from megatron_async_rl.weights.convert import convert; convert(Path(sys.argv[1]), Path(sys.argv[2]))"
     checkpoint = directory_of(layout) / "checkpoint"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, checkpoint, tmp_path / "hf"], check=True, cwd=ROOT, timeout=120)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CONVERT, checkpoint, tmp_path / "hf"], check=True, cwd=ROOT, timeout=120
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     assert_same({name: parameter.detach() for name, parameter in model.named_parameters()}, saved(layout)["at_save"])
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"

@@ -12,7 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_ranks(nproc: int, script: str | Path, args: Sequence[str | Path] = (), timeout: float = 180.0, env: dict[str, str] | None = None) -> str:
+def run_ranks(
+    nproc: int, script: str | Path, args: Sequence[str | Path] = (), timeout: float = 180.0, env: dict[str, str] | None = None
+) -> str:
     """Runs `script` (a file, or a module name) on `nproc` ranks; returns their output, raises AssertionError if any fails."""
     program = ["-m", script] if isinstance(script, str) and not script.endswith(".py") else [str(script)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), *program]
