@@ -11,7 +11,7 @@ import time
 import traceback
 from pathlib import Path
 
-from megatron_async_rl.circle import Feed, open_feed
+from megatron_async_rl.circle import Feed, State, open_feed
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.law import max_lag
@@ -47,7 +47,7 @@ class Run:
         resumed = self.policy.load(self.directory / "checkpoint")
         self.version = 0 if resumed is None else int(resumed["version"])
         self.saved_version = self.version if resumed is not None else -1
-        self.data_state: dict[str, object] | None = None if resumed is None else resumed["data"]
+        self.data_state: State | None = None if resumed is None else resumed["data"]
         self.accuracy: dict[str, float] = {} if resumed is None else dict(resumed["accuracy"])
         self.feed: Feed | None = None
         self.log: MetricsLog | None = None

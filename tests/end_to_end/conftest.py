@@ -1,0 +1,129 @@
+"""The arithmetic example, written afresh, and the `mar` command on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_ID = "MEGATRON_ASYNC_RL_RUN_ID"
+
+REWARD = '''
+def flaky(prompt, response):
+    """Exact match, except that it raises on some answers and is not a number on others."""
+    last = prompt.fields["answer"][-1]
+    if last == "3":
+        raise ValueError("three is not supported")
+    if last == "7":
+        return float("nan")
+    return float(response.strip() == prompt.fields["answer"]) + 0.1 * len(response)
+'''
+
+
+@dataclass
+class Workplace:
+    """A folder with the example's model and data, a reward of its own, and configs written into it."""
+
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def config(self, name: str, **changes: Any) -> Path:
+        tree: dict[str, Any] = {
+            "run": {"dir": f"runs/{name}", "steps": 4},
+            "model": {"path": "model", "dtype": "float32"},
+            "data": {"train": "train.jsonl"},
+            "flow": {"prompts_per_step": 4, "group_size": 4, "async_ratio": 1},
+            "rollout": {"sampling": {"max_tokens": 6}, "reward": {"name": "arithmetic"}, "kv_cache_gib": 0.25},
+            "policy": {"parallel": {"ranks": 2, "tensor": 2}, "optimizer": {"lr": 1e-3}},
+            "controls": ["gac"],
+            "watchdog": {"timeout_s": 120},
+        }
+        for section, values in changes.items():
+            tree[section] = {**tree.get(section, {}), **values} if isinstance(values, dict) else values
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return path
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "megatron_async_rl", *args]
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def mar(self, *args: str, timeout: float = 300) -> tuple[int, str]:
+        """Exit code and output."""
+        process = self.start(*args)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, _ = process.communicate()
+            pytest.fail(f"mar {' '.join(args)} took over {timeout:g} s:\n{output}")
+        return process.returncode, output
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / "runs" / name / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def started_by(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Every process that belongs to the run of `process`, wherever it hangs in the process tree."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    ids = {identity for identity in map(run_id, children) if identity}
+    return [other for other in psutil.process_iter() if run_id(other) in ids]
+
+
+def run_id(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(RUN_ID)
+    except psutil.Error:
+        return None
+
+
+def alive(processes: list[psutil.Process]) -> list[str]:
+    return [process.name() for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until(done: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 240) -> None:
+    deadline = time.monotonic() + timeout
+    while not done():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.terminate()
+            output, _ = process.communicate()
+            pytest.fail(f"the run ended or hung before what the test waits for:\n{output}")
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    folder = tmp_path_factory.mktemp("workplace")
+    specification = importlib.util.spec_from_file_location("prepare_arithmetic", ROOT / "examples" / "arithmetic" / "prepare.py")
+    assert specification is not None
+    assert specification.loader is not None
+    prepare = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(prepare)
+    (folder / "model").mkdir()
+    prepare.write_data(folder, seed=0)
+    prepare.write_model(folder / "model", seed=0)
+    (folder / "flaky_reward.py").write_text(REWARD)
+    yield Workplace(folder)

@@ -1,0 +1,150 @@
+"""The whole circle through the command line: real ranks, real engines, real signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tests.end_to_end.conftest import Workplace, alive, started_by, wait_until
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
+
+STEPS = 40
+PROMPTS_PER_STEP = 4
+
+
+@pytest.fixture(scope="module")
+def interrupted(workplace: Workplace) -> dict[str, object]:
+    """A run at async_ratio 2 with a reward that fails now and then, stopped by Ctrl-C on the way and started again."""
+    config = workplace.config(
+        "loop",
+        run={"dir": "runs/loop", "steps": STEPS},
+        flow={"async_ratio": 2},
+        rollout={"reward": {"name": "flaky_reward:flaky", "on_error": "drop"}},
+        data={"eval": "few.jsonl"},
+        eval={"samples_per_prompt": 2},
+    )
+    (workplace.folder / "few.jsonl").write_text("".join((workplace.folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8]))
+    process = workplace.start("train", str(config))
+    wait_until(lambda: len(workplace.metrics("loop")) >= 4, process)
+    processes = started_by(process)
+    process.send_signal(signal.SIGINT)
+    stopped, _ = process.communicate(timeout=120)
+    left = alive(processes)
+    at_stop = len(workplace.metrics("loop"))
+    code, finished = workplace.mar("train", str(config))
+    return {
+        "stop_code": process.returncode,
+        "stop_output": stopped,
+        "processes": len(processes),
+        "left": left,
+        "at_stop": at_stop,
+        "code": code,
+        "output": finished,
+        "rows": workplace.metrics("loop"),
+        "run": workplace.folder / "runs" / "loop",
+    }
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_leaves_no_process(interrupted: dict[str, object]) -> None:
+    assert interrupted["stop_code"] == 130, interrupted["stop_output"]
+    assert "resumes" in str(interrupted["stop_output"])
+    assert interrupted["processes"] >= 4  # torchrun, two ranks, Ray and an engine at least: the check below can fail
+    assert interrupted["left"] == []
+    assert 4 <= int(str(interrupted["at_stop"])) < STEPS
+
+
+def test_the_second_start_resumes_and_no_step_is_logged_twice_or_missing(interrupted: dict[str, object]) -> None:
+    assert interrupted["code"] == 0, interrupted["output"]
+    assert [row["step"] for row in interrupted["rows"]] == list(range(1, STEPS + 1))  # type: ignore[attr-defined]
+    assert "training" in str(interrupted["output"])
+
+
+def test_every_admitted_prompt_was_consumed_once_over_stop_and_resume(interrupted: dict[str, object]) -> None:
+    run = Path(str(interrupted["run"]))
+    (newest,) = [path for path in (run / "checkpoint").rglob("*.json") if f'"consumed": {STEPS * PROMPTS_PER_STEP}' in path.read_text()]
+    assert newest.exists()
+
+
+def test_lags_are_0_1_and_2_at_async_ratio_2_and_never_more(interrupted: dict[str, object]) -> None:
+    rows = interrupted["rows"]
+    histogram = np.sum([row["lag/histogram"] for row in rows], axis=0)  # type: ignore[attr-defined]
+    assert len(histogram) == 3
+    assert np.all(histogram > 0)
+    assert max(row["lag/start_max"] for row in rows) == 2  # type: ignore[attr-defined]
+
+
+def test_the_first_tokens_after_a_publish_agree_with_the_trainer(interrupted: dict[str, object]) -> None:
+    differences = [row["ratio/logp_diff_lag0_max"] for row in interrupted["rows"]]  # type: ignore[attr-defined]
+    assert 0 < max(differences) < 1e-4
+
+
+def test_failing_rewards_are_counted_and_logged_with_their_sample_and_the_run_goes_on(interrupted: dict[str, object]) -> None:
+    assert sum(row["reward/errors"] for row in interrupted["rows"]) > 0  # type: ignore[attr-defined]
+    lines = (Path(str(interrupted["run"])) / "logs" / "engine-0.reward_errors.jsonl").read_text().splitlines()
+    errors = [json.loads(line) for line in lines]
+    assert any("three is not supported" in error["error"] for error in errors)
+    assert any("nan" in error["error"] for error in errors)
+    assert all(error["response"] is not None and error["prompt"] for error in errors)
+
+
+def test_the_run_ends_with_accuracies_and_a_report(interrupted: dict[str, object]) -> None:
+    assert "held-out accuracy" in str(interrupted["output"])
+    run = Path(str(interrupted["run"]))
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "plotly" in (run / "report.html").read_text().lower()
+
+
+def test_a_converted_checkpoint_is_the_exported_model_and_loads_in_transformers(
+    workplace: Workplace, interrupted: dict[str, object]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = Path(str(interrupted["run"]))
+    out = workplace.folder / "converted"
+    code, output = workplace.mar("convert", str(run / "checkpoint"), str(out))
+    assert code == 0, output
+    converted, exported = load_file(out / "model.safetensors"), load_file(run / "hf" / "model.safetensors")
+    assert converted.keys() == exported.keys()
+    assert all((converted[name] == exported[name]).all() for name in converted)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tokens = AutoTokenizer.from_pretrained(out)("1+1=", return_tensors="pt")
+    assert model(**tokens).logits.isfinite().all()
+
+
+def test_async_ratio_0_is_synchronous_and_a_converted_model_starts_a_run(workplace: Workplace, interrupted: dict[str, object]) -> None:
+    config = workplace.config("synchronous", run={"dir": "runs/synchronous", "steps": 3}, flow={"async_ratio": 0}, model={"path": "converted"})
+    code, output = workplace.mar("train", str(config))
+    assert code == 0, output
+    rows = workplace.metrics("synchronous")
+    assert len(rows) == 3
+    assert all(len(row["lag/histogram"]) == 1 and row["lag/max"] == 0 for row in rows)
+
+
+def test_a_failing_reward_ends_the_run_when_the_config_says_so(workplace: Workplace) -> None:
+    reward = {"reward": {"name": "flaky_reward:flaky", "on_error": "stop"}}
+    config = workplace.config("strict", run={"dir": "runs/strict", "steps": 30}, rollout=reward)
+    code, output = workplace.mar("train", str(config))
+    assert code == 1
+    assert "RewardFailed" in output
+    assert "reward_errors.jsonl" in output or "flaky" in output
+    assert "Traceback" not in output
+
+
+def test_a_killed_engine_ends_the_run_with_its_name_and_nothing_left_running(workplace: Workplace) -> None:
+    config = workplace.config("killed", run={"dir": "runs/killed", "steps": 100000}, checkpoint={"every": 0})
+    process = workplace.start("train", str(config))
+    wait_until(lambda: len(workplace.metrics("killed")) >= 2, process)
+    processes = started_by(process)
+    (core,) = [other for other in processes if "EngineCore" in " ".join(other.cmdline())]
+    core.kill()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "engine" in output.lower()
+    assert "Log:" in output
+    assert alive(processes) == []
