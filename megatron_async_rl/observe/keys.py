@@ -54,12 +54,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "policy/skipped": Key(
                 "0 or 1", "1: no optimizer step (a control said so, the gradient was not finite, or the batch was empty)."
             ),
-            "policy/nonfinite": Key("steps", "Skipped so far because the gradient was not finite."),
-            "policy/entropy": Key("nats per token", "Mean entropy of the policy's next-token distribution on response tokens."),
-            "policy/skipped": Key("0 or 1", "No optimizer step: a control, a value that is not finite, or nothing to learn from."),
             "policy/nonfinite": Key("steps", "Skipped so far because the loss or the gradient was not finite."),
-            "policy/micro_batches": Key("micro-batches", "Of one data-parallel rank."),
-            "policy/padding_share": Key("share", "Of the tokens computed, those that are padding."),
+            "policy/entropy": Key("nats per token", "Mean entropy of the policy's next-token distribution on response tokens."),
         },
     ),
     "Ratios": (
@@ -115,8 +111,6 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
         "Of rank 0.",
         {
             "time/wait_batch_s": Key("s", "Waiting for the batch."),
-            "time/forward_backward_s": Key("s", "Of `time/train_s`: forward, backward and the reduction of gradients."),
-            "time/optimizer_s": Key("s", "Of `time/train_s`: step controls, clipping and the optimizer."),
             "time/train_s": Key("s", "Forward, backward and optimizer step."),
             "time/forward_backward_s": Key("s", "Part of `time/train_s`: the micro-batches, gradients reduced."),
             "time/optimizer_s": Key("s", "Part of `time/train_s`: controls, clipping and the optimizer."),
