@@ -3,7 +3,7 @@
 Invariants:
 - everything an engine or a process of vLLM writes goes to the engine's log file, from before vLLM is imported;
 - the environment vLLM reads is set before vLLM is imported, and is inherited by its processes;
-- either all engines start or none is left running.
+- either all engines start or none is left running, and none outlives its actor.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_async_rl.observe.deadline import name_this_process
-from megatron_async_rl.observe.logs import redirect_output, tail
+from megatron_async_rl.observe.logs import find_cause, redirect_output, tail
+from megatron_async_rl.rollout.lifetime import PARENT
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Group, Prompt
+from megatron_async_rl.weights.plugin import ENTRY_POINT
 
 if TYPE_CHECKING:
     from megatron_async_rl.rollout.engine import RolloutEngine
@@ -33,13 +35,15 @@ class EngineStartError(RuntimeError):
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """What vLLM and the libraries under it read at import."""
+    """What vLLM and the libraries under it read at import. Call it in the process that will start vLLM."""
     values = {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(spec.rollout.start_timeout_s))),
+        "VLLM_PLUGINS": ENTRY_POINT,
+        PARENT: str(os.getpid()),
         "TOKENIZERS_PARALLELISM": "false",
     }
     if spec.device == "cpu":
@@ -102,7 +106,7 @@ class EngineActor:
 def start_engines(specs: Sequence[EngineSpec]) -> list[Any]:
     """Handles of running engines, one for each spec, in order. Ray must be initialised.
 
-    Raises EngineStartError, with the tail of the engine's log, when an engine fails or takes longer than
+    Raises EngineStartError, with the cause and the tail of the engine's log, when an engine fails or takes longer than
     `rollout.start_timeout_s`; the engines that did start are stopped first.
     """
     import ray
@@ -143,5 +147,14 @@ def stop_engines(handles: Sequence[Any], timeout_s: float) -> None:
 
 
 def _failure(spec: EngineSpec, what: str) -> str:
-    lines = tail(spec.log, 30) if spec.log.is_file() else ["(no log)"]
-    return f"{spec.name} {what}\nlast lines of {spec.log}:\n" + "\n".join(f"    {line}" for line in lines)
+    """vLLM's own exception says only that a process of it failed; that process's is in the log."""
+    cause = find_cause(spec.log_dir)
+    lines = tail(spec.log, 15) if spec.log.is_file() else []
+    return "\n".join(
+        [
+            f"{spec.name} {what}",
+            *([f"cause: {cause.message} ({cause.file}:{cause.line})"] if cause else []),
+            f"last lines of {spec.log}:",
+            *(f"    {line}" for line in lines),
+        ]
+    )

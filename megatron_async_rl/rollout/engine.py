@@ -38,9 +38,8 @@ from megatron_async_rl.weights.plugin import TRANSPORTS, WORKER_EXTENSION
 from megatron_async_rl.weights.receive import plain
 from megatron_async_rl.weights.shared_memory import BucketRef
 
-
-STOP_S = 2.0
-"""Grace before vLLM kills its engine process, which holds nothing that a kill would lose."""
+STOP_S = 10.0
+"""Grace before vLLM kills its engine process. A killed one leaves small files in /dev/shm."""
 
 
 class RewardFailed(RuntimeError):

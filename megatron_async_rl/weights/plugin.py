@@ -1,8 +1,10 @@
-"""Tells vLLM about our weight transports. vLLM calls `register` in each of its processes (`vllm.general_plugins`)."""
+"""What vLLM is told about us. It calls `register` in each of its processes (`vllm.general_plugins`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from megatron_async_rl.rollout.lifetime import die_with_the_actor
 
 ENTRY_POINT = "mar_shared_memory"
 """Name of this plugin in the package's `vllm.general_plugins` entry points."""
@@ -26,9 +28,10 @@ WORKER_EXTENSION = "megatron_async_rl.weights.receive.WeightLoadingWorker"
 
 
 def register() -> None:
-    """Idempotent, as vLLM asks: plugins may be loaded several times in one process."""
+    """Our transports, by name, and that an engine ends with its actor. Idempotent: vLLM may call it several times."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
+    die_with_the_actor()
     for transport in TRANSPORTS.values():
         if transport.backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(transport.backend, transport.module, transport.receiver)

@@ -4,19 +4,23 @@ The tests share the engines and run in order; every one that loads weights takes
 """
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from megatron_async_rl.config.schema import RolloutConfig
-from megatron_async_rl.rollout.actor import start_engines, stop_engines
+from megatron_async_rl.rollout.actor import EngineStartError, start_engines, stop_engines
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Group, Prompt, Sample
 from megatron_async_rl.weights import publish as publish_module
@@ -286,3 +290,28 @@ def test_engines_write_to_their_logs_and_not_to_the_terminal(engines: Engines, c
     assert "EngineCore" not in captured.out + captured.err
     for spec in engines.specs:
         assert "EngineCore" in spec.log.read_text()
+
+
+def test_an_engine_that_cannot_start_says_why_and_where_it_is_written(engines: Engines, tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "model", seed=0)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 16}))
+    spec = replace(engines.specs[SHORT], index=7, model_path=model, log_dir=tmp_path / "logs")
+    with pytest.raises(EngineStartError, match="engine-7 did not start") as failure:
+        start_engines([spec])
+    assert "cause: AssertionError" in str(failure.value), failure.value
+    assert str(tmp_path / "logs" / "engine-7.log") in str(failure.value)
+
+
+def test_the_engine_process_ends_when_its_actor_is_killed(engines: Engines) -> None:
+    actors = {
+        int(line.split("pid=")[1].split(")")[0])
+        for line in engines.specs[LONG].log.read_text().splitlines()
+        if "MainProcess pid=" in line
+    }
+    (actor,) = actors
+    children = [child for child in psutil.Process(actor).children() if "EngineCore" in child.name()]
+    assert len(children) == 1
+    os.kill(actor, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive

@@ -1,0 +1,30 @@
+"""No engine process outlives the actor that started it.
+
+vLLM runs the model in a child process that does not notice when its parent is killed: it would keep its cores, or its
+GPU, for ever. The actor names itself in the environment, and its child asks the kernel to end it with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+PARENT = "MAR_ENGINE_PARENT"
+"""Environment variable: process id of the engine actor."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_the_actor() -> None:
+    """In a child of the process named by `PARENT`: SIGKILL for this process when its parent ends. Elsewhere, nothing.
+
+    Linux only, where vLLM runs. The kernel watches the thread that started the child: the actor's event loop.
+    """
+    parent = os.environ.get(PARENT)
+    if parent is None or os.getppid() != int(parent):
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+    if os.getppid() != int(parent):  # it ended before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
