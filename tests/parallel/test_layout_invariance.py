@@ -83,7 +83,7 @@ def test_scores_are_transformers_log_probs_at_the_sampling_temperature(layout, m
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layout):
-    """The whole objective by hand in float64: group advantages, PPO clip, mean over the batch's tokens, failed reward left out."""
+    """The whole objective by hand in float64: group advantages, PPO clip, token mean, failed reward left out."""
     model = layouts.reference_model("tied")
     targets = Objective(ObjectiveConfig()).targets(layouts.batch("a"))
     total, entropies = torch.zeros((), dtype=torch.float64), []
