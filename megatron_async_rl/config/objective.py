@@ -81,7 +81,7 @@ class ObjectiveConfig(Strict):
     loss: Loss = PpoClipLoss()
     proximal: Literal["behavior", "recompute"] = "behavior"
     """The policy a ratio is taken against: the one that sampled (`behavior`), or the trainer's own weights at the
-    start of the step (`recompute`: one more forward pass)."""
+    start of the step (`recompute`; with one step per batch those are the current ones, so the ratio is 1)."""
     aggregation: Aggregation = "token-mean"
     """How token losses become one number; the denominators are those of the whole optimizer-step batch."""
     norm_length: PositiveInt | None = None

@@ -110,7 +110,7 @@ def build_micro_batch(samples: Sequence[Sample], rows: tuple[int, ...], device: 
         tokens[row, prompt : _fed(sample)] = sample.response_ids[:-1]
         predicting.append(row * length + prompt - 1 + np.arange(sample.length))
 
-    def flat(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:  # type: ignore[type-arg]
+    def flat(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(device=device, dtype=dtype)
 
     return MicroBatch(
