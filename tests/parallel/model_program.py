@@ -100,7 +100,6 @@ class Trained:
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():
                 parameter.main_grad.copy_(torch.sin(100 * parameter.detach()) / self.layout.dp_size)
-            chunk.start_grad_sync()
             chunk.finish_grad_sync()
         self.optimizer.prepare_grads()
         self.optimizer.step_with_ready_grads()
