@@ -247,6 +247,8 @@ def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(spec.rollout.kv_cache_gib * 2**30),
         # Compiling takes up to 40 s of the first start and was not measurably faster in steady state.
         "enforce_eager": True,
+        # A prompt cut in two draws a token that vLLM takes back, and a seeded CPU generator cannot be wound back: it raises.
+        "enable_chunked_prefill": False,
         # The model runs in the engine's own process: vLLM's default on a CPU, a second one behind a queue, starts
         # later and pays for the queue at every step.
         "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",

@@ -46,7 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, lis
     specs = []
     for index, name in enumerate(EXAMPLES):
         write_example(name, root / name)
-        rollout = {"sampling": {"max_tokens": 8}, "reward": {"name": name}, "kv_cache_gib": 0.25, "max_concurrent": 64}
+        rollout = {"sampling": {"max_tokens": 8}, "reward": {"name": name}, "kv_cache_gib": 0.25, "max_concurrent": 256}
         specs.append(
             EngineSpec(
                 index=index,
@@ -81,6 +81,17 @@ def test_vllm_serves_an_example_model_and_its_responses_are_scored(served: tuple
         assert sample.reward in (0.0, 1.0)
         assert sample.text == tokenizer.decode(sample.response_ids.tolist())
         assert (sample.response_ids[-1] == tokenizer.eos_ids[0]) == (sample.finish_reason == "stop")
+
+
+def test_prompts_that_overflow_one_scheduling_step_are_all_answered(served: tuple[Path, list[Any]]) -> None:
+    """vLLM would cut the prompt at the edge of its token budget in two, and its seeded sampler on the CPU dies of that."""
+    import ray
+
+    root, engines = served
+    asked = prompts(root / "countdown", "train.jsonl")
+    assert sum(len(prompt.token_ids) for prompt in asked) * 30 > 2 * 2048
+    calls = [engines[1].generate_group.remote(index, prompt, 30, 0) for index, prompt in enumerate(asked)]
+    assert [len(group.samples) for group in ray.get(calls, timeout=120)] == [30] * len(asked)
 
 
 def train_on(controller: Any, versions: range) -> None:

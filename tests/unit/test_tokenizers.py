@@ -80,8 +80,9 @@ def test_every_line_of_an_example_is_solvable_by_its_own_reward(example: Path) -
     tokenizer = load_tokenizer(example / "model")
     if (example / "model/tokenizer.model").exists():
         prompts = read_prompts(example / "train.jsonl", tokenizer)
+        # the same tasks in the same order, the numbers of each in an order of its own
         rows = [json.loads(line) for line in (example / "sft.jsonl").read_text().splitlines()]
-        answers = {row["prompt"]: row["response"] for row in rows}
+        answers = {prompt.text: row["response"] for prompt, row in zip(prompts, rows, strict=True)}
         reward = load_reward("countdown")
     else:
         prompts = read_prompts(example / "train.jsonl", tokenizer)
