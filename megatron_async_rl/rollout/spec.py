@@ -31,7 +31,9 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         if self.first_version < -1:
-            raise ValueError(f"engine {self.index}: first_version is {self.first_version}; versions count from 0, and -1 is none yet")
+            raise ValueError(
+                f"engine {self.index}: first_version is {self.first_version}; versions count from 0, and -1 is none yet"
+            )
 
     @property
     def name(self) -> str:
