@@ -90,15 +90,27 @@ def sequences() -> list[Sample]:
     return samples
 
 
-@functools.cache
 def results(layout: str) -> list[dict]:
-    """Per rank, what model_program measured."""
+    """Per rank, what model_program measured. A layout that failed once fails at once for every later test."""
+    outcome = _outcome(layout)
+    if isinstance(outcome, AssertionError):
+        raise outcome
+    return outcome
+
+
+@functools.cache
+def _outcome(layout: str) -> list[dict] | AssertionError:
     output = directory_of(layout)
     other = directory_of(LOADS_FROM[layout]) / "checkpoint" if LOADS_FROM[layout] else ""
-    if LOADS_FROM[layout]:
-        results(LOADS_FROM[layout])
     settings = LAYOUTS[layout]
-    run_ranks(settings["ranks"], "tests.parallel.model_program", [material(), json.dumps(settings), output, other])
+    try:
+        if LOADS_FROM[layout]:
+            results(LOADS_FROM[layout])
+        run_ranks(
+            settings["ranks"], "tests.parallel.model_program", [material(), json.dumps(settings), output, other], timeout=300
+        )
+    except AssertionError as failure:
+        return failure
     return torch.load(output / "results.pt", weights_only=False)
 
 
