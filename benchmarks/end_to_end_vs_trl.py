@@ -24,7 +24,12 @@ PROMPTS, GROUP, MAX_TOKENS, LEARNING_RATE = 32, 8, 6, 3e-4
 def ours(model: Path, steps: int, warm: int, run_dir: Path, overrides: list[str]) -> dict[str, float]:
     command = [sys.executable, "-m", "megatron_async_rl", "train", str(EXAMPLE), f"run.dir={run_dir}", f"run.steps={steps}"]
     command += [f"model.path={model}", f"flow.prompts_per_step={PROMPTS}", f"flow.group_size={GROUP}", "eval=null"]
-    command += [f"rollout.sampling.max_tokens={MAX_TOKENS}", f"policy.optimizer.lr={LEARNING_RATE}", "checkpoint.every=0", *overrides]
+    command += [
+        f"rollout.sampling.max_tokens={MAX_TOKENS}",
+        f"policy.optimizer.lr={LEARNING_RATE}",
+        "checkpoint.every=0",
+        *overrides,
+    ]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     counted = rows[warm:]

@@ -37,7 +37,14 @@ def spec(args: argparse.Namespace, logs: Path) -> Any:
     from megatron_async_rl.rollout.spec import EngineSpec
 
     return EngineSpec(
-        index=0, model_path=args.model, dtype="float32", rollout=settings(args), seed=1, device="cpu", log_dir=logs, first_version=0
+        index=0,
+        model_path=args.model,
+        dtype="float32",
+        rollout=settings(args),
+        seed=1,
+        device="cpu",
+        log_dir=logs,
+        first_version=0,
     )
 
 
@@ -77,8 +84,9 @@ def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
 
 
 def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
-    from megatron_async_rl.rollout.actor import environment
     from vllm import LLM, SamplingParams
+
+    from megatron_async_rl.rollout.actor import environment
 
     os.environ.update({key: value for key, value in environment(spec(args, logs)).items() if key != "LD_PRELOAD"})
     llm = LLM(
@@ -129,7 +137,11 @@ def main() -> None:
             print(json.dumps({"ours": ours, "bare": bare}[args.side](args, Path(logs))))
         return
     sides = {side: in_own_process(side) for side in ("bare", "ours")}
-    print(json.dumps({**sides, "ratio": sides["ours"]["tokens_per_s"] / sides["bare"]["tokens_per_s"], "cores": os.cpu_count()}, indent=2))
+    print(
+        json.dumps(
+            {**sides, "ratio": sides["ours"]["tokens_per_s"] / sides["bare"]["tokens_per_s"], "cores": os.cpu_count()}, indent=2
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -230,5 +230,9 @@ def _join_ray(trainer_gpus: int) -> None:
         gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[trainer_gpus:])
     ray.init(
-        address="local", include_dashboard=False, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES, num_cpus=os.cpu_count()
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        num_cpus=os.cpu_count(),
     )

@@ -50,7 +50,10 @@ def launch(config: Config, console: Console) -> int:
             f"run.dir: {run_dir} already holds a run and run.resume is `never`; choose another run.dir or run.resume: auto"
         )
     if status is not None and status.phase == "finished" and status.step >= config.run.steps:
-        console.print(f"{run_dir} already holds this run, finished at step {status.step}. To go on, raise run.steps; to repeat, change run.dir.")
+        console.print(
+            f"{run_dir} already holds this run, finished at step {status.step}. "
+            "To go on, raise run.steps; to repeat, change run.dir."
+        )
         print_summary(run_dir, console)
         return 0
     _prepare_directory(config)
@@ -68,7 +71,10 @@ def launch(config: Config, console: Console) -> int:
             write_report(run_dir)
             print_summary(run_dir, console)
             return 0
-        console.print(f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command resumes. Run directory: {run_dir}")
+        console.print(
+            f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command resumes. "
+            f"Run directory: {run_dir}"
+        )
         return INTERRUPTED
     if exit_code != INTERRUPTED:
         _explain_failure(run_dir, console)
@@ -133,7 +139,9 @@ def _watch(process: subprocess.Popen[bytes], progress: Progress, run_dir: Path, 
 def _interrupts() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM instead of raising in the middle of a redraw."""
     seen: list[int] = []
-    earlier = {number: signal.signal(number, lambda received, _: seen.append(received)) for number in (signal.SIGINT, signal.SIGTERM)}
+    earlier = {
+        number: signal.signal(number, lambda received, _: seen.append(received)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield seen
     finally:

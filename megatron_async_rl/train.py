@@ -109,7 +109,12 @@ class Run:
         if self.saved_version == self.version:
             return
         self.say("checkpointing")
-        state = {"version": self.version, "data": self.data_state, "accuracy": self.accuracy, "model_path": str(self.config.model.path)}
+        state = {
+            "version": self.version,
+            "data": self.data_state,
+            "accuracy": self.accuracy,
+            "model_path": str(self.config.model.path),
+        }
         self.policy.save(self.directory / "checkpoint", self.version, state, keep=self.config.checkpoint.keep)
         self.saved_version = self.version
         self.say("training")

@@ -65,7 +65,9 @@ class Sample:
             raise ValueError(f"sample {self.id!r} has an empty response")
         for name in ("behavior_logprobs", "versions", "loss_mask"):
             if len(getattr(self, name)) != length:
-                raise ValueError(f"sample {self.id!r}: {name} has {len(getattr(self, name))} entries for {length} response tokens")
+                raise ValueError(
+                    f"sample {self.id!r}: {name} has {len(getattr(self, name))} entries for {length} response tokens"
+                )
         if np.any(np.diff(self.versions) < 0):
             raise ValueError(f"sample {self.id!r}: weight versions decrease along the response: {self.versions.tolist()}")
 
@@ -107,7 +109,9 @@ class Group:
             raise ValueError(f"group {self.index} has no samples")
         for sample in self.samples:
             if sample.prompt.id != self.prompt.id:
-                raise ValueError(f"group {self.index}: sample {sample.id!r} answers prompt {sample.prompt.id!r}, not {self.prompt.id!r}")
+                raise ValueError(
+                    f"group {self.index}: sample {sample.id!r} answers prompt {sample.prompt.id!r}, not {self.prompt.id!r}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def wait_until(done: Callable[[], bool], process: subprocess.Popen[str], timeout
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     folder = tmp_path_factory.mktemp("workplace")
     specification = importlib.util.spec_from_file_location("prepare_arithmetic", ROOT / "examples" / "arithmetic" / "prepare.py")
     assert specification is not None
@@ -126,4 +126,4 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     prepare.write_data(folder, seed=0)
     prepare.write_model(folder / "model", seed=0)
     (folder / "flaky_reward.py").write_text(REWARD)
-    yield Workplace(folder)
+    return Workplace(folder)
