@@ -153,7 +153,7 @@ class RolloutFeed:
                 return None
             done, _ = self._ray.wait([pending], timeout=STOP_POLL_S)
             if done:
-                batch: TrainBatch = self._ray.get(pending)
+                batch: TrainBatch = self._call(f"batch for version {version}", pending)
                 return batch
         raise DeadlineExceeded(this_process(), f"the batch for version {version} from the controller", time.monotonic() - started)
 

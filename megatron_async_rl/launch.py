@@ -23,7 +23,7 @@ from rich.console import Console
 
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.observe.logs import find_cause
+from megatron_async_rl.observe.logs import find_cause, is_echo
 from megatron_async_rl.observe.progress import Progress, print_summary
 from megatron_async_rl.observe.report import write_report
 from megatron_async_rl.observe.status import read_status
@@ -169,9 +169,9 @@ def _kill_leftovers(run_id: str) -> None:
 def _explain_failure(run_dir: Path, console: Console) -> None:
     """The cause and its file. Rank 0's own words are the fullest, unless what it met was another process's death."""
     status, cause = read_status(run_dir), find_cause(run_dir / "logs")
-    own = status.log if status is not None and status.phase == "failed" and status.error else None
-    if status is not None and own is not None and (cause is None or cause.file == Path(own)):
-        message, place = status.error or "", own
+    own = status.error if status is not None and status.phase == "failed" else None
+    if own and (cause is None or not is_echo(own)):
+        message, place = own, str(run_dir / "logs" / "rank_0.log")
     elif cause is not None:
         message, place = cause.message, f"{cause.file}:{cause.line}"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, cast
 
+from megatron_async_rl.observe.remote import remote_cause
 from megatron_async_rl.samples.types import Group, Prompt
 
 
@@ -22,4 +23,7 @@ class RayEngine:
         self._handle = handle
 
     async def generate_group(self, index: int, prompt: Prompt, n: int, admitted_version: int) -> Group:
-        return cast(Group, await self._handle.generate_group.remote(index, prompt, n, admitted_version))
+        try:
+            return cast(Group, await self._handle.generate_group.remote(index, prompt, n, admitted_version))
+        except Exception as error:  # noqa: BLE001 - raised again, as itself
+            raise remote_cause(error) from None

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from megatron_async_rl.observe.remote import remote_cause
+
 Result = TypeVar("Result")
 
 _process_name: str | None = None
@@ -68,8 +70,14 @@ async def await_named(name: str, awaitable: Awaitable[Result], timeout_s: float)
 
 
 def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
-    """`ray.get` of one reference or a list of them, at most `timeout_s` seconds; raises DeadlineExceeded after that."""
+    """`ray.get` of one reference or a list of them, at most `timeout_s` seconds; raises DeadlineExceeded after that.
+
+    What the remote task raised is raised as itself.
+    """
     import ray
 
     with waiting(name, timeout_s):
-        return ray.get(ref, timeout=timeout_s)
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            raise remote_cause(error) from None

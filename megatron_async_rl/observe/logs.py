@@ -35,7 +35,7 @@ _KILLED = re.compile(
 
 _SECONDARY_TYPES = re.compile(
     r"(?:^|\.)(?:ChildFailedError|SignalException|ActorDiedError|RayActorError|ActorUnavailableError|WorkerCrashedError"
-    r"|OwnerDiedError|EngineDeadError|KeyboardInterrupt|SystemExit|CancelledError|GeneratorExit"
+    r"|OwnerDiedError|EngineDeadError|KeyboardInterrupt|SystemExit|RankZeroFailed|CancelledError|GeneratorExit"
     r"|BrokenPipeError|ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|EOFError"
     r"|DistBackendError|DistNetworkError)$"
 )
@@ -88,6 +88,11 @@ def tail(path: Path, lines: int) -> list[str]:
             end = file.read(step) + end
             file.seek(position)
     return end.decode("utf-8", errors="replace").splitlines()[-lines:] if lines > 0 else []
+
+
+def is_echo(message: str) -> bool:
+    """Whether `message` ("Type: text") tells of another process's end rather than of a cause of its own."""
+    return _judge(message.partition("\n")[0])[0] != PRIMARY
 
 
 def find_cause(log_dir: Path) -> Cause | None:

@@ -17,7 +17,8 @@ import asyncio
 import hashlib
 import json
 import time
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +42,14 @@ from megatron_async_rl.weights.shared_memory import BucketRef
 STOP_S = 10.0
 """Grace before vLLM kills its engine process. A killed one leaves small files in /dev/shm."""
 
+Result = TypeVar("Result")
 
-class RewardFailed(RuntimeError):
-    """A reward failed and `rollout.reward.on_error` is `stop`."""
+ALIVE_POLL_S = 1.0
+"""How often a wait for vLLM looks whether its process still lives; seconds."""
+
+
+class EngineDied(RuntimeError):
+    """vLLM's own process ended while the engine was in use."""
 
 
 def sample_seed(run_seed: int, group: int, sample: int) -> int:
@@ -108,7 +114,7 @@ class RolloutEngine:
     async def generate_group(self, index: int, prompt: Prompt, n: int, admitted_version: int) -> Group:
         """`n` independent responses to `prompt`, each scored as soon as it ends.
 
-        Raises RuntimeError when vLLM aborts or fails a request, RewardFailed when a reward fails and the configuration says stop.
+        Raises RuntimeError when vLLM aborts or fails a request. A reward that fails is in its sample's `reward_error`.
         """
         tasks = [asyncio.create_task(self._sample(index, k, prompt)) for k in range(n)]
         try:
@@ -122,7 +128,7 @@ class RolloutEngine:
     async def pause(self) -> None:
         """Returns when no forward pass is running. Requests in flight keep their place and their key-value cache."""
         # AsyncLLM.pause_generation does just this and then sleeps 20 ms to order outputs for its callers; we need no order.
-        await self._engine().engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self._while_alive("pause", self._engine().engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
 
     async def load_bucket(self, bucket: BucketRef, version: int, first: bool, last: bool) -> dict[str, str]:
         """Loads one bucket of the update to `version`; `first` opens the update, `last` closes it and numbers the weights.
@@ -131,22 +137,23 @@ class RolloutEngine:
         Raises ValueError for a version that is not newer, RuntimeError for an update that left out a parameter.
         """
         engine = self._engine()
-        answers = await engine.collective_rpc("load_weight_bucket", args=(plain(bucket), version, first, last))
+        load = engine.collective_rpc("load_weight_bucket", args=(plain(bucket), version, first, last))
+        answers = await self._while_alive(f"load weights of version {version}", load)
         digests: dict[str, str] = answers[0]
         for rank, other in enumerate(answers):
             if other != digests:
                 differ = sorted(name for name in digests.keys() | other.keys() if digests.get(name) != other.get(name))
                 raise RuntimeError(f"{self.spec.name}: workers 0 and {rank} loaded different weights: {', '.join(differ[:8])}")
         if last:
-            await engine.update_weight_version(str(version))
+            await self._while_alive(f"number its weights {version}", engine.update_weight_version(str(version)))
         return digests
 
     async def resume(self) -> None:
-        await self._engine().resume_generation()
+        await self._while_alive("resume", self._engine().resume_generation())
 
     async def version(self) -> int:
         """Number of the weights that sample the next token."""
-        return int(await self._engine().get_weight_version())
+        return int(await self._while_alive("tell its version", self._engine().get_weight_version()))
 
     async def stats(self) -> dict[str, int]:
         """Since start: responses, tokens, reward_errors; now: running (responses submitted and not yet scored)."""
@@ -213,11 +220,15 @@ class RolloutEngine:
         }
         with open(self.spec.reward_log, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        if self.spec.rollout.reward.on_error == "stop":
-            raise RewardFailed(
-                f"reward {self.spec.rollout.reward.name} failed on sample {sample.id}: {sample.reward_error}; the sample is in "
-                f"{self.spec.reward_log}. rollout.reward.on_error: drop would leave such samples out and go on"
-            )
+
+    async def _while_alive(self, what: str, call: Awaitable[Result]) -> Result:
+        """Awaits `call`, which vLLM leaves unanswered for ever when its process ends. Raises EngineDied then."""
+        task = asyncio.ensure_future(call)
+        while not (await asyncio.wait((task,), timeout=ALIVE_POLL_S))[0]:
+            if self._engine().errored:
+                task.cancel()
+                raise EngineDied(f"the vLLM process of {self.spec.name} died while it was to {what}; see {self.spec.log}")
+        return task.result()
 
     def _engine(self) -> AsyncLLM:
         if self._llm is None:

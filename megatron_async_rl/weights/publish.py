@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron_async_rl.observe.deadline import DeadlineExceeded, this_process
+from megatron_async_rl.observe.remote import remote_cause
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.shared_memory import BucketRef, NamedTensors, remove_stale, write_bucket
 
@@ -143,11 +144,10 @@ class Publisher:
         for engine, call in zip(self._engines, calls, strict=True):
             try:
                 answers.append(call.result(timeout=max(0.0, deadline - time.monotonic())))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised again with the engine and the phase
                 if isinstance(error, TimeoutError) and not call.done():
                     raise DeadlineExceeded(this_process(), f"{engine.name} to {phase}", self._timeout_s) from None
-                cause = getattr(error, "cause", None) or error  # Ray wraps what the actor raised
-                raise PublishFailed(f"{engine.name} failed to {phase}: {cause}") from error
+                raise PublishFailed(f"{engine.name} failed to {phase}: {remote_cause(error)}") from None
         return answers
 
 

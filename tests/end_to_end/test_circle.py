@@ -139,9 +139,11 @@ def test_a_failing_reward_ends_the_run_when_the_config_says_so(workplace: Workpl
     config = workplace.config("strict", run={"dir": "runs/strict", "steps": 30}, rollout=reward)
     code, output = workplace.mar("train", str(config))
     assert code == 1
-    assert "RewardFailed" in output
-    assert "reward_errors.jsonl" in output or "flaky" in output
+    said = output[output.index("The run failed:") :]
+    assert "RewardFailed: the reward failed on sample" in said
+    assert "rollout.reward.on_error=drop" in said
     assert "Traceback" not in output
+    assert len(said.splitlines()) < 12
 
 
 def test_a_killed_engine_ends_the_run_with_its_name_and_nothing_left_running(workplace: Workplace) -> None:
@@ -151,8 +153,10 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_nothing_left_running(wor
     processes = started_by(process)
     (core,) = [other for other in processes if "EngineCore" in " ".join(other.cmdline())]
     core.kill()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=60)  # well under watchdog.timeout_s: the death is noticed, not waited out
     assert process.returncode == 1
-    assert "engine" in output.lower()
-    assert "Log:" in output
+    said = output[output.index("The run failed:") :]
+    assert "engine-0" in said or "engine 0" in said
+    assert "Log:" in said
+    assert "Traceback" not in said
     assert alive(processes) == []
