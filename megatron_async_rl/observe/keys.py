@@ -69,7 +69,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "ratio/logp_diff_mean": Key("nats", "Mean |logp - logp_behavior| over tokens."),
             "ratio/logp_diff_max": Key("nats", "Largest |logp - logp_behavior| of a token."),
             "ratio/logp_diff_lag0_max": Key(
-                "nats", "The same over tokens of lag 0: the difference between trainer and engine, which should be rounding."
+                "nats",
+                "The same over responses sampled wholly by the version trained: it should be rounding.",
             ),
         },
     ),

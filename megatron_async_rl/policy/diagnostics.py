@@ -55,7 +55,10 @@ class StepTable:
         log_weight = (tokens.logp - tokens.logp_behavior).double()
         bounded = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         difference = log_weight.abs()
-        lag0 = (micro_batch.versions == version).double()
+        # A token of this version in a response that an older one began was sampled over the older one's keys and values.
+        current = torch.ones(tokens.sequences, dtype=torch.bool, device=entropy.device)
+        current[tokens.sequence[micro_batch.versions != version]] = False
+        lag0 = current[tokens.sequence].double()
         positive, negative = (tokens.advantages > 0).double(), (tokens.advantages < 0).double()
 
         def total(values: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ BATCH = ragged_batch()
 SAMPLES = [sample for sample in BATCH.samples() if sample.valid]
 ADVANTAGES = np.linspace(-1, 1, len(SAMPLES))
 SHIFTS = torch.randn(len(SAMPLES), generator=torch.Generator().manual_seed(3)) * 0.4
+CURRENT = int(SHIFTS.abs().argmin())
+"""The one sample that the batch's own version sampled from its first token to its last."""
+SAMPLES[CURRENT] = replace(SAMPLES[CURRENT], versions=np.full_like(SAMPLES[CURRENT].versions, BATCH.version))
 
 
 def table_of(cuts):
@@ -51,7 +55,9 @@ def test_metrics_equal_their_definitions_over_trained_tokens():
     w = np.exp(shift)
     sequence_weights = np.exp(SHIFTS.double().numpy() * COUNTS)
     clipped = ((advantage > 0) & (w > 1.2)) | ((advantage < 0) & (w < 0.8))
-    lag0 = np.concatenate([(s.versions == BATCH.version)[s.loss_mask == 1] for s in SAMPLES])
+    lag0 = np.repeat([bool(np.all(s.versions == BATCH.version)) for s in SAMPLES], COUNTS)
+    begun_earlier = np.concatenate([(s.versions == BATCH.version)[s.loss_mask == 1] for s in SAMPLES]) & ~lag0
+    assert np.abs(shift[begun_earlier]).max() > np.abs(shift[lag0]).max()  # or the next lines could not tell them apart
     expected = {
         "policy/loss": np.mean(np.maximum(-advantage * w, -advantage * np.clip(w, 0.8, 1.2))),
         "policy/entropy": 0.7,
