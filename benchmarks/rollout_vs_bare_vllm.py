@@ -1,6 +1,6 @@
 """The rollout engine as a run uses it (Ray actor, continuous submission, scoring, versions) against vLLM's offline `generate`.
 
-Same model, prompts, sampling and number of sequences at a time; each side in a process of its own, one after the other,
+Same model, prompts, sampling, engine settings and number of sequences at a time; each side in a process of its own, one after the other,
 every prompt sampled once per round. Response tokens per second over the rounds after the first. Ratio = ours / bare.
 """
 
@@ -97,6 +97,9 @@ def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=False,
         kv_cache_memory_bytes=2**29,
+        enforce_eager=True,
+        enable_chunked_prefill=False,
+        distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
         disable_log_stats=True,
     )
     from megatron_async_rl.data.tokenizer import load_tokenizer
