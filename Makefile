@@ -13,7 +13,7 @@ export VENV
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint
+.PHONY: help setup demo test lint bench-setup
 
 help:
 	@sed -n '1,3s/^# //p' "$(ROOT)/Makefile"
@@ -30,6 +30,10 @@ demo: setup
 test: setup
 	@cd "$(ROOT)"
 	"$$VENV/bin/python" -m pytest --durations=15
+
+bench-setup: setup
+	@cd "$(ROOT)"
+	"$$VENV/bin/python" -m pip install --no-deps --progress-bar off -r requirements/bench.txt
 
 lint: setup
 	@cd "$(ROOT)"

