@@ -26,6 +26,8 @@ from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.weights.convert import export_hf
 from megatron_async_rl.weights.export import WeightExporter
 
+COLLECTIVE_GRACE_S = 60.0
+
 
 class Run:
     """One rank's share of a run: the policy, what feeds it, and where it writes."""
@@ -144,13 +146,20 @@ class Run:
             self.log.close()
 
 
+def collective_deadline_s(config: Config) -> float:
+    """Deadline of a collective. Other ranks wait in one while rank 0 starts engines or waits for a batch; those waits have
+    deadlines and words of their own, so this one comes after them."""
+    starting = config.rollout.start_timeout_s if config.rollout is not None else 0.0
+    return max(config.watchdog.timeout_s, starting) + COLLECTIVE_GRACE_S
+
+
 def main(config_path: Path) -> int:
     config = load(config_path)
     rank = device.launched_rank()
     redirect_output(config.run.dir / "logs" / f"rank_{rank}.log")
     name_this_process(f"rank {rank}")
     device_type = device.install(config.policy.device)
-    layout = initialise(config.policy.parallel, device_type, timeout_s=config.watchdog.timeout_s + 60)
+    layout = initialise(config.policy.parallel, device_type, timeout_s=collective_deadline_s(config))
     run = None
     try:
         run = Run(config, layout)
