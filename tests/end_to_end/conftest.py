@@ -21,6 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_ID = "MEGATRON_ASYNC_RL_RUN_ID"
 
 REWARD = '''
+import zlib
+
+
+def varied(prompt, response):
+    """Another number for every other response: nothing to learn, always something to learn from."""
+    return zlib.crc32(response.encode()) / 2**32
+
+
 def flaky(prompt, response):
     """Exact match, except that it raises on some answers and is not a number on others."""
     last = prompt.fields["answer"][-1]

@@ -127,7 +127,7 @@ def test_async_ratio_0_is_synchronous_and_a_converted_model_starts_a_run(
     workplace: Workplace, interrupted: dict[str, object]
 ) -> None:
     run, model = {"dir": "runs/synchronous", "steps": 5}, {"path": "converted"}
-    rollout = {"reward": {"name": "flaky_reward:flaky"}}  # rewards that differ, so that every step moves the weights
+    rollout = {"reward": {"name": "flaky_reward:varied"}}  # rewards that differ, so that every step moves the weights
     config = workplace.config("synchronous", run=run, flow={"async_ratio": 0}, model=model, rollout=rollout)
     code, output = workplace.mar("train", str(config))
     assert code == 0, output
