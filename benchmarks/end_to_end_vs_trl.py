@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic_cpu.yaml"
-PROMPTS, GROUP, LEARNING_RATE = 32, 8, 3e-4
+PROMPTS, GROUP, LEARNING_RATE = 64, 8, 7e-4
 
 
 def ours(model: Path, max_tokens: int, steps: int, warm: int, run_dir: Path, overrides: list[str]) -> dict[str, float]:
@@ -110,7 +110,7 @@ def trl_here(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / "examples" / "arithmetic" / "generated" / "model")
+    parser.add_argument("--model", type=Path, default=ROOT / "runs" / "arithmetic_sft" / "hf")
     parser.add_argument("--max-tokens", type=int, default=6, help="6 is the demo's")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm", type=int, default=10)
