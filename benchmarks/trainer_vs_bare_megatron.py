@@ -17,7 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_async_rl.config.objective import GacControl, GrpoAdvantage, ObjectiveConfig, PpoClipLoss
+from megatron_async_rl.config.advantages import GrpoAdvantage
+from megatron_async_rl.config.controls import GacControl
+from megatron_async_rl.config.losses import PpoClipLoss
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_batches

@@ -1,77 +1,68 @@
-"""What a user may say about the objective and the step controls: one small model per method, chosen by its `name`.
-
-A method without settings may be written as its bare name: `loss: reinforce` is `loss: {name: reinforce}`.
-"""
+"""What a user may say about the objective: an advantage, a loss, corrections in order, and the terms added to the loss."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from megatron_async_rl.config.advantages import Advantage, GrpoAdvantage
+from megatron_async_rl.config.corrections import Correction
+from megatron_async_rl.config.losses import Aggregation, Loss, PpoClipLoss
 from megatron_async_rl.config.strict import Strict
 
-
-def _bare_name(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+Proximal = Literal["behavior", "recompute", "loglinear", "ewma", "snapshot"]
 
 
-class GrpoAdvantage(Strict):
-    """(R - mean) / (std + 1e-6) over the group, unbiased std (arXiv 2402.03300)."""
+class KlConfig(Strict):
+    """A penalty on leaving the reference policy (estimators: joschu.net/blog/kl-approx.html)."""
 
-    name: Literal["grpo"] = "grpo"
-    normalize_std: bool = True
-    """False is Dr.GRPO (arXiv 2503.20783): centre only."""
-
-
-class RlooAdvantage(Strict):
-    """R minus the mean of the group's other rewards (arXiv 2402.14740)."""
-
-    name: Literal["rloo"] = "rloo"
+    coef: PositiveFloat
+    """Factor of the penalty."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per token, with l = log pi/pi_ref: k1 = l; k2 = l^2 / 2; k3 = exp(-l) - 1 + l."""
+    where: Literal["loss", "reward"] = "loss"
+    """Added to the loss, with gradient; or taken from the reward of each token, without."""
 
 
-class NoAdvantage(Strict):
-    """The reward itself, without a baseline. The `sft` loss needs no advantage and takes this one."""
+class ReferenceConfig(Strict):
+    """The policy that KL penalties and trajectory balance compare with: the run's first weights, kept in host memory."""
 
-    name: Literal["none"] = "none"
+    path: Path | None = None
+    """A Hugging Face model directory of the same shape; null: the model the run starts from."""
+    refresh_every: PositiveInt | None = None
+    """Optimizer steps after which the reference becomes the current weights; null never."""
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Decay per step of an exponential average of the weights, which then is the reference; null never."""
 
-
-Advantage = Annotated[
-    Annotated[Union[GrpoAdvantage, RlooAdvantage, NoAdvantage], Field(discriminator="name")],
-    BeforeValidator(_bare_name),
-]
-
-
-class ReinforceLoss(Strict):
-    """-A * logp."""
-
-    name: Literal["reinforce"] = "reinforce"
-
-
-class PpoClipLoss(Strict):
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv 1707.06347; asymmetric bounds from arXiv 2503.14476)."""
-
-    name: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: PositiveFloat = 0.2
-    """The ratio is cut at 1 - clip_low from below."""
-    clip_high: PositiveFloat = 0.2
-    """The ratio is cut at 1 + clip_high from above."""
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """c of dual-clip PPO (arXiv 1912.09729): where A < 0 the loss is at most -A c."""
+    @model_validator(mode="after")
+    def _one_way_to_move(self) -> ReferenceConfig:
+        if self.refresh_every is not None and self.ema is not None:
+            raise ValueError("reference: refresh_every and ema are two ways to move it; set one of them to null")
+        return self
 
 
-class SftLoss(Strict):
-    """-logp of given responses: supervised warm starts."""
+class ValueConfig(Strict):
+    """The value head (advantage `gae`): one linear output on the policy's last hidden state, trained along."""
 
-    name: Literal["sft"] = "sft"
+    coef: PositiveFloat = 0.5
+    """Factor of its squared error, averaged over trained tokens, in the loss."""
+    clip: PositiveFloat | None = None
+    """The value moves at most this far from its estimate before the step (PPO's value clipping); null does not clip."""
+    detach: bool = False
+    """True: the head learns from the hidden states without changing them."""
 
 
-Loss = Annotated[
-    Annotated[Union[ReinforceLoss, PpoClipLoss, SftLoss], Field(discriminator="name")],
-    BeforeValidator(_bare_name),
-]
+class OverlongConfig(Strict):
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_length - buffer, then falling linearly."""
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    max_length: PositiveInt
+    """Response tokens at which the penalty is whole."""
+    buffer: PositiveInt
+    """Tokens before max_length over which it grows."""
+    penalty: PositiveFloat = 1.0
+    """Taken from the reward at max_length and beyond."""
 
 
 class ObjectiveConfig(Strict):
@@ -79,44 +70,45 @@ class ObjectiveConfig(Strict):
 
     advantage: Advantage = GrpoAdvantage()
     loss: Loss = PpoClipLoss()
-    proximal: Literal["behavior", "recompute"] = "behavior"
-    """The policy a ratio is taken against: the one that sampled (`behavior`), or the trainer's own weights at the
-    start of the step (`recompute`; with one step per batch those are the current ones, so the ratio is 1)."""
-    aggregation: Aggregation = "token-mean"
-    """How token losses become one number; the denominators are those of the whole optimizer-step batch."""
+    corrections: tuple[Correction, ...] = ()
+    """Applied in this order; each sees what the ones before it kept."""
+    renormalize: bool = False
+    """True: rejected tokens leave the denominators; false: they count as zeros, and nothing else weighs more."""
+    proximal: Proximal = "behavior"
+    """The policy a ratio r is taken against. `behavior`: the one that sampled. `recompute`: the trainer's weights at the start
+    of the step (with one step per batch the current ones, so r is 1). `loglinear`: between the two in log space, by the
+    token's lag d, at 1 - 1/d (A-3PO). `ewma`: an exponential average of the trainer's weights. `snapshot`: the trainer's own
+    log-probs under the version that sampled the token (arXiv 2605.12070)."""
+    ewma_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
+    """Decay per step of `proximal: ewma`."""
+    snapshots: PositiveInt = 8
+    """Past weight versions that `proximal: snapshot` keeps in host memory; at least the largest lag + 1."""
+    aggregation: Aggregation | None = None
+    """How token losses become one number; the denominators are those of the whole optimizer-step batch. null: the loss's own."""
     norm_length: PositiveInt | None = None
     """Constant divisor per sequence for `seq-mean-token-sum-norm` (Dr.GRPO); tokens."""
+    kl: KlConfig | None = None
+    entropy_bonus: NonNegativeFloat = 0.0
+    """Factor of the mean token entropy, which is taken from the loss."""
+    reference: ReferenceConfig | None = None
+    """Null: kept only where something needs it."""
+    value: ValueConfig | None = None
+    """The value head; only with advantage `gae`, which needs it."""
+    overlong: OverlongConfig | None = None
+    """Shapes the reward by length, before advantages."""
+
+    @property
+    def aggregation_used(self) -> Aggregation:
+        return self.aggregation if self.aggregation is not None else self.loss.default_aggregation
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl is not None or self.loss.uses_reference
 
     @model_validator(mode="after")
-    def _norm_length_is_for_its_aggregation(self) -> ObjectiveConfig:
-        if (self.aggregation == "seq-mean-token-sum-norm") != (self.norm_length is not None):
-            raise ValueError(
-                "norm_length and aggregation: seq-mean-token-sum-norm go together; "
-                f"got aggregation={self.aggregation}, norm_length={self.norm_length}"
-            )
+    def _pieces_fit(self) -> ObjectiveConfig:
+        from megatron_async_rl.config.composition import objective_refusals
+
+        for reason in objective_refusals(self):
+            raise ValueError(reason)
         return self
-
-
-class GacControl(Strict):
-    """Gradient alignment control (arXiv 2603.01501). Thresholds and the exact projection are this project's own."""
-
-    name: Literal["gac"] = "gac"
-    c_low: Annotated[float, Field(gt=-1.0, lt=1.0)] = 0.15
-    """Up to this cosine the gradient is left alone."""
-    c_high: Annotated[float, Field(gt=-1.0, le=1.0)] | None = None
-    """Above this cosine the step is skipped; null never skips. At least 0.7 is advised: low values deadlock."""
-    target: Literal["threshold", "zero"] = "threshold"
-    """Project to cosine c_low exactly, or remove the aligned component."""
-    reference: Literal["raw", "applied"] = "raw"
-    """Which previous gradient is compared with: as it came, or as it was applied."""
-    max_consecutive_skips: PositiveInt = 4
-    """A skip freezes the weights, so the next gradient is as aligned; after this many the step is projected instead."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> GacControl:
-        if self.c_high is not None and self.c_high <= self.c_low:
-            raise ValueError(f"c_high ({self.c_high}) must be above c_low ({self.c_low}), or null to never skip")
-        return self
-
-
-Control = Annotated[GacControl, BeforeValidator(_bare_name)]

@@ -11,7 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_async_rl.config.objective import Control, ObjectiveConfig
+from megatron_async_rl.config.composition import run_refusals
+from megatron_async_rl.config.controls import Control
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.strict import Strict
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -215,23 +217,10 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> Config:
-        if self.supervised:
-            if self.rollout is not None or self.eval is not None:
-                raise ValueError("objective.loss: sft trains on given responses: remove `rollout` and `eval`")
-            if self.flow.group_size != 1 or self.flow.async_ratio != 0:
-                raise ValueError("objective.loss: sft needs flow.group_size: 1 and flow.async_ratio: 0")
-            if self.objective.advantage.name != "none":
-                raise ValueError("objective.loss: sft needs objective.advantage: none")
-        else:
-            if self.rollout is None:
-                raise ValueError(f"objective.loss: {self.objective.loss.name} learns from sampled responses: add `rollout`")
-            if self.flow.group_size == 1 and self.objective.advantage.name in ("grpo", "rloo"):
-                raise ValueError(
-                    f"objective.advantage: {self.objective.advantage.name} compares the responses of a group: "
-                    "flow.group_size must be at least 2"
-                )
-            if self.eval is not None and self.data.eval is None:
-                raise ValueError("`eval` needs data.eval: a JSONL file of held-out prompts")
+        for reason in run_refusals(self):
+            raise ValueError(reason)
+        if self.eval is not None and self.data.eval is None:
+            raise ValueError("`eval` needs data.eval: a JSONL file of held-out prompts")
         names = [control.name for control in self.controls]
         if len(set(names)) != len(names):
             raise ValueError(f"controls: each at most once, got {names}")

@@ -31,7 +31,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that the loader would take for numbers."""
+    """Quotes the texts that the loader would take for numbers, and escapes the line breaks it would fold into spaces."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = '"' if any(character in data for character in "\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 for _side in (_Loader, _Dumper):

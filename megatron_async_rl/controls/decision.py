@@ -1,31 +1,72 @@
-"""What a control says about the step that is about to be taken."""
+"""What a control sees of the step that is about to be taken, and what it says about it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron_async_rl.policy.parallel import Gradients
 
 
+class OptimizerView(Protocol):
+    """What a control may read of the optimizer. Lists have one tensor per gradient shard, of the shard's shape, float32."""
+
+    @property
+    def beta1(self) -> float:
+        """Of the configuration; the value that a step uses when no control sets another."""
+        ...
+
+    def momentum(self) -> Sequence[Tensor] | None:
+        """Adam's first moment, in place; None before the first step."""
+        ...
+
+    def last_update(self) -> Sequence[Tensor] | None:
+        """What the last step that was taken added to the parameters, without weight decay; None before the first."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepView:
+    """gradients: reduced, before clipping, changeable in place. optimizer: readable.
+
+    log_weights: [S] float64, sum over each trained sequence's tokens of log(pi / mu), untruncated, the same on every rank;
+    empty for given responses. lag_max: versions, of the batch's oldest token. lr: the scheduler's, for this step.
+    """
+
+    gradients: Gradients
+    optimizer: OptimizerView
+    log_weights: NDArray[np.float64]
+    lag_max: int
+    lr: float
+
+
 @dataclass(frozen=True)
 class Decision:
-    """skip: leave weights, moments, step count and weight decay alone. lr_scale: factor on this one step's learning rate."""
+    """skip: leave weights, moments, step count and weight decay alone. lr_scale: factor on this one step's learning rate.
+
+    gradient_scale: factor on the gradient after clipping, this step. beta1: of this one step; None keeps it.
+    """
 
     skip: bool = False
     lr_scale: float = 1.0
+    gradient_scale: float = 1.0
+    beta1: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Control(Protocol):
     """Called once per optimizer step on every rank, on the fully reduced gradient, before clipping.
 
-    Its decision must be the same on every rank, so it may rest only on all-reduced numbers. State is per rank.
+    Its decision must be the same on every rank, so it may rest only on all-reduced numbers.
     """
 
-    def apply(self, gradients: Gradients) -> Decision: ...
+    def apply(self, step: StepView) -> Decision: ...
 
     def forget(self) -> None:
         """This step has no usable gradient; what compares one step with the next starts anew."""

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_async_rl.controls.decision import Decision
+from megatron_async_rl.controls.decision import Decision, StepView
 from megatron_async_rl.controls.inner_product import products_with, squared_norm
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import GacControl
+    from megatron_async_rl.config.controls import GacControl
     from megatron_async_rl.policy.parallel import Gradients
 
 KEEP, PROJECT, SKIP = 0, 1, 2
@@ -56,9 +56,10 @@ class Gac:
         self.skips = 0
         self.consecutive_skips = 0
 
-    def apply(self, gradients: Gradients) -> Decision:
-        """Projects `gradients` in place. Metrics: gac/cosine (absent while there is no reference), gac/regime, gac/skips,
+    def apply(self, step: StepView) -> Decision:
+        """Projects the gradients in place. Metrics: gac/cosine (absent while there is no reference), gac/regime, gac/skips,
         gac/removed (|g - g'| / |g|)."""
+        gradients = step.gradients
         if self.reference is None:
             norm = squared_norm(gradients)
             if math.isfinite(norm) and norm > 0.0:

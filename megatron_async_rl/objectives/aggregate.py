@@ -7,18 +7,16 @@ the cut. Nothing is ever divided by a padded width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.samples.types import Sample
+from megatron_async_rl.objectives.batch import SequenceLoss, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import Aggregation
+    from megatron_async_rl.config.losses import Aggregation
 
 
 @dataclass(frozen=True)
@@ -29,33 +27,39 @@ class Denominators:
     sequences: int
 
     @classmethod
-    def of(cls, samples: Iterable[Sample]) -> Denominators:
-        counts = [int(sample.loss_mask.sum()) for sample in samples]
-        return cls(tokens=sum(counts), sequences=sum(count > 0 for count in counts))
+    def of(cls, batch: TokenBatch, *, kept_only: bool = False) -> Denominators:
+        """Of a whole batch; `kept_only`: of what no correction has rejected."""
+        counted = batch.sequence_sum(batch.kept() if kept_only else batch.mask)
+        return cls(tokens=int(counted.sum()), sequences=int((counted > 0).sum()))
 
 
 def aggregate(
-    token_loss: Tensor,
+    losses: TokenLoss | SequenceLoss,
     batch: TokenBatch,
     aggregation: Aggregation,
     denominators: Denominators,
     norm_length: int | None = None,
 ) -> Tensor:
-    """This micro-batch's part of the batch loss, per sequence: [N] -> [S], to be summed.
+    """This micro-batch's part of the batch loss, per sequence: -> [S], to be summed.
 
     With l the weighted token loss, m the mask, N the trained tokens and B the sequences of the optimizer-step batch:
     `token-mean` sum l m / N; `seq-mean-token-sum` sum_s (sum_t l m) / B; `seq-mean-token-mean` sum_s (mean_t l) / B
-    (the original GRPO); `seq-mean-token-sum-norm` sum_s (sum_t l m / norm_length) / B (Dr.GRPO, arXiv 2503.20783).
+    (the original GRPO); `seq-mean-token-sum-norm` sum_s (sum_t l m / norm_length) / B (Dr.GRPO, arXiv 2503.20783);
+    `seq-mean` sum_s l_s / B for the losses that are one number l_s per sequence, weighted by the mean of its tokens' weights.
     """
-    sums = batch.sequence_sum(token_loss * batch.weights)
+    if isinstance(losses, SequenceLoss):
+        weighted = torch.where(batch.lengths() > 0, losses.loss * batch.sequence_mean(batch.weights), 0.0)
+        return weighted / max(denominators.sequences, 1)
+    sums = batch.sequence_sum(losses.loss * batch.weights)
     if aggregation == "token-mean":
         return sums / max(denominators.tokens, 1)
     per_sequence = sums / max(denominators.sequences, 1)
     if aggregation == "seq-mean-token-sum":
         return per_sequence
     if aggregation == "seq-mean-token-mean":
-        lengths = batch.sequence_sum(torch.ones_like(token_loss))
-        return per_sequence / lengths.clamp(min=1)
+        return per_sequence / batch.lengths().clamp(min=1)
+    if aggregation != "seq-mean-token-sum-norm":
+        raise ValueError(f"aggregation {aggregation} is for losses per sequence; this one is per token")
     if norm_length is None:
         raise ValueError("aggregation seq-mean-token-sum-norm needs norm_length: the constant number of tokens to divide by")
     return per_sequence / norm_length

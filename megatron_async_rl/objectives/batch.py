@@ -1,21 +1,36 @@
-"""The response tokens of one micro-batch, flat, with the three policies' log-probs side by side.
+"""Response tokens, flat, with the three policies' log-probs side by side: of a whole optimizer step, or of one micro-batch.
 
 Invariants:
-- every tensor has one entry per response token (N of them, in any order), so padding does not exist here;
+- every [N] tensor has one entry per response token (N of them, in any order), so padding does not exist here;
 - sequence sums go through `sequence`, so any packing of the same tokens gives the same sums;
-- a sequence is never split over two TokenBatches;
-- only `logp` carries a gradient.
+- a sequence is never split over two TokenBatches; a group may be split over micro-batches, never over whole batches;
+- only `logp` (and `entropy`, `values`, where a loss term wants them) carries a gradient, and in a whole batch nothing does;
+- a tensor that nobody asked for is None: `require` names what is missing instead of computing with nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios inside a loss are clamped to this magnitude: exp(20) is far outside every clip range and still finite."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decided:
+    """What a loss decided from the whole optimizer-step batch, before any micro-batch of it is trained on.
+
+    tokens: [N] each; sequences: [S] each; scalars: numbers. A micro-batch holds its own tokens' and sequences' entries.
+    """
+
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    sequences: Mapping[str, Tensor] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,10 +40,21 @@ class TokenBatch:
     logp: [N] float, with gradient: log-probs (nats) under the policy being trained, after temperature.
     logp_prox: [N] float, detached: under the proximal policy, which the loss's ratio is taken against.
     logp_behavior: [N] float, detached: as reported by the engine that sampled the token.
-    advantages: [N] float: the sample's advantage on each of its tokens.
-    mask: [N] float: 1 = trained on, 0 = takes no part (environment tokens).
-    weights: [N] float: factor on the token's loss; 1 for sampled responses. It does not enter any denominator.
+    advantages: [N] float.
+    mask: [N] float: 1 = trained on, 0 = takes no part (environment tokens). Denominators count it.
+    weights: [N] float: factor on the token's loss: the sample's own weight times all corrections; 0 = rejected. It does not
+        enter any denominator.
     sequence: [N] int64: the token's sequence, 0..S-1.
+    decided: what the loss decided from the whole batch.
+
+    Present when something configured asked for it:
+    logp_ref: [N] float, detached: under the reference policy.
+    sum_p_squared: [N] float, detached: sum over the vocabulary of pi(v)^2 at the token's position.
+    values: [N] float: the value head's estimate at the token's position.
+    returns: [N] float: what `values` learns.
+    rewards: [S] float: after shaping and KL. token_rewards: [N] float: the same spread over tokens, sums to `rewards`.
+    lag: [N] int64: trained version minus the version that sampled the token.
+    group: [S] int64 in 0..G-1, of whole batches only: statistics of a part of a group would be wrong.
     """
 
     logp: Tensor
@@ -39,19 +65,88 @@ class TokenBatch:
     weights: Tensor
     sequence: Tensor
     sequences: int
+    decided: Decided = Decided()
+    logp_ref: Tensor | None = None
+    sum_p_squared: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    entropy: Tensor | None = None
+    rewards: Tensor | None = None
+    token_rewards: Tensor | None = None
+    lag: Tensor | None = None
+    group: Tensor | None = None
+
+    def require(self, name: str) -> Tensor:
+        """The optional tensor `name`. Raises ValueError where it is missing."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"this token batch has no {name}: nothing configured asked for it, or it is a micro-batch")
+        assert isinstance(value, Tensor)
+        return value
+
+    def replace(self, **changes: Tensor | Decided) -> TokenBatch:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[N] -> [S]: sum of `values` over each sequence's trained tokens, differentiable."""
-        return values.new_zeros(self.sequences).index_add(0, self.sequence, values * self.mask)
+        # Left out by selection, not multiplied by 0: what is not trained on may hold anything, inf and nan included.
+        kept = torch.where(self.mask > 0, values * self.mask, 0.0)
+        return kept.new_zeros(self.sequences).index_add(0, self.sequence, kept)
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """[N] -> [S]: mean over each sequence's trained tokens; 0 for a sequence without any."""
+        return self.sequence_sum(values) / self.lengths().clamp(min=1)
+
+    def lengths(self) -> Tensor:
+        """[S]: trained tokens of each sequence, in the mask's dtype."""
+        return self.sequence_sum(torch.ones_like(self.mask))
+
+    def kept(self) -> Tensor:
+        """[N]: 1 on trained tokens that no correction so far has rejected, else 0."""
+        return self.mask * (self.weights != 0)
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """[S] -> [N]: each sequence's value on its tokens, 0 where the mask is 0."""
+        return torch.where(self.mask > 0, values[self.sequence], 0.0)
+
+    def group_sum(self, values: Tensor) -> Tensor:
+        """[S] -> [G]: sum over each group's sequences. Whole batches only."""
+        group = self.require("group")
+        return values.new_zeros(int(group.max()) + 1 if len(group) else 0).index_add(0, group, values)
+
+    def group_mean(self, values: Tensor) -> Tensor:
+        """[S] -> [S]: the mean of the sequence's own group. Whole batches only."""
+        group = self.require("group")
+        return (self.group_sum(values) / self.group_sum(torch.ones_like(values)).clamp(min=1))[group]
+
+    def group_count(self) -> Tensor:
+        """[S] int64: sequences in the sequence's own group. Whole batches only."""
+        group = self.require("group")
+        return torch.bincount(group)[group]
+
+    def group_centred(self, values: Tensor) -> Tensor:
+        """[S] -> [S]: `values` minus their group's mean; exactly 0 where a group's values are all equal."""
+        group = self.require("group")
+        if not len(group):
+            return values
+        lowest, highest = (
+            torch.zeros(int(group.max()) + 1, dtype=values.dtype).scatter_reduce(0, group, values, kind, include_self=False)
+            for kind in ("amin", "amax")
+        )
+        return torch.where((lowest == highest)[group], 0.0, values - self.group_mean(values))
 
     def log_ratio(self) -> Tensor:
-        """[N]: log(pi / pi_prox), clamped to +-LOG_RATIO_BOUND."""
+        """[N]: log r = log(pi / pi_prox), clamped to +-LOG_RATIO_BOUND."""
         return torch.clamp(self.logp - self.logp_prox, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+    def log_weight(self) -> Tensor:
+        """[N]: log w = log(pi / mu), clamped to +-LOG_RATIO_BOUND."""
+        return torch.clamp(self.logp - self.logp_behavior, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
-    """What a loss returns.
+    """What a token-level loss returns.
 
     loss: [N] float with gradient, before mask, weights and aggregation.
     clipped: [N] bool: tokens whose gradient the loss has cut to zero.
@@ -59,3 +154,28 @@ class TokenLoss:
 
     loss: Tensor
     clipped: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLoss:
+    """What a sequence-level loss returns; it is averaged over the sequences of the optimizer-step batch.
+
+    loss: [S] float with gradient, before weights; 0 for a sequence without trained tokens.
+    clipped: [N] bool: tokens whose gradient the loss has cut to zero.
+    """
+
+    loss: Tensor
+    clipped: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Advantages:
+    """What an advantage estimator returns, for the whole batch.
+
+    tokens: [N] float64, 0 where the mask is 0. returns: [N] float64, targets of a value head. baselines: [S] float64, where
+    the estimator has one per sequence (for inspection).
+    """
+
+    tokens: Tensor
+    returns: Tensor | None = None
+    baselines: Tensor | None = None

@@ -1,36 +1,50 @@
-"""A configured objective: advantages and denominators of a whole batch, then the loss of any part of it.
+"""A configured objective: what it must be told about a batch, what it decides from it, and the loss of any part of it.
+
+One optimizer step:
+    needs        which per-token columns of the whole batch have to be surveyed before training (often none)
+    prepare      on every rank alike: reward shaping, advantages, corrections that need the whole batch, global decisions
+    loss         per micro-batch, with gradient: loss, KL penalty, entropy bonus, value loss
 
 Invariants:
-- samples whose reward failed take no part: no group statistic, no denominator, no token;
-- advantages and denominators are functions of the whole optimizer-step batch, which every rank holds, so no rank
-  needs another one's numbers.
+- everything that depends on more than one sequence is decided in `prepare`, from the whole batch, in float64;
+- the sum of `loss` over any cut of the batch into micro-batches is the same loss with the same gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
-from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
-from megatron_async_rl.objectives.registry import advantage_function, loss_function
-from megatron_async_rl.samples.types import Sample, TrainBatch
+from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.kl import kl_estimate
+from megatron_async_rl.objectives.method import Column
+from megatron_async_rl.objectives.proximal import proximal_logp, surveyed_for_proximal
+from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
+from megatron_async_rl.objectives.shaping import kl_penalty, shaped_rewards, token_rewards
+from megatron_async_rl.objectives.targets import StepTargets, valid_samples, whole_batch
+from megatron_async_rl.samples.types import TrainBatch
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
 
 
 @dataclass(frozen=True, eq=False)
-class StepTargets:
-    """What one optimizer step learns from: the valid samples, their advantages [S] float64, and the denominators."""
+class BatchLoss:
+    """parts: [S] with gradient, to be summed over the batch. clipped, rejected: [N] bool.
 
-    samples: tuple[Sample, ...]
-    advantages: NDArray[np.float64]
-    denominators: Denominators
+    terms: [S] each, detached: what of `parts` is not the loss itself (`kl`, `entropy`, `value`).
+    """
+
+    parts: Tensor
+    clipped: Tensor
+    rejected: Tensor
+    terms: Mapping[str, Tensor]
 
 
 class Objective:
@@ -38,34 +52,92 @@ class Objective:
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
-        self._advantage = advantage_function(config.advantage.name)
-        self._loss = loss_function(config.loss.name)
+        self._advantage = advantage_method(config.advantage.name)
+        self._loss = loss_method(config.loss.name)
+        self._corrections = [(correction_method(c.name), c) for c in config.corrections]
+        self._correct_whole = config.renormalize or any(method.whole(c) for method, c in self._corrections)
+        self.needs = self._needs()
 
-    def targets(self, batch: TrainBatch) -> StepTargets:
-        """Advantages group by group over valid samples, in the batch's order."""
-        samples: list[Sample] = []
-        advantages: list[NDArray[np.float64]] = []
-        for group in batch.groups:
-            valid = [sample for sample in group.samples if sample.valid]
-            rewards = np.array([sample.reward for sample in valid], dtype=np.float64)
-            if not np.all(np.isfinite(rewards)):
-                bad = next(sample for sample in valid if not np.isfinite(sample.reward))
-                raise ValueError(f"sample {bad.id!r} has reward {bad.reward}; a reward that is not finite must set reward_error")
-            samples.extend(valid)
-            advantages.append(self._advantage(rewards, self.config.advantage))
-        values = np.concatenate(advantages) if advantages else np.zeros(0)
-        return StepTargets(tuple(samples), values, Denominators.of(samples))
+    def prepare(self, batch: TrainBatch, surveyed: Mapping[str, Tensor]) -> StepTargets:
+        """Everything about this optimizer step that does not need gradients; the same on every rank.
 
-    def proximal(self, logp: Tensor, logp_behavior: Tensor) -> Tensor:
-        """[N]: log-probs of the policy that ratios are taken against, detached.
-
-        `recompute` means the trainer's weights at the start of the step. A batch is consumed by one optimizer step, so
-        those are the weights that `logp` was just computed with: its detached value is exact and needs no second pass.
+        surveyed: the columns of `needs`, [N] each, over the tokens of the valid samples in the batch's order.
         """
-        return logp_behavior if self.config.proximal == "behavior" else logp.detach()
+        config = self.config
+        samples, group = valid_samples(batch)
+        whole = whole_batch(samples, group, batch.version, surveyed)
+        if samples:
+            whole = whole.replace(logp_prox=proximal_logp(whole, config.proximal, surveyed.get("logp_prox")))
+            whole = whole.replace(rewards=shaped_rewards(whole, samples, config))
+            penalty = kl_penalty(whole, config.kl)
+            whole = whole.replace(token_rewards=token_rewards(whole, penalty))
+            whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))
+            advantages = self._advantage.function(whole, config.advantage)
+            whole = whole.replace(advantages=advantages.tokens)
+            if advantages.returns is not None:
+                whole = whole.replace(returns=advantages.returns)
+            if self._correct_whole:
+                whole = self._corrected(whole)
+            if self._loss.decide is not None:
+                whole = whole.replace(decided=self._loss.decide(whole, config.loss))
+        return StepTargets(
+            samples=samples,
+            whole=whole,
+            starts=tuple(accumulate((sample.length for sample in samples), initial=0)),
+            denominators=Denominators.of(whole, kept_only=config.renormalize),
+            corrected=self._correct_whole,
+            metrics={f"objective/{name}": value for name, value in whole.decided.scalars.items()},
+        )
 
-    def loss(self, batch: TokenBatch, denominators: Denominators) -> tuple[Tensor, TokenLoss]:
-        """([S] parts of the batch's loss, to be summed; the token losses they come from)."""
-        token_loss = self._loss(batch, self.config.loss)
-        parts = aggregate(token_loss.loss, batch, self.config.aggregation, denominators, self.config.norm_length)
-        return parts, token_loss
+    def loss(self, batch: TokenBatch, denominators: Denominators, *, corrected: bool = True) -> BatchLoss:
+        """Of one micro-batch whose `logp` carries the gradient.
+
+        `logp_prox` may still be nan where it was not surveyed: it is filled in here, exactly, from the detached `logp`.
+        corrected: the batch's weights already hold the corrections.
+        """
+        config = self.config
+        if config.proximal in ("recompute", "loglinear"):
+            current = batch.replace(logp=batch.logp.detach())
+            batch = batch.replace(logp_prox=proximal_logp(current, config.proximal, None))
+        if not corrected:
+            batch = self._corrected(batch)
+        losses = self._loss.function(batch, config.loss)
+        used = config.aggregation_used
+        parts = aggregate(losses, batch, used, denominators, config.norm_length)
+        terms = {}
+        for name, coefficient, values in self._terms(batch):
+            # A term per token beside a loss per sequence is averaged over tokens. Corrections do not weigh it.
+            plain = batch.replace(weights=torch.ones_like(batch.weights))
+            average = "token-mean" if used == "seq-mean" else used
+            term = coefficient * aggregate(TokenLoss(values, losses.clipped), plain, average, denominators, config.norm_length)
+            parts, terms[name] = parts + term, term.detach()
+        return BatchLoss(parts, losses.clipped, (batch.weights == 0) & (batch.mask > 0), terms)
+
+    def _terms(self, batch: TokenBatch) -> list[tuple[str, float, Tensor]]:
+        """(name, factor, [N] values with gradient) of what is added to the loss."""
+        config, found = self.config, []
+        if config.kl is not None and config.kl.where == "loss":
+            log_ratio = (batch.logp - batch.require("logp_ref")).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            found.append(("kl", config.kl.coef, kl_estimate(log_ratio, config.kl.estimator)))
+        if config.entropy_bonus:
+            found.append(("entropy", -config.entropy_bonus, batch.require("entropy")))
+        return found
+
+    def _corrected(self, batch: TokenBatch) -> TokenBatch:
+        detached = batch.replace(logp=batch.logp.detach())
+        for method, settings in self._corrections:
+            detached = detached.replace(weights=detached.weights * method.function(detached, settings))
+        return batch.replace(weights=detached.weights)
+
+    def _needs(self) -> frozenset[Column]:
+        config = self.config
+        wanted: set[Column] = {*self._advantage.needs(config.advantage), *self._loss.needs(config.loss)}
+        if self._correct_whole:
+            wanted.add("logp_prox")
+        if config.kl is not None:
+            wanted |= {"logp_ref", "logp"} if config.kl.where == "reward" else {"logp_ref"}
+        if config.proximal in ("snapshot", "ewma") and (config.loss.uses_proximal or self._corrections):
+            wanted.add("logp_prox")
+        if "logp_prox" in wanted:
+            wanted = (wanted - {"logp_prox"}) | surveyed_for_proximal(config.proximal)
+        return frozenset(wanted)

@@ -1,30 +1,37 @@
-"""Names of the configuration -> functions. Adding a method is one file and one line here."""
+"""Names of the configuration -> methods. Adding a method is one file, one settings model and one line here."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Mapping
+from typing import TypeVar
 
 from megatron_async_rl.objectives.advantages.baseline_free import no_baseline
 from megatron_async_rl.objectives.advantages.grpo import grpo
 from megatron_async_rl.objectives.advantages.rloo import rloo
-from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.corrections.icepop import icepop
+from megatron_async_rl.objectives.corrections.tis import tis
 from megatron_async_rl.objectives.losses.ppo_clip import ppo_clip
 from megatron_async_rl.objectives.losses.reinforce import reinforce
 from megatron_async_rl.objectives.losses.sft import sft
+from megatron_async_rl.objectives.method import AdvantageMethod, CorrectionMethod, LossMethod
 
-AdvantageFunction = Callable[[NDArray[np.float64], Any], NDArray[np.float64]]
-"""(rewards of one group's valid samples [n], settings) -> advantages [n]."""
+ADVANTAGES: Mapping[str, AdvantageMethod] = {
+    "none": AdvantageMethod(no_baseline),
+    "grpo": AdvantageMethod(grpo),
+    "rloo": AdvantageMethod(rloo),
+}
 
-LossFunction = Callable[[TokenBatch, Any], TokenLoss]
-"""(tokens, settings) -> token losses [N]."""
+LOSSES: Mapping[str, LossMethod] = {
+    "sft": LossMethod(sft),
+    "reinforce": LossMethod(reinforce),
+    "ppo_clip": LossMethod(ppo_clip),
+}
 
-ADVANTAGES: Mapping[str, AdvantageFunction] = {"grpo": grpo, "rloo": rloo, "none": no_baseline}
-LOSSES: Mapping[str, LossFunction] = {"reinforce": reinforce, "ppo_clip": ppo_clip, "sft": sft}
+CORRECTIONS: Mapping[str, CorrectionMethod] = {
+    "tis": CorrectionMethod(tis, whole=lambda settings: settings.normalize),
+    "icepop": CorrectionMethod(icepop),
+}
 
 F = TypeVar("F")
 
@@ -41,9 +48,13 @@ def find(kind: str, name: str, registry: Mapping[str, F]) -> F:
     raise UnknownName(f"unknown {kind} {name!r}; nearest: {', '.join(nearest)}; known: {', '.join(sorted(registry))}")
 
 
-def advantage_function(name: str) -> AdvantageFunction:
+def advantage_method(name: str) -> AdvantageMethod:
     return find("advantage", name, ADVANTAGES)
 
 
-def loss_function(name: str) -> LossFunction:
+def loss_method(name: str) -> LossMethod:
     return find("loss", name, LOSSES)
+
+
+def correction_method(name: str) -> CorrectionMethod:
+    return find("correction", name, CORRECTIONS)

@@ -49,6 +49,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "policy/grad_norm": Key("L2 norm", "Gradient norm over the whole model, after the controls and before clipping."),
             "policy/lr": Key("per step", "Learning rate of the scheduler."),
             "policy/lr_scale": Key("factor", "What the step controls multiplied the learning rate by, this step only."),
+            "policy/beta1": Key("factor", "Decay of Adam's first moment, this step."),
             "policy/micro_batches": Key("micro-batches", "Of one data-parallel rank."),
             "policy/padding_share": Key("share", "Padding among all tokens computed."),
             "policy/skipped": Key(
@@ -65,6 +66,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "ratio/ess_ratio": Key("share", "`ratio/ess` over the number of samples: 1 is on-policy."),
             "ratio/kl_k1": Key("nats per token", "k1 estimate of the KL divergence from behaviour to policy: mean of -log w."),
             "ratio/kl_k3": Key("nats per token", "k3 estimate of the same: mean of w - 1 - log w, never negative."),
+            "ratio/kl_reference": Key("nats per token", "k3 estimate of the divergence from the policy to the reference."),
             "ratio/chi2": Key("per token", "Chi-squared divergence: mean of w² - 1."),
             "ratio/logp_diff_mean": Key("nats", "Mean |logp - logp_behavior| over tokens."),
             "ratio/logp_diff_max": Key("nats", "Largest |logp - logp_behavior| of a token."),
@@ -74,11 +76,21 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             ),
         },
     ),
+    "Loss terms": (
+        "What is added to the objective's loss, each with its factor; all are part of `policy/loss`.",
+        {
+            "loss/kl": Key("loss", "KL penalty to the reference policy."),
+            "loss/entropy": Key("loss", "Entropy bonus (negative)."),
+            "loss/value": Key("loss", "Squared error of the value head."),
+        },
+    ),
     "Clipping": (
         "Share of trained tokens whose ratio the loss clipped, by the sign of the advantage.",
         {
             "clip/positive": Key("share", "Of the tokens with a positive advantage."),
             "clip/negative": Key("share", "Of the tokens with a negative advantage."),
+            "clip/rejected": Key("share", "Of all trained tokens: rejected by corrections."),
+            "clip/weight_mean": Key("factor", "Mean weight of a trained token after all corrections."),
         },
     ),
     "Gradient alignment control": (
@@ -113,6 +125,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
         {
             "time/wait_batch_s": Key("s", "Waiting for the batch."),
             "time/train_s": Key("s", "Forward, backward and optimizer step."),
+            "time/survey_s": Key("s", "Part of `time/train_s`: log-probs and other numbers of the whole batch, where needed."),
             "time/forward_backward_s": Key("s", "Part of `time/train_s`: the micro-batches, gradients reduced."),
             "time/optimizer_s": Key("s", "Part of `time/train_s`: controls, clipping and the optimizer."),
             "time/publish_s": Key("s", "Handing the new weights over: gathering, sending, checking."),

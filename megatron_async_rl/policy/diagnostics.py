@@ -14,8 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
+from megatron_async_rl.objectives.kl import kl_estimate
+from megatron_async_rl.objectives.objective import BatchLoss
 from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.samples.types import Sample
 
 COLUMNS = (
     "loss",
@@ -30,7 +33,16 @@ COLUMNS = (
     "clipped_negative",
     "positive",
     "negative",
+    "rejected",
+    "weight",
+    "kl_ref",
+    "term_kl",
+    "term_entropy",
+    "term_value",
 )
+
+TERMS = ("kl", "entropy", "value")
+"""What may be added to the loss, `BatchLoss.terms`."""
 
 
 class StepTable:
@@ -44,19 +56,17 @@ class StepTable:
         self,
         micro_batch: MicroBatch,
         tokens: TokenBatch,
-        entropy: Tensor,
-        parts: Tensor,
-        token_loss: TokenLoss,
+        loss: BatchLoss,
         version: int,
     ) -> None:
-        """parts: [B] the rows' contributions to the batch loss; entropy: [N]."""
+        """tokens: with `entropy`; loss: of this micro-batch."""
         if not micro_batch.samples:
             return
         log_weight = (tokens.logp - tokens.logp_behavior).double()
         bounded = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         difference = log_weight.abs()
         # A token of this version in a response that an older one began was sampled over the older one's keys and values.
-        current = torch.ones(tokens.sequences, dtype=torch.bool, device=entropy.device)
+        current = torch.ones(tokens.sequences, dtype=torch.bool, device=tokens.logp.device)
         current[tokens.sequence[micro_batch.versions != version]] = False
         lag0 = current[tokens.sequence].double()
         positive, negative = (tokens.advantages > 0).double(), (tokens.advantages < 0).double()
@@ -68,21 +78,33 @@ class StepTable:
             zeros = torch.zeros(tokens.sequences, dtype=torch.float64, device=values.device)
             return zeros.scatter_reduce(0, tokens.sequence, values * tokens.mask, "amax")
 
+        reference = None if tokens.logp_ref is None else (tokens.logp - tokens.logp_ref).double()
         columns = {
-            "loss": parts.double(),
-            "entropy": total(entropy.double()),
+            "loss": loss.parts.double(),
+            "entropy": total(tokens.require("entropy").double()),
             "log_weight": total(log_weight),
             "k3": total(torch.expm1(bounded) - bounded),
             "chi2": total(torch.expm1(2 * bounded)),
             "difference": total(difference),
             "difference_max": largest(difference),
             "difference_lag0_max": largest(difference * lag0),
-            "clipped_positive": total(token_loss.clipped * positive),
-            "clipped_negative": total(token_loss.clipped * negative),
+            "clipped_positive": total(loss.clipped * positive),
+            "clipped_negative": total(loss.clipped * negative),
             "positive": total(positive),
             "negative": total(negative),
+            "rejected": total(loss.rejected.double()),
+            "weight": total(tokens.weights.double()),
+            "kl_ref": total(torch.zeros_like(log_weight) if reference is None else kl_estimate(reference, "k3")),
         }
+        nothing = torch.zeros(tokens.sequences, dtype=torch.float64, device=tokens.logp.device)
+        columns |= {f"term_{name}": loss.terms[name].double() if name in loss.terms else nothing for name in TERMS}
         self.values[list(micro_batch.samples)] = torch.stack([columns[name] for name in COLUMNS], dim=1)
+
+    def log_weights(self, samples: Sequence[Sample]) -> NDArray[np.float64]:
+        """Of a completed table: sum_t log(pi / mu) of each sample with trained tokens, untruncated; empty for given responses."""
+        column = self.values[:, COLUMNS.index("log_weight")].cpu().numpy()
+        sampled = [sample.finish_reason != "given" and bool(sample.loss_mask.any()) for sample in samples]
+        return column[np.array(sampled, dtype=bool)]
 
 
 def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
@@ -93,13 +115,11 @@ def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
     return float(weights.sum() ** 2 / np.square(weights).sum())
 
 
-def step_metrics(table: NDArray[np.float64], trained_tokens: Sequence[int], *, sampled: bool) -> dict[str, float]:
-    """Metrics of a completed table; `trained_tokens`: [S] tokens with mask 1 per sample.
-
-    sampled: the responses came from an engine, so that ratios against it exist. Keys are those of observe/keys.py.
-    """
+def step_metrics(table: NDArray[np.float64], samples: Sequence[Sample]) -> dict[str, float]:
+    """Metrics of a completed table, row by row of `samples`. Keys are those of observe/keys.py."""
     column = dict(zip(COLUMNS, table.T, strict=True))
-    counts = np.asarray(trained_tokens)
+    counts = np.array([int(sample.loss_mask.sum()) for sample in samples])
+    sampled = any(sample.finish_reason != "given" for sample in samples)
     tokens = max(int(counts.sum()), 1)
     metrics = {
         "policy/loss": float(column["loss"].sum()),
@@ -109,6 +129,13 @@ def step_metrics(table: NDArray[np.float64], trained_tokens: Sequence[int], *, s
         return metrics
     log_weights = column["log_weight"][counts > 0]
     ess = effective_sample_size(log_weights)
+    present = {
+        "loss/kl": float(column["term_kl"].sum()),
+        "loss/entropy": float(column["term_entropy"].sum()),
+        "loss/value": float(column["term_value"].sum()),
+        "ratio/kl_reference": float(column["kl_ref"].sum()) / tokens,
+    }
+    metrics |= {name: value for name, value in present.items() if value}
     return metrics | {
         "ratio/ess": ess,
         "ratio/ess_ratio": ess / max(len(log_weights), 1),
@@ -120,4 +147,6 @@ def step_metrics(table: NDArray[np.float64], trained_tokens: Sequence[int], *, s
         "ratio/logp_diff_lag0_max": float(column["difference_lag0_max"].max(initial=0.0)),
         "clip/positive": float(column["clipped_positive"].sum() / max(column["positive"].sum(), 1.0)),
         "clip/negative": float(column["clipped_negative"].sum() / max(column["negative"].sum(), 1.0)),
+        "clip/rejected": float(column["rejected"].sum()) / tokens,
+        "clip/weight_mean": float(column["weight"].sum()) / tokens,
     }

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,18 @@ if TYPE_CHECKING:
     from megatron_async_rl.policy.model import PolicyModel
     from megatron_async_rl.policy.parallel import Layout
 
-Consume = Callable[[MicroBatch, Tensor, Tensor], Tensor]
-"""(micro-batch, logp [N] with gradient, entropy [N]) -> its part of the loss, a scalar. Runs on the last stage only."""
+
+@dataclass(frozen=True, eq=False)
+class TokenOutputs:
+    """What the model says about a micro-batch's N response tokens. logp, entropy: with gradient in training."""
+
+    logp: Tensor
+    entropy: Tensor
+    sum_p_squared: Tensor
+
+
+Consume = Callable[[MicroBatch, TokenOutputs], Tensor]
+"""(micro-batch, outputs) -> its part of the loss, a scalar. Runs on the last stage only."""
 
 
 class Schedule:
@@ -47,17 +58,17 @@ class Schedule:
             chunk.zero_grad_buffer()
 
         def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            logp, entropy = self._logprobs(micro_batch, hidden)
-            return consume(micro_batch, logp, entropy), torch.zeros((), dtype=torch.int, device=hidden.device), {}
+            outputs = self._outputs(micro_batch, hidden)
+            return consume(micro_batch, outputs), torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
         self._run(micro_batches, loss, forward_only=False)
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, Tensor]]:
-        """(micro-batch, logp [N]) in order on the last stage; an empty list on the others. Collective over a pipeline."""
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, TokenOutputs]]:
+        """In order on the last stage; an empty list on the others. Collective over a pipeline."""
 
-        def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> tuple[MicroBatch, Tensor]:
-            return micro_batch, self._logprobs(micro_batch, hidden)[0]
+        def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> tuple[MicroBatch, TokenOutputs]:
+            return micro_batch, self._outputs(micro_batch, hidden)
 
         for chunk in self.chunks:
             chunk.eval()
@@ -83,13 +94,13 @@ class Schedule:
         )
         return results
 
-    def _logprobs(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """([N] logp with gradient, [N] entropy) from hidden [B, L, H] of the last stage."""
+    def _outputs(self, micro_batch: MicroBatch, hidden: Tensor) -> TokenOutputs:
+        """From hidden [B, L, H] of the last stage."""
         batch, length, width = hidden.shape
         # Rows in the memory order of the stage's output, [L, B, H], so that the selection copies nothing else.
         position = micro_batch.rows % length * batch + micro_batch.rows // length
         selected = hidden.transpose(0, 1).reshape(length * batch, width).index_select(0, position)
-        return vocab_parallel_logprobs(
+        logp, entropy, sum_p_squared = vocab_parallel_logprobs(
             selected,
             self.model.output_weight(),
             micro_batch.targets,
@@ -98,3 +109,4 @@ class Schedule:
             group=self.layout.tp_group,
             vocab_size=self.model.vocab_size,
         )
+        return TokenOutputs(logp, entropy, sum_p_squared)

@@ -2,13 +2,14 @@
 
 For logits z = W h / temperature over the true vocabulary, L = log sum_v exp z_v:
 
-    logp    = z_target - L                         d logp / d z_v = [v = target] - exp(z_v - L)
-    entropy = L - sum_v exp(z_v - L) z_v
+    logp          = z_target - L                         d logp / d z_v    = [v = target] - exp(z_v - L)
+    entropy       = L - sum_v exp(z_v - L) z_v           d entropy / d z_v = -exp(z_v - L) (z_v - L + entropy)
+    sum_p_squared = exp(log sum_v exp(2 z_v) - 2 L)      the probability that two draws agree; no gradient
 
 Invariants:
 - logits exist for `chunk` tokens and this rank's rows at a time, [chunk, V/tp] float32, forward and backward; backward makes
   them again. No rank sees another's logits;
-- one collective forward (three numbers per token and rank) and one backward (the sum of the hidden states' gradient), however
+- one collective forward (four numbers per token and rank) and one backward (the sum of the hidden states' gradient), however
   many chunks there are;
 - padding rows of the vocabulary enter no sum and get no gradient.
 """
@@ -31,14 +32,17 @@ def vocab_parallel_logprobs(
     group: Any = None,
     *,
     vocab_size: int,
-) -> tuple[Tensor, Tensor]:
-    """(logp [N] with gradient, entropy [N] without), float32 (float64 for float64 hidden states), in nats.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logp [N], entropy [N], sum_p_squared [N]), float32 (float64 for float64 hidden states), in nats; the first two with
+    gradient.
 
     hidden: [N, H], equal on all ranks of `group`; its gradient is summed over them. weight: [V/tp, H], this rank's rows of
     the output layer, ranks in order of the vocabulary; its gradient is local. targets: [N] int64 in 0..vocab_size-1.
     group: the tensor-parallel group; None for an undivided vocabulary. vocab_size: true rows; those beyond are padding.
     """
-    result: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(hidden, weight, targets, temperature, chunk, group, vocab_size)
+    result: tuple[Tensor, Tensor, Tensor] = _VocabParallelLogprobs.apply(
+        hidden, weight, targets, temperature, chunk, group, vocab_size
+    )
     return result
 
 
@@ -46,16 +50,17 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, group: Any, vocab_size: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ranks = 1 if group is None else dist.get_world_size(group)
         rows = weight.shape[0]
         first = 0 if group is None else dist.get_rank(group) * rows
         valid = max(0, min(rows, vocab_size - first))
-        # Per token: this rank's log-sum-exp, the mean of its logits under its own softmax, and the target's logit (0 elsewhere).
+        # Per token: this rank's log-sum-exp, the mean of its logits under its own softmax, the target's logit (0 elsewhere), and
+        # the log-sum-exp of twice the logits.
         precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        local = torch.zeros(3, hidden.shape[0], dtype=precision, device=hidden.device)
+        local = torch.zeros(4, hidden.shape[0], dtype=precision, device=hidden.device)
         if valid == 0:
-            local[0] = float("-inf")
+            local[0] = local[3] = float("-inf")
         for start in range(0, hidden.shape[0] if valid else 0, chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight[:valid], temperature, precision)
@@ -63,27 +68,36 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             here, rowwise = _local_targets(targets[part], first, valid)
             local[0, part] = total
             local[2, part] = torch.where(here, logits.gather(1, rowwise[:, None])[:, 0], 0.0)
-            local[1, part] = torch.linalg.vecdot(torch.exp(logits - total[:, None]), logits)
+            probabilities = torch.exp(logits - total[:, None])
+            local[1, part] = torch.linalg.vecdot(probabilities, logits)
+            local[3, part] = torch.linalg.vecdot(probabilities, probabilities).log() + 2 * total
         if ranks > 1:
             gathered = torch.empty(ranks, *local.shape, dtype=precision, device=hidden.device)
             dist.all_gather(list(gathered), local, group=group)
-            totals, means, target_logits = gathered.unbind(1)
+            totals, means, target_logits, doubled = gathered.unbind(1)
             log_total = torch.logsumexp(totals, dim=0)
             mean = (torch.exp(totals - log_total) * means).sum(0)
             target = target_logits.sum(0)
+            log_doubled = torch.logsumexp(doubled, dim=0)
         else:
-            log_total, mean, target = local
+            log_total, mean, target, log_doubled = local
         logp = target - log_total
         entropy = log_total - mean
-        ctx.save_for_backward(hidden, weight, targets, log_total)
+        sum_p_squared = torch.exp(log_doubled - 2 * log_total)
+        ctx.save_for_backward(hidden, weight, targets, log_total, entropy)
         ctx.settings = (temperature, chunk, group, ranks, first, valid, precision)
-        ctx.mark_non_differentiable(entropy)
-        return logp, entropy
+        ctx.mark_non_differentiable(sum_p_squared)
+        ctx.set_materialize_grads(False)
+        return logp, entropy, sum_p_squared
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_total = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, grad_sum_p_squared: None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_total, entropy = ctx.saved_tensors
+        if grad_logp is None:
+            grad_logp = torch.zeros_like(log_total)
         temperature, chunk, group, ranks, first, valid, precision = ctx.settings
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
@@ -94,7 +108,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             logits = _logits(hidden[part], weight[:valid], temperature, precision)
             scale = grad_logp[part].to(precision) / temperature
             here, rowwise = _local_targets(targets[part], first, valid)
-            grad_logits = torch.exp_(logits.sub_(log_total[part, None])).mul_(-scale[:, None])
+            logits.sub_(log_total[part, None])
+            factor = -scale[:, None]
+            if grad_entropy is not None:
+                bonus = grad_entropy[part].to(precision) / temperature
+                factor = factor - bonus[:, None] * (logits + entropy[part, None])
+            grad_logits = logits.exp_().mul_(factor)
             grad_logits.scatter_add_(1, rowwise[:, None], torch.where(here, scale, 0.0)[:, None])
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:

@@ -15,30 +15,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.registry import build_controls
-from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.objectives.objective import Objective, StepTargets
+from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.targets import StepTargets, valid_samples
 from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.diagnostics import StepTable, step_metrics
-from megatron_async_rl.policy.forward import Schedule
+from megatron_async_rl.policy.forward import Schedule, TokenOutputs
 from megatron_async_rl.policy.microbatch import MicroBatch, Plan, build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
-from megatron_async_rl.policy.step import OptimizerStep
+from megatron_async_rl.policy.step import OptimizerStep, StepFacts
+from megatron_async_rl.policy.survey import SurveyTable
 from megatron_async_rl.samples.types import Sample, TrainBatch
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
-    from megatron_async_rl.config.objective import GacControl, ObjectiveConfig
+    from megatron_async_rl.config.controls import Control as ControlConfig
+    from megatron_async_rl.config.objective import ObjectiveConfig
     from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
     from megatron_async_rl.policy.parallel import Layout
+
+CURRENT_WEIGHTS = ("logp", "sum_p_squared", "values")
+"""Columns of a survey that one pass under the weights in training brings."""
 
 
 @dataclass(eq=False)
@@ -60,7 +64,7 @@ class Policy:
         model_config: ModelConfig,
         policy_config: PolicyConfig,
         objective_config: ObjectiveConfig,
-        controls_config: Sequence[GacControl],
+        controls_config: Sequence[ControlConfig],
         *,
         layout: Layout,
         temperature: float,
@@ -85,27 +89,32 @@ class Policy:
 
         A batch without a single trainable token makes no step. Raises SampleTooLong.
         """
-        targets = self.objective.targets(batch)
-        if targets.denominators.tokens == 0:
+        samples, _ = valid_samples(batch)
+        if not any(sample.loss_mask.any() for sample in samples):
             return self.step.pass_over()
         started = time.perf_counter()
-        plan, mine = self._micro_batches(targets.samples)
-        table = StepTable(len(targets.samples), self.layout.device)
+        plan, mine = self._micro_batches(samples)
+        targets = self.objective.prepare(batch, self._survey(samples, mine))
+        surveyed = time.perf_counter()
+        table = StepTable(len(samples), self.layout.device)
         # Without the distributed optimizer a parameter's grad is its gradient buffer: left in place, the next backward would
         # add to the buffer twice.
         self.optimizer.zero_grad()
         self.schedule.forward_backward(mine, _Consumer(self, targets, table, batch.version))
         dist.all_reduce(table.values, group=self.layout.world_group)
         reduced = time.perf_counter()
-        trained_tokens = [int(sample.loss_mask.sum()) for sample in targets.samples]
-        sampled = any(sample.finish_reason != "given" for sample in targets.samples)
-        measured = step_metrics(table.values.cpu().numpy(), trained_tokens, sampled=sampled)
+        measured = step_metrics(table.values.cpu().numpy(), samples)
+        facts = StepFacts(
+            loss=measured["policy/loss"], log_weights=table.log_weights(samples), lag_max=int(batch.lags().max(initial=0))
+        )
         return {
             **measured,
-            **self.step.take(measured["policy/loss"]),
+            **targets.metrics,
+            **self.step.take(facts),
             "policy/micro_batches": float(plan.micro_batches),
             "policy/padding_share": plan.padding_share,
-            "time/forward_backward_s": reduced - started,
+            "time/survey_s": surveyed - started,
+            "time/forward_backward_s": reduced - surveyed,
             "time/optimizer_s": time.perf_counter() - reduced,
         }
 
@@ -113,17 +122,17 @@ class Policy:
         """Log-probs (nats, after temperature) of each sample's response tokens under the current weights, on every rank."""
         if not samples:
             return []
-        lengths = [sample.length for sample in samples]
-        ends = np.cumsum(lengths)
-        flat = torch.zeros(int(ends[-1]), dtype=torch.float32, device=self.layout.device)
-        _, mine = self._micro_batches(samples)
-        for micro_batch, logp in self.schedule.forward(mine):
-            if self.layout.tp_rank == 0 and micro_batch.samples:
-                # A token is scored by one rank and is 0 on the others, so that their sum is its log-prob.
-                for row, index in enumerate(micro_batch.samples):
-                    flat[ends[index] - lengths[index] : ends[index]] = logp[micro_batch.sequence == row].float()
-        dist.all_reduce(flat, group=self.layout.world_group)
-        return np.split(flat.cpu().numpy(), ends[:-1])
+        table = SurveyTable(samples, ["logp"], self.layout)
+        table.run(self.schedule, self._micro_batches(samples)[1], {"logp": "logp"})
+        return np.split(table.finish()["logp"].numpy(), table.starts[1:-1])
+
+    def _survey(self, samples: Sequence[Sample], mine: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """The columns the objective needs, over the tokens of `samples`. Collective."""
+        table = SurveyTable(samples, sorted(self.objective.needs), self.layout)
+        current = {name: name for name in table.columns if name in CURRENT_WEIGHTS}
+        if current:
+            table.run(self.schedule, mine, current)
+        return table.finish()
 
     def save(self, directory: Path, version: int, state: Mapping[str, Any], *, keep: int) -> Path:
         """Saves weights, optimizer, schedule, controls and the run's own `state` (rank 0's) as a checkpoint of `version`.
@@ -176,26 +185,10 @@ class _Consumer:
         self.table = table
         self.version = version
 
-    def __call__(self, micro_batch: MicroBatch, logp: Tensor, entropy: Tensor) -> Tensor:
-        objective = self.policy.objective
-        rows = list(micro_batch.samples)
-        tokens = TokenBatch(
-            logp=logp,
-            logp_prox=objective.proximal(logp, micro_batch.behavior_logprobs),
-            logp_behavior=micro_batch.behavior_logprobs,
-            advantages=_per_token(self.targets.advantages[rows] if rows else np.zeros(1), micro_batch),
-            weights=_per_token(np.array([self.targets.samples[i].weight for i in rows] or [1.0]), micro_batch),
-            mask=micro_batch.mask,
-            sequence=micro_batch.sequence,
-            sequences=max(len(rows), 1),
-        )
-        parts, token_loss = objective.loss(tokens, self.targets.denominators)
+    def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
+        tokens = self.targets.part(micro_batch.samples, dtype=outputs.logp.dtype, device=outputs.logp.device)
+        tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
+        loss = self.policy.objective.loss(tokens, self.targets.denominators, corrected=self.targets.corrected)
         if self.policy.layout.tp_rank == 0:
-            self.table.record(micro_batch, tokens, entropy, parts, token_loss, self.version)
-        return parts.sum()
-
-
-def _per_token(values: NDArray[np.float64], micro_batch: MicroBatch) -> Tensor:
-    """[B] per row -> [N] float32 per token."""
-    rows = torch.from_numpy(values).to(device=micro_batch.sequence.device, dtype=torch.float32)
-    return rows[micro_batch.sequence]
+            self.table.record(micro_batch, tokens, loss, self.version)
+        return loss.parts.sum()

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from megatron_async_rl.controls.decision import Control
+from megatron_async_rl.controls.decision import Control, StepView
 from megatron_async_rl.controls.inner_product import squared_norm
+from megatron_async_rl.policy.adam import AdamView
 from megatron_async_rl.policy.optimizer import gradients_of, learning_rate
 
 if TYPE_CHECKING:
@@ -25,6 +29,15 @@ if TYPE_CHECKING:
     from megatron_async_rl.policy.parallel import Gradients, Layout
 
 CLIP_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepFacts:
+    """What the forward passes said about the batch, the same on every rank; fields as in StepView."""
+
+    loss: float
+    log_weights: NDArray[np.float64]
+    lag_max: int
 
 
 class OptimizerStep:
@@ -46,40 +59,53 @@ class OptimizerStep:
         self.steps = 0
         self.nonfinite = 0
 
-    def take(self, loss: float) -> dict[str, float]:
+    def take(self, facts: StepFacts) -> dict[str, float]:
         """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the controls, before clipping.
 
-        loss: the batch's, the same on every rank. It is looked at because clamps turn a loss that is not a number into
-        a gradient of 0, which would pass for a harmless one.
+        The loss is looked at because clamps turn one that is not a number into a gradient of 0, which would pass for a
+        harmless one.
         """
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
         overflow = self.optimizer.prepare_grads()
         gradients = gradients_of(self.optimizer, self.layout)
-        usable = math.isfinite(loss) and not overflow
+        usable = math.isfinite(facts.loss) and not overflow
+        view = StepView(
+            gradients=gradients,
+            optimizer=AdamView(self.optimizer, self.settings),
+            log_weights=facts.log_weights,
+            lag_max=facts.lag_max,
+            lr=lr,
+        )
         metrics: dict[str, float] = {}
-        skip, lr_scale = not usable, 1.0
+        skip, lr_scale, gradient_scale, beta1 = not usable, 1.0, 1.0, self.settings.betas[0]
         for control in self.controls.values():
             if not usable:
                 control.forget()
                 continue
-            decision = control.apply(gradients)
+            decision = control.apply(view)
             metrics |= decision.metrics
             skip |= decision.skip
             lr_scale *= decision.lr_scale
+            gradient_scale *= decision.gradient_scale
+            beta1 = decision.beta1 if decision.beta1 is not None else beta1
         norm = math.sqrt(squared_norm(gradients))
         if not usable or not math.isfinite(norm):
             self.nonfinite += 1
             skip = True
         if not skip:
             clip_to(gradients, norm, self.settings.clip_grad)
+            if gradient_scale != 1.0:
+                torch._foreach_mul_([shard.grad for shard in gradients.shards], gradient_scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * lr_scale
+                group["betas"] = (beta1, self.settings.betas[1])
             self.optimizer.step_with_ready_grads()
         return metrics | {
             "policy/grad_norm": norm,
             "policy/lr": lr,
             "policy/lr_scale": lr_scale,
+            "policy/beta1": beta1,
             "policy/skipped": float(skip),
             "policy/nonfinite": float(self.nonfinite),
         }

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_async_rl.config.objective import GacControl, ObjectiveConfig
+from megatron_async_rl.config.controls import GacControl
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_async_rl.controls.inner_product import squared_norm
 from megatron_async_rl.policy import device

@@ -41,11 +41,11 @@ def logprobs(model: PolicyModel, samples, layout: Layout) -> list[torch.Tensor] 
     multiple = layout.tp_size if model.config.sequence_parallel else 1
     plan = plan_micro_batches(samples, data_parallel=1, budget=100, multiple=multiple)
     found = {}
-    for micro_batch, logp in schedule.forward(
+    for micro_batch, outputs in schedule.forward(
         [build_micro_batch(samples, rows, layout.device, multiple) for rows in plan.ranks[0]]
     ):
         for row, index in enumerate(micro_batch.samples):
-            found[index] = logp[micro_batch.sequence == row]
+            found[index] = outputs.logp[micro_batch.sequence == row]
     return [found[i] for i in range(len(samples))] if found else None
 
 

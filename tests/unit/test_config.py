@@ -167,7 +167,8 @@ def test_an_unknown_key_points_to_the_right_one(file, override, key, fix):
         ("model=null", "model", "null", "path"),
         ("run.dir.x=1", "run.dir", "not a section", "set this key itself"),
         ("controls=[gac, gac]", "config", "each at most once", "change one"),
-        ("objective.loss=sft", "config", "remove `rollout`", "change one"),
+        ("objective.loss=sft", "objective", "set advantage: none", "change one"),
+        ("objective={loss: sft, advantage: none}", "config", "remove `rollout`", "change one"),
     ],
 )
 def test_a_wrong_value_says_what_was_given_and_what_is_expected(file, override, key, what, fix):

@@ -22,11 +22,13 @@ CURRENT = int(SHIFTS.abs().argmin())
 """The one sample that the batch's own version sampled from its first token to its last."""
 SAMPLES[CURRENT] = replace(SAMPLES[CURRENT], versions=np.full_like(SAMPLES[CURRENT].versions, BATCH.version))
 
+COUNTS = [int(sample.loss_mask.sum()) for sample in SAMPLES]
+
 
 def table_of(cuts):
     """The table after these micro-batches, with log-probs the behaviour's plus a shift per sample."""
     table = StepTable(len(SAMPLES), CPU)
-    objective, denominators = Objective(ObjectiveConfig()), Denominators.of(SAMPLES)
+    objective, denominators = Objective(ObjectiveConfig()), Denominators(sum(COUNTS), len(SAMPLES))
     for rows in cuts:
         micro = build_micro_batch(SAMPLES, rows, CPU)
         logp = micro.behavior_logprobs + SHIFTS[list(rows)][micro.sequence]
@@ -39,14 +41,13 @@ def table_of(cuts):
             weights=torch.ones_like(micro.mask),
             sequence=micro.sequence,
             sequences=len(rows),
+            entropy=torch.full_like(logp, 0.7),
         )
-        parts, token_loss = objective.loss(tokens, denominators)
-        table.record(micro, tokens, torch.full_like(logp, 0.7), parts, token_loss, BATCH.version)
+        table.record(micro, tokens, objective.loss(tokens, denominators), BATCH.version)
     return table.values.numpy()
 
 
-COUNTS = [int(sample.loss_mask.sum()) for sample in SAMPLES]
-WHOLE = step_metrics(table_of([tuple(range(len(SAMPLES)))]), COUNTS, sampled=True)
+WHOLE = step_metrics(table_of([tuple(range(len(SAMPLES)))]), SAMPLES)
 
 
 def test_metrics_equal_their_definitions_over_trained_tokens():
@@ -71,6 +72,8 @@ def test_metrics_equal_their_definitions_over_trained_tokens():
         "ratio/logp_diff_lag0_max": np.abs(shift[lag0]).max(),
         "clip/positive": clipped[advantage > 0].mean(),
         "clip/negative": clipped[advantage < 0].mean(),
+        "clip/rejected": 0.0,
+        "clip/weight_mean": 1.0,
     }
     assert pytest.approx(expected, rel=1e-5) == WHOLE
     assert 0 < WHOLE["clip/positive"] < 1
@@ -79,22 +82,23 @@ def test_metrics_equal_their_definitions_over_trained_tokens():
 
 def test_metrics_do_not_depend_on_how_the_batch_is_cut():
     cut = [(3, 1), (0,), tuple(range(4, len(SAMPLES))), (2,)]
-    assert step_metrics(table_of(cut), COUNTS, sampled=True) == pytest.approx(WHOLE, rel=1e-6)
+    assert step_metrics(table_of(cut), SAMPLES) == pytest.approx(WHOLE, rel=1e-6)
 
 
 def test_tables_of_ranks_add_up():
     halves = [tuple(range(5)), tuple(range(5, len(SAMPLES)))]
     added = table_of(halves[:1]) + table_of(halves[1:])
-    assert step_metrics(added, COUNTS, sampled=True) == pytest.approx(WHOLE, rel=1e-6)
+    assert step_metrics(added, SAMPLES) == pytest.approx(WHOLE, rel=1e-6)
 
 
 def test_given_responses_have_no_ratios():
-    assert set(step_metrics(table_of([]), COUNTS, sampled=False)) == {"policy/loss", "policy/entropy"}
+    given = [replace(sample, finish_reason="given") for sample in SAMPLES]
+    assert set(step_metrics(table_of([]), given)) == {"policy/loss", "policy/entropy"}
 
 
 def test_an_all_masked_micro_batch_records_nothing():
     table = StepTable(2, CPU)
-    table.record(build_micro_batch(SAMPLES, (), CPU), None, None, None, None, 0)
+    table.record(build_micro_batch(SAMPLES, (), CPU), None, None, 0)
     assert not table.values.any()
 
 

@@ -6,10 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async_rl.config.objective import GacControl
-from megatron_async_rl.controls.gac import KEEP, PROJECT, SKIP, Gac
+from megatron_async_rl.config.controls import GacControl
+from megatron_async_rl.controls.decision import StepView
+from megatron_async_rl.controls.gac import KEEP, PROJECT, SKIP
+from megatron_async_rl.controls.gac import Gac as GacOfAStep
 from megatron_async_rl.controls.inner_product import RUN, dot, products_with, squared_norm
 from megatron_async_rl.controls.registry import build_controls
+
+
+class Gac(GacOfAStep):
+    """GAC looks at nothing of a step but its gradients."""
+
+    def apply(self, gradients):
+        return super().apply(StepView(gradients=gradients, optimizer=None, log_weights=np.zeros(0), lag_max=0, lr=1.0))
 
 
 @dataclass

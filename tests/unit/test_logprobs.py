@@ -15,7 +15,7 @@ def case(tokens=13, hidden=6, vocab=11, dtype=torch.float64, seed=0):
 
 
 def logprobs(h, w, targets, temperature, chunk, group=None):
-    return vocab_parallel_logprobs(h, w, targets, temperature, chunk, group, vocab_size=len(w))
+    return vocab_parallel_logprobs(h, w, targets, temperature, chunk, group, vocab_size=len(w))[:2]
 
 
 def dense(h, w, targets, temperature):
@@ -45,7 +45,7 @@ def test_gradients_are_those_of_the_dense_softmax(chunk):
 def test_padding_rows_of_the_vocabulary_change_nothing_and_get_no_gradient():
     h, w, targets = case()
     padded = torch.cat([w.detach(), torch.full((3, 6), 5.0, dtype=w.dtype)]).requires_grad_()
-    logp, entropy = vocab_parallel_logprobs(h, padded, targets, 1.0, 4, vocab_size=11)
+    logp, entropy, _ = vocab_parallel_logprobs(h, padded, targets, 1.0, 4, vocab_size=11)
     expected_logp, expected_entropy = dense(h, w, targets, 1.0)
     torch.testing.assert_close(logp, expected_logp)
     torch.testing.assert_close(entropy, expected_entropy)
@@ -54,9 +54,24 @@ def test_padding_rows_of_the_vocabulary_change_nothing_and_get_no_gradient():
     torch.testing.assert_close(gradient[:11], torch.autograd.grad(expected_logp.sum(), w)[0])
 
 
-def test_entropy_carries_no_gradient():
+@pytest.mark.parametrize("chunk", [3, 13])
+def test_the_entropys_gradient_is_that_of_the_dense_softmax_alone_and_beside_the_log_probs(chunk):
     h, w, targets = case()
-    assert not logprobs(h, w, targets, 1.0, 4)[1].requires_grad
+    upstream = torch.randn(2, 13, dtype=torch.float64)
+    for scale in (torch.tensor([[0.0], [1.0]]), torch.tensor([[1.0], [1.0]])):
+        weights = (upstream * scale).double()
+        ours = torch.autograd.grad((torch.stack(logprobs(h, w, targets, 0.7, chunk)) * weights).sum(), (h, w))
+        expected = torch.autograd.grad((torch.stack(dense(h, w, targets, 0.7)) * weights).sum(), (h, w))
+        torch.testing.assert_close(ours, expected)
+    torch.autograd.gradcheck(lambda a, b: logprobs(a, b, targets, 0.7, chunk)[1], (h, w))
+
+
+@pytest.mark.parametrize("scale", [1.0, 40.0])
+def test_the_sum_of_squared_probabilities_is_that_of_the_dense_softmax(scale):
+    h, w, targets = case()
+    found = vocab_parallel_logprobs(h * scale, w, targets, 0.7, 4, vocab_size=11)[2]
+    torch.testing.assert_close(found, torch.softmax(h * scale @ w.t() / 0.7, -1).square().sum(-1).detach())
+    assert not found.requires_grad
 
 
 def test_bfloat16_inputs_give_float32_log_probs_and_bfloat16_gradients_close_to_float32():

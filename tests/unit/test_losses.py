@@ -4,37 +4,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_async_rl.config.objective import ObjectiveConfig, PpoClipLoss, ReinforceLoss, SftLoss
+from megatron_async_rl.config.losses import PpoClipLoss, ReinforceLoss, SftLoss
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
-from megatron_async_rl.objectives.batch import TokenBatch
+from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import ppo_clip
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.registry import LOSSES, loss_function
+from megatron_async_rl.objectives.proximal import proximal_logp
+from megatron_async_rl.objectives.registry import LOSSES, loss_method
+from tests.token_batches import detached, random_tokens, tokens
 
 GOLDEN = [
     c for c in json.loads((Path(__file__).parents[1] / "data/golden/losses_seed1.json").read_text()) if c["kind"] == "policy_loss"
 ]
 SETTINGS = {"ppo_clip": PpoClipLoss, "reinforce": ReinforceLoss}
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-def tokens(logp, *, prox=None, behavior=None, advantages=None, mask=None, weights=None, sequence=None):
-    logp = torch.as_tensor(logp, dtype=torch.float64)
-
-    def fill(values, default):
-        return torch.full_like(logp, default) if values is None else torch.as_tensor(values, dtype=torch.float64)
-
-    sequence = torch.zeros(len(logp), dtype=torch.int64) if sequence is None else torch.as_tensor(sequence)
-    return TokenBatch(
-        logp=logp.detach().requires_grad_(),
-        logp_prox=fill(prox, 0.0),
-        logp_behavior=fill(behavior, 0.0),
-        advantages=fill(advantages, 1.0),
-        mask=fill(mask, 1.0),
-        weights=fill(weights, 1.0),
-        sequence=sequence,
-        sequences=int(sequence.max()) + 1,
-    )
 
 
 @pytest.mark.parametrize("case", [c for c in GOLDEN if c["name"] in SETTINGS], ids=lambda c: c["case"])
@@ -57,24 +41,12 @@ def test_a_loss_and_its_gradient_equal_the_reference_vector(case, dtype):
         sequences=rows,
     )
     denominators = Denominators(tokens=int(mask.sum()), sequences=int((mask.sum(1) > 0).sum()))
-    token_loss = loss_function(case["name"])(batch, SETTINGS[case["name"]](**params)).loss
-    loss = aggregate(token_loss, batch, aggregation, denominators).sum()
+    losses = loss_method(case["name"]).function(batch, SETTINGS[case["name"]](**params))
+    loss = aggregate(losses, batch, aggregation, denominators).sum()
     loss.backward()
     tolerance = {"atol": 1e-6, "rtol": 0.0} if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-4}
     torch.testing.assert_close(loss, torch.tensor(case["expect"]["loss"], dtype=dtype), **tolerance)
     torch.testing.assert_close(batch.logp.grad, torch.tensor(case["expect"]["grad_logp"], dtype=dtype).flatten(), **tolerance)
-
-
-def random_tokens(sequences=6, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (sequences,), generator=generator)
-    sequence = torch.arange(sequences).repeat_interleave(lengths)
-
-    def draw():
-        return torch.randn(len(sequence), generator=generator, dtype=torch.float64)
-
-    mask = (torch.rand(len(sequence), generator=generator) > 0.2).double()
-    return tokens(draw(), prox=draw(), behavior=draw(), advantages=draw(), mask=mask, weights=draw().abs(), sequence=sequence)
 
 
 def part(batch, keep):
@@ -90,24 +62,25 @@ def part(batch, keep):
 @pytest.mark.parametrize("cut", [[[0, 1], [2, 3, 4, 5]], [[5, 0, 3], [4], [2, 1]], [[0], [1], [2], [3], [4], [5]]])
 def test_any_cut_of_a_batch_into_micro_batches_gives_the_same_gradient(aggregation, loss, cut):
     objective = Objective(
-        ObjectiveConfig(loss=loss, aggregation=aggregation, norm_length=100 if aggregation.endswith("norm") else None)
+        ObjectiveConfig(
+            loss=loss, advantage="none", aggregation=aggregation, norm_length=100 if aggregation.endswith("norm") else None
+        )
     )
     whole = random_tokens()
-    kept = whole.sequence_sum(torch.ones_like(whole.mask))
-    denominators = Denominators(tokens=int(whole.mask.sum()), sequences=int((kept > 0).sum()))
-    objective.loss(whole, denominators)[0].sum().backward()
+    denominators = Denominators.of(whole)
+    objective.loss(whole, denominators).parts.sum().backward()
     expected, whole.logp.grad = whole.logp.grad, None
     for keep in cut:
-        objective.loss(part(whole, keep), denominators)[0].sum().backward()
+        objective.loss(part(whole, keep), denominators).parts.sum().backward()
     torch.testing.assert_close(whole.logp.grad, expected, atol=1e-14, rtol=1e-12)
     assert torch.all(whole.logp.grad[whole.mask == 0] == 0)
 
 
 def test_the_four_aggregations_divide_by_what_they_say():
     batch = tokens([1.0, 2.0, 3.0, 4.0, 99.0], mask=[1, 1, 1, 1, 0], sequence=[0, 0, 0, 1, 1])
-    denominators = Denominators(tokens=4, sequences=2)
+    denominators, losses = Denominators(tokens=4, sequences=2), TokenLoss(batch.logp, batch.logp > 0)
     found = [
-        float(aggregate(batch.logp, batch, a, denominators, 8 if a.endswith("norm") else None).sum().detach())
+        float(aggregate(losses, batch, a, denominators, 8 if a.endswith("norm") else None).sum().detach())
         for a in AGGREGATIONS
     ]
     assert found == [10 / 4, 10 / 2, (2 + 4) / 2, 10 / 8 / 2]
@@ -116,7 +89,7 @@ def test_the_four_aggregations_divide_by_what_they_say():
 def test_a_norm_length_is_asked_for():
     batch = tokens([1.0])
     with pytest.raises(ValueError, match="norm_length"):
-        aggregate(batch.logp, batch, "seq-mean-token-sum-norm", Denominators(1, 1))
+        aggregate(TokenLoss(batch.logp, batch.logp > 0), batch, "seq-mean-token-sum-norm", Denominators(1, 1))
 
 
 def test_huge_log_ratios_stay_finite_in_value_and_gradient():
@@ -142,11 +115,11 @@ def test_the_asymmetric_upper_bound_is_the_upper_one():
 
 
 def test_behavior_bypasses_the_proximal_policy_and_recompute_uses_the_trainers_own():
-    logp, behavior = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.5, -1.9])
-    assert Objective(ObjectiveConfig(proximal="behavior")).proximal(logp, behavior) is behavior
-    recomputed = Objective(ObjectiveConfig(proximal="recompute")).proximal(logp, behavior)
-    assert torch.equal(recomputed, logp.detach())
-    assert not recomputed.requires_grad
+    batch = detached(tokens([-1.0, -2.0], behavior=[-1.5, -1.9], lag=torch.tensor([0, 4])))
+    assert proximal_logp(batch, "behavior", None) is batch.logp_behavior
+    assert proximal_logp(batch, "recompute", None) is batch.logp
+    found = proximal_logp(batch, "loglinear", None)
+    assert found.tolist() == pytest.approx([-1.5, -1.9 + 0.75 * (-2.0 + 1.9)])
 
 
 def test_with_recompute_the_first_step_has_ratio_one_and_the_policy_gradient():
@@ -159,5 +132,5 @@ def test_with_recompute_the_first_step_has_ratio_one_and_the_policy_gradient():
 
 def test_a_sample_weight_scales_its_loss_and_no_denominator():
     objective = Objective(ObjectiveConfig(loss=SftLoss(), advantage="none"))
-    parts, _ = objective.loss(tokens([-1.0, -1.0], weights=[0.25, 1.0], sequence=[0, 1]), Denominators(2, 2))
-    assert parts.tolist() == [0.125, 0.5]
+    loss = objective.loss(tokens([-1.0, -1.0], weights=[0.25, 1.0], sequence=[0, 1]), Denominators(2, 2))
+    assert loss.parts.tolist() == [0.125, 0.5]

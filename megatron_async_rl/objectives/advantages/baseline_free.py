@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+from megatron_async_rl.objectives.batch import Advantages, TokenBatch
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import NoAdvantage
+    from megatron_async_rl.config.advantages import NoAdvantage
 
 
-def no_baseline(rewards: NDArray[np.float64], settings: NoAdvantage) -> NDArray[np.float64]:
-    """A_i = R_i. rewards: [n] float64; returns [n] float64."""
-    return rewards.copy()
+def no_baseline(batch: TokenBatch, settings: NoAdvantage) -> Advantages:
+    """A_i = R_i on each of the sequence's tokens: [S] -> [N]."""
+    return Advantages(batch.per_token(batch.require("rewards")))

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+from megatron_async_rl.objectives.batch import Advantages, TokenBatch
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import GrpoAdvantage
+    from megatron_async_rl.config.advantages import GrpoAdvantage
 
 EPSILON = 1e-6
 
 
-def grpo(rewards: NDArray[np.float64], settings: GrpoAdvantage) -> NDArray[np.float64]:
-    """A_i = (R_i - mean R) / (std R + 1e-6), std unbiased (n - 1); `normalize_std: false` leaves out the division.
+def grpo(batch: TokenBatch, settings: GrpoAdvantage) -> Advantages:
+    """A_i = (R_i - mean R) / (std R + 1e-6) over the group, std unbiased (n - 1); `normalize_std: false` does not divide.
 
-    rewards: [n] float64, one group. Returns [n] float64: exactly 0 for a group of one or of equal rewards, where
-    rounding in the mean would otherwise leave a residue that the small denominator blows up.
+    [S] rewards -> [N]. Exactly 0 for a group of one or of equal rewards, where rounding in the mean would otherwise leave a
+    residue that the small denominator blows up.
     """
-    if len(rewards) < 2 or rewards.min() == rewards.max():
-        return np.zeros_like(rewards)
-    centred = rewards - rewards.mean()
-    return centred / (rewards.std(ddof=1) + EPSILON) if settings.normalize_std else centred
+    rewards = batch.require("rewards")
+    centred = batch.group_centred(rewards)
+    if settings.normalize_std:
+        count = batch.group_count().to(centred.dtype)
+        variance = batch.group_mean(centred.square()) * count / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + EPSILON)
+    return Advantages(batch.per_token(centred))

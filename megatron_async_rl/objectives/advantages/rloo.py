@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+from megatron_async_rl.objectives.batch import Advantages, TokenBatch
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import RlooAdvantage
+    from megatron_async_rl.config.advantages import RlooAdvantage
 
 
-def rloo(rewards: NDArray[np.float64], settings: RlooAdvantage) -> NDArray[np.float64]:
-    """A_i = R_i - mean of the other n - 1 rewards of the group.
+def rloo(batch: TokenBatch, settings: RlooAdvantage) -> Advantages:
+    """A_i = R_i - mean of the other n - 1 rewards of the group = n / (n - 1) (R_i - mean R).
 
-    rewards: [n] float64, one group. Returns [n] float64: exactly 0 for a group of one or of equal rewards.
+    [S] rewards -> [N]. Exactly 0 for a group of one or of equal rewards.
     """
-    if len(rewards) < 2 or rewards.min() == rewards.max():
-        return np.zeros_like(rewards)
-    return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
+    count = batch.group_count().to(batch.require("rewards").dtype)
+    return Advantages(batch.per_token(batch.group_centred(batch.require("rewards")) * count / (count - 1).clamp(min=1)))

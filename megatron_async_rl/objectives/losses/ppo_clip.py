@@ -9,7 +9,7 @@ import torch
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import PpoClipLoss
+    from megatron_async_rl.config.losses import PpoClipLoss
 
 
 def ppo_clip(batch: TokenBatch, settings: PpoClipLoss) -> TokenLoss:

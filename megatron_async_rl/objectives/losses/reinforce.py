@@ -9,7 +9,7 @@ import torch
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import ReinforceLoss
+    from megatron_async_rl.config.losses import ReinforceLoss
 
 
 def reinforce(batch: TokenBatch, settings: ReinforceLoss) -> TokenLoss:

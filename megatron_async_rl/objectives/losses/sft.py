@@ -9,7 +9,7 @@ import torch
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import SftLoss
+    from megatron_async_rl.config.losses import SftLoss
 
 
 def sft(batch: TokenBatch, settings: SftLoss) -> TokenLoss:

@@ -1,0 +1,78 @@
+"""Which methods go together. Each refusal says what was combined, why that is wrong, and what to change.
+
+`objective_refusals` looks at the objective alone, `run_refusals` at the objective within a run. The facts about each method
+are class attributes of its settings model, so a new method brings its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.objective import ObjectiveConfig
+    from megatron_async_rl.config.schema import Config
+
+
+def objective_refusals(objective: ObjectiveConfig) -> Iterator[str]:
+    """Reasons why the parts of this objective do not compose; none: they do."""
+    loss, advantage = objective.loss, objective.advantage
+    yield from _aggregation(objective)
+    if not loss.uses_advantage and advantage.name != "none":
+        yield f"loss: {loss.name} reads no advantage, so advantage: {advantage.name} would be without effect; set advantage: none"
+    yield from _corrections(objective)
+    if objective.reference is not None and not objective.needs_reference:
+        yield f"reference is set, but nothing compares with it: add kl, or remove reference (loss: {loss.name} does not use it)"
+
+
+def _aggregation(objective: ObjectiveConfig) -> Iterator[str]:
+    used, loss = objective.aggregation_used, objective.loss
+    if (used == "seq-mean") != (loss.level == "sequence"):
+        own = loss.default_aggregation
+        yield (
+            f"aggregation: {used} does not fit loss: {loss.name}, which is defined per {loss.level}; "
+            f"leave aggregation out (it is {own})"
+        )
+    if (used == "seq-mean-token-sum-norm") != (objective.norm_length is not None):
+        yield (
+            "norm_length and aggregation: seq-mean-token-sum-norm go together; "
+            f"got aggregation={used}, norm_length={objective.norm_length}"
+        )
+
+
+def _corrections(objective: ObjectiveConfig) -> Iterator[str]:
+    loss = objective.loss
+    names = [correction.name for correction in objective.corrections]
+    if names and loss.name == "sft":
+        yield f"corrections {names} compare with the policy that sampled, and loss: sft learns from given responses; remove them"
+    if names and objective.proximal == "behavior":
+        yield (
+            f"corrections {names} look at pi_prox / pi_behavior, which is 1 with proximal: behavior; "
+            "set proximal: recompute (or another), or remove the corrections"
+        )
+    for correction in objective.corrections:
+        if correction.weighs and loss.against_behavior:
+            yield (
+                f"correction {correction.name} weighs by an importance ratio that loss: {loss.name} already holds "
+                "(its ratio is against the behaviour policy); remove one of the two"
+            )
+        if correction.per_token and loss.level == "sequence":
+            yield (
+                f"correction {correction.name} gives each token its own factor, and loss: {loss.name} is one number per "
+                "sequence; use its sequence level"
+            )
+
+
+def run_refusals(config: Config) -> Iterator[str]:
+    """Reasons why the objective does not fit the run around it; none: it does."""
+    objective, flow = config.objective, config.flow
+    loss, advantage = objective.loss, objective.advantage
+    if config.supervised:
+        if config.rollout is not None or config.eval is not None:
+            yield "objective.loss: sft trains on given responses: remove `rollout` and `eval`"
+        if flow.group_size != 1 or flow.async_ratio != 0:
+            yield "objective.loss: sft needs flow.group_size: 1 and flow.async_ratio: 0"
+    elif config.rollout is None:
+        yield f"objective.loss: {loss.name} learns from sampled responses: add `rollout`"
+    if flow.group_size == 1 and advantage.compares_group:
+        yield (f"objective.advantage: {advantage.name} compares the responses of a group: flow.group_size must be at least 2")

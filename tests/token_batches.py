@@ -1,0 +1,90 @@
+"""TokenBatches made by hand or at random, in float64, for tests of pure objective functions."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_async_rl.objectives.batch import TokenBatch
+
+
+def tokens(
+    logp,
+    *,
+    prox=None,
+    behavior=None,
+    ref=None,
+    advantages=None,
+    mask=None,
+    weights=None,
+    sequence=None,
+    rewards=None,
+    group=None,
+    dtype=torch.float64,
+    **more,
+) -> TokenBatch:
+    """One batch from lists; `sequence` defaults to one sequence, `logp` carries the gradient."""
+    logp = torch.as_tensor(logp, dtype=dtype)
+
+    def fill(values, default):
+        return torch.full_like(logp, default) if values is None else torch.as_tensor(values, dtype=dtype)
+
+    def maybe(values, kind=dtype):
+        return None if values is None else torch.as_tensor(values, dtype=kind)
+
+    sequence = torch.zeros(len(logp), dtype=torch.int64) if sequence is None else torch.as_tensor(sequence)
+    return TokenBatch(
+        logp=logp.detach().requires_grad_(),
+        logp_prox=fill(prox, 0.0),
+        logp_behavior=fill(behavior, 0.0),
+        advantages=fill(advantages, 1.0),
+        mask=fill(mask, 1.0),
+        weights=fill(weights, 1.0),
+        sequence=sequence,
+        sequences=int(sequence.max()) + 1 if len(logp) else 0,
+        logp_ref=maybe(ref),
+        rewards=maybe(rewards),
+        group=maybe(group, torch.int64),
+        **more,
+    )
+
+
+def rewarded(rewards, *, group=None, lengths=None, mask=None) -> TokenBatch:
+    """A whole batch of which only rewards, groups and lengths matter; one group and one token each by default."""
+    lengths = torch.as_tensor(lengths if lengths is not None else [1] * len(rewards))
+    sequence = torch.repeat_interleave(torch.arange(len(rewards)), lengths)
+    group = group if group is not None else [0] * len(rewards)
+    return tokens(torch.zeros(len(sequence)), mask=mask, sequence=sequence, rewards=rewards, group=group)
+
+
+def random_tokens(sequences: int = 6, seed: int = 0, *, group_size: int = 3, longest: int = 8) -> TokenBatch:
+    """Ragged sequences with every optional tensor present, some masked tokens, log-ratios of order 1."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (sequences,), generator=generator)
+    sequence = torch.arange(sequences).repeat_interleave(lengths)
+
+    def draw(count=None):
+        return torch.randn(count or len(sequence), generator=generator, dtype=torch.float64)
+
+    mask = (torch.rand(len(sequence), generator=generator) > 0.2).double()
+    group = torch.arange(sequences) // group_size
+    return tokens(
+        draw(),
+        prox=draw(),
+        behavior=draw(),
+        ref=draw(),
+        advantages=draw(sequences)[sequence],
+        mask=mask,
+        weights=draw().abs(),
+        sequence=sequence,
+        rewards=draw(sequences),
+        group=group,
+        sum_p_squared=torch.rand(len(sequence), generator=generator, dtype=torch.float64),
+        values=draw(),
+        entropy=draw().abs(),
+        lag=torch.randint(0, 4, (len(sequence),), generator=generator),
+    )
+
+
+def detached(batch: TokenBatch) -> TokenBatch:
+    """As a whole batch is: nothing carries a gradient."""
+    return batch.replace(logp=batch.logp.detach())
