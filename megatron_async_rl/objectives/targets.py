@@ -52,11 +52,12 @@ class StepTargets:
 
         taken: dict[str, Tensor | int | Decided | None] = {}
         for name, value in _tensors(self.whole):
+            if name == "group":
+                continue
             taken[name] = pick(value, sequences if name == "rewards" else tokens)
         lengths = torch.tensor([self.starts[i + 1] - self.starts[i] for i in rows] or [1])
         taken["sequence"] = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
         taken["sequences"] = len(lengths)
-        taken["group"] = None
         decided = self.whole.decided
         taken["decided"] = Decided(
             tokens={name: pick(value, tokens) for name, value in decided.tokens.items()},
