@@ -85,10 +85,12 @@ def test_scores_are_transformers_log_probs_at_the_sampling_temperature(layout, m
 def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layout):
     """The whole objective by hand in float64: group advantages, PPO clip, token mean, failed reward left out."""
     model = layouts.reference_model("tied")
-    targets = Objective(ObjectiveConfig()).targets(layouts.batch("a"))
+    targets = Objective(ObjectiveConfig()).prepare(layouts.batch("a"), {})
+    advantages = torch.tensor_split(targets.whole.advantages, targets.starts[1:-1])
     total, entropies = torch.zeros((), dtype=torch.float64), []
-    for sample, advantage in zip(targets.samples, targets.advantages, strict=True):
+    for sample, per_token in zip(targets.samples, advantages, strict=True):
         kept = torch.from_numpy(sample.loss_mask.astype(bool))
+        advantage = per_token[kept]
         logp, entropy = layouts.reference_logprobs(model, sample)
         ratio = (logp - torch.from_numpy(sample.behavior_logprobs).double())[kept].exp()
         total = total + torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).sum()
