@@ -60,18 +60,36 @@ class Decision:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Control(Protocol):
+class Control:
     """Called once per optimizer step on every rank, on the fully reduced gradient, before clipping.
 
-    Its decision must be the same on every rank, so it may rest only on all-reduced numbers.
+    Its decision must be the same on every rank, so it may rest only on all-reduced numbers, reduced with a fixed number of
+    collectives per step. State comes in two parts: numbers that are the same on every rank (`state_dict`), and what has one
+    tensor per gradient shard (`shard_state`), which a checkpoint carries over to another parallel layout.
     """
 
-    def apply(self, step: StepView) -> Decision: ...
+    def apply(self, step: StepView) -> Decision:
+        raise NotImplementedError
 
     def forget(self) -> None:
         """This step has no usable gradient; what compares one step with the next starts anew."""
-        ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and containers of them, the same on every rank and on every layout."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def shard_state(self) -> dict[str, list[Tensor]]:
+        """Name -> one float32 tensor per gradient shard of this rank, in their order and of their shapes.
+
+        A name whose state does not exist at the moment is left out. May be views of the state itself: to be read before
+        the next step.
+        """
+        return {}
+
+    def load_shard_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        """What `shard_state` returned, cut for this rank's gradient shards (copied); a name that is absent has no state.
+
+        Called once after `load_state_dict`, also with an empty mapping.
+        """

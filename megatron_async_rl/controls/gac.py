@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_async_rl.controls.decision import Decision, StepView
+from megatron_async_rl.controls.decision import Control, Decision, StepView
 from megatron_async_rl.controls.inner_product import products_with, squared_norm
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def target_cosine_component(cosine: float, settings: GacControl) -> float:
     return settings.c_low * across / math.sqrt(1.0 - settings.c_low**2)
 
 
-class Gac:
+class Gac(Control):
     """State per rank: the reference shards (float32, one per gradient shard) and the skip counts."""
 
     def __init__(self, settings: GacControl) -> None:
