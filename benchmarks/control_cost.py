@@ -1,0 +1,211 @@
+"""What each step control costs: time as a share of the optimizer step, bytes moved against a memory copy, peak extra memory.
+
+One random model, its gradient put back before every step, so that nothing but the optimizer step is timed; the same gradient
+every time is fully aligned with the one before, so that GAC takes its dearest path (it projects every step). Turns alternate
+between the step without controls and the step with them.
+
+    share        (step with the control - step without) / step without, medians
+    copies       the control's own time over the time of one copy of the gradient (read once, written once)
+    moved        bytes that the control's tensor operations read and write, over the bytes of that copy: 1.5 would be three
+                 passes over gradient memory
+    peak         the process's peak resident memory during the step, above that of the step without controls, over the
+                 gradient's bytes; what a control keeps between steps is in `kept`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from pydantic import TypeAdapter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_async_rl.config.controls import Control
+from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.policy import device
+from megatron_async_rl.policy.optimizer import gradients_of
+from megatron_async_rl.policy.parallel import initialise
+from megatron_async_rl.policy.policy import Policy
+from megatron_async_rl.policy.step import StepFacts
+
+CONTROLS = (
+    "gac",
+    "{name: gac, reference_dtype: bf16}",
+    "{name: gac, reference_dtype: fp8}",
+    "{name: gac, reference_offload: cpu}",
+    "matched_norm",
+    "{name: matched_lr, target_update_norm: 0.01}",
+    "momentum_by_alignment",
+    "ess_lr",
+)
+SMALL = 4096
+"""Tensors below this many bytes are not counted as moved: they stay in the cache."""
+
+
+class BytesMoved(TorchDispatchMode):
+    """Adds up what operations read and write; views move nothing, and an operand written in place counts once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        schema = function._schema
+        viewing = not function.is_view and schema.name.split("::")[1] not in ("detach", "alias", "_unsafe_view")
+        if viewing:
+            for leaf in [*tree_leaves(args), *tree_leaves(kwargs or {}), *tree_leaves(result)]:
+                if isinstance(leaf, torch.Tensor) and leaf.nbytes >= SMALL:
+                    self.total += leaf.nbytes
+        return result
+
+
+def save_model(directory: Path, hidden: int, layers: int, vocabulary: int) -> int:
+    """A random Qwen3; returns its parameters."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
+        intermediate_size=3 * hidden, head_dim=hidden // 8, max_position_embeddings=512, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=0, pad_token_id=None,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config)
+    model.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def peak_resident() -> Iterator[list[int]]:
+    """Bytes: the peak resident memory inside the block above what was resident at its start."""
+    found: list[int] = []
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    yield found
+    found.append(_status("VmHWM") - before)
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--controls", nargs="*", default=list(CONTROLS), help="each as it would stand in the config's list")
+    args = parser.parse_args()
+    layout = initialise(ParallelConfig(), device.install("cpu"), timeout_s=300)
+    with tempfile.TemporaryDirectory() as scratch:
+        parameters = save_model(Path(scratch), args.hidden, args.layers, args.vocabulary)
+        policy = Policy.build(
+            ModelConfig(path=Path(scratch), dtype="float32"),
+            PolicyConfig(optimizer=OptimizerConfig(lr=1e-6, clip_grad=1.0)),
+            ObjectiveConfig(), (), layout=layout, temperature=1.0, total_steps=10**6,
+        )  # fmt: skip
+    for chunk in policy.schedule.chunks:
+        for buffer in chunk.buffers:
+            buffer.grad_data.normal_(std=1e-3)
+    original = [buffer.grad_data.clone() for chunk in policy.schedule.chunks for buffer in chunk.buffers]
+    gradient_bytes = sum(tensor.nbytes for tensor in original)
+    facts = StepFacts(loss=1.0, log_weights=np.random.default_rng(0).normal(size=512) * 0.3, lag_max=1)
+
+    def put_back() -> None:
+        live = [buffer.grad_data for chunk in policy.schedule.chunks for buffer in chunk.buffers]
+        for tensor, saved in zip(live, original, strict=True):
+            tensor.copy_(saved)
+
+    def timed_step(controls: dict[str, Any]) -> float:
+        put_back()
+        policy.step.controls = controls
+        started = time.perf_counter()
+        policy.step.take(facts)
+        return time.perf_counter() - started
+
+    copied = [torch.empty_like(tensor) for tensor in original]
+    copies = []
+    for _ in range(args.steps):
+        started = time.perf_counter()
+        for tensor, saved in zip(copied, original, strict=True):
+            tensor.copy_(saved)
+        copies.append(time.perf_counter() - started)
+    del copied
+    copy_s = statistics.median(copies)
+    print(f"{parameters / 1e6:.1f} M parameters, gradient {gradient_bytes / 2**20:.0f} MiB, copy {copy_s * 1e3:.1f} ms "
+          f"({2 * gradient_bytes / copy_s / 2**30:.1f} GiB/s), {torch.get_num_threads()} thread(s)")  # fmt: skip
+
+    from megatron_async_rl.controls.registry import build_controls
+
+    for text in args.controls:
+        setting = TypeAdapter(Control).validate_python(yaml.safe_load(text))
+        resident = _status("VmRSS")
+        controls = build_controls([setting])
+        applied: list[float] = []
+        moved: list[float] = []
+        (control,) = controls.values()
+        plain_apply = control.apply
+        counting = False
+
+        def apply(step: Any, plain_apply: Any = plain_apply, applied: Any = applied, moved: Any = moved) -> Any:
+            if counting:  # noqa: B023 - the flag as it is now
+                with BytesMoved() as mode:
+                    decision = plain_apply(step)
+                moved.append(mode.total / (2 * gradient_bytes))
+                return decision
+            started = time.perf_counter()
+            decision = plain_apply(step)
+            applied.append(time.perf_counter() - started)
+            return decision
+
+        control.apply = apply  # type: ignore[method-assign]
+        for _ in range(3):
+            timed_step({})
+            timed_step(controls)
+        kept = _status("VmRSS") - resident
+        applied.clear()
+        without, with_control = [], []
+        for _ in range(args.steps):
+            without.append(timed_step({}))
+            with_control.append(timed_step(controls))
+        peaks = []
+        for chosen in ({}, controls):
+            put_back()
+            policy.step.controls = chosen
+            with peak_resident() as peak:
+                policy.step.take(facts)
+            peaks.append(peak[0])
+        counting = True
+        timed_step(controls)
+        base = statistics.median(without)
+        row = {
+            "control": text,
+            "step_ms": round(base * 1e3, 1),
+            "share": round((statistics.median(with_control) - base) / base, 3),
+            "apply_ms": round(statistics.median(applied) * 1e3, 2),
+            "copies": round(statistics.median(applied) / copy_s, 2),
+            "moved": round(statistics.median(moved), 2),
+            "peak": round(max(0, peaks[1] - peaks[0]) / gradient_bytes, 3),
+            "kept": round(kept / gradient_bytes, 3),
+        }
+        print(json.dumps(row), flush=True)
+        del controls, control
+    assert gradients_of(policy.optimizer, layout).shards
+    layout.shutdown()
+
+
+if __name__ == "__main__":
+    main()
