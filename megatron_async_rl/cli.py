@@ -1,4 +1,4 @@
-"""The `mar` command: train, plan, report, convert, doctor.
+"""The `mar` command: train, plan, report, convert, conform, doctor.
 
 Invariants:
 - what a user got wrong ends with one screen and exit code 2, never a traceback, before any rank or engine starts;
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -111,6 +111,21 @@ def convert(
 
 
 @app.command()
+def conform(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON lists of reference vectors (tests/data/golden).")],
+) -> None:
+    """Run reference vectors through the registries; exit code 0 only if every case passes."""
+    from megatron_async_rl.conform.cases import Malformed, read_cases
+    from megatron_async_rl.conform.judge import show
+
+    try:
+        cases = {file: read_cases(file) for file in files}
+    except Malformed as error:
+        _refuse(f"{error}\n  fix: tests/data/golden/README.md says what such a file holds")
+    raise typer.Exit(show(cases, console()))
+
+
+@app.command()
 def doctor() -> None:
     """Check this installation and say what each missing part would bring; exit code 1 if a needed one is missing."""
     from megatron_async_rl.doctor import examine, show
@@ -140,7 +155,7 @@ def _let_children_import_from_here() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([*known, here])
 
 
-def _refuse(message: object) -> None:
+def _refuse(message: object) -> NoReturn:
     console(stderr=True).print(str(message), style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(USER_ERROR)
 

@@ -1,0 +1,1 @@
+"""`mar conform`: reference vectors against this project's own registries."""

@@ -1,0 +1,123 @@
+"""Cases judged, and shown.
+
+Every case runs in float64. A float64 reference has to be met to 1e-6 absolute plus 1e-6 relative. A reference of float32 numbers
+cannot say more than float32 does: it has to be met to 1e-5 absolute plus 1e-4 relative, and in float32 too if the method is
+one that runs per micro-batch. There the relative part of a sum goes by its terms, whose rounding the sum carries.
+
+Invariant: whatever a case holds, it ends as an outcome with a reason, and the cases after it are still run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
+
+from megatron_async_rl.conform.cases import Case, Numbers
+from megatron_async_rl.conform.methods import Found, run_case
+
+TOLERANCE = {"double": (1e-6, 1e-6), "single": (1e-5, 1e-4)}
+"""Precision of the reference -> (absolute, relative)."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """error: the largest absolute difference, nan where nothing could be compared. reason: why it failed, empty if it passed."""
+
+    case: str
+    method: str
+    error: float
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.reason
+
+
+def judge(case: Case) -> Outcome:
+    method = f"{case.kind} {case.name}"
+    try:
+        return Outcome(case.case, method, *_compare(case))
+    except ValidationError as error:
+        wrong = [f"params.{'.'.join(map(str, one['loc'])) or case.name}: {one['msg']}" for one in error.errors()]
+        return Outcome(case.case, method, math.nan, "; ".join(wrong))
+    except ValueError as error:
+        return Outcome(case.case, method, math.nan, _line(error))
+    except (TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError) as error:
+        return Outcome(case.case, method, math.nan, f"{type(error).__name__}: {_line(error)}")
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no message"])[0]
+
+
+def _compare(case: Case) -> tuple[float, str]:
+    """(largest error, first reason to fail)."""
+    largest, reason = 0.0, ""
+    for dtype in (torch.float64, torch.float32) if case.single else (torch.float64,):
+        found = run_case(case, dtype)
+        if found is None:
+            continue
+        for key, expected in case.expect.items():
+            error, wrong = _difference(case, key, expected, found, dtype)
+            largest = max(largest, error)
+            reason = reason or wrong
+    return largest, reason
+
+
+def _difference(case: Case, key: str, expected: Numbers, found: Found, dtype: torch.dtype) -> tuple[float, str]:
+    if key not in found.values:
+        raise ValueError(f"expect.{key}: {case.kind} {case.name} gives {', '.join(sorted(found.values))}")
+    got = found.values[key]
+    if got.shape != expected.shape:
+        raise ValueError(f"expect.{key} has shape {list(expected.shape)}, and {list(got.shape)} came out")
+    absolute, relative = TOLERANCE["single" if case.single else "double"]
+    scale = np.abs(expected) if dtype == torch.float64 else np.maximum(np.abs(expected), found.scales.get(key, 0.0))
+    with np.errstate(invalid="ignore"):
+        error = np.where(got == expected, 0.0, np.abs(got - expected))
+        wrong = ~((error <= absolute + relative * scale) & (np.isfinite(error)))
+    error = np.nan_to_num(error, nan=np.inf)
+    largest = float(error.max(initial=0.0))
+    if not wrong.any():
+        return largest, ""
+    place = np.unravel_index(int(np.argmax(np.where(wrong, error, -1.0))), error.shape)
+    index = "".join(f"[{i}]" for i in place)
+    amount = f"{int(wrong.sum())} of {wrong.size} differ, " if wrong.size > 1 else ""
+    precision = str(dtype).removeprefix("torch.")
+    return largest, f"{key}{index} is {got[place]:.10g}, expected {expected[place]:.10g} ({amount}{precision})"
+
+
+def show(files: Mapping[Path, Sequence[Case]], console: Console) -> int:
+    """Judges every case and prints it under its file; returns the exit code: 0 only if every case passed."""
+    total, failed = sum(map(len, files.values())), 0
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("cases", total=total)
+        for file, cases in files.items():
+            console.print(Text(str(file), style="bold"), soft_wrap=True)
+            for line, passed in _lines(cases):
+                console.print(line, soft_wrap=True)
+                failed += not passed
+                progress.advance(task)
+    if failed:
+        console.print(Text(f"{failed} of {total} cases failed", style="red bold"))
+        return 1
+    console.print(Text(f"all {total} cases passed", style="green bold"))
+    return 0
+
+
+def _lines(cases: Sequence[Case]) -> Iterator[tuple[Text, bool]]:
+    width = max(len(case.case) for case in cases)
+    wide = max(len(f"{case.kind} {case.name}") for case in cases)
+    for outcome in map(judge, cases):
+        mark = ("pass", "green") if outcome.passed else ("FAIL", "red bold")
+        error = "largest error  -      " if math.isnan(outcome.error) else f"largest error {outcome.error:8.1e}"
+        text = Text.assemble("  ", mark, f"  {outcome.case:{width}}  {outcome.method:{wide}}  {error}  ", outcome.reason)
+        yield text, outcome.passed
