@@ -70,6 +70,11 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
     if parallel.sequence and tensor == 1:
         what = "sequence parallelism divides over tensor-parallel ranks, and tensor is 1"
         found.append(Problem(key=f"{PARALLEL}.sequence", what=what, fix="set it to false, or policy.parallel.tensor above 1"))
+    if parallel.virtual_pipeline > 1 and pipeline == 1:
+        what = "virtual stages are turns that pipeline ranks take, and pipeline is 1"
+        found.append(
+            Problem(key=f"{PARALLEL}.virtual_pipeline", what=what, fix="set it to 1, or policy.parallel.pipeline above 1")
+        )
     if shape is not None:
         found += _shape_problems(config, shape)
     if config.policy.device == "cuda" and not machine.gpus:
@@ -107,4 +112,15 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
                 fix=f"set it to one of: {', '.join(map(str, fitting[:12]))}",
             )
         )
-    return found
+    return found + _virtual_problems(config, shape)
+
+
+def _virtual_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    pipeline, virtual = config.policy.parallel.pipeline, config.policy.parallel.virtual_pipeline
+    if pipeline == 1 or shape.layers % pipeline or not shape.layers // pipeline % virtual:
+        return []
+    held = shape.layers // pipeline
+    fitting = [one for one in range(1, held + 1) if not held % one]
+    what = f"{virtual} chunks do not divide the {held} layers of a pipeline rank ({shape.layers} layers over {pipeline})"
+    fix = f"set it to one of: {', '.join(map(str, fitting[:12]))}"
+    return [Problem(key=f"{PARALLEL}.virtual_pipeline", what=what, fix=fix)]

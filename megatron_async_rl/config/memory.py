@@ -72,7 +72,6 @@ def rank_memory(config: Config, shape: ModelShape, *, stage: int, data_parallel:
     shards = data_parallel if parallel.distributed_optimizer else 1
     state = 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
     remembers_gradient = any(control.name == "gac" for control in config.controls)
-    in_flight = parallel.pipeline - stage
     samples = -(-config.flow.prompts_per_step * config.flow.group_size // data_parallel)
     tokens = min(config.policy.tokens_per_micro_batch, samples * longest)
     chunk = min(tokens, config.policy.logprob_chunk_tokens) * shape.vocabulary // parallel.tensor * FLOAT32 * LOGIT_COPIES
@@ -82,9 +81,21 @@ def rank_memory(config: Config, shape: ModelShape, *, stage: int, data_parallel:
         gradients=count * FLOAT32,
         optimizer=count * state // shards,
         controls=count * FLOAT32 // shards if remembers_gradient else 0,
-        activations=in_flight * shape.layers // parallel.pipeline * _layer_activations(config, shape, tokens, longest),
+        activations=_layers_in_flight(config, shape, stage) * _layer_activations(config, shape, tokens, longest),
         logprobs=chunk if stage == parallel.pipeline - 1 else 0,
     )
+
+
+def _layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:
+    """Layers of a rank that hold a micro-batch's activations at one time, summed over micro-batches.
+
+    1F1B: one micro-batch in each later stage and in this one. Interleaved: of the last virtual stage twice the distance to the
+    last rank and one, and a full round of the pipeline in each earlier virtual stage.
+    """
+    pipeline, virtual = config.policy.parallel.pipeline, config.policy.parallel.virtual_pipeline
+    later = pipeline - stage - 1
+    chunks = later + 1 if virtual == 1 else 2 * later + (virtual - 1) * pipeline + 1
+    return chunks * (shape.layers // (pipeline * virtual))
 
 
 def _layer_activations(config: Config, shape: ModelShape, tokens: int, longest: int) -> int:

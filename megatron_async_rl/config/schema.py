@@ -62,6 +62,9 @@ class ParallelConfig(Strict):
     """Ranks that share every layer; divides heads, key-value heads and MLP columns."""
     pipeline: PositiveInt = 1
     """Stages the layers are cut into; divides the number of layers."""
+    virtual_pipeline: PositiveInt = 1
+    """Model chunks of each pipeline rank, which take turns (Megatron's interleaved schedule): less idle time, more messages.
+    Needs pipeline > 1; pipeline x virtual_pipeline divides the number of layers."""
     sequence: bool = False
     """Megatron's sequence parallelism (needs tensor > 1)."""
     distributed_optimizer: bool = True

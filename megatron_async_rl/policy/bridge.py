@@ -86,8 +86,8 @@ class LocalBridge(LLMBridge):
             attention_softmax_in_fp32=True,
         )
 
-    def layer_spec(self) -> TransformerBlockSubmodules:
-        """The layers of this pipeline stage and the final norm."""
+    def layer_spec(self, vp_stage: int | None) -> TransformerBlockSubmodules:
+        """The layers of this pipeline stage (of one virtual stage of it, where there are several) and the final norm."""
         layer = get_gpt_layer_local_spec(qk_layernorm=self.config.qk_layernorm, normalization="RMSNorm")
         parts = layer.submodules
         parts.input_layernorm = RMSNorm
@@ -97,7 +97,7 @@ class LocalBridge(LLMBridge):
         if self.config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
-        layers = get_num_layers_to_build(self.config)
+        layers = get_num_layers_to_build(self.config, vp_stage)
         return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
     def gpt_arguments(self) -> dict[str, Any]:

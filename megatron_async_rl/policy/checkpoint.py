@@ -216,6 +216,7 @@ def _layout_key(optimizer: MegatronOptimizer, layout: Layout) -> dict[str, Any]:
     return {
         "tensor": layout.tp_size,
         "pipeline": layout.pp_size,
+        "virtual_pipeline": layout.virtual_stages,
         "data": layout.dp_size,
         "distributed_optimizer": bool(optimizer.config.use_distributed_optimizer),
     }

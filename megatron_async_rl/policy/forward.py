@@ -3,7 +3,8 @@
 Invariants:
 - logits exist for the positions that predict response tokens only, a chunk of them at a time, and only on the last
   pipeline stage;
-- the schedule (plain, or 1F1B over pipeline stages) is Megatron's own; losses are summed over micro-batches, undivided;
+- the schedule (plain, or 1F1B over pipeline stages, interleaved over virtual ones) is Megatron's own; losses are summed over
+  micro-batches, undivided;
 - every rank of a pipeline runs the same micro-batches in the same order.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.pipeline import stage_messages
 
 if TYPE_CHECKING:
     from megatron_async_rl.policy.model import PolicyModel
@@ -91,6 +93,7 @@ class Schedule:
             micro_batch_size=rows,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+            **(stage_messages(self.model.config) if len(self.chunks) > 1 else {}),
         )
         return results
 

@@ -6,7 +6,8 @@ Invariants:
 - rows x padded length of a micro-batch never exceeds the token budget;
 - a response's last token is a target only: it predicts nothing and is not fed to the model;
 - every data-parallel rank runs the same number of micro-batches (an all-masked one fills up), since the collectives of
-  the schedule and of the gradient reduction are counted by micro-batch.
+  the schedule and of the gradient reduction are counted by micro-batch; the interleaved pipeline schedule wants a multiple of
+  the pipeline's size.
 
 Rows are right-padded: under the causal mask no real token can see the padding, so no attention mask is needed.
 """
@@ -71,10 +72,13 @@ class MicroBatch:
     versions: Tensor
 
 
-def plan_micro_batches(samples: Sequence[Sample], *, data_parallel: int, budget: int, multiple: int = 1) -> Plan:
+def plan_micro_batches(
+    samples: Sequence[Sample], *, data_parallel: int, budget: int, multiple: int = 1, in_groups_of: int = 1
+) -> Plan:
     """Splits over ranks by tokens (longest first onto the lightest rank), then buckets each rank's samples by length.
 
-    multiple: padded lengths are multiples of it (the tensor-parallel size under sequence parallelism).
+    multiple: padded lengths are multiples of it (the tensor-parallel size under sequence parallelism). in_groups_of: so is the
+    number of micro-batches of a rank (the pipeline's size with virtual stages).
     Raises SampleTooLong.
     """
     lengths = [_round_up(_fed(sample), multiple) for sample in samples]
@@ -90,7 +94,7 @@ def plan_micro_batches(samples: Sequence[Sample], *, data_parallel: int, budget:
         shares[lightest].append(index)
         loads[lightest] += lengths[index]
     buckets = [_bucket(share, lengths, budget) for share in shares]
-    count = max(1, max(len(rank) for rank in buckets))
+    count = _round_up(max(1, max(len(rank) for rank in buckets)), in_groups_of)
     ranks = tuple(tuple(rank) + ((),) * (count - len(rank)) for rank in buckets)
     computed = sum(len(rows) * lengths[rows[0]] if rows else multiple for rank in ranks for rows in rank)
     return Plan(ranks, 1.0 - sum(_fed(sample) for sample in samples) / computed)

@@ -56,7 +56,7 @@ class HiddenStateModel(GPTModel):
 
 @dataclass(frozen=True, eq=False)
 class PolicyModel:
-    """chunks: this rank's pipeline stage as unwrapped Megatron modules (one; virtual stages would be more).
+    """chunks: this rank's part of the model as unwrapped Megatron modules, one per virtual pipeline stage.
 
     config: Megatron's TransformerConfig, shared by the chunks. vocab_size: rows of the true vocabulary; the last
     tensor-parallel rank's output weight may hold padding rows beyond it. source: the model directory it was made from.
@@ -85,16 +85,21 @@ def assemble_model(model: ModelConfig, policy: PolicyConfig, layout: Layout) -> 
     # Megatron's layers fork this generator while they are built; nothing in the policy draws from it afterwards.
     model_parallel_cuda_manual_seed(0)
     bridge = build_bridge(model.path, dtype=DTYPES[model.dtype], layout=layout, sequence_parallel=policy.parallel.sequence)
-    chunk = HiddenStateModel(
-        config=bridge.config,
-        transformer_layer_spec=bridge.layer_spec(),
-        pre_process=layout.is_first_stage,
-        post_process=layout.is_last_stage,
-        **bridge.gpt_arguments(),
-    )
-    for parameter in chunk.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    return PolicyModel(chunks=[chunk], bridge=bridge, config=bridge.config, vocab_size=bridge.vocab_size, source=model.path)
+    chunks = []
+    for index in range(layout.virtual_stages):
+        vp_stage = index if layout.virtual_stages > 1 else None
+        chunk = HiddenStateModel(
+            config=bridge.config,
+            transformer_layer_spec=bridge.layer_spec(vp_stage),
+            pre_process=layout.is_first_chunk(index),
+            post_process=layout.is_last_chunk(index),
+            vp_stage=vp_stage,
+            **bridge.gpt_arguments(),
+        )
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunks.append(chunk)
+    return PolicyModel(chunks=chunks, bridge=bridge, config=bridge.config, vocab_size=bridge.vocab_size, source=model.path)
 
 
 def build_model(model: ModelConfig, policy: PolicyConfig, layout: Layout) -> PolicyModel:

@@ -60,7 +60,8 @@ def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[Distribu
     )
     wrapped = [DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk) for chunk in chunks]
     for chunk, ddp in zip(chunks, wrapped, strict=True):
-        chunk.config.no_sync_func = ddp.no_sync
+        # One configuration serves all chunks; the interleaved schedule takes a list, one entry per chunk.
+        chunk.config.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else ddp.no_sync
         _count_padding_between_buckets(ddp)
     return wrapped
 

@@ -2,7 +2,8 @@
 
 Invariants:
 - every collective of the policy runs in a group of this layout, with the deadline given to `initialise`;
-- ranks are ordered tensor fastest, then data, then pipeline (Megatron's order);
+- ranks are ordered tensor fastest, then data, then pipeline (Megatron's order); a pipeline rank holds `virtual_stages` model
+  chunks, chunk v of rank p being stage v * pp_size + p of the model;
 - an element of the model's gradient is counted by exactly one rank of the world (`GradientShard.counted`).
 """
 
@@ -40,6 +41,7 @@ class Layout:
     tp_size: int
     pp_rank: int
     pp_size: int
+    virtual_stages: int
     dp_rank: int
     dp_size: int
     tp_group: Any
@@ -51,6 +53,14 @@ class Layout:
     @property
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
+
+    def is_first_chunk(self, virtual_stage: int) -> bool:
+        """The chunk that holds the embedding."""
+        return self.is_first_stage and virtual_stage == 0
+
+    def is_last_chunk(self, virtual_stage: int) -> bool:
+        """The chunk that holds the final norm and the output layer."""
+        return self.is_last_stage and virtual_stage == self.virtual_stages - 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -120,6 +130,7 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     return Layout(
@@ -131,6 +142,7 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         tp_size=parallel.tensor,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel.pipeline,
+        virtual_stages=parallel.virtual_pipeline,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),

@@ -170,7 +170,11 @@ class Policy:
         """The plan of all ranks, and this rank's micro-batches."""
         multiple = self.layout.tp_size if self.model.config.sequence_parallel else 1
         plan = plan_micro_batches(
-            samples, data_parallel=self.layout.dp_size, budget=self.config.tokens_per_micro_batch, multiple=multiple
+            samples,
+            data_parallel=self.layout.dp_size,
+            budget=self.config.tokens_per_micro_batch,
+            multiple=multiple,
+            in_groups_of=self.layout.pp_size if self.layout.virtual_stages > 1 else 1,
         )
         mine = plan.ranks[self.layout.dp_rank]
         return plan, [build_micro_batch(samples, rows, self.layout.device, multiple) for rows in mine]

@@ -22,11 +22,14 @@ from tests.train_batches import ragged_batch
 
 VOCABULARY = 97
 """Odd, so that two tensor-parallel ranks need a padding row."""
+LAYERS = 4
+"""Enough for two pipeline ranks with two virtual stages each."""
 LAYOUTS = {
     "single": {"ranks": 1},
     "tensor": {"ranks": 2, "tensor": 2},
     "sequence": {"ranks": 2, "tensor": 2, "sequence": True},
     "pipeline": {"ranks": 2, "pipeline": 2},
+    "virtual_pipeline": {"ranks": 2, "pipeline": 2, "virtual_pipeline": 2},
     "data_distributed_optimizer": {"ranks": 2, "distributed_optimizer": True},
     "data_replicated_optimizer": {"ranks": 2, "distributed_optimizer": False},
     "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
@@ -47,7 +50,7 @@ def material() -> Path:
     """A directory with two models, and batches whose behaviour log-probs are near the tied model's own."""
     directory = temporary()
     for name, tied in (("tied", True), ("untied", False)):
-        save_tiny_model(directory / name, tied=tied, seed=1, vocab_size=VOCABULARY, scale=2.0)
+        save_tiny_model(directory / name, tied=tied, seed=1, vocab_size=VOCABULARY, layers=LAYERS, scale=2.0)
     a, b = (with_behavior(directory, ragged_batch(vocabulary=VOCABULARY, seed=seed)) for seed in (0, 1))
     batches = {
         "a": a,

@@ -39,7 +39,8 @@ def logprobs(model: PolicyModel, samples, layout: Layout) -> list[torch.Tensor] 
     """Per sample the log-probs of its response, on the last stage."""
     schedule = Schedule(model.chunks, model, layout, temperature=TEMPERATURE, logprob_chunk_tokens=7)
     multiple = layout.tp_size if model.config.sequence_parallel else 1
-    plan = plan_micro_batches(samples, data_parallel=1, budget=100, multiple=multiple)
+    rounds = layout.pp_size if layout.virtual_stages > 1 else 1
+    plan = plan_micro_batches(samples, data_parallel=1, budget=100, multiple=multiple, in_groups_of=rounds)
     found = {}
     for micro_batch, outputs in schedule.forward(
         [build_micro_batch(samples, rows, layout.device, multiple) for rows in plan.ranks[0]]

@@ -19,6 +19,7 @@ LAYOUTS = {
     "tensor": {"ranks": 2, "tensor": 2},
     "sequence": {"ranks": 2, "tensor": 2, "sequence": True},
     "pipeline": {"ranks": 2, "pipeline": 2},
+    "virtual_pipeline": {"ranks": 2, "pipeline": 2, "virtual_pipeline": 2},
     "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
     "data": {"ranks": 2, "distributed_optimizer": True},
 }
@@ -27,11 +28,14 @@ LOADS_FROM = {
     "tensor": "",
     "sequence": "tensor",
     "pipeline": "data",
+    "virtual_pipeline": "tensor",
     "tensor_pipeline": "tensor",
-    "data": "tensor",
+    "data": "virtual_pipeline",
 }
 """Whose checkpoint a layout also loads: always another layout's, in an order without circles."""
 VOCABULARY = 96
+LAYERS = 4
+"""Enough for two pipeline ranks with two virtual stages each."""
 TEMPERATURE = 0.7
 CHECKPOINTED = "qwen3-tied-odd"
 """The model that is trained a little, saved and loaded."""
@@ -50,21 +54,32 @@ def material() -> Path:
     for family in FAMILIES:
         for tied in (False, True):
             save_tiny_model(
-                directory / f"{family}-{'tied' if tied else 'untied'}", family, tied=tied, vocab_size=VOCABULARY, seed=len(family)
+                directory / f"{family}-{'tied' if tied else 'untied'}",
+                family,
+                tied=tied,
+                vocab_size=VOCABULARY,
+                layers=LAYERS,
+                seed=len(family),
             )
-    save_tiny_model(directory / "qwen3-tied-odd", "qwen3", tied=True, vocab_size=VOCABULARY + 1, layers=3 + 1, seed=5)
-    save_tiny_model(directory / "qwen2-untied-odd", "qwen2", vocab_size=VOCABULARY + 1, seed=6, max_shard_size="20KB")
+    save_tiny_model(directory / "qwen3-tied-odd", "qwen3", tied=True, vocab_size=VOCABULARY + 1, layers=LAYERS, seed=5)
+    save_tiny_model(
+        directory / "qwen2-untied-odd", "qwen2", vocab_size=VOCABULARY + 1, layers=LAYERS, seed=6, max_shard_size="20KB"
+    )
     llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     save_tiny_model(
         directory / "llama-llama3-rope",
         "llama",
         rope_parameters={**llama3, "original_max_position_embeddings": 8192},
+        layers=LAYERS,
         max_position_embeddings=65536,
     )
     save_tiny_model(
-        directory / "llama-linear-rope", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+        directory / "llama-linear-rope",
+        "llama",
+        layers=LAYERS,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     )
-    save_tiny_model(directory / "qwen3-bfloat16", "qwen3", dtype="bfloat16", vocab_size=VOCABULARY, seed=7)
+    save_tiny_model(directory / "qwen3-bfloat16", "qwen3", dtype="bfloat16", vocab_size=VOCABULARY, layers=LAYERS, seed=7)
     torch.save(sequences(), directory / "samples.pt")
     return directory
 

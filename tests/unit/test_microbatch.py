@@ -26,6 +26,15 @@ def test_every_sample_is_in_exactly_one_micro_batch_and_no_budget_is_exceeded(da
     assert plan.padding_share == pytest.approx(1 - real / sum(sizes))
 
 
+def test_the_number_of_micro_batches_fills_up_to_whole_rounds_of_the_pipeline():
+    for data_parallel in (1, 3):
+        plain = plan_micro_batches(SAMPLES, data_parallel=data_parallel, budget=64)
+        rounds = plan_micro_batches(SAMPLES, data_parallel=data_parallel, budget=64, in_groups_of=4)
+        assert rounds.micro_batches == -(-plain.micro_batches // 4) * 4
+        for mine, filled in zip(plain.ranks, rounds.ranks, strict=True):
+            assert filled == mine + ((),) * (rounds.micro_batches - plain.micro_batches)
+
+
 def test_ranks_carry_nearly_the_same_tokens():
     plan = plan_micro_batches(SAMPLES, data_parallel=4, budget=64)
     loads = [sum(SAMPLES[i].total_length - 1 for rows in rank for i in rows) for rank in plan.ranks]

@@ -101,6 +101,34 @@ def test_alignment_control_keeps_one_float32_gradient(file):
     assert kept.total - without.total == 4 * shape.parameters
 
 
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        (["virtual_pipeline=2"], "pipeline is 1"),
+        (["ranks=2", "pipeline=2", "virtual_pipeline=3"], "3 chunks do not divide the 2 layers of a pipeline rank"),
+    ],
+)
+def test_virtual_stages_need_a_pipeline_whose_layers_they_divide(tmp_path, layout, named):
+    file = write_run(tmp_path, num_hidden_layers=4)
+    planned = plan(file, *(f"policy.parallel.{setting}" for setting in layout))
+    assert keys(planned) == ["policy.parallel.virtual_pipeline"]
+    assert named in planned.problems[0].what
+
+
+def test_virtual_stages_keep_more_layers_in_flight(tmp_path):
+    file = write_run(tmp_path, num_hidden_layers=4)
+    shape, _ = read_model(file.parent / "model")
+    layout = ["policy.parallel.ranks=2", "policy.parallel.pipeline=2"]
+
+    def activations(*more: str) -> list[int]:
+        config = load(file, [*layout, *more])
+        return [rank_memory(config, shape, stage=stage, data_parallel=1, longest=16).activations for stage in (0, 1)]
+
+    plain, interleaved = activations(), activations("policy.parallel.virtual_pipeline=2")
+    assert plain[0] == 2 * plain[1]
+    assert [4 * found // plain[0] for found in interleaved] == [5, 3]
+
+
 def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
     config = load(file, ["policy.parallel.ranks=8", "policy.parallel.tensor=2", "policy.parallel.pipeline=2"])
     assert [rank_coordinates(config, rank) for rank in range(8)] == [
