@@ -21,6 +21,16 @@ def objective_refusals(objective: ObjectiveConfig) -> Iterator[str]:
     if not loss.uses_advantage and advantage.name != "none":
         yield f"loss: {loss.name} reads no advantage, so advantage: {advantage.name} would be without effect; set advantage: none"
     yield from _corrections(objective)
+    if loss.uses_reference and objective.reference is None:
+        yield (
+            f"loss: {loss.name} compares with a reference policy: add `reference: {{}}` (the run's first weights, kept in host "
+            "memory), or name another model or a refresh there"
+        )
+    if loss.name == "decoupled_ppo" and objective.proximal == "behavior":
+        yield (
+            "loss: decoupled_ppo weighs by pi_prox / pi_behavior, which is 1 with proximal: behavior, so it would be ppo_clip; "
+            "set proximal: recompute (or another), or loss: ppo_clip"
+        )
     if objective.reference is not None and not objective.needs_reference:
         yield f"reference is set, but nothing compares with it: add kl, or remove reference (loss: {loss.name} does not use it)"
 
@@ -76,3 +86,10 @@ def run_refusals(config: Config) -> Iterator[str]:
         yield f"objective.loss: {loss.name} learns from sampled responses: add `rollout`"
     if flow.group_size == 1 and advantage.compares_group:
         yield (f"objective.advantage: {advantage.name} compares the responses of a group: flow.group_size must be at least 2")
+    if flow.group_size == 1 and loss.compares_group:
+        yield f"objective.loss: {loss.name} compares the responses of a group: flow.group_size must be at least 2"
+    if loss.whole_group_of_one_version and flow.async_ratio > 0:
+        yield (
+            f"objective.loss: {loss.name} is defined for groups sampled by one weight version, and with "
+            f"flow.async_ratio: {flow.async_ratio:g} responses continue across weight updates; set flow.async_ratio: 0"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Field, PositiveFloat
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from megatron_async_rl.config.bare_name import bare_name
 from megatron_async_rl.config.strict import Strict
@@ -27,6 +27,8 @@ class LossSettings(Strict):
     """The loss holds a ratio to the proximal policy."""
     uses_reference: ClassVar[bool] = False
     """The loss reads log-probs of the reference policy."""
+    compares_group: ClassVar[bool] = False
+    """Needs at least two responses per prompt."""
     whole_group_of_one_version: ClassVar[bool] = False
     """The loss is defined for groups that one weight version sampled."""
 
@@ -43,18 +45,265 @@ class ReinforceLoss(LossSettings):
     name: Literal["reinforce"] = "reinforce"
 
 
-class PpoClipLoss(LossSettings):
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv 1707.06347; asymmetric bounds from arXiv 2503.14476)."""
+class ClipBounds(LossSettings):
+    """What `ppo_clip` takes."""
 
     uses_proximal: ClassVar[bool] = True
 
-    name: Literal["ppo_clip"] = "ppo_clip"
     clip_low: PositiveFloat = 0.2
     """The ratio is cut at 1 - clip_low from below."""
     clip_high: PositiveFloat = 0.2
     """The ratio is cut at 1 + clip_high from above."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
     """c of dual-clip PPO (arXiv 1912.09729): where A < 0 the loss is at most -A c."""
+
+
+class PpoClipLoss(ClipBounds):
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv 1707.06347; asymmetric bounds from arXiv 2503.14476)."""
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+
+
+class DecoupledPpoLoss(ClipBounds):
+    """sg(pi_prox / mu) * ppo_clip(pi / pi_prox) (arXiv 2110.00641; AReaL, arXiv 2505.24298)."""
+
+    against_behavior: ClassVar[bool] = True
+
+    name: Literal["decoupled_ppo"] = "decoupled_ppo"
+
+
+class CispoLoss(LossSettings):
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logp (arXiv 2506.13585)."""
+
+    uses_proximal: ClassVar[bool] = True
+    linear_in_advantage: ClassVar[bool] = True
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: PositiveFloat = 0.5
+    """The weight is at least 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The weight is at most 1 + clip_high."""
+
+
+class GspoLoss(LossSettings):
+    """PPO's clip on the sequence's ratio exp(mean log r), per token (arXiv 2507.18071)."""
+
+    default_aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    uses_proximal: ClassVar[bool] = True
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: PositiveFloat = 0.03
+    """The sequence's ratio is cut at 1 - clip_low from below. The paper, with hardly stale data, takes 3e-4."""
+    clip_high: PositiveFloat = 0.04
+    """The sequence's ratio is cut at 1 + clip_high from above. The paper, with hardly stale data, takes 4e-4."""
+
+
+class GmpoLoss(LossSettings):
+    """-A * exp(mean of the token log-ratios, each clipped on the side of A's sign) (arXiv 2507.20673)."""
+
+    default_aggregation: ClassVar[Aggregation] = "seq-mean"
+    uses_proximal: ClassVar[bool] = True
+
+    name: Literal["gmpo"] = "gmpo"
+    clip_low: PositiveFloat = 0.4
+    """Where A < 0 a log-ratio is cut at -clip_low."""
+    clip_high: PositiveFloat = 0.4
+    """Where A > 0 a log-ratio is cut at clip_high."""
+
+
+class SapoLoss(LossSettings):
+    """-A * (4 / tau) * sigmoid(tau (r - 1)) (arXiv 2511.20347)."""
+
+    default_aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    uses_proximal: ClassVar[bool] = True
+
+    name: Literal["sapo"] = "sapo"
+    tau_pos: PositiveFloat = 1.0
+    """Sharpness of the gate where A > 0."""
+    tau_neg: PositiveFloat = 1.05
+    """Sharpness of the gate where A <= 0."""
+
+
+class DppoTvLoss(LossSettings):
+    """-A * sg(min(w, cap)) * logp, w = pi / mu; 0 where pi has moved more than `threshold` from mu on A's side
+    (arXiv 2602.04879)."""
+
+    against_behavior: ClassVar[bool] = True
+
+    name: Literal["dppo_tv"] = "dppo_tv"
+    threshold: PositiveFloat = 0.15
+    """Largest |pi - mu| of a token's probability."""
+    cap: PositiveFloat = 20.0
+    """Larger weights are cut to it."""
+
+
+class DppoKlLoss(LossSettings):
+    """As `dppo_tv`, by the two-outcome KL divergence of the token's probability (arXiv 2602.04879)."""
+
+    against_behavior: ClassVar[bool] = True
+
+    name: Literal["dppo_kl"] = "dppo_kl"
+    threshold: PositiveFloat = 0.05
+    """Largest divergence from mu to pi; nats."""
+    cap: PositiveFloat = 20.0
+    """Larger weights are cut to it."""
+
+
+class ToprLoss(LossSettings):
+    """-c * R * logp, c = 1 where R >= 0, else sg(min(1, product of w)) over the sequence, w = pi / mu (arXiv 2503.14286)."""
+
+    default_aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
+    uses_advantage: ClassVar[bool] = False
+    against_behavior: ClassVar[bool] = True
+
+    name: Literal["topr"] = "topr"
+
+
+class TrajectoryBalanceLoss(LossSettings):
+    """(log Z + sum(logp - logp_ref) - R / beta)^2 per sequence, log Z the group's mean estimate (TBA, arXiv 2503.18929)."""
+
+    default_aggregation: ClassVar[Aggregation] = "seq-mean"
+    uses_advantage: ClassVar[bool] = False
+    uses_reference: ClassVar[bool] = True
+    compares_group: ClassVar[bool] = True
+
+    name: Literal["trajectory_balance"] = "trajectory_balance"
+    beta: PositiveFloat = 0.05
+    """Reward that weighs as much as one nat of divergence from the reference."""
+
+
+class OaplLoss(LossSettings):
+    """(beta_policy * sum(logp - logp_behavior) - (R - V))^2 per sequence, V = beta_value * log mean exp(R / beta_value) over the
+    group (arXiv 2602.19362)."""
+
+    default_aggregation: ClassVar[Aggregation] = "seq-mean"
+    uses_advantage: ClassVar[bool] = False
+    against_behavior: ClassVar[bool] = True
+    compares_group: ClassVar[bool] = True
+    whole_group_of_one_version: ClassVar[bool] = True
+
+    name: Literal["oapl"] = "oapl"
+    beta_value: PositiveFloat = 1.0
+    """Temperature of the group's value: small takes the best reward, large the mean."""
+    beta_policy: PositiveFloat = 0.001
+    """Advantage that one nat of log-ratio stands for."""
+
+
+class KimiLoss(LossSettings):
+    """(R - mean R - tau * sum(log r))^2 per sequence (Kimi k1.5, arXiv 2501.12599)."""
+
+    default_aggregation: ClassVar[Aggregation] = "seq-mean"
+    uses_advantage: ClassVar[bool] = False
+    uses_proximal: ClassVar[bool] = True
+    compares_group: ClassVar[bool] = True
+
+    name: Literal["kimi"] = "kimi"
+    tau: PositiveFloat = 0.1
+    """Centred reward that one nat of log-ratio stands for."""
+
+
+class VespoLoss(LossSettings):
+    """-sg(phi) * A * logp, phi = exp(lambda + k log W - lambda W), W the sequence's ratio to prox (arXiv 2602.10693)."""
+
+    uses_proximal: ClassVar[bool] = True
+
+    name: Literal["vespo"] = "vespo"
+    k_pos: NonNegativeFloat = 2.0
+    """k where A > 0: how fast phi falls for small W."""
+    lambda_pos: NonNegativeFloat = 3.0
+    """lambda where A > 0: how fast phi falls for large W."""
+    k_neg: NonNegativeFloat = 3.0
+    """k where A <= 0."""
+    lambda_neg: NonNegativeFloat = 2.0
+    """lambda where A <= 0."""
+
+
+class GipoLoss(LossSettings):
+    """-sg(exp(-(log w / sigma)^2 / 2)) * w * A, w = pi / mu (arXiv 2603.03955; known from third-party copies only)."""
+
+    against_behavior: ClassVar[bool] = True
+    linear_in_advantage: ClassVar[bool] = True
+
+    name: Literal["gipo"] = "gipo"
+    sigma: PositiveFloat = 1.0
+    """Width of the trusted log-ratios; nats."""
+
+
+class AspoLoss(LossSettings):
+    """-A * sg(g) * logp: where A > 0, g = 1 / r and 0 for r > 1 + clip_high; where A < 0, g = r and 0 for r < 1 - clip_low; g at
+    most dual_clip (arXiv 2510.06062; known from third-party copies only)."""
+
+    uses_proximal: ClassVar[bool] = True
+
+    name: Literal["aspo"] = "aspo"
+    clip_low: PositiveFloat = 0.2
+    """Where A < 0 a ratio below 1 - clip_low has no gradient."""
+    clip_high: PositiveFloat = 0.2
+    """Where A > 0 a ratio above 1 + clip_high has no gradient."""
+    dual_clip: Annotated[float, Field(gt=1.0)] = 3.0
+    """Largest gradient weight; larger ones are cut to it and keep their gradient."""
+
+
+class MinirlLoss(LossSettings):
+    """-M * sg(min(w, cap)) * A * logp, w = pi / mu, M = PPO's mask on r (arXiv 2512.01374)."""
+
+    default_aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
+    against_behavior: ClassVar[bool] = True
+    uses_proximal: ClassVar[bool] = True
+
+    name: Literal["minirl"] = "minirl"
+    clip_low: PositiveFloat = 0.2
+    """Where A < 0 a token with r < 1 - clip_low is left out."""
+    clip_high: PositiveFloat = 0.27
+    """Where A > 0 a token with r > 1 + clip_high is left out."""
+    cap: PositiveFloat = 5.0
+    """Larger weights are cut to it."""
+
+
+class M2poLoss(LossSettings):
+    """-w * A, w = pi / mu, with the second moment of log w bounded over the optimizer-step batch (arXiv 2510.01161)."""
+
+    against_behavior: ClassVar[bool] = True
+
+    name: Literal["m2po"] = "m2po"
+    mode: Literal["mask", "cap"] = "mask"
+    """`mask`: the tokens with the largest (log w)^2 are left out until the mean of the others is within the bound (the paper's
+    Algorithm 1). `cap`: PPO's clip of w to [e^-c, e^c], c such that the mean of min((log w)^2, c^2) is the bound."""
+    candidates: Literal["harmful", "all"] = "harmful"
+    """Tokens whose moment is bounded. `harmful`: those PPO could clip, with A > 0 and w > 1 or A < 0 and w < 1."""
+    second_moment: PositiveFloat = 0.04
+    """Bound on the mean (log w)^2; nats squared."""
+
+
+def _rising(bounds: tuple[float, float, float]) -> tuple[float, float, float]:
+    start, end, step = bounds
+    if not 0 <= start <= end or step <= 0:
+        raise ValueError(f"expected [start, end, step] with 0 <= start <= end and step > 0, got {list(bounds)}")
+    return bounds
+
+
+Search = Annotated[tuple[float, float, float], AfterValidator(_rising)]
+
+
+class BapoLoss(LossSettings):
+    """PPO's clip of w = pi / mu with bounds searched for each batch, so that tokens with A > 0 make up `target_share` of the loss
+    (arXiv 2510.18927)."""
+
+    against_behavior: ClassVar[bool] = True
+
+    name: Literal["bapo"] = "bapo"
+    target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
+    """Share of the loss's magnitude wanted from tokens with A > 0; the search stops there."""
+    low: Search = (0.6, 0.9, 0.02)
+    """Lower bound of the ratio: where the search starts, where it ends, its step. It rises after the upper bound."""
+    high: Search = (1.2, 3.0, 0.05)
+    """Upper bound of the ratio: where the search starts, where it ends, its step."""
+
+    @model_validator(mode="after")
+    def _bounds_stay_apart(self) -> BapoLoss:
+        if self.low[1] > self.high[0]:
+            raise ValueError(f"low may end at {self.low[1]}, above where high starts, {self.high[0]}: the bounds would cross")
+        return self
 
 
 class SftLoss(LossSettings):
@@ -66,6 +315,30 @@ class SftLoss(LossSettings):
 
 
 Loss = Annotated[
-    Annotated[Union[ReinforceLoss, PpoClipLoss, SftLoss], Field(discriminator="name")],
+    Annotated[
+        Union[
+            ReinforceLoss,
+            PpoClipLoss,
+            DecoupledPpoLoss,
+            CispoLoss,
+            GspoLoss,
+            GmpoLoss,
+            SapoLoss,
+            DppoTvLoss,
+            DppoKlLoss,
+            ToprLoss,
+            TrajectoryBalanceLoss,
+            OaplLoss,
+            KimiLoss,
+            VespoLoss,
+            GipoLoss,
+            AspoLoss,
+            MinirlLoss,
+            M2poLoss,
+            BapoLoss,
+            SftLoss,
+        ],
+        Field(discriminator="name"),
+    ],
     BeforeValidator(bare_name),
 ]

@@ -25,7 +25,8 @@ LOG_RATIO_BOUND = 20.0
 class Decided:
     """What a loss decided from the whole optimizer-step batch, before any micro-batch of it is trained on.
 
-    tokens: [N] each; sequences: [S] each; scalars: numbers. A micro-batch holds its own tokens' and sequences' entries.
+    tokens: [N] each; sequences: [S] each; scalars: numbers, under the keys of the metrics log (`objective/...`).
+    A micro-batch holds its own tokens' and sequences' entries.
     """
 
     tokens: Mapping[str, Tensor] = field(default_factory=dict)

@@ -86,7 +86,7 @@ class Objective:
             starts=tuple(accumulate((sample.length for sample in samples), initial=0)),
             denominators=Denominators.of(whole, kept_only=config.renormalize),
             corrected=self._correct_whole,
-            metrics={f"objective/{name}": value for name, value in whole.decided.scalars.items()},
+            metrics=dict(whole.decided.scalars),
         )
 
     def loss(self, batch: TokenBatch, denominators: Denominators, *, corrected: bool = True) -> BatchLoss:

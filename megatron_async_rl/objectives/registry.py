@@ -11,10 +11,26 @@ from megatron_async_rl.objectives.advantages.grpo import grpo
 from megatron_async_rl.objectives.advantages.rloo import rloo
 from megatron_async_rl.objectives.corrections.icepop import icepop
 from megatron_async_rl.objectives.corrections.tis import tis
+from megatron_async_rl.objectives.losses.aspo import aspo
+from megatron_async_rl.objectives.losses.bapo import bapo, decide_bapo
+from megatron_async_rl.objectives.losses.cispo import cispo
+from megatron_async_rl.objectives.losses.decoupled_ppo import decoupled_ppo
+from megatron_async_rl.objectives.losses.dppo import dppo_kl, dppo_tv
+from megatron_async_rl.objectives.losses.gipo import gipo
+from megatron_async_rl.objectives.losses.gmpo import gmpo
+from megatron_async_rl.objectives.losses.gspo import gspo
+from megatron_async_rl.objectives.losses.kimi import decide_kimi, kimi
+from megatron_async_rl.objectives.losses.m2po import decide_m2po, m2po
+from megatron_async_rl.objectives.losses.minirl import minirl
+from megatron_async_rl.objectives.losses.oapl import decide_oapl, oapl
 from megatron_async_rl.objectives.losses.ppo_clip import ppo_clip
 from megatron_async_rl.objectives.losses.reinforce import reinforce
+from megatron_async_rl.objectives.losses.sapo import sapo
 from megatron_async_rl.objectives.losses.sft import sft
-from megatron_async_rl.objectives.method import AdvantageMethod, CorrectionMethod, LossMethod
+from megatron_async_rl.objectives.losses.topr import topr
+from megatron_async_rl.objectives.losses.trajectory_balance import decide_trajectory_balance, trajectory_balance
+from megatron_async_rl.objectives.losses.vespo import vespo
+from megatron_async_rl.objectives.method import AdvantageMethod, CorrectionMethod, LossMethod, columns
 
 ADVANTAGES: Mapping[str, AdvantageMethod] = {
     "none": AdvantageMethod(no_baseline),
@@ -26,6 +42,23 @@ LOSSES: Mapping[str, LossMethod] = {
     "sft": LossMethod(sft),
     "reinforce": LossMethod(reinforce),
     "ppo_clip": LossMethod(ppo_clip),
+    "decoupled_ppo": LossMethod(decoupled_ppo),
+    "cispo": LossMethod(cispo),
+    "gspo": LossMethod(gspo),
+    "gmpo": LossMethod(gmpo),
+    "sapo": LossMethod(sapo),
+    "dppo_tv": LossMethod(dppo_tv),
+    "dppo_kl": LossMethod(dppo_kl),
+    "topr": LossMethod(topr),
+    "trajectory_balance": LossMethod(trajectory_balance, decide_trajectory_balance, columns("logp", "logp_ref")),
+    "oapl": LossMethod(oapl, decide_oapl),
+    "kimi": LossMethod(kimi, decide_kimi),
+    "vespo": LossMethod(vespo),
+    "gipo": LossMethod(gipo),
+    "aspo": LossMethod(aspo),
+    "minirl": LossMethod(minirl),
+    "m2po": LossMethod(m2po, decide_m2po, columns("logp")),
+    "bapo": LossMethod(bapo, decide_bapo, columns("logp")),
 }
 
 CORRECTIONS: Mapping[str, CorrectionMethod] = {

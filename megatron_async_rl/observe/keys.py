@@ -93,6 +93,20 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "clip/weight_mean": Key("factor", "Mean weight of a trained token after all corrections."),
         },
     ),
+    "Objective decisions": (
+        "What a loss decided from the whole batch before the step. Each is there for the losses named.",
+        {
+            "objective/second_moment": Key("nats²", "`m2po`: mean (log w)² over the candidate tokens, before any is cut."),
+            "objective/log_ratio_cap": Key(
+                "nats", "`m2po`, mode cap: |log w| is clipped here; the largest one where the bound holds without."
+            ),
+            "objective/clip_low": Key("ratio", "`bapo`: lower bound of the ratio, this step."),
+            "objective/clip_high": Key("ratio", "`bapo`: upper bound of the ratio, this step."),
+            "objective/positive_share": Key("share", "`bapo`: of tokens with a positive advantage in the loss's magnitude."),
+            "objective/log_z": Key("nats", "`trajectory_balance`: mean estimate of the log partition function of a prompt."),
+            "objective/value": Key("reward", "`oapl`: mean optimal value of a prompt."),
+        },
+    ),
     "Gradient alignment control": (
         "Present when `controls` has `gac`.",
         {

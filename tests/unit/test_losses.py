@@ -1,87 +1,192 @@
 import json
+import math
+from itertools import accumulate, product
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_async_rl.config.losses import PpoClipLoss, ReinforceLoss, SftLoss
+from megatron_async_rl.config.keys import models_in
+from megatron_async_rl.config.losses import Loss, PpoClipLoss, SftLoss
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
-from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.batch import TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import ppo_clip
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.proximal import proximal_logp
 from megatron_async_rl.objectives.registry import LOSSES, loss_method
+from megatron_async_rl.objectives.targets import StepTargets
 from tests.token_batches import detached, random_tokens, tokens
 
-GOLDEN = [
-    c for c in json.loads((Path(__file__).parents[1] / "data/golden/losses_seed1.json").read_text()) if c["kind"] == "policy_loss"
-]
-SETTINGS = {"ppo_clip": PpoClipLoss, "reinforce": ReinforceLoss}
+DATA = Path(__file__).parents[1] / "data/golden"
+GOLDEN = [case for file in sorted(DATA.glob("*.json")) for case in json.loads(file.read_text()) if case["kind"] == "policy_loss"]
+SETTINGS = {model.model_fields["name"].default: model for model in models_in(Loss)}
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-@pytest.mark.parametrize("case", [c for c in GOLDEN if c["name"] in SETTINGS], ids=lambda c: c["case"])
+def test_the_reference_vectors_cover_both_files():
+    assert {case["name"] for case in GOLDEN} >= {"gspo", "gmpo", "dppo_kl", "m2po", "trajectory_balance", "oapl", "topr"}
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["case"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_loss_and_its_gradient_equal_the_reference_vector(case, dtype):
-    inputs = {name: torch.tensor(value, dtype=dtype) for name, value in case["inputs"].items()}
-    rows, columns = inputs["logp"].shape
-    params = dict(case["params"])
-    aggregation = params.pop("aggregation")
-    mask = inputs["mask"]
+    inputs = {name: torch.tensor(value, dtype=torch.float64) for name, value in case["inputs"].items()}
+    (rows, columns), group = inputs["logp"].shape, inputs.pop("group", None)
+    params, method = dict(case["params"]), loss_method(case["name"])
+    settings = SETTINGS[case["name"]](**{k: v for k, v in params.items() if k != "aggregation"})
     # Padding stays in, with mask 0: it has to be without effect.
-    batch = TokenBatch(
-        logp=inputs["logp"].flatten().requires_grad_(),
-        logp_prox=inputs["logp_prox"].flatten(),
-        logp_behavior=torch.zeros(rows * columns, dtype=dtype),
-        advantages=inputs["advantages"].flatten(),
-        mask=mask.flatten(),
-        weights=inputs.get("weights", torch.ones_like(mask)).flatten(),
+    whole = tokens(
+        inputs.pop("logp").flatten(),
         sequence=torch.arange(rows).repeat_interleave(columns),
-        sequences=rows,
+        group=group,
+        **{name.removeprefix("logp_"): values.flatten() for name, values in inputs.items()},
     )
-    denominators = Denominators(tokens=int(mask.sum()), sequences=int((mask.sum(1) > 0).sum()))
-    losses = loss_method(case["name"]).function(batch, SETTINGS[case["name"]](**params))
-    loss = aggregate(losses, batch, aggregation, denominators).sum()
+    if method.decide is not None:
+        whole = whole.replace(decided=method.decide(detached(whole), settings))
+    batch = part(whole, list(range(rows)), dtype)
+    losses = method.function(batch, settings)
+    loss = aggregate(losses, batch, params.get("aggregation", settings.default_aggregation), Denominators.of(whole)).sum()
     loss.backward()
-    tolerance = {"atol": 1e-6, "rtol": 0.0} if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-4}
+    tolerance = {"atol": 1e-6, "rtol": 1e-6} if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-4}
     torch.testing.assert_close(loss, torch.tensor(case["expect"]["loss"], dtype=dtype), **tolerance)
     torch.testing.assert_close(batch.logp.grad, torch.tensor(case["expect"]["grad_logp"], dtype=dtype).flatten(), **tolerance)
+    if "keep" in case["expect"]:
+        kept = ~losses.clipped & (batch.mask > 0)
+        assert kept.float().reshape(rows, columns).tolist() == case["expect"]["keep"]
 
 
-def part(batch, keep):
-    """The TokenBatch of the sequences `keep`, in that order."""
-    chosen = torch.cat([torch.nonzero(batch.sequence == s).flatten() for s in keep])
-    renumbered = torch.tensor([keep.index(int(s)) for s in batch.sequence[chosen]])
-    values = {n: getattr(batch, n).detach()[chosen] for n in ("logp_prox", "logp_behavior", "advantages", "mask", "weights")}
-    return TokenBatch(logp=batch.logp[chosen], sequence=renumbered, sequences=len(keep), **values)
+def part(whole, rows, dtype=torch.float64):
+    """The micro-batch of the sequences `rows`, as a training step cuts it; `logp` is a leaf."""
+    starts = tuple(accumulate(torch.bincount(whole.sequence, minlength=whole.sequences).tolist(), initial=0))
+    targets = StepTargets((), detached(whole), starts, Denominators.of(whole), True, {})
+    cut = targets.part(rows, dtype=dtype, device=torch.device("cpu"))
+    return cut.replace(logp=cut.logp.requires_grad_())
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+def variants(name):
+    """The loss with its defaults, and M2PO's other modes."""
+    if name != "m2po":
+        return [SETTINGS[name]()]
+    return [SETTINGS[name](mode=mode, candidates=candidates) for mode in ("mask", "cap") for candidates in ("harmful", "all")]
+
+
+def configured(loss, **more):
+    """An Objective around the loss alone."""
+    given = {"advantage": "none", "proximal": "snapshot"} | ({"reference": {}} if loss.uses_reference else {})
+    return Objective(ObjectiveConfig(loss=loss, **given | more))
+
+
+@pytest.mark.parametrize(
+    "loss", [v for name in LOSSES for v in variants(name)], ids=lambda loss: "-".join(map(str, loss.model_dump().values()))[:30]
+)
 @pytest.mark.parametrize("cut", [[[0, 1], [2, 3, 4, 5]], [[5, 0, 3], [4], [2, 1]], [[0], [1], [2], [3], [4], [5]]])
-def test_any_cut_of_a_batch_into_micro_batches_gives_the_same_gradient(aggregation, loss, cut):
-    objective = Objective(
-        ObjectiveConfig(
-            loss=loss, advantage="none", aggregation=aggregation, norm_length=100 if aggregation.endswith("norm") else None
-        )
-    )
-    whole = random_tokens()
+def test_any_cut_of_a_batch_into_micro_batches_gives_the_same_loss_and_gradient(loss, cut):
+    whole = random_tokens(seed=4)
+    decide = loss_method(loss.name).decide
+    if decide is not None:
+        whole = whole.replace(decided=decide(detached(whole), loss))
     denominators = Denominators.of(whole)
-    objective.loss(whole, denominators).parts.sum().backward()
-    expected, whole.logp.grad = whole.logp.grad, None
-    for keep in cut:
-        objective.loss(part(whole, keep), denominators).parts.sum().backward()
-    torch.testing.assert_close(whole.logp.grad, expected, atol=1e-14, rtol=1e-12)
-    assert torch.all(whole.logp.grad[whole.mask == 0] == 0)
+    for aggregation in AGGREGATIONS if loss.level == "token" else ["seq-mean"]:
+        norm_length = 100 if aggregation.endswith("norm") else None
+        objective = configured(loss, aggregation=aggregation, norm_length=norm_length)
+        total = objective.loss(whole, denominators).parts.sum()
+        (expected,) = torch.autograd.grad(total, whole.logp)
+        value, found = torch.zeros_like(total), torch.zeros_like(expected)
+        for rows in cut:
+            batch = part(whole, rows)
+            piece = objective.loss(batch, denominators).parts.sum()
+            (slope,) = torch.autograd.grad(piece, batch.logp)
+            found[torch.cat([torch.nonzero(whole.sequence == s).flatten() for s in rows])] = slope
+            value += piece
+        torch.testing.assert_close(value, total, atol=1e-14, rtol=1e-12)
+        torch.testing.assert_close(found, expected, atol=1e-14, rtol=1e-12)
+        assert torch.all(expected[whole.mask == 0] == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_finite_for_log_ratios_of_700(name, dtype):
+    far = list(product([-700.0, 0.0, 700.0], [-700.0, -1.0], [-1.0, 1.0]))
+    logp, other, advantages = zip(*far, strict=True)
+    rows = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 5]
+    for loss in variants(name):
+        whole = tokens(
+            logp,
+            prox=other,
+            behavior=other[::-1],
+            ref=other,
+            advantages=advantages,
+            sequence=rows,
+            mask=[1.0] * 11 + [0.0],
+            rewards=[-1.0, 1.0, 0.0, 0.0, 5.0, 1.0],
+            group=[0, 0, 1, 1, 2, 2],
+        )
+        decide = loss_method(name).decide
+        if decide is not None:
+            whole = whole.replace(decided=decide(detached(whole), loss))
+            assert all(map(math.isfinite, whole.decided.scalars.values()))
+        batch = part(whole, list(range(6)), dtype)
+        result = loss_method(name).function(batch, loss)
+        total = aggregate(result, batch, loss.default_aggregation, Denominators.of(whole)).sum()
+        (gradient,) = torch.autograd.grad(total, batch.logp)
+        assert torch.isfinite(total)
+        assert torch.isfinite(gradient).all()
+        assert torch.all(gradient[result.clipped] == 0)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if SETTINGS[name].linear_in_advantage])
+def test_a_loss_said_to_be_linear_in_the_advantage_is(name):
+    batch = random_tokens(seed=7)
+
+    def slope(factor):
+        losses = loss_method(name).function(batch.replace(advantages=factor * batch.advantages), SETTINGS[name]())
+        return torch.autograd.grad(losses.loss.sum(), batch.logp)[0]
+
+    torch.testing.assert_close(slope(-3.0), -3.0 * slope(1.0))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if not SETTINGS[name].linear_in_advantage])
+def test_a_loss_not_said_to_be_linear_in_the_advantage_is_not(name):
+    batch = random_tokens(seed=7)
+
+    def slope(factor):
+        moved = batch.replace(advantages=factor * batch.advantages)
+        decide = loss_method(name).decide
+        moved = moved.replace(decided=decide(detached(moved), SETTINGS[name]())) if decide else moved
+        return torch.autograd.grad(loss_method(name).function(moved, SETTINGS[name]()).loss.sum(), batch.logp)[0]
+
+    assert not torch.allclose(slope(-3.0), -3.0 * slope(1.0))
+
+
+FACTS = {
+    "uses_advantage": "advantages",
+    "uses_proximal": "logp_prox",
+    "against_behavior": "logp_behavior",
+    "uses_reference": "logp_ref",
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_reads_exactly_the_columns_its_settings_say(name, fact):
+    column, method, settings = FACTS[fact], loss_method(name), SETTINGS[name]()
+    batch = random_tokens(seed=7)
+    batch = batch.replace(rewards=-batch.rewards.abs())  # where TOPR has a weight
+    moved = batch.replace(**{column: getattr(batch, column).roll(1) + 1.0})
+
+    def gradient(batch):
+        batch = batch.replace(decided=method.decide(detached(batch), settings)) if method.decide else batch
+        return torch.autograd.grad(method.function(batch, settings).loss.sum(), batch.logp)[0]
+
+    assert (not torch.equal(gradient(batch), gradient(moved))) == getattr(settings, fact)
 
 
 def test_the_four_aggregations_divide_by_what_they_say():
     batch = tokens([1.0, 2.0, 3.0, 4.0, 99.0], mask=[1, 1, 1, 1, 0], sequence=[0, 0, 0, 1, 1])
     denominators, losses = Denominators(tokens=4, sequences=2), TokenLoss(batch.logp, batch.logp > 0)
     found = [
-        float(aggregate(losses, batch, a, denominators, 8 if a.endswith("norm") else None).sum().detach())
-        for a in AGGREGATIONS
+        float(aggregate(losses, batch, a, denominators, 8 if a.endswith("norm") else None).sum().detach()) for a in AGGREGATIONS
     ]
     assert found == [10 / 4, 10 / 2, (2 + 4) / 2, 10 / 8 / 2]
 

@@ -5,28 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import PpoClipLoss
+    from megatron_async_rl.config.losses import ClipBounds
 
 
-def ppo_clip(batch: TokenBatch, settings: PpoClipLoss) -> TokenLoss:
+def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
     """l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = pi / pi_prox; where A < 0, at most -A dual_clip.
 
     [N] -> [N]. Defaults: clip_low = clip_high = 0.2, dual_clip off. `clipped` marks the tokens on which the constant
     side won, whose gradient is 0.
     """
-    advantages = batch.advantages
-    ratio = batch.log_ratio().exp()
+    found = clipped_surrogate(batch.advantages, batch.log_ratio().exp(), 1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    if settings.dual_clip is None:
+        return found
+    ceiling = -batch.advantages * settings.dual_clip
+    capped = (batch.advantages < 0) & (found.loss > ceiling)
+    return TokenLoss(torch.where(capped, ceiling, found.loss), found.clipped | capped)
+
+
+def clipped_surrogate(advantages: Tensor, ratio: Tensor, low: float, high: float) -> TokenLoss:
+    """max(-A ratio, -A clip(ratio, low, high)), each [N]; every loss that clips as PPO does goes through here."""
     plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    loss = torch.maximum(plain, bounded)
-    clipped = bounded > plain
-    if settings.dual_clip is not None:
-        ceiling = -advantages * settings.dual_clip
-        capped = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(capped, ceiling, loss)
-        clipped = clipped | capped
-    return TokenLoss(loss, clipped)
+    bounded = -advantages * ratio.clamp(low, high)
+    return TokenLoss(torch.maximum(plain, bounded), bounded > plain)

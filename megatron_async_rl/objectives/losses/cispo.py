@@ -1,0 +1,21 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is clipped, the gradient never is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.losses import CispoLoss
+
+
+def cispo(batch: TokenBatch, settings: CispoLoss) -> TokenLoss:
+    """l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, r = pi / pi_prox. [N] -> [N].
+
+    Defaults: clip_low 0.5, clip_high 0.2. Every token keeps a gradient, so nothing is `clipped`.
+    """
+    weight = batch.log_ratio().detach().exp().clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return TokenLoss(-weight * batch.advantages * batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))

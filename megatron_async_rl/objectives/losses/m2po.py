@@ -1,0 +1,71 @@
+"""M2PO (arXiv 2510.01161): the second moment of the log-ratios is bounded over the whole optimizer-step batch.
+
+d = (log w)^2, w = pi / mu, over the candidates C: `harmful` tokens (A > 0 and w > 1, or A < 0 and w < 1), or `all` trained ones.
+    mask  (the paper's Algorithm 1) the largest d leave C until the mean of the others is <= second_moment; l = -w A, 0 for
+          those that left
+    cap   (what the authors' code runs) the water level c with mean over C of min(d, c^2) = second_moment; PPO's clip of w to
+          [e^-c, e^c]
+The means of a sorted list's prefixes only grow, so one sort decides exactly, for every micro-batch alike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, Decided, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.losses import M2poLoss
+
+
+def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> Decided:
+    """`keep`, [N] bool, in mode mask; `log_ratio_cap` in mode cap, where it is the largest |log w| if nothing has to be capped.
+
+    `second_moment` is that of the candidates before anything was done; 0 without candidates.
+    """
+    log_weight = whole.logp - whole.logp_behavior
+    candidate = whole.mask > 0
+    if settings.candidates == "harmful":
+        candidate &= log_weight * whole.advantages > 0
+    index = torch.nonzero(candidate).flatten()
+    ordered, order = log_weight[index].square().sort()
+    total = ordered.cumsum(0)
+    moment = float(total[-1] / len(ordered)) if len(ordered) else 0.0
+    if settings.mode == "cap":
+        cap = _water_level(ordered, total, settings.second_moment)
+        return Decided(scalars={"objective/second_moment": moment, "objective/log_ratio_cap": cap})
+    count = torch.arange(1, len(ordered) + 1, dtype=total.dtype)
+    kept = int((total / count <= settings.second_moment).sum())
+    keep = torch.ones_like(candidate)
+    keep[index[order[kept:]]] = False
+    return Decided(tokens={"keep": keep}, scalars={"objective/second_moment": moment})
+
+
+def _water_level(ordered: Tensor, total: Tensor, target: float) -> float:
+    """c >= 0 with mean(min(d, c^2)) = target. ordered: [C] rising d. total: [C] their running sums."""
+    count = len(ordered)
+    if not count or total[-1] <= count * target:
+        return float(ordered[-1].sqrt()) if count else 0.0
+    # With the level at the i-th smallest d: those up to it count in full, the others as much as it.
+    filled = total + (count - torch.arange(1, count + 1, dtype=total.dtype)) * ordered
+    below = int((filled <= count * target).sum())
+    spent = float(total[below - 1]) if below else 0.0
+    return max((count * target - spent) / (count - below), 0.0) ** 0.5
+
+
+def m2po(batch: TokenBatch, settings: M2poLoss) -> TokenLoss:
+    """[N] -> [N], as above. Defaults: mode mask, candidates harmful, second_moment 0.04. `clipped` marks the tokens that left,
+    or that the cap cut."""
+    weight = batch.log_weight().exp()
+    scalars = batch.decided.scalars
+    if settings.mode == "mask":
+        keep = batch.decided.tokens["keep"]
+        return TokenLoss(torch.where(keep, -weight * batch.advantages, 0.0), ~keep)
+    # A batch below the bound is left alone altogether: at its largest ratio, rounding would clip.
+    capped = scalars["objective/second_moment"] > settings.second_moment
+    cap = torch.tensor(min(scalars["objective/log_ratio_cap"], LOG_RATIO_BOUND) if capped else float("inf"), dtype=torch.float64)
+    return clipped_surrogate(batch.advantages, weight, float((-cap).exp()), float(cap.exp()))
