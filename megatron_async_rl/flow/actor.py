@@ -26,6 +26,7 @@ class ControllerActor:
         flow: FlowConfig,
         on_reward_error: Literal["drop", "stop"],
         steps: int | None,
+        fresh_steps: int,
         log_path: Path,
     ) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +36,9 @@ class ControllerActor:
         package_log.addHandler(handler)
         package_log.setLevel(logging.INFO)
         clients = [RayEngine(engine) for engine in engines]
-        self._controller = Controller(source, clients, flow, on_reward_error=on_reward_error, steps=steps)
+        self._controller = Controller(
+            source, clients, flow, on_reward_error=on_reward_error, steps=steps, fresh_steps=fresh_steps
+        )
 
     async def start(self, version: int) -> None:
         self._controller.start(version)
@@ -70,9 +73,10 @@ def start_controller(
     on_reward_error: Literal["drop", "stop"],
     steps: int | None,
     log_path: Path,
+    fresh_steps: int = 0,
 ) -> Any:
     """Starts the actor and returns its handle. `engines`: handles of rollout engine actors; Ray must be initialised."""
     import ray
 
     remote_class = ray.remote(num_cpus=0, max_restarts=0)(ControllerActor)
-    return remote_class.options(name=NAME).remote(source, list(engines), flow, on_reward_error, steps, log_path)
+    return remote_class.options(name=NAME).remote(source, list(engines), flow, on_reward_error, steps, fresh_steps, log_path)

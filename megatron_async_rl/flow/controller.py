@@ -55,7 +55,8 @@ class _Flight:
 
 class Controller:
     """Lives on one asyncio loop; every method runs there. `steps`: optimizer steps of the whole run, so that nothing is
-    admitted that no step will consume; null admits without end."""
+    admitted that no step will consume; null admits without end. `fresh_steps`: the run's first steps that are synchronous
+    whatever `flow.async_ratio` says."""
 
     def __init__(
         self,
@@ -65,12 +66,14 @@ class Controller:
         *,
         on_reward_error: Literal["drop", "stop"] = "drop",
         steps: int | None = None,
+        fresh_steps: int = 0,
     ) -> None:
         self._source = source
         self._fleet = Fleet(engines)
         self._flow = flow
         self._on_reward_error = on_reward_error
         self._steps = steps
+        self._fresh_steps = fresh_steps
         self._version: int | None = None
         self._base_version = 0
         self._base_index = 0
@@ -101,7 +104,8 @@ class Controller:
     def _limit(self) -> int:
         assert self._version is not None
         step = self._version - self._base_version
-        limit = admitted_limit(step, self._flow.prompts_per_step, self._flow.async_ratio)
+        fresh = self._fresh_steps - self._base_version
+        limit = admitted_limit(step, self._flow.prompts_per_step, self._flow.async_ratio, fresh)
         if self._steps is not None:
             limit = min(limit, max(self._steps - self._base_version, 0) * self._flow.prompts_per_step)
         return self._base_index + limit

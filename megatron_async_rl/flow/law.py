@@ -13,6 +13,12 @@ Engines load version v before the controller may admit under v, and weights only
 token comes from a version start >= v, whether or not weights change while it is being sampled. Hence
 c - start <= ceil(alpha). With alpha = 0 a group is admitted only at the version that trains on it: synchronous.
 
+A run may begin with F fresh steps, for controls that calibrate on synchronous data: below version F the limit is that of
+alpha = 0. It is never above the limit of the law, so the bound holds throughout. A group admitted at v < F has
+i <= (v + 1) B - 1, so it is consumed at c <= v, and c >= v because weights only move forward: lag 0. A group admitted at
+v >= F is consumed at c >= F. So steps 0 .. F - 1 train on lag 0 only. (Versions of the run count, so a run resumed at version
+b has F - b fresh steps left.)
+
 How long a response takes never enters: the bound does not rely on timing, only on consuming in admission order.
 """
 
@@ -31,9 +37,10 @@ def max_lag(async_ratio: float) -> int:
     return math.ceil(_exact(async_ratio))
 
 
-def admitted_limit(version: int, prompts_per_step: int, async_ratio: float) -> int:
+def admitted_limit(version: int, prompts_per_step: int, async_ratio: float, fresh_steps: int = 0) -> int:
     """Groups that may have been admitted, in all, by the time the policy is at `version` (0 for a new run)."""
-    return (version + 1) * prompts_per_step + math.ceil(_exact(async_ratio) * prompts_per_step)
+    ahead = math.ceil(_exact(async_ratio) * prompts_per_step) if version >= fresh_steps else 0
+    return (version + 1) * prompts_per_step + ahead
 
 
 def _exact(async_ratio: float) -> Fraction:

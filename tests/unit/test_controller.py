@@ -202,6 +202,26 @@ def test_a_resume_with_another_batch_size_keeps_the_lag_bound() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("stop", [None, 2, 4, 5])
+def test_fresh_steps_are_synchronous_also_after_a_resume_among_them_and_then_the_ratio_rules(stop: int | None) -> None:
+    async def body() -> None:
+        engine = CoroutineEngine()
+        state, version, groups = None, 0, []
+        for until in [8] if stop is None else [stop, 8]:
+            controller = Controller(source(), [engine], flow(3, 2.0), fresh_steps=4)
+            if state is not None:
+                controller.load_state(state)
+            controller.start(version)
+            groups += await train(controller, [engine], version, until)
+            state, version = controller.state(), until
+            await controller.stop()
+        lags = [index // 3 - group.samples[0].start_version for index, group in enumerate(groups)]
+        assert lags[: 4 * 3] == [0] * 12
+        assert max(lags) == 2
+
+    run(body)
+
+
 def test_nothing_is_admitted_that_no_step_will_consume() -> None:
     async def body() -> None:
         engine = CoroutineEngine()

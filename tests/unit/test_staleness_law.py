@@ -42,7 +42,17 @@ def test_each_version_admits_exactly_one_more_batch(prompts: int, ratio: float, 
     assert admitted_limit(version + 1, prompts, ratio) - admitted_limit(version, prompts, ratio) == prompts
 
 
-def lags_of_a_run(prompts: int, ratio: float, steps: int, chance: random.Random) -> list[int]:
+@settings(deadline=None)
+@given(prompts=st.integers(1, 64), ratio=RATIOS, version=st.integers(0, 100), fresh=st.integers(0, 50))
+def test_fresh_steps_admit_as_if_synchronous_and_nothing_later_is_admitted_less(
+    prompts: int, ratio: float, version: int, fresh: int
+) -> None:
+    expected = admitted_limit(version, prompts, 0.0 if version < fresh else ratio)
+    assert admitted_limit(version, prompts, ratio, fresh) == expected
+    assert admitted_limit(version + 1, prompts, ratio, fresh) >= expected + prompts
+
+
+def lags_of_a_run(prompts: int, ratio: float, steps: int, chance: random.Random, fresh: int = 0) -> list[int]:
     """Start lags of every consumed group when groups take random times and wait random times for their first token."""
     now, version, admitted, consumed = 0.0, 0, 0, 0
     started: dict[int, int] = {}
@@ -51,7 +61,7 @@ def lags_of_a_run(prompts: int, ratio: float, steps: int, chance: random.Random)
     finished: set[int] = set()
     lags: list[int] = []
     for _ in itertools.count():
-        while admitted < admitted_limit(version, prompts, ratio):
+        while admitted < admitted_limit(version, prompts, ratio, fresh):
             heapq.heappush(waiting, (now + chance.expovariate(2.0) * chance.choice([0, 1, 10]), admitted))
             admitted += 1
         while finished.issuperset(range(consumed, consumed + prompts)):
@@ -82,4 +92,19 @@ def test_no_consumed_sample_starts_more_than_alpha_rounded_up_versions_back(prom
 
 def test_the_bound_is_reached_so_a_looser_law_would_break_it() -> None:
     seen = {max(lags_of_a_run(4, 2.0, 20, random.Random(seed))) for seed in range(20)}
+    assert max(seen) == 2
+
+
+@settings(deadline=None)
+@given(prompts=st.integers(1, 6), ratio=RATIOS, fresh=st.integers(0, 12), seed=st.integers(0, 2**32))
+def test_the_first_fresh_steps_train_on_lag_0_and_the_bound_holds_after_them(
+    prompts: int, ratio: float, fresh: int, seed: int
+) -> None:
+    lags = lags_of_a_run(prompts, ratio, steps=12, chance=random.Random(seed), fresh=fresh)
+    assert set(lags[: fresh * prompts]) <= {0}
+    assert max(lags) <= math.ceil(ratio)
+
+
+def test_after_the_fresh_steps_a_run_is_as_asynchronous_as_any() -> None:
+    seen = {max(lags_of_a_run(4, 2.0, 20, random.Random(seed), fresh=5)) for seed in range(20)}
     assert max(seen) == 2
