@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_async_rl.config.bare_name import bare_name
 from megatron_async_rl.config.strict import Strict
+
+Discount = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class AdvantageSettings(Strict):
     """The class attributes are facts about the estimator, for config/composition.py."""
 
     compares_group: ClassVar[bool] = False
-    """Needs at least two responses per prompt."""
+    """Compares the responses of a group with each other."""
+    reads_values: ClassVar[bool] = False
+    """Reads the value head's estimates, and makes the returns it learns."""
+
+    @property
+    def needs_group(self) -> bool:
+        """Needs at least two responses per prompt."""
+        return self.compares_group
 
 
 class GrpoAdvantage(AdvantageSettings):
@@ -35,13 +44,124 @@ class RlooAdvantage(AdvantageSettings):
     name: Literal["rloo"] = "rloo"
 
 
+class OpoAdvantage(AdvantageSettings):
+    """R minus the group's mean reward weighted by response length (arXiv 2505.23585)."""
+
+    compares_group: ClassVar[bool] = True
+
+    name: Literal["opo"] = "opo"
+
+
+class ReinforcePpAdvantage(AdvantageSettings):
+    """REINFORCE++ (arXiv 2501.03262): the discounted reward to go of each token, whitened over the whole batch."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    gamma: Discount = 1.0
+    """Discount per trained token."""
+
+
+class ReinforcePpBaselineAdvantage(AdvantageSettings):
+    """R minus the group's mean, whitened over all trained tokens of the whole batch (arXiv 2501.03262)."""
+
+    compares_group: ClassVar[bool] = True
+
+    name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+
+
+class GaeAdvantage(AdvantageSettings):
+    """Generalised advantage estimation (arXiv 1506.02438) with the value head of `objective.value`: PPO, A2C."""
+
+    reads_values: ClassVar[bool] = True
+
+    name: Literal["gae"] = "gae"
+    gamma: Discount = 1.0
+    """Discount per trained token."""
+    lam: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
+    """0: one-step errors of the value head, least variance; 1: whole returns, least bias."""
+    whiten: bool = True
+    """Mean 0 and variance 1 over all trained tokens of the whole batch."""
+
+
+class OtbAdvantage(AdvantageSettings):
+    """Optimal token baseline (arXiv 2602.07078): per token, the group's rewards to go averaged with the squared norm of the score
+    so far as weight."""
+
+    compares_group: ClassVar[bool] = True
+
+    name: Literal["otb"] = "otb"
+    zero_tail: bool = False
+    """Where one response goes on alone, the baseline is 0 (A = its reward); false: the reward itself (A = 0)."""
+    importance: Literal["token", "sequence"] | None = None
+    """Weights also hold the square of min(pi_prox / pi_behavior, cap), as correction `tis` of this level multiplies the loss by
+    it; null: they do not."""
+    cap: PositiveFloat = 2.0
+    """Of the importance weight; as that of the correction."""
+
+
+class OpobAdvantage(AdvantageSettings):
+    """VCPO's minimum-variance off-policy baseline (arXiv 2602.17616): the group's rewards averaged with weights
+    min(w, cap)^2 |s|^2, w = pi / pi_behavior over the sequence, s its score gradient."""
+
+    compares_group: ClassVar[bool] = True
+
+    name: Literal["opob"] = "opob"
+    mode: Literal["exact", "cheap"] = "cheap"
+    """Where |s| comes from. `exact`: measured, one backward pass per sequence. `cheap`: estimated from the probabilities of the
+    response's tokens, one forward pass."""
+    cap: PositiveFloat = 8.0
+    """The importance weight is cut to it; as the loss or the correction beside it cuts."""
+    normalize_std: bool = False
+    """Divide by the group's standard deviation of rewards + 1e-6."""
+
+
+class PartialReturnAdvantage(AdvantageSettings):
+    """Partial policy gradients (arXiv 2603.06138), for tasks with rewards per step: a token is credited with the rewards of its
+    own step from the token on, and of some later steps."""
+
+    name: Literal["partial_return"] = "partial_return"
+    horizon: Literal["full", "greedy", "k", "segment"] = "full"
+    """Later steps that count: all; none; the next k - 1; the rest of the block of k steps that the token is in."""
+    k: PositiveInt | None = None
+    """Steps, for horizons `k` and `segment`."""
+    step: Literal["turn", "token"] = "turn"
+    """A step is a run of trained tokens between environment tokens, or one trained token."""
+    gamma: Discount = 1.0
+    """Discount per step."""
+    baseline: Literal["none", "group"] = "group"
+    """`group`: minus the mean over the group's responses at the same step."""
+
+    @property
+    def needs_group(self) -> bool:
+        return self.baseline == "group"
+
+    @model_validator(mode="after")
+    def _k_where_it_means_something(self) -> PartialReturnAdvantage:
+        if (self.horizon in ("k", "segment")) != (self.k is not None):
+            raise ValueError(f"k goes with horizon: k or horizon: segment; got horizon={self.horizon}, k={self.k}")
+        return self
+
+
 class NoAdvantage(AdvantageSettings):
-    """The reward itself, without a baseline. The `sft` loss needs no advantage and takes this one."""
+    """The reward itself, without a baseline. For losses that read no advantage (`sft` and others)."""
 
     name: Literal["none"] = "none"
 
 
 Advantage = Annotated[
-    Annotated[Union[GrpoAdvantage, RlooAdvantage, NoAdvantage], Field(discriminator="name")],
+    Annotated[
+        Union[
+            GrpoAdvantage,
+            RlooAdvantage,
+            OpoAdvantage,
+            ReinforcePpAdvantage,
+            ReinforcePpBaselineAdvantage,
+            GaeAdvantage,
+            OtbAdvantage,
+            OpobAdvantage,
+            PartialReturnAdvantage,
+            NoAdvantage,
+        ],
+        Field(discriminator="name"),
+    ],
     BeforeValidator(bare_name),
 ]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
+
 if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
     from megatron_async_rl.config.schema import Config
@@ -20,6 +22,7 @@ def objective_refusals(objective: ObjectiveConfig) -> Iterator[str]:
     yield from _aggregation(objective)
     if not loss.uses_advantage and advantage.name != "none":
         yield f"loss: {loss.name} reads no advantage, so advantage: {advantage.name} would be without effect; set advantage: none"
+    yield from _advantage(objective)
     yield from _corrections(objective)
     if loss.uses_reference and objective.reference is None:
         yield (
@@ -50,15 +53,57 @@ def _aggregation(objective: ObjectiveConfig) -> Iterator[str]:
         )
 
 
+def _advantage(objective: ObjectiveConfig) -> Iterator[str]:
+    advantage = objective.advantage
+    if advantage.reads_values and objective.value is None:
+        yield f"advantage: {advantage.name} reads the estimates of a value head; add value"
+    if objective.value is not None and not advantage.reads_values:
+        yield f"value is set, but advantage: {advantage.name} makes no returns for it to learn; set advantage: gae or remove it"
+    if isinstance(advantage, OtbAdvantage) and objective.proximal != "recompute":
+        yield (
+            "advantage: otb reads 1 - 2 p + sum p^2, with p of the proximal policy and the sum of the policy in training; they "
+            f"are not the same with proximal: {objective.proximal}; set proximal: recompute"
+        )
+    if isinstance(advantage, OpobAdvantage):
+        yield from _opob(objective, advantage)
+
+
+def _opob(objective: ObjectiveConfig, advantage: OpobAdvantage) -> Iterator[str]:
+    loss, used = objective.loss, objective.aggregation_used
+    if loss.uses_advantage and not loss.linear_in_advantage:
+        yield (
+            "advantage: opob is the baseline of least variance for gradients that are the advantage times something it does not "
+            f"change, and loss: {loss.name} clips or weighs by the advantage; set a loss that does not, like reinforce"
+        )
+    signed = [correction.name for correction in objective.corrections if correction.uses_advantage]
+    if signed and advantage.mode == "exact":
+        yield (
+            f"corrections {signed} look at the sign of the advantage, which advantage: opob, mode: exact knows only after the "
+            "backward passes; remove them, or set mode: cheap"
+        )
+    if advantage.mode == "cheap" and used not in ("seq-mean", "seq-mean-token-mean"):
+        yield (
+            "advantage: opob, mode: cheap estimates the score gradient of a mean over the response's tokens, and aggregation: "
+            f"{used} takes another; set aggregation: seq-mean-token-mean, or mode: exact"
+        )
+
+
 def _corrections(objective: ObjectiveConfig) -> Iterator[str]:
     loss = objective.loss
     names = [correction.name for correction in objective.corrections]
     if names and loss.name == "sft":
         yield f"corrections {names} compare with the policy that sampled, and loss: sft learns from given responses; remove them"
-    if names and objective.proximal == "behavior":
+    idle = [correction.name for correction in objective.corrections if correction.compares_prox_with_behavior]
+    if idle and objective.proximal == "behavior":
         yield (
-            f"corrections {names} look at pi_prox / pi_behavior, which is 1 with proximal: behavior; "
+            f"corrections {idle} look at pi_prox / pi_behavior, which is 1 with proximal: behavior; "
             "set proximal: recompute (or another), or remove the corrections"
+        )
+    idle = [correction.name for correction in objective.corrections if correction.compares_current_with_prox]
+    if idle and objective.proximal == "recompute":
+        yield (
+            f"corrections {idle} look at pi / pi_prox, which is 1 with proximal: recompute, as each batch is one step; "
+            "set proximal: behavior (or another), or remove the corrections"
         )
     for correction in objective.corrections:
         if correction.weighs and loss.against_behavior:
@@ -84,7 +129,7 @@ def run_refusals(config: Config) -> Iterator[str]:
             yield "objective.loss: sft needs flow.group_size: 1 and flow.async_ratio: 0"
     elif config.rollout is None:
         yield f"objective.loss: {loss.name} learns from sampled responses: add `rollout`"
-    if flow.group_size == 1 and advantage.compares_group:
+    if flow.group_size == 1 and advantage.needs_group:
         yield (f"objective.advantage: {advantage.name} compares the responses of a group: flow.group_size must be at least 2")
     if flow.group_size == 1 and loss.compares_group:
         yield f"objective.loss: {loss.name} compares the responses of a group: flow.group_size must be at least 2"

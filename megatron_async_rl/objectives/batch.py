@@ -51,9 +51,12 @@ class TokenBatch:
     Present when something configured asked for it:
     logp_ref: [N] float, detached: under the reference policy.
     sum_p_squared: [N] float, detached: sum over the vocabulary of pi(v)^2 at the token's position.
-    values: [N] float: the value head's estimate at the token's position.
+    values: [N] float: the value head's estimate at the token's position. values_old: [N] float, detached: the same before the
+        step, in micro-batches (a whole batch's `values` are those).
     returns: [N] float: what `values` learns.
     rewards: [S] float: after shaping and KL. token_rewards: [N] float: the same spread over tokens, sums to `rewards`.
+    step_rewards: [N] float: as the task gave them, environment tokens included.
+    score_norms: [S] float, detached: the norm of each sequence's score gradient, where it was measured.
     lag: [N] int64: trained version minus the version that sampled the token.
     group: [S] int64 in 0..G-1, of whole batches only: statistics of a part of a group would be wrong.
     """
@@ -70,10 +73,13 @@ class TokenBatch:
     logp_ref: Tensor | None = None
     sum_p_squared: Tensor | None = None
     values: Tensor | None = None
+    values_old: Tensor | None = None
     returns: Tensor | None = None
     entropy: Tensor | None = None
     rewards: Tensor | None = None
     token_rewards: Tensor | None = None
+    step_rewards: Tensor | None = None
+    score_norms: Tensor | None = None
     lag: Tensor | None = None
     group: Tensor | None = None
 

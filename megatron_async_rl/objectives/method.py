@@ -55,7 +55,9 @@ class CorrectionMethod:
     """function(batch, settings) -> [N] factor on each token's loss, detached, >= 0; 0 rejects the token, and so does the mask.
 
     Works on a micro-batch and on a whole batch alike, unless `whole(settings)`: then it is given the whole batch only.
+    needs: columns besides `logp_prox` that it reads, which a survey has to bring where it is given a whole batch.
     """
 
     function: Callable[[TokenBatch, Any], Tensor]
     whole: Callable[[Any], bool] = lambda settings: False
+    needs: Needs = _nothing

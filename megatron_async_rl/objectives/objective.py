@@ -134,6 +134,7 @@ class Objective:
         wanted: set[Column] = {*self._advantage.needs(config.advantage), *self._loss.needs(config.loss)}
         if self._correct_whole:
             wanted.add("logp_prox")
+            wanted.update(*(method.needs(c) for method, c in self._corrections))
         if config.kl is not None:
             wanted |= {"logp_ref", "logp"} if config.kl.where == "reward" else {"logp_ref"}
         if config.proximal in ("snapshot", "ewma") and (config.loss.uses_proximal or self._corrections):

@@ -7,10 +7,20 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from megatron_async_rl.objectives.advantages.baseline_free import no_baseline
+from megatron_async_rl.objectives.advantages.gae import gae
 from megatron_async_rl.objectives.advantages.grpo import grpo
+from megatron_async_rl.objectives.advantages.opo import opo
+from megatron_async_rl.objectives.advantages.opob import opob, opob_needs
+from megatron_async_rl.objectives.advantages.otb import otb
+from megatron_async_rl.objectives.advantages.partial_return import partial_return
+from megatron_async_rl.objectives.advantages.reinforce_pp import reinforce_pp
+from megatron_async_rl.objectives.advantages.reinforce_pp_baseline import reinforce_pp_baseline
 from megatron_async_rl.objectives.advantages.rloo import rloo
 from megatron_async_rl.objectives.corrections.icepop import icepop
+from megatron_async_rl.objectives.corrections.opsm import opsm
+from megatron_async_rl.objectives.corrections.reject import reject
 from megatron_async_rl.objectives.corrections.tis import tis
+from megatron_async_rl.objectives.corrections.token_veto import token_veto
 from megatron_async_rl.objectives.losses.aspo import aspo
 from megatron_async_rl.objectives.losses.bapo import bapo, decide_bapo
 from megatron_async_rl.objectives.losses.cispo import cispo
@@ -36,6 +46,13 @@ ADVANTAGES: Mapping[str, AdvantageMethod] = {
     "none": AdvantageMethod(no_baseline),
     "grpo": AdvantageMethod(grpo),
     "rloo": AdvantageMethod(rloo),
+    "opo": AdvantageMethod(opo),
+    "reinforce_pp": AdvantageMethod(reinforce_pp),
+    "reinforce_pp_baseline": AdvantageMethod(reinforce_pp_baseline),
+    "gae": AdvantageMethod(gae, columns("values")),
+    "otb": AdvantageMethod(otb, columns("logp_prox", "sum_p_squared")),
+    "opob": AdvantageMethod(opob, opob_needs),
+    "partial_return": AdvantageMethod(partial_return),
 }
 
 LOSSES: Mapping[str, LossMethod] = {
@@ -63,7 +80,10 @@ LOSSES: Mapping[str, LossMethod] = {
 
 CORRECTIONS: Mapping[str, CorrectionMethod] = {
     "tis": CorrectionMethod(tis, whole=lambda settings: settings.normalize),
-    "icepop": CorrectionMethod(icepop),
+    "icepop": CorrectionMethod(icepop, whole=lambda settings: settings.normalize),
+    "reject": CorrectionMethod(reject),
+    "token_veto": CorrectionMethod(token_veto),
+    "opsm": CorrectionMethod(opsm, needs=columns("logp")),
 }
 
 F = TypeVar("F")

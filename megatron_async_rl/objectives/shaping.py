@@ -35,10 +35,26 @@ def kl_penalty(batch: TokenBatch, kl: KlConfig | None) -> Tensor:
 
 
 def token_rewards(batch: TokenBatch, penalty: Tensor) -> Tensor:
-    """[N]: the sequence's reward on its last trained token, minus the penalty [N] of each token."""
-    position = torch.arange(len(batch.sequence))
-    last = torch.full((batch.sequences,), -1).scatter_reduce(0, batch.sequence, torch.where(batch.mask > 0, position, -1), "amax")
+    """[N] of a whole batch, its sequences one after another: what each trained token is rewarded with, 0 where the mask is 0.
+    Sums to `rewards` minus the penalty [N].
+
+    A step reward on an environment token goes to the trained token before it, or to the first one where there is none. The
+    rest of the sequence's reward (all of it without step rewards; what shaping has changed) goes to its last trained token. A
+    sequence without trained tokens has no rewards.
+    """
     rewards = -penalty
+    position, trained = torch.arange(len(batch.sequence)), batch.mask > 0
+    ends = torch.full((batch.sequences,), -1)
+    last = ends.scatter_reduce(0, batch.sequence, torch.where(trained, position, -1), "amax")
     has = last >= 0
-    rewards[last[has]] += batch.require("rewards")[has]
+    rest = batch.require("rewards")
+    if batch.step_rewards is not None:
+        beyond = len(position)
+        first = torch.full_like(ends, beyond).scatter_reduce(0, batch.sequence, torch.where(trained, position, beyond), "amin")
+        before = torch.cummax(torch.where(trained, position, -1), 0).values if beyond else position
+        owner = torch.maximum(before, first[batch.sequence])
+        given = has[batch.sequence]
+        rewards = rewards.index_add(0, owner[given], batch.step_rewards[given])
+        rest = rest - torch.zeros_like(rest).index_add(0, batch.sequence, batch.step_rewards)
+    rewards[last[has]] += rest[has]
     return rewards

@@ -20,6 +20,9 @@ from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.batch import Decided, TokenBatch
 from megatron_async_rl.samples.types import Sample, TrainBatch
 
+PER_SEQUENCE = ("rewards", "score_norms")
+"""Fields of a TokenBatch with one number per sequence, besides `group`, which micro-batches do not have."""
+
 
 @dataclass(frozen=True, eq=False)
 class StepTargets:
@@ -54,7 +57,7 @@ class StepTargets:
         for name, value in _tensors(self.whole):
             if name == "group":
                 continue
-            taken[name] = pick(value, sequences if name == "rewards" else tokens)
+            taken[name] = pick(value, sequences if name in PER_SEQUENCE else tokens)
         lengths = torch.tensor([self.starts[i + 1] - self.starts[i] for i in rows] or [1])
         taken["sequence"] = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
         taken["sequences"] = len(lengths)
@@ -95,7 +98,7 @@ def valid_samples(batch: TrainBatch) -> tuple[tuple[Sample, ...], Tensor]:
 def whole_batch(samples: Sequence[Sample], group: Tensor, version: int, surveyed: Mapping[str, Tensor]) -> TokenBatch:
     """[S] samples as one TokenBatch: rewards as given, advantages 0, weights the samples' own, logp nan where not surveyed.
 
-    surveyed: [N] each, in the samples' order.
+    surveyed: [N] each, in the samples' order. `step_rewards` is None where no sample has any.
     """
 
     def flat(arrays: list[np.ndarray], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -105,6 +108,7 @@ def whole_batch(samples: Sequence[Sample], group: Tensor, version: int, surveyed
     sequence = torch.repeat_interleave(torch.arange(len(samples)), lengths)
     behavior = flat([sample.behavior_logprobs for sample in samples])
     unknown = torch.full_like(behavior, float("nan"))
+    steps = [sample.step_rewards if sample.step_rewards is not None else np.zeros(sample.length) for sample in samples]
     return TokenBatch(
         logp=surveyed["logp"].double() if "logp" in surveyed else unknown,
         logp_prox=unknown,
@@ -115,6 +119,7 @@ def whole_batch(samples: Sequence[Sample], group: Tensor, version: int, surveyed
         sequence=sequence,
         sequences=len(samples),
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
+        step_rewards=flat(steps) if any(sample.step_rewards is not None for sample in samples) else None,
         lag=flat([version - sample.versions for sample in samples], torch.int64),
         group=group,
         **{name: surveyed[name].double() for name in ("logp_ref", "sum_p_squared", "values") if name in surveyed},

@@ -2,6 +2,7 @@
 
 Invariants, checked on construction:
 - every response token has exactly one behaviour log-prob, one weight version and one mask value;
+- step rewards, where there are any, are one per response token and sum to the reward;
 - weight versions never decrease along a response (engines only move forward);
 - the samples of a group answer the group's prompt;
 - no token of a train batch was sampled by weights newer than the batch's own version.
@@ -55,6 +56,8 @@ class Sample:
     reward_error: str | None = None
     weight: float = 1.0
     """Per-sample weight of the `sft` loss; 1 for sampled responses."""
+    step_rewards: NDArray[np.float32] | None = None
+    """Where the task rewards steps: the reward that came with each response token, [T]; sums to `reward`."""
     engine: int = 0
     started_at: float = 0.0
     finished_at: float = 0.0
@@ -70,6 +73,14 @@ class Sample:
                 )
         if np.any(np.diff(self.versions) < 0):
             raise ValueError(f"sample {self.id!r}: weight versions decrease along the response: {self.versions.tolist()}")
+        if self.step_rewards is not None:
+            if len(self.step_rewards) != length:
+                raise ValueError(
+                    f"sample {self.id!r}: step_rewards has {len(self.step_rewards)} entries for {length} response tokens"
+                )
+            total = float(np.sum(self.step_rewards, dtype=np.float64))
+            if self.reward_error is None and not np.isclose(total, self.reward, rtol=1e-5, atol=1e-5):
+                raise ValueError(f"sample {self.id!r}: step rewards sum to {total}, and its reward is {self.reward}")
 
     @property
     def valid(self) -> bool:

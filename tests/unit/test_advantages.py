@@ -5,46 +5,100 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async_rl.config.advantages import GrpoAdvantage, NoAdvantage, RlooAdvantage
+from megatron_async_rl.config.advantages import (
+    GaeAdvantage,
+    GrpoAdvantage,
+    NoAdvantage,
+    OpoAdvantage,
+    OpobAdvantage,
+    OtbAdvantage,
+    ReinforcePpAdvantage,
+    ReinforcePpBaselineAdvantage,
+    RlooAdvantage,
+)
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.advantages.grpo import grpo
+from megatron_async_rl.objectives.advantages.opo import opo
+from megatron_async_rl.objectives.advantages.reinforce_pp_baseline import reinforce_pp_baseline
 from megatron_async_rl.objectives.advantages.rloo import rloo
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.registry import UnknownName, advantage_method, loss_method
-from tests.token_batches import rewarded, tokens
+from megatron_async_rl.objectives.shaping import token_rewards
+from tests.token_batches import detached, rewarded, tokens
 from tests.train_batches import rewards_batch
 
+FOLDER = Path(__file__).parents[1] / "data/golden"
 GOLDEN = [
-    c for c in json.loads((Path(__file__).parents[1] / "data/golden/losses_seed1.json").read_text()) if c["kind"] == "advantage"
+    case
+    for name in ("losses_seed1.json", "stabilisers_seed1.json")
+    for case in json.loads((FOLDER / name).read_text())
+    if case["kind"] == "advantage"
 ]
-SETTINGS = {"grpo": GrpoAdvantage, "rloo": RlooAdvantage}
+SETTINGS = {
+    "grpo": GrpoAdvantage,
+    "rloo": RlooAdvantage,
+    "opo": OpoAdvantage,
+    "reinforce_pp": ReinforcePpAdvantage,
+    "reinforce_pp_baseline": ReinforcePpBaselineAdvantage,
+    "gae": GaeAdvantage,
+    "otb": OtbAdvantage,
+    "opob": OpobAdvantage,
+}
+COMPARE = [
+    (grpo, GrpoAdvantage()),
+    (rloo, RlooAdvantage()),
+    (opo, OpoAdvantage()),
+    (reinforce_pp_baseline, ReinforcePpBaselineAdvantage()),
+]
 
 
-@pytest.mark.parametrize("case", [c for c in GOLDEN if c["name"] in SETTINGS], ids=lambda c: c["case"])
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["case"])
 def test_an_advantage_equals_its_reference_vector(case):
-    mask = torch.tensor(case["inputs"]["mask"])
-    sequence = torch.arange(len(mask)).repeat_interleave(mask.shape[1])
-    inputs = case["inputs"]
+    given = {name: torch.tensor(values, dtype=torch.float64).flatten() for name, values in case["inputs"].items()}
+    shape = torch.tensor(case["inputs"]["mask"]).shape
     batch = tokens(
-        torch.zeros(mask.numel()),
-        mask=mask.flatten(),
-        sequence=sequence,
-        rewards=inputs["rewards"],
-        group=inputs["group"],
+        given.get("logp", torch.zeros(given["mask"].shape)),
+        prox=given.get("logp_prox"),
+        behavior=given.get("logp_behavior"),
+        mask=given["mask"],
+        sequence=torch.arange(shape[0]).repeat_interleave(shape[1]),
+        rewards=given["rewards"],
+        group=given.get("group"),
+        values=given.get("values"),
+        sum_p_squared=given.get("sum_p_squared"),
+        score_norms=given.get("score_norms"),
     )
-    found = advantage_method(case["name"]).function(batch, SETTINGS[case["name"]](**case["params"])).tokens
-    np.testing.assert_allclose(found.view(mask.shape).numpy(), np.array(case["expect"]["advantages"]), atol=1e-6)
+    batch = detached(batch.replace(token_rewards=token_rewards(batch, torch.zeros_like(batch.mask))))
+    found = advantage_method(case["name"]).function(batch, SETTINGS[case["name"]](**case["params"]))
+    expect = {name: np.array(values) for name, values in case["expect"].items()}
+    np.testing.assert_allclose(found.tokens.view(shape).numpy(), expect.pop("advantages"), atol=1e-6)
+    if "returns" in expect:
+        np.testing.assert_allclose((found.returns * batch.mask).view(shape).numpy(), expect.pop("returns"), atol=1e-6)
+    if "baselines" in expect:
+        np.testing.assert_allclose(found.baselines.numpy(), expect.pop("baselines"), atol=1e-9)
+    assert not expect
 
 
-@pytest.mark.parametrize(("function", "settings"), [(grpo, GrpoAdvantage()), (rloo, RlooAdvantage())])
+@pytest.mark.parametrize(("function", "settings"), COMPARE)
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.7e5])
 def test_equal_rewards_give_exactly_zero(function, settings, reward):
     assert torch.all(function(rewarded([reward] * 7), settings).tokens == 0.0)
 
 
-@pytest.mark.parametrize(("function", "settings"), [(grpo, GrpoAdvantage()), (rloo, RlooAdvantage())])
+@pytest.mark.parametrize(("function", "settings"), COMPARE)
 def test_a_group_of_one_has_nothing_to_compare_with(function, settings):
     assert function(rewarded([3.0]), settings).tokens.tolist() == [0.0]
+
+
+def test_opo_weighs_rewards_by_trained_tokens():
+    batch = rewarded([1.0, 0.0, 5.0], group=[0, 0, 1], lengths=[3, 2, 1], mask=[1, 1, 1, 1, 0, 1])
+    assert opo(batch, OpoAdvantage()).tokens.tolist() == [0.25, 0.25, 0.25, -0.75, 0.0, 0.0]
+
+
+def test_a_group_in_which_nothing_is_trained_on_is_finite():
+    batch = rewarded([1.0, 0.0, 2.0], group=[0, 0, 1], mask=[0, 0, 1])
+    for function, settings in COMPARE:
+        assert function(batch, settings).tokens.tolist() == [0.0, 0.0, 0.0]
 
 
 def targets(advantage, groups):

@@ -1,1 +1,1 @@
-"""Advantage estimators: rewards of one group -> advantages, in float64."""
+"""Advantage estimators: the whole batch -> advantages, in float64. Pure functions, one file each."""

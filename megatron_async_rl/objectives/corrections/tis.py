@@ -1,14 +1,14 @@
-"""Truncated importance sampling (truncation: arXiv 2402.14740's lineage of V-trace, arXiv 1802.01561; as used between rollout
-engine and trainer: fengyao.notion.site/off-policy-rl)."""
+"""Truncated importance sampling (Ionides 2008, doi 10.1198/106186008X320456), between rollout engine and trainer as in Yao et
+al. 2025, fengyao.notion.site/off-policy-rl; for distributed actors: V-trace, arXiv 1802.01561."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
+from megatron_async_rl.objectives.batch import TokenBatch
+from megatron_async_rl.objectives.corrections.importance import importance_ratios, normalized
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.corrections import TisCorrection
@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 def tis(batch: TokenBatch, settings: TisCorrection) -> Tensor:
     """min(rho_t, cap), or for `level: sequence` min(prod_t rho_t, cap) on each of its tokens; rho = pi_prox / mu. [N].
 
-    `normalize` divides by the mean over the kept tokens of the whole batch (`token`), or over its sequences (`sequence`).
+    `normalize` divides by the mean over the kept tokens of the whole batch (`token`), or over its sequences (`sequence`), after
+    truncation.
     """
-    log_rho = batch.logp_prox - batch.logp_behavior
-    if settings.level == "sequence":
-        log_rho = batch.sequence_sum(log_rho)
-    weights = log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(max=settings.cap)
-    if settings.normalize:
-        kept = batch.kept() if settings.level == "token" else batch.sequence_sum(batch.kept()) > 0
-        weights = weights / weights[kept.bool()].mean().clamp(min=torch.finfo(weights.dtype).tiny)
-    return weights if settings.level == "token" else batch.per_token(weights)
+    weights = importance_ratios(batch, settings.level).clamp(max=settings.cap)
+    return normalized(weights, batch, settings.level) if settings.normalize else weights
