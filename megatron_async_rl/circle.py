@@ -134,6 +134,7 @@ class RolloutFeed:
                 config.flow,
                 on_reward_error=config.rollout.reward.on_error,
                 steps=config.run.steps,
+                fresh_steps=config.fresh_steps,
                 log_path=logs / "controller.log",
             )
             if state is not None:

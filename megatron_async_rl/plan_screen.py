@@ -59,7 +59,8 @@ def staleness_law(config: Config) -> str:
     if ratio == 0:
         return "async_ratio 0: synchronous; every token is trained on by the weights that sampled it (lag 0)"
     limit = admitted_limit(0, prompts, ratio)
-    return (
+    fresh = config.fresh_steps
+    return (f"fresh      the first {fresh} steps are synchronous: a control calibrates on them\n" if fresh else "") + (
         f"lag        version_now - start_version <= ceil({ratio:g}) = {max_lag(ratio)}, kept by admitting later\n"
         f"admission  at version t at most (t + 1) x {prompts} + {limit - prompts} prompts have been admitted\n"
         f"queue      at most {limit} prompts ({limit * responses} responses) are admitted and not yet trained on"

@@ -1,7 +1,7 @@
 """Which methods go together. Each refusal says what was combined, why that is wrong, and what to change.
 
-`objective_refusals` looks at the objective alone, `run_refusals` at the objective within a run. The facts about each method
-are class attributes of its settings model, so a new method brings its own.
+`objective_refusals` looks at the objective alone, `run_refusals` at the objective and the step controls within a run. The facts
+about each method are class attributes of its settings model, so a new method brings its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
+from megatron_async_rl.config.control_composition import control_refusals
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
@@ -119,7 +120,8 @@ def _corrections(objective: ObjectiveConfig) -> Iterator[str]:
 
 
 def run_refusals(config: Config) -> Iterator[str]:
-    """Reasons why the objective does not fit the run around it; none: it does."""
+    """Reasons why objective and controls do not fit the run around them; none: they do."""
+    yield from control_refusals(config)
     objective, flow = config.objective, config.flow
     loss, advantage = objective.loss, objective.advantage
     if config.supervised:

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_async_rl.config.bare_name import bare_name
 from megatron_async_rl.config.strict import Strict
 
+Cosine = Annotated[float, Field(gt=-1.0, lt=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
-class GacControl(Strict):
-    """Gradient alignment control (arXiv 2603.01501). Thresholds and the exact projection are this project's own."""
 
-    name: Literal["gac"] = "gac"
-    c_low: Annotated[float, Field(gt=-1.0, lt=1.0)] = 0.15
-    """Up to this cosine the gradient is left alone."""
+class ControlSettings(Strict):
+    """The class attributes are facts about the control, for config/composition.py."""
+
+    sets_beta1: ClassVar[bool] = False
+    """Decides Adam's beta1; two of them would overrule each other."""
+    scales_lr: ClassVar[bool] = False
+    """Multiplies the learning rate."""
+    judges_alignment: ClassVar[bool] = False
+    """Is GAC, or does what it does by other means."""
+    needs_sampled: ClassVar[bool] = False
+    """Looks at pi / mu, which given responses do not have."""
+
+    @property
+    def fresh_steps(self) -> int:
+        """Optimizer steps that a run begins with synchronously for this control."""
+        return 0
+
+
+class CalibrateConfig(Strict):
+    """Takes c_low from the run's own cosines on fresh data. The run's first `steps` + 1 steps are synchronous for that."""
+
+    steps: PositiveInt = 32
+    """Cosines to collect. Until there are as many, every gradient is kept."""
+    quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """c_low becomes this quantile of them."""
+
+
+class AlignmentSettings(ControlSettings):
+    """Thresholds on the cosine of consecutive gradients. They and the exact projection are this project's own."""
+
+    judges_alignment: ClassVar[bool] = True
+
+    c_low: Cosine = 0.15
+    """Up to this cosine the gradient is left alone; `calibrate` replaces it."""
     c_high: Annotated[float, Field(gt=-1.0, le=1.0)] | None = None
     """Above this cosine the step is skipped; null never skips. At least 0.7 is advised: low values deadlock."""
     target: Literal["threshold", "zero"] = "threshold"
@@ -24,12 +55,106 @@ class GacControl(Strict):
     """Which previous gradient is compared with: as it came, or as it was applied."""
     max_consecutive_skips: PositiveInt = 4
     """A skip freezes the weights, so the next gradient is as aligned; after this many the step is projected instead."""
+    calibrate: CalibrateConfig | None = None
+    """Null: c_low is the number above."""
+    reference_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Numbers the previous gradient is kept in: 4, 2 or about 1 byte per parameter. The cosine moves by at most 0.002 (bf16)
+    or 0.06 (fp8), and usually by far less."""
+    reference_offload: Literal["none", "cpu"] = "none"
+    """`cpu` keeps it in page-locked host memory, copied beside the optimizer's step; on a CPU it changes nothing."""
+
+    @property
+    def fresh_steps(self) -> int:
+        return self.calibrate.steps + 1 if self.calibrate is not None else 0
 
     @model_validator(mode="after")
-    def _ordered(self) -> GacControl:
-        if self.c_high is not None and self.c_high <= self.c_low:
+    def _ordered(self) -> AlignmentSettings:
+        if self.calibrate is None and self.c_high is not None and self.c_high <= self.c_low:
             raise ValueError(f"c_high ({self.c_high}) must be above c_low ({self.c_low}), or null to never skip")
         return self
 
 
-Control = Annotated[GacControl, BeforeValidator(bare_name)]
+class GacControl(AlignmentSettings):
+    """Gradient alignment control (arXiv 2603.01501). Thresholds and the exact projection are this project's own."""
+
+    name: Literal["gac"] = "gac"
+
+
+class MatchedNormControl(AlignmentSettings):
+    """Null baseline of gac, with gac's settings: makes the gradient as short as gac would, without turning it."""
+
+    name: Literal["matched_norm"] = "matched_norm"
+
+
+class MatchedLrControl(ControlSettings):
+    """Null baseline of any control: scales the learning rate so that updates are, in the mean, as long as that control's."""
+
+    scales_lr: ClassVar[bool] = True
+
+    name: Literal["matched_lr"] = "matched_lr"
+    target_update_norm: PositiveFloat
+    """Mean of `update/norm` in the run of the control that this one stands against."""
+
+
+class Beta1Control(ControlSettings):
+    """Null baseline: another beta1 of Adam, throughout."""
+
+    sets_beta1: ClassVar[bool] = True
+
+    name: Literal["beta1"] = "beta1"
+    beta1: Decay = 0.5
+    """Takes the place of policy.optimizer.betas[0]."""
+
+
+class MomentumByAlignmentControl(ControlSettings):
+    """Lowers Adam's beta1 linearly while the gradient points where the optimizer is going already (this project's own)."""
+
+    sets_beta1: ClassVar[bool] = True
+
+    name: Literal["momentum_by_alignment"] = "momentum_by_alignment"
+    against: Literal["momentum", "last_update"] = "momentum"
+    """The gradient is compared with Adam's first moment, or with the last update turned round."""
+    c_low: Cosine = 0.1
+    """Up to this cosine beta1 is beta1_max."""
+    c_high: Annotated[float, Field(gt=-1.0, le=1.0)] = 0.6
+    """From this cosine on beta1 is beta1_min."""
+    beta1_min: Decay = 0.0
+    """The shortest memory."""
+    beta1_max: Decay | None = None
+    """The longest memory; null takes policy.optimizer.betas[0]."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> MomentumByAlignmentControl:
+        if self.c_high <= self.c_low:
+            raise ValueError(f"c_high ({self.c_high}) must be above c_low ({self.c_low})")
+        if self.beta1_max is not None and self.beta1_max <= self.beta1_min:
+            raise ValueError(f"beta1_max ({self.beta1_max}) must be above beta1_min ({self.beta1_min})")
+        return self
+
+
+class EssLrControl(ControlSettings):
+    """Learning rate by effective sample size (VCPO, arXiv 2602.17616): lr x rule(min(1, (ESS / B) / reference_ratio))."""
+
+    scales_lr: ClassVar[bool] = True
+    needs_sampled: ClassVar[bool] = True
+
+    name: Literal["ess_lr"] = "ess_lr"
+    rule: Literal["sqrt", "linear"] = "sqrt"
+    """Square root of the relative ESS, or the relative ESS itself."""
+    reference_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 1.0
+    """ESS / B at which the learning rate is whole; `auto`: the mean over the run's on-policy steps so far."""
+    floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """The factor is at least this."""
+    use_truncated: bool = False
+    """True: each sequence's weight is cut to `cap` before its ESS is taken; false: weights as they are."""
+    cap: PositiveFloat = 8.0
+    """Largest sequence weight with `use_truncated`."""
+
+
+Control = Annotated[
+    Annotated[
+        Union[GacControl, MatchedNormControl, MatchedLrControl, Beta1Control, MomentumByAlignmentControl, EssLrControl],
+        Field(discriminator="name"),
+    ],
+    BeforeValidator(bare_name),
+]

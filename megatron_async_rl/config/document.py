@@ -35,9 +35,10 @@ def _sections() -> Iterator[str]:
     for dotted, model, leaves in walk():
         if not dotted:
             continue
-        section, _, method = dotted.partition("(")
-        place = section.replace("[]", "")
-        yield f"## `{place}`" + (f": `{method.rstrip(')')}`" if method else "") + "\n"
+        section, _, rest = dotted.partition("(")
+        method, _, inside = rest.partition(")")
+        place = section.replace("[]", "") + inside
+        yield f"## `{place}`" + (f": `{method}`" if method else "") + "\n"
         about = _about(model)
         if about:
             yield about + "\n"

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_async_rl.config.controls import AlignmentSettings
 from megatron_async_rl.config.machine import GIB
 from megatron_async_rl.config.model_files import ModelShape
 from megatron_async_rl.config.schema import Config
 
 FLOAT32 = 4
+REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
+"""Per parameter, by `reference_dtype`; fp8 has a float32 scale for 128 numbers."""
 LOGIT_COPIES = 3
 """Logits, their exponentials and their gradient exist together for one chunk."""
 
@@ -62,7 +65,9 @@ def stage_parameters(shape: ModelShape, *, stage: int, pipeline: int, tensor: in
     return count
 
 
-def rank_memory(config: Config, shape: ModelShape, *, stage: int, data_parallel: int, longest: int) -> RankMemory:
+def rank_memory(
+    config: Config, shape: ModelShape, *, stage: int, data_parallel: int, longest: int, on_gpu: bool = False
+) -> RankMemory:
     """`longest`: tokens of the longest prompt + response.
 
     Gradients and optimizer state are float32 (AdamW: two moments,
@@ -71,7 +76,6 @@ def rank_memory(config: Config, shape: ModelShape, *, stage: int, data_parallel:
     count = stage_parameters(shape, stage=stage, pipeline=parallel.pipeline, tensor=parallel.tensor)
     shards = data_parallel if parallel.distributed_optimizer else 1
     state = 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
-    remembers_gradient = any(control.name == "gac" for control in config.controls)
     samples = -(-config.flow.prompts_per_step * config.flow.group_size // data_parallel)
     tokens = min(config.policy.tokens_per_micro_batch, samples * longest)
     chunk = min(tokens, config.policy.logprob_chunk_tokens) * shape.vocabulary // parallel.tensor * FLOAT32 * LOGIT_COPIES
@@ -80,10 +84,34 @@ def rank_memory(config: Config, shape: ModelShape, *, stage: int, data_parallel:
         parameters=count * value_bytes(config),
         gradients=count * FLOAT32,
         optimizer=count * state // shards,
-        controls=count * FLOAT32 // shards if remembers_gradient else 0,
+        controls=control_bytes(
+            config, count, shards=shards, largest=largest_parameter(shape, tensor=parallel.tensor), on_gpu=on_gpu
+        ),
         activations=_layers_in_flight(config, shape, stage) * _layer_activations(config, shape, tokens, longest),
         logprobs=chunk if stage == parallel.pipeline - 1 else 0,
     )
+
+
+def control_bytes(config: Config, count: int, *, shards: int, largest: int, on_gpu: bool) -> int:
+    """What the step controls keep for `count` parameters of a stage, of which a rank has 1 / shards, and what they need besides.
+
+    Kept: the previous gradient of gac or matched_norm, unless a GPU's is offloaded. Besides: the last update and its
+    denominator, in float32 and one parameter at a time, `largest` being the most elements one has.
+    """
+    if not config.controls:
+        return 0
+    own = -(-count // shards)
+    kept = sum(
+        REFERENCE_BYTES[control.reference_dtype]
+        for control in config.controls
+        if isinstance(control, AlignmentSettings) and not (on_gpu and control.reference_offload == "cpu")
+    )
+    return int(own * kept) + 2 * FLOAT32 * min(own, largest)
+
+
+def largest_parameter(shape: ModelShape, *, tensor: int) -> int:
+    """Elements of the largest weight on one rank, the embedding or the gated half of an MLP."""
+    return max(-(-shape.vocabulary // tensor), 2 * shape.intermediate // tensor) * shape.hidden
 
 
 def _layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:

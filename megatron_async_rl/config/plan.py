@@ -78,7 +78,7 @@ def make_plan(
     engine = None
     if shape is not None and fits:
         ranks = tuple(
-            rank_memory(config, shape, stage=stage, data_parallel=data_parallel, longest=longest)
+            rank_memory(config, shape, stage=stage, data_parallel=data_parallel, longest=longest, on_gpu=device == "cuda")
             for stage in range(parallel.pipeline)
         )
     if shape is not None and config.rollout is not None:

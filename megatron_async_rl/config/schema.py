@@ -218,13 +218,15 @@ class Config(Strict):
     def supervised(self) -> bool:
         return self.objective.loss.name == "sft"
 
+    @property
+    def fresh_steps(self) -> int:
+        """Optimizer steps at the run's beginning that are synchronous whatever flow.async_ratio says: controls calibrate."""
+        return max((control.fresh_steps for control in self.controls), default=0)
+
     @model_validator(mode="after")
     def _pieces_fit(self) -> Config:
         for reason in run_refusals(self):
             raise ValueError(reason)
         if self.eval is not None and self.data.eval is None:
             raise ValueError("`eval` needs data.eval: a JSONL file of held-out prompts")
-        names = [control.name for control in self.controls]
-        if len(set(names)) != len(names):
-            raise ValueError(f"controls: each at most once, got {names}")
         return self

@@ -22,12 +22,20 @@ class OptimizerView(Protocol):
         """Of the configuration; the value that a step uses when no control sets another."""
         ...
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps taken so far in the run; a skipped step is none."""
+        ...
+
     def momentum(self) -> Sequence[Tensor] | None:
-        """Adam's first moment, in place; None before the first step."""
+        """Adam's first moment, in place; None on every rank before the first step."""
         ...
 
     def last_update(self) -> Sequence[Tensor] | None:
-        """What the last step that was taken added to the parameters, without weight decay; None before the first."""
+        """What the last step that was taken added to the parameters, without weight decay; None on every rank before the first.
+
+        Each tensor is computed when it is asked for.
+        """
         ...
 
 

@@ -8,7 +8,7 @@ sharded beyond float32 rounding of the gradient itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,17 +36,22 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 
 def squared_norm(gradients: Gradients) -> float:
     """|g|^2 over the model; one all-reduce of one scalar. Not finite when any gradient element is not."""
+    return squared_norm_of(gradients, (shard.grad for shard in gradients.shards))
+
+
+def squared_norm_of(gradients: Gradients, values: Iterable[Tensor]) -> float:
+    """|v|^2 of one tensor per shard of `gradients`, each counted where its shard is; one all-reduce of one scalar."""
     total = torch.zeros(1, dtype=torch.float64, device=gradients.device)
-    for shard in gradients.shards:
+    for shard, value in zip(gradients.shards, values, strict=True):
         if shard.counted:
-            total += dot(shard.grad, shard.grad)
+            total += dot(value, value)
     return float(gradients.all_reduce_sum(total)[0])
 
 
-def products_with(gradients: Gradients, reference: Sequence[Tensor]) -> tuple[float, float, float]:
+def products_with(gradients: Gradients, reference: Iterable[Tensor]) -> tuple[float, float, float]:
     """(<g, r>, |g|^2, |r|^2) over the model; one all-reduce of three scalars.
 
-    reference: one tensor per shard, of the shard's size.
+    reference: one tensor per shard, of the shard's size; read once, in order.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=gradients.device)
     for shard, previous in zip(gradients.shards, reference, strict=True):

@@ -6,10 +6,22 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from megatron_async_rl.controls.beta1 import Beta1
 from megatron_async_rl.controls.decision import Control
+from megatron_async_rl.controls.ess_lr import EssLr
 from megatron_async_rl.controls.gac import Gac
+from megatron_async_rl.controls.matched_lr import MatchedLr
+from megatron_async_rl.controls.matched_norm import MatchedNorm
+from megatron_async_rl.controls.momentum_by_alignment import MomentumByAlignment
 
-CONTROLS: Mapping[str, Callable[[Any], Control]] = {"gac": Gac}
+CONTROLS: Mapping[str, Callable[[Any], Control]] = {
+    "gac": Gac,
+    "matched_norm": MatchedNorm,
+    "matched_lr": MatchedLr,
+    "beta1": Beta1,
+    "momentum_by_alignment": MomentumByAlignment,
+    "ess_lr": EssLr,
+}
 
 
 def build_controls(configs: Iterable[Any]) -> dict[str, Control]:

@@ -108,12 +108,31 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
         },
     ),
     "Gradient alignment control": (
-        "Present when `controls` has `gac`.",
+        "Present when `controls` has `gac`, or `matched_norm`, which says what gac would do.",
         {
             "gac/cosine": Key("cosine", "Between this step's gradient and the previous one, over the whole model."),
             "gac/regime": Key("code", "What was done: 0 kept, 1 projected, 2 skipped."),
             "gac/skips": Key("steps", "Skipped so far in the run."),
             "gac/removed": Key("share", "Length of what projection took away, over the gradient's own: |g - g'| / |g|."),
+            "gac/c_low": Key("cosine", "Threshold in force; absent until calibrated."),
+            "gac/calibrated": Key("0 or 1", "1: the threshold comes from the run's own fresh data (with `calibrate` only)."),
+            "gac/kept": Key("steps", "Kept so far in the run."),
+            "gac/projected": Key("steps", "Projected so far in the run."),
+            "gac/cosine_kept": Key("cosine", "Mean so far over the steps kept."),
+            "gac/cosine_projected": Key("cosine", "Mean so far over the steps projected."),
+            "gac/cosine_skipped": Key("cosine", "Mean so far over the steps skipped."),
+        },
+    ),
+    "Other controls": (
+        "Each present when `controls` has the control it is named after, `update/norm` with any control.",
+        {
+            "update/norm": Key("L2 norm", "Length of what the optimizer added to the weights, decay apart; 0 for no step."),
+            "matched_norm/scale": Key("factor", "On the clipped gradient: |g'| / |g| of the projection not made."),
+            "matched_lr/scale": Key("factor", "On the learning rate, to make the mean update as long as the target."),
+            "momentum/cosine": Key("cosine", "Between the gradient and Adam's first moment, or the last update turned round."),
+            "ess_lr/scale": Key("factor", "On the learning rate, from the effective sample size."),
+            "ess_lr/ess_ratio": Key("share", "Effective sample size over the number of samples, of the weights it uses."),
+            "ess_lr/reference_ratio": Key("share", "`ess_lr/ess_ratio` at which the learning rate is whole."),
         },
     ),
     "Lag": (

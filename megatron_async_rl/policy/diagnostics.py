@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.controls.ess import effective_sample_size
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 from megatron_async_rl.objectives.kl import kl_estimate
 from megatron_async_rl.objectives.objective import BatchLoss
@@ -105,14 +106,6 @@ class StepTable:
         column = self.values[:, COLUMNS.index("log_weight")].cpu().numpy()
         sampled = [sample.finish_reason != "given" and bool(sample.loss_mask.any()) for sample in samples]
         return column[np.array(sampled, dtype=bool)]
-
-
-def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
-    """(sum w)^2 / sum w^2 from log w, with a max shift: no weight over- or underflows (VCPO, arXiv 2602.17616)."""
-    if len(log_weights) == 0:
-        return 0.0
-    weights = np.exp(log_weights - log_weights.max())
-    return float(weights.sum() ** 2 / np.square(weights).sum())
 
 
 def step_metrics(table: NDArray[np.float64], samples: Sequence[Sample]) -> dict[str, float]:

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_async_rl.controls.decision import Control, StepView
-from megatron_async_rl.controls.inner_product import squared_norm
-from megatron_async_rl.policy.adam import AdamView
+from megatron_async_rl.controls.inner_product import squared_norm, squared_norm_of
+from megatron_async_rl.policy.adam import AdamView, TakenStep
 from megatron_async_rl.policy.optimizer import gradients_of, learning_rate
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class StepFacts:
 
 
 class OptimizerStep:
-    """Counts: `steps` taken or skipped so far (the schedule's clock), `nonfinite` of them skipped for their gradient."""
+    """Counts: `steps` taken or skipped so far (the schedule's clock), `updates` of them taken, `nonfinite` of them skipped for
+    their gradient."""
 
     def __init__(
         self,
@@ -57,7 +58,9 @@ class OptimizerStep:
         self.layout = layout
         self.total_steps = total_steps
         self.steps = 0
+        self.updates = 0
         self.nonfinite = 0
+        self.last: TakenStep | None = None
 
     def take(self, facts: StepFacts) -> dict[str, float]:
         """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the controls, before clipping.
@@ -72,7 +75,7 @@ class OptimizerStep:
         usable = math.isfinite(facts.loss) and not overflow
         view = StepView(
             gradients=gradients,
-            optimizer=AdamView(self.optimizer, self.settings),
+            optimizer=self._view(),
             log_weights=facts.log_weights,
             lag_max=facts.lag_max,
             lr=lr,
@@ -101,26 +104,48 @@ class OptimizerStep:
                 group["lr"] = lr * lr_scale
                 group["betas"] = (beta1, self.settings.betas[1])
             self.optimizer.step_with_ready_grads()
-        return metrics | {
-            "policy/grad_norm": norm,
-            "policy/lr": lr,
-            "policy/lr_scale": lr_scale,
-            "policy/beta1": beta1,
-            "policy/skipped": float(skip),
-            "policy/nonfinite": float(self.nonfinite),
-        }
+            self.updates += 1
+            self.last = TakenStep(lr * lr_scale, beta1)
+        return (
+            metrics
+            | self._update_norm(None if skip else gradients)
+            | {
+                "policy/grad_norm": norm,
+                "policy/lr": lr,
+                "policy/lr_scale": lr_scale,
+                "policy/beta1": beta1,
+                "policy/skipped": float(skip),
+                "policy/nonfinite": float(self.nonfinite),
+            }
+        )
 
     def pass_over(self) -> dict[str, float]:
         """A batch that has nothing to learn from: the clock moves, nothing else does."""
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
-        return {"policy/lr": lr, "policy/skipped": 1.0, "policy/nonfinite": float(self.nonfinite)}
+        skipped = {"policy/lr": lr, "policy/skipped": 1.0, "policy/nonfinite": float(self.nonfinite)}
+        return skipped | self._update_norm(None)
+
+    def _view(self) -> AdamView:
+        return AdamView(self.optimizer, self.settings, self.updates, self.last)
+
+    def _update_norm(self, gradients: Gradients | None) -> dict[str, float]:
+        """Length of the update just made, 0 without one. Only where there are controls, whose baselines are matched on it: it
+        costs a sweep over Adam's state and an all-reduce of one scalar."""
+        if not self.controls:
+            return {}
+        update = self._view().last_update() if gradients is not None else None
+        if gradients is None or update is None:
+            return {"update/norm": 0.0}
+        return {"update/norm": math.sqrt(squared_norm_of(gradients, update))}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "nonfinite": self.nonfinite}
+        last = None if self.last is None else {"lr": self.last.lr, "beta1": self.last.beta1}
+        return {"steps": self.steps, "updates": self.updates, "nonfinite": self.nonfinite, "last": last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps, self.nonfinite = state["steps"], state["nonfinite"]
+        self.steps, self.updates, self.nonfinite = state["steps"], state["updates"], state["nonfinite"]
+        self.last = None if state["last"] is None else TakenStep(**state["last"])
 
 
 def clip_to(gradients: Gradients, norm: float, limit: float | None) -> None:

@@ -1,63 +1,25 @@
+"""GAC on gradients of one process: regimes, projection, the reference, and what it does to a delayed descent."""
+
 import copy
 import math
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_async_rl.config.controls import GacControl
-from megatron_async_rl.controls.decision import StepView
-from megatron_async_rl.controls.gac import KEEP, PROJECT, SKIP
+from megatron_async_rl.config.controls import Beta1Control, EssLrControl, GacControl, MatchedLrControl, MatchedNormControl
+from megatron_async_rl.controls.alignment import KEEP, PROJECT, SKIP
 from megatron_async_rl.controls.gac import Gac as GacOfAStep
 from megatron_async_rl.controls.inner_product import RUN, dot, products_with, squared_norm
 from megatron_async_rl.controls.registry import build_controls
+from tests.gradients import OneRank, Shard, aligned, cosine, flat, gradient, step
 
 
 class Gac(GacOfAStep):
-    """GAC looks at nothing of a step but its gradients."""
+    """GAC looks at nothing of a step but its gradients, unless it calibrates."""
 
     def apply(self, gradients):
-        return super().apply(StepView(gradients=gradients, optimizer=None, log_weights=np.zeros(0), lag_max=0, lr=1.0))
-
-
-@dataclass
-class Shard:
-    grad: torch.Tensor
-    counted: bool = True
-
-
-@dataclass
-class OneRank:
-    """The gradient of a single process, in float64 so that formulas can be checked exactly."""
-
-    shards: list[Shard]
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    reductions: int = 0
-
-    def all_reduce_sum(self, values):
-        self.reductions += 1
-        return values
-
-
-def gradient(*values):
-    return OneRank([Shard(torch.tensor(v, dtype=torch.float32)) for v in values])
-
-
-def flat(gradients):
-    return torch.cat([shard.grad.flatten() for shard in gradients.shards]).double()
-
-
-def cosine(a, b):
-    return float(a @ b / (a.norm() * b.norm()))
-
-
-def aligned(c, size=300, seed=0, scale=7.0):
-    """(reference, gradient of cosine c with it), two shards each."""
-    rng = np.random.default_rng(seed)
-    u, v = np.linalg.qr(rng.normal(size=(size, 2)))[0].T
-    g = scale * (c * u + math.sqrt(1 - c * c) * v)
-    return tuple(gradient(x[:100].tolist(), x[100:].reshape(20, 10).tolist()) for x in (3.0 * u, g))
+        return super().apply(step(gradients))
 
 
 def step_twice(settings, c):
@@ -179,6 +141,7 @@ def test_state_survives_a_save_and_load():
     through, resumed = Gac(GacControl()), Gac(GacControl())
     through.apply(first)
     resumed.load_state_dict(copy.deepcopy(through.state_dict()))
+    resumed.load_shard_state(copy.deepcopy(through.shard_state()))
     again = OneRank([Shard(shard.grad.clone()) for shard in second.shards])
     assert resumed.apply(again).metrics == through.apply(second).metrics
     assert torch.equal(flat(again), flat(second))
@@ -230,30 +193,45 @@ def test_the_linear_delay_model_is_stable_exactly_below_its_bound(delay, bound):
     assert radius(exact * (1 - 1e-3)) < 1 < radius(exact * (1 + 1e-3))
 
 
+def delayed_descent(control, rate, delay=8, steps=3000):
+    """Largest |x| of x_{t+1} = x_t - rate g(x_{t-delay}) on |x|^2 / 2, two coordinates so that projection has somewhere to go."""
+    past = [torch.tensor([1.0, 0.3])] * (delay + 1)
+    largest = 0.0
+    for _ in range(steps):
+        stale = OneRank([Shard(past[-1 - delay].clone())])
+        if control is not None:
+            control.apply(stale)
+        past.append(past[-1] - rate * stale.shards[0].grad)
+        largest = max(largest, float(past[-1].norm()))
+        if largest > 1e6:
+            break
+    return largest
+
+
 @pytest.mark.parametrize("a", [1.1, 2.0])
 def test_on_an_unstable_delayed_quadratic_gac_stays_bounded_where_plain_descent_blows_up(a):
-    """Two coordinates, so that projection has somewhere to go; step size a times the bound at lag 8."""
-    delay, rate = 8, a * 2 * math.sin(math.pi / 34)
+    """a: step size over the bound at lag 8."""
+    rate = a * 2 * math.sin(math.pi / 34)
+    assert delayed_descent(None, rate) > 1e6
+    assert delayed_descent(Gac(GacControl(c_low=0.15)), rate) < 1e3
 
-    def run(control):
-        past = [torch.tensor([1.0, 0.3])] * (delay + 1)
-        largest = 0.0
-        for _ in range(3000):
-            stale = OneRank([Shard(past[-1 - delay].clone())])
-            if control is not None:
-                control.apply(stale)
-            past.append(past[-1] - rate * stale.shards[0].grad)
-            largest = max(largest, float(past[-1].norm()))
-            if largest > 1e6:
-                break
-        return largest
 
-    assert run(None) > 1e6
-    assert run(Gac(GacControl(c_low=0.15))) < 1e3
+@pytest.mark.parametrize("target", ["threshold", "zero"])
+def test_comparing_with_the_applied_gradient_diverges_where_the_raw_one_stays_bounded(target):
+    """Step size twice the bound at lag 8."""
+    rate = 4 * math.sin(math.pi / 34)
+    largest = {
+        reference: delayed_descent(Gac(GacControl(c_low=0.15, target=target, reference=reference)), rate)
+        for reference in ("raw", "applied")
+    }
+    assert largest["raw"] < 2.0
+    assert largest["applied"] > 1e5
 
 
 def test_controls_are_built_by_name_in_order():
-    assert list(build_controls([GacControl()])) == ["gac"]
+    chosen = [EssLrControl(), Beta1Control(), MatchedLrControl(target_update_norm=1.0), MatchedNormControl(), GacControl()]
+    names = ["ess_lr", "beta1", "matched_lr", "matched_norm", "gac"]
+    assert list(build_controls(chosen)) == names
 
     class Unknown:
         name = "gca"
@@ -266,3 +244,39 @@ def test_forgetting_starts_the_comparison_anew():
     control, *_ = step_twice(GacControl(), 0.9)
     control.forget()
     assert "gac/cosine" not in control.apply(gradient([1.0], [[2.0]])).metrics
+
+
+def test_counts_and_mean_cosines_of_each_regime_accumulate_over_the_run():
+    control = Gac(GacControl(c_low=0.1, c_high=0.9))
+    for values in ([1.0, 0.0], [0.6, 0.8], [0.6, 0.8], [0.8, -0.6], [0.28, -0.96]):
+        metrics = control.apply(gradient(values)).metrics
+    # Cosines 0.6, 1, 0 and 0.8, after the first, which has none and is kept.
+    assert (metrics["gac/kept"], metrics["gac/projected"], metrics["gac/skips"]) == (2, 2, 1)
+    assert metrics["gac/cosine_kept"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["gac/cosine_projected"] == pytest.approx(0.7, abs=1e-6)
+    assert metrics["gac/cosine_skipped"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_what_is_one_number_and_what_is_one_tensor_per_shard_are_saved_apart():
+    control = Gac(GacControl())
+    assert control.shard_state() == {}
+    first, _ = aligned(0.5)
+    control.apply(first)
+    (shards,) = control.shard_state().values()
+    assert [shard.shape for shard in shards] == [shard.grad.shape for shard in first.shards]
+    assert all(not isinstance(value, torch.Tensor) for value in control.state_dict().values())
+
+
+def test_a_restored_reference_is_saved_again_before_any_step_has_used_it():
+    control, resumed = Gac(GacControl()), Gac(GacControl())
+    control.apply(aligned(0.5)[0])
+    resumed.load_shard_state(control.shard_state())
+    for kept, again in zip(control.shard_state()["reference"], resumed.shard_state()["reference"], strict=True):
+        assert torch.equal(kept, again)
+
+
+def test_a_checkpoint_without_a_reference_leaves_none():
+    control = Gac(GacControl())
+    control.apply(aligned(0.5)[0])
+    control.load_shard_state({})
+    assert "gac/cosine" not in control.apply(aligned(0.5)[1]).metrics

@@ -94,11 +94,26 @@ def test_state_per_parameter_follows_dtype_and_sharding(file, dtype, sharded, by
     assert memory.parameters + memory.gradients + memory.optimizer == shape.parameters * bytes_per_parameter
 
 
-def test_alignment_control_keeps_one_float32_gradient(file):
+@pytest.mark.parametrize(
+    ("control", "on_gpu", "kept"),
+    [
+        ("{name: gac}", True, 4.0),
+        ("{name: matched_norm}", True, 4.0),
+        ("{name: gac, reference_dtype: bf16}", True, 2.0),
+        ("{name: gac, reference_dtype: fp8}", True, 1.0 + 4 / 128),
+        ("{name: gac, reference_offload: cpu}", True, 0.0),
+        ("{name: gac, reference_offload: cpu}", False, 4.0),
+        ("{name: ess_lr}", True, 0.0),
+    ],
+)
+def test_controls_take_the_gradient_they_keep_and_one_parameter_s_update_at_a_time(file, control, on_gpu, kept):
     shape, _ = read_model(file.parent / "model")
-    without = rank_memory(load(file), shape, stage=0, data_parallel=1, longest=16)
-    kept = rank_memory(load(file, ["controls=[gac]"]), shape, stage=0, data_parallel=1, longest=16)
-    assert kept.total - without.total == 4 * shape.parameters
+    config = load(file, [f"controls=[{control}]"])
+    without = rank_memory(load(file), shape, stage=0, data_parallel=1, longest=16, on_gpu=on_gpu)
+    memory = rank_memory(config, shape, stage=0, data_parallel=1, longest=16, on_gpu=on_gpu)
+    largest = max(14, 2 * 32) * 16
+    assert without.controls == 0
+    assert memory.total - without.total == int(kept * shape.parameters) + 2 * 4 * largest
 
 
 @pytest.mark.parametrize(

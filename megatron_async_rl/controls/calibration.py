@@ -1,0 +1,45 @@
+"""GAC's lower threshold, taken from the run itself: a quantile of the cosines that fresh data shows.
+
+Fresh: the batch of this step and the one that made the reference were sampled by the weights they trained (lag 0). A run that
+asks for calibration trains synchronously for its first `steps` + 1 steps (flow/law.py), the first of which has no cosine.
+Should some of those steps have none either (a gradient that is not finite, an empty batch), then the first stale step takes
+the quantile of what there is, provided it is at least half; with less, calibration waits for more fresh steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.controls import CalibrateConfig
+
+BOUND = 0.999
+"""Of a calibrated threshold: at +-1 there is nothing to project to."""
+
+
+class Calibration:
+    """`threshold`: null until there is one; then it does not change."""
+
+    def __init__(self, settings: CalibrateConfig) -> None:
+        self.settings = settings
+        self.cosines: list[float] = []
+        self.threshold: float | None = None
+
+    def observe(self, cosine: float, *, fresh: bool) -> None:
+        """The cosine of one step, all-reduced."""
+        if self.threshold is not None:
+            return
+        if fresh:
+            self.cosines.append(cosine)
+        enough = self.settings.steps if fresh else max(1, (self.settings.steps + 1) // 2)
+        if len(self.cosines) >= enough:
+            self.threshold = float(np.clip(np.quantile(self.cosines, self.settings.quantile), -BOUND, BOUND))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cosines": list(self.cosines), "threshold": self.threshold}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.cosines, self.threshold = list(state["cosines"]), state["threshold"]

@@ -1,0 +1,60 @@
+"""The ESS learning rate of VCPO (arXiv 2602.17616): the step is as large as the batch is worth.
+
+The weights are those of the step's own forward passes, summed over each whole response, all-reduced before any control runs:
+no rank of any parallel dimension sees less than the whole batch, and there is no collective here. The factor lasts one step;
+the scheduler never sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_async_rl.controls.decision import Control, Decision, StepView
+from megatron_async_rl.controls.ess import effective_sample_size, lr_scale
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.controls import EssLrControl
+
+
+class EssLr(Control):
+    """State, for `reference_ratio: auto`: sum and number of the ESS / B of on-policy steps, whose batch has lag 0 throughout.
+
+    A run's first step is one, so `auto` is known from then on.
+    """
+
+    def __init__(self, settings: EssLrControl) -> None:
+        self.settings = settings
+        self.on_policy_sum = 0.0
+        self.on_policy_steps = 0
+
+    @property
+    def reference_ratio(self) -> float:
+        if self.settings.reference_ratio != "auto":
+            return self.settings.reference_ratio
+        return self.on_policy_sum / self.on_policy_steps if self.on_policy_steps else 1.0
+
+    def apply(self, step: StepView) -> Decision:
+        """Metrics: ess_lr/scale, ess_lr/ess_ratio (of the weights used), ess_lr/reference_ratio."""
+        log_weights = step.log_weights
+        if len(log_weights) == 0:
+            return Decision()
+        if self.settings.use_truncated:
+            log_weights = np.minimum(log_weights, math.log(self.settings.cap))
+        ratio = effective_sample_size(log_weights) / len(log_weights)
+        if step.lag_max == 0 and ratio > 0.0:
+            self.on_policy_sum += ratio
+            self.on_policy_steps += 1
+        reference = self.reference_ratio
+        scale = lr_scale(ratio, rule=self.settings.rule, reference_ratio=reference, floor=self.settings.floor)
+        metrics = {"ess_lr/scale": scale, "ess_lr/ess_ratio": ratio, "ess_lr/reference_ratio": reference}
+        return Decision(lr_scale=scale, metrics=metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"on_policy_sum": self.on_policy_sum, "on_policy_steps": self.on_policy_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.on_policy_sum, self.on_policy_steps = state["on_policy_sum"], state["on_policy_steps"]

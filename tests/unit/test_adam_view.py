@@ -1,0 +1,174 @@
+"""What the view of Adam says against what torch's Adam does, and what an optimizer step leaves behind for the next."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.controls.decision import Control, Decision
+from megatron_async_rl.policy import step as step_module
+from megatron_async_rl.policy.adam import AdamView, TakenStep
+from megatron_async_rl.policy.step import OptimizerStep, StepFacts
+from tests.gradients import OneRank, Shard
+
+SETTINGS = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5, clip_grad=None)
+
+
+class Megatron:
+    """The part of Megatron's optimizer that a step uses, over torch's AdamW."""
+
+    def __init__(self, decay=SETTINGS.weight_decay):
+        draw = torch.Generator().manual_seed(0)
+        self.parameters = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((3, 4), (5,), (2, 2))]
+        groups = [{"params": self.parameters[:2], "weight_decay": decay}, {"params": self.parameters[2:], "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps)
+        self.gradient = lambda: torch.randn(1, generator=draw)
+        self.draw = draw
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def prepare_grads(self):
+        for parameter in self.parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=self.draw)
+        return False
+
+    def step_with_ready_grads(self):
+        self.optimizer.step()
+
+
+class Scripted(Control):
+    """Says what it was given, one decision per step, and keeps what it saw."""
+
+    def __init__(self, decisions):
+        self.decisions = list(decisions)
+        self.seen = []
+
+    def apply(self, step):
+        update = step.optimizer.last_update()
+        self.seen.append((step.lr, step.optimizer.updates, None if update is None else [part.clone() for part in update]))
+        return self.decisions.pop(0)
+
+
+FACTS = StepFacts(loss=1.0, log_weights=np.zeros(3), lag_max=0)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setattr(
+        step_module, "gradients_of", lambda optimizer, layout: OneRank([Shard(p.grad) for p in optimizer.parameters])
+    )
+
+    def build(decisions, settings=SETTINGS):
+        megatron = Megatron(settings.weight_decay)
+        control = Scripted(decisions)
+        return megatron, control, OptimizerStep(megatron, settings, {"scripted": control}, SimpleNamespace(), 10)
+
+    return build
+
+
+DECISIONS = [
+    Decision(),
+    Decision(lr_scale=0.3),
+    Decision(beta1=0.2),
+    Decision(skip=True),
+    Decision(lr_scale=0.5, beta1=0.0),
+    Decision(gradient_scale=0.1),
+    Decision(),
+]
+
+
+def test_the_last_update_is_what_the_step_added_to_the_parameters_without_decay(run):
+    megatron, control, optimizer_step = run(DECISIONS)
+    made = None
+    for decision in DECISIONS:
+        before = [parameter.detach().clone() for parameter in megatron.parameters]
+        metrics = optimizer_step.take(FACTS)
+        _, _, seen = control.seen[-1]
+        assert (seen is None) == (made is None)
+        for told, real in zip(seen or [], made or [], strict=True):
+            torch.testing.assert_close(told, real, rtol=1e-5, atol=1e-7)
+        if decision.skip:
+            assert metrics["update/norm"] == 0.0
+            continue
+        made = []
+        for parameter, old in zip(megatron.parameters, before, strict=True):
+            decay = next(g["weight_decay"] for g in megatron.param_groups if any(p is parameter for p in g["params"]))
+            made.append(parameter.detach() - old * (1 - SETTINGS.lr * decision.lr_scale * decay))
+        norm = math.sqrt(sum(float(part.double().square().sum()) for part in made))
+        assert metrics["update/norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_fused_adam_that_counts_steps_in_its_group_says_the_same():
+    megatron = Megatron()
+    for _ in range(3):
+        megatron.prepare_grads()
+        megatron.step_with_ready_grads()
+    last = TakenStep(SETTINGS.lr, SETTINGS.betas[0])
+    by_parameter = list(AdamView(megatron, SETTINGS, 3, last).last_update())
+    for group in megatron.param_groups:
+        group["step"] = 3
+    for state in megatron.optimizer.state.values():
+        del state["step"]
+    for one, other in zip(by_parameter, AdamView(megatron, SETTINGS, 3, last).last_update(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_before_the_first_step_there_is_neither_momentum_nor_update_even_where_adam_has_state():
+    """A checkpoint gives Adam its state of zeros before it has stepped; a rank without shards has none after it."""
+    megatron = Megatron()
+    megatron.prepare_grads()
+    for parameter in megatron.parameters:
+        megatron.optimizer.state[parameter] = {"exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1), "step": torch.zeros(())}
+    view = AdamView(megatron, SETTINGS, 0, None)
+    assert (view.momentum(), view.last_update()) == (None, None)
+    megatron.optimizer.param_groups.clear()
+    later = AdamView(megatron, SETTINGS, 1, TakenStep(0.1, 0.9))
+    assert (list(later.momentum()), list(later.last_update())) == ([], [])
+
+
+def test_momentum_is_adams_first_moment_itself(run):
+    megatron, _, optimizer_step = run([Decision()])
+    optimizer_step.take(FACTS)
+    for told, parameter in zip(optimizer_step._view().momentum(), megatron.parameters, strict=True):
+        assert told is megatron.optimizer.state[parameter]["exp_avg"]
+
+
+def test_the_scheduler_never_sees_what_a_control_multiplied_its_rate_by(run):
+    megatron, control, optimizer_step = run([Decision(lr_scale=0.01), Decision(), Decision()])
+    settings = SETTINGS.model_copy(update={"schedule": "linear"})
+    optimizer_step.settings = settings
+    rates = []
+    for _ in range(3):
+        metrics = optimizer_step.take(FACTS)
+        rates.append((metrics["policy/lr"], megatron.param_groups[0]["lr"]))
+    assert [lr for lr, _, _ in control.seen] == [lr for lr, _ in rates] == pytest.approx([0.1, 0.09, 0.08])
+    assert [used for _, used in rates] == pytest.approx([0.001, 0.09, 0.08])
+
+
+def test_a_control_s_beta1_lasts_one_step(run):
+    megatron, _, optimizer_step = run([Decision(beta1=0.1), Decision()])
+    used = []
+    for _ in range(2):
+        optimizer_step.take(FACTS)
+        used.append([group["betas"] for group in megatron.param_groups])
+    assert used == [[(0.1, 0.95)] * 2, [(0.9, 0.95)] * 2]
+
+
+def test_what_the_last_step_was_made_with_survives_a_checkpoint(run):
+    _, _, optimizer_step = run([Decision(lr_scale=0.3, beta1=0.2), Decision(skip=True)])
+    optimizer_step.take(FACTS)
+    optimizer_step.take(FACTS)
+    _, _, resumed = run([])
+    resumed.load_state_dict(optimizer_step.state_dict())
+    assert (resumed.steps, resumed.updates, resumed.last) == (2, 1, TakenStep(0.1 * 0.3, 0.2))
+
+
+def test_without_controls_nothing_is_spent_on_the_update_norm(run):
+    _, _, optimizer_step = run([])
+    optimizer_step.controls = {}
+    assert "update/norm" not in optimizer_step.take(FACTS)

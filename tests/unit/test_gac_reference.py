@@ -1,0 +1,159 @@
+"""How the previous gradient is kept: in which numbers, with which error, and in whose memory."""
+
+import pytest
+import torch
+
+from megatron_async_rl.config.controls import GacControl
+from megatron_async_rl.controls import alignment
+from megatron_async_rl.controls.gac import Gac
+from megatron_async_rl.controls.number_format import BLOCK, decode, encode
+from megatron_async_rl.controls.offload import PlainCopies
+from tests.gradients import OneRank, Shard, aligned, flat, step
+
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / BLOCK}
+RELATIVE = {"fp32": 0.0, "bf16": 2.0**-8, "fp8": 2.0**-4}
+
+
+def wild(size, seed=0):
+    """Numbers over twelve orders of magnitude, some blocks all zero."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(size, generator=draw) * 10.0 ** torch.randint(-9, 3, (size,), generator=draw)
+    values[BLOCK : 2 * BLOCK] = 0.0
+    return values
+
+
+@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("shape", [(1,), (7, 33), (BLOCK,), (5, BLOCK + 1)])
+def test_what_is_read_back_is_within_the_stated_error(number_format, shape):
+    values = wild(torch.Size(shape).numel()).view(shape)
+    read = decode(encode(values, number_format), values.shape)
+    assert read.shape == values.shape
+    assert read.dtype == torch.float32
+    flat_values = values.flatten()
+    blocks = torch.nn.functional.pad(flat_values, (0, -flat_values.numel() % BLOCK)).view(-1, BLOCK)
+    largest = blocks.abs().amax(dim=1).repeat_interleave(BLOCK)[: flat_values.numel()].view(shape)
+    allowed = values.abs() * RELATIVE[number_format] + (largest * 2.0**-18 if number_format == "fp8" else 0.0)
+    assert ((read - values).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
+def test_writing_again_what_was_read_gives_the_same_bits(number_format):
+    values = wild(10 * BLOCK + 3)
+    read = decode(encode(values, number_format), values.shape)
+    assert torch.equal(decode(encode(read, number_format), values.shape), read)
+
+
+@pytest.mark.parametrize("extreme", [1e-42, 1e-30, 3e38])
+def test_a_block_of_the_smallest_or_largest_floats_is_finite_and_in_proportion(extreme):
+    values = torch.full((BLOCK,), extreme)
+    read = decode(encode(values, "fp8"), values.shape)
+    assert torch.isfinite(read).all()
+    assert (read - values).abs().max() <= max(extreme * 2.0**-4, 2.0**-126)
+
+
+@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
+def test_a_reference_takes_the_bytes_that_its_numbers_need(number_format):
+    size = 100 * BLOCK
+    assert sum(part.nbytes for part in encode(wild(size), number_format)) == size * BYTES[number_format]
+
+
+@pytest.mark.parametrize(("number_format", "error"), [("fp32", 1e-6), ("bf16", 2e-4), ("fp8", 3e-3)])
+@pytest.mark.parametrize("c", [-0.5, 0.05, 0.3, 0.9])
+def test_the_cosine_with_a_compressed_reference_is_close_to_the_exact_one(number_format, error, c):
+    control = Gac(GacControl(reference_dtype=number_format))
+    first, second = aligned(c, size=30_000)
+    control.apply(step(first))
+    assert control.apply(step(second)).metrics["gac/cosine"] == pytest.approx(c, abs=error)
+
+
+@pytest.mark.parametrize("number_format", ["bf16", "fp8"])
+def test_projection_reaches_the_threshold_against_the_reference_that_was_kept(number_format):
+    control = Gac(GacControl(c_low=0.15, reference_dtype=number_format))
+    first, second = aligned(0.9)
+    control.apply(step(first))
+    kept = torch.cat([shard.flatten() for shard in control.shard_state()["reference"]]).double()
+    control.apply(step(second))
+    after = flat(second)
+    assert float(after @ kept / (after.norm() * kept.norm())) == pytest.approx(0.15, abs=2e-6)
+
+
+class LateCopies(PlainCopies):
+    """A side stream at its slowest: nothing is copied before somebody waits for it, then everything up to it is."""
+
+    def __init__(self):
+        self.pending = []
+        self.waits = 0
+
+    def start(self, source, target):
+        if target.dtype.is_floating_point and target.dtype.itemsize > 1:
+            target.fill_(float("nan"))
+        self.pending.append((source, target))
+        mine = len(self.pending)
+        return lambda: self._through(mine)
+
+    def finish(self):
+        self._through(len(self.pending))
+
+    def _through(self, last):
+        self.waits += 1
+        for index in range(last):
+            if self.pending[index] is not None:
+                source, target = self.pending[index]
+                target.copy_(source)
+                self.pending[index] = None
+
+
+def run(control):
+    metrics, after = [], []
+    for seed, c in enumerate((0.9, 0.5, 0.05, 0.95, 0.3)):
+        first, second = aligned(c, seed=seed)
+        for gradients in (first, second):
+            metrics.append(dict(control.apply(step(gradients)).metrics))
+            after.append(flat(gradients))
+            for shard in gradients.shards:
+                # The optimizer and the next backward write over the gradient as soon as the control is done with it.
+                shard.grad.fill_(1e9)
+    return metrics, after
+
+
+@pytest.mark.parametrize("reference", ["raw", "applied"])
+@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
+def test_an_offloaded_reference_gives_the_same_bits_however_late_its_copies_are(monkeypatch, number_format, reference):
+    settings = {"c_low": 0.15, "reference_dtype": number_format, "reference": reference}
+    metrics, after = run(Gac(GacControl(**settings)))
+    late = LateCopies()
+    plain, plain_after = run(Gac(GacControl(**settings, reference_offload="cpu")))
+    monkeypatch.setattr(alignment, "copies_for", lambda device: late)
+    offloaded = Gac(GacControl(**settings, reference_offload="cpu"))
+    offloaded_metrics, offloaded_after = run(offloaded)
+    assert late.waits > 0
+    assert metrics == plain == offloaded_metrics
+    for one, two, three in zip(after, plain_after, offloaded_after, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+    # What a checkpoint reads has arrived too.
+    assert all(torch.isfinite(shard).all() for shard in offloaded.shard_state()["reference"])
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
+def test_a_reference_survives_a_save_and_load_to_the_bit(number_format, offload):
+    settings = GacControl(reference_dtype=number_format, reference_offload=offload)
+    through, resumed = Gac(settings), Gac(settings)
+    first, second = aligned(0.7)
+    through.apply(step(first))
+    resumed.load_state_dict(through.state_dict())
+    resumed.load_shard_state(through.shard_state())
+    again = OneRank([Shard(shard.grad.clone()) for shard in second.shards])
+    assert resumed.apply(step(again)).metrics == through.apply(step(second)).metrics
+    assert torch.equal(flat(again), flat(second))
+
+
+def test_a_gradient_in_bfloat16_is_projected_like_one_in_float32():
+    first, second = aligned(0.8)
+    control = Gac(GacControl(c_low=0.15))
+    for gradients in (first, second):
+        halved = OneRank([Shard(shard.grad.bfloat16()) for shard in gradients.shards])
+        metrics = control.apply(step(halved)).metrics
+    assert metrics["gac/cosine"] == pytest.approx(0.8, abs=2e-3)
+    assert float(flat(halved) @ flat(first) / (flat(halved).norm() * flat(first).norm())) == pytest.approx(0.15, abs=1e-2)

@@ -1,0 +1,100 @@
+"""What any claim for GAC has to beat: the same gradient norms, the same update norms, a lower beta1."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_async_rl.config.controls import Beta1Control, GacControl, MatchedLrControl, MatchedNormControl
+from megatron_async_rl.controls.beta1 import Beta1
+from megatron_async_rl.controls.gac import Gac
+from megatron_async_rl.controls.matched_lr import MatchedLr
+from megatron_async_rl.controls.matched_norm import MatchedNorm
+from tests.gradients import OneRank, Optimizer, Shard, aligned, flat, gradient, step
+
+
+def copied(gradients):
+    return OneRank([Shard(shard.grad.clone()) for shard in gradients.shards])
+
+
+@pytest.mark.parametrize("reference", ["raw", "applied"])
+@pytest.mark.parametrize("target", ["threshold", "zero"])
+@pytest.mark.parametrize("c", [-0.4, 0.1, 0.3, 0.6, 0.95])
+def test_matched_norm_leaves_the_length_that_gac_leaves_and_the_direction_alone(c, target, reference):
+    settings = {"c_low": 0.15, "target": target, "reference": reference}
+    gac, null = Gac(GacControl(**settings)), MatchedNorm(MatchedNormControl(**settings))
+    first, second = aligned(c)
+    gac.apply(step(copied(first)))
+    null.apply(step(first))
+    projected, raw = copied(second), flat(second).clone()
+    judged = gac.apply(step(projected))
+    decision = null.apply(step(second))
+    assert torch.equal(flat(second), raw)
+    assert decision.gradient_scale == pytest.approx(float(flat(projected).norm() / raw.norm()), rel=1e-6)
+    shared = {name: value for name, value in judged.metrics.items() if name != "gac/removed"}
+    assert {name: decision.metrics[name] for name in shared} == shared
+
+
+def test_matched_norm_skips_where_gac_does():
+    null = MatchedNorm(MatchedNormControl(c_high=0.5))
+    first, second = aligned(0.9)
+    assert not null.apply(step(first)).skip
+    assert null.apply(step(second)).skip
+
+
+def test_matched_norm_of_a_repeated_gradient_is_nothing_not_a_rounding_below_zero():
+    null = MatchedNorm(MatchedNormControl(c_low=0.0))
+    for _ in range(2):
+        decision = null.apply(step(gradient([3.0, 4.0])))
+    assert decision.gradient_scale == pytest.approx(0.0, abs=1e-3)
+
+
+def taken(number, norm):
+    """The optimizer after `number` updates, the last of which had this norm."""
+    return Optimizer(updates=number, update=[torch.tensor([0.6 * norm, 0.8 * norm])])
+
+
+def test_matched_lr_makes_the_mean_update_as_long_as_the_target():
+    """A toy optimizer whose updates at scale 1 have given norms: in the long run the scaled ones average to the target."""
+    control = MatchedLr(MatchedLrControl(target_update_norm=0.5))
+    norms = [2.0, 1.0, 3.0, 2.0] * 50
+    made, optimizer = [], Optimizer()
+    for number, norm in enumerate(norms):
+        scale = control.apply(step(gradient([1.0, 1.0]), optimizer=optimizer)).lr_scale
+        made.append(scale * norm)
+        optimizer = taken(number + 1, made[-1])
+    assert control.scale == pytest.approx(0.5 / 2.0, rel=1e-2)
+    assert sum(made[20:]) / len(made[20:]) == pytest.approx(0.5, rel=3e-2)
+
+
+def test_matched_lr_divides_each_past_update_by_the_scale_it_was_made_with():
+    control = MatchedLr(MatchedLrControl(target_update_norm=1.0))
+    gradients = gradient([1.0, 1.0])
+    assert control.apply(step(gradients)).lr_scale == 1.0
+    assert control.apply(step(gradients, optimizer=taken(1, 4.0))).lr_scale == pytest.approx(1 / 4)
+    assert control.apply(step(gradients, optimizer=taken(2, 0.5))).lr_scale == pytest.approx(2 / (4.0 + 0.5 * 4))
+
+
+def test_matched_lr_counts_an_update_once_however_many_steps_are_skipped_after_it():
+    control = MatchedLr(MatchedLrControl(target_update_norm=1.0))
+    gradients = gradient([1.0, 1.0])
+    control.apply(step(gradients))
+    for _ in range(3):
+        assert control.apply(step(gradients, optimizer=taken(1, 4.0))).lr_scale == pytest.approx(1 / 4)
+    assert control.counted == 1
+    assert gradients.reductions == 1
+
+
+def test_matched_lr_goes_on_where_it_was_after_a_resume():
+    control, resumed = (MatchedLr(MatchedLrControl(target_update_norm=1.0)) for _ in range(2))
+    gradients = gradient([1.0, 1.0])
+    control.apply(step(gradients))
+    control.apply(step(gradients, optimizer=taken(1, 4.0)))
+    resumed.load_state_dict(control.state_dict())
+    assert resumed.apply(step(gradients, optimizer=taken(2, 0.5))) == control.apply(step(gradients, optimizer=taken(2, 0.5)))
+
+
+def test_a_fixed_beta1_rules_every_step():
+    control = Beta1(Beta1Control(beta1=0.5))
+    assert [control.apply(step(gradient([float(n)]))).beta1 for n in range(3)] == [0.5] * 3
+    assert math.isclose(control.apply(step(gradient([1.0]))).lr_scale, 1.0)
