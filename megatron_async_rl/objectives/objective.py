@@ -28,6 +28,7 @@ from megatron_async_rl.objectives.proximal import proximal_logp, surveyed_for_pr
 from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
 from megatron_async_rl.objectives.shaping import kl_penalty, shaped_rewards, token_rewards
 from megatron_async_rl.objectives.targets import StepTargets, valid_samples, whole_batch
+from megatron_async_rl.objectives.value import value_loss, value_metrics
 from megatron_async_rl.samples.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Objective:
             starts=tuple(accumulate((sample.length for sample in samples), initial=0)),
             denominators=Denominators.of(whole, kept_only=config.renormalize),
             corrected=self._correct_whole,
-            metrics=dict(whole.decided.scalars),
+            metrics={**whole.decided.scalars, **value_metrics(whole)},
         )
 
     def loss(self, batch: TokenBatch, denominators: Denominators, *, corrected: bool = True) -> BatchLoss:
@@ -121,6 +122,8 @@ class Objective:
             found.append(("kl", config.kl.coef, kl_estimate(log_ratio, config.kl.estimator)))
         if config.entropy_bonus:
             found.append(("entropy", -config.entropy_bonus, batch.require("entropy")))
+        if config.value is not None:
+            found.append(("value", config.value.coef, value_loss(batch, config.value)))
         return found
 
     def _corrected(self, batch: TokenBatch) -> TokenBatch:

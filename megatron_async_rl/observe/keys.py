@@ -82,6 +82,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "loss/kl": Key("loss", "KL penalty to the reference policy."),
             "loss/entropy": Key("loss", "Entropy bonus (negative)."),
             "loss/value": Key("loss", "Squared error of the value head."),
+            "value/explained_variance": Key(
+                "share", "1 - Var(returns - values) / Var(returns) over trained tokens, before the step: 1 is perfect."
+            ),
         },
     ),
     "Clipping": (

@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TokenOutputs:
-    """What the model says about a micro-batch's N response tokens. logp, entropy: with gradient in training."""
+    """What the model says about a micro-batch's N response tokens. logp, entropy, values: with gradient in training.
+
+    values: [N] of the value head; None where the objective has none.
+    """
 
     logp: Tensor
     entropy: Tensor
     sum_p_squared: Tensor
+    values: Tensor | None = None
 
 
 Consume = Callable[[MicroBatch, TokenOutputs], Tensor]
@@ -112,4 +116,5 @@ class Schedule:
             group=self.layout.tp_group,
             vocab_size=self.model.vocab_size,
         )
-        return TokenOutputs(logp, entropy, sum_p_squared)
+        head = self.model.value_head
+        return TokenOutputs(logp, entropy, sum_p_squared, None if head is None else head(selected))

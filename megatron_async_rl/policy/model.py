@@ -4,7 +4,8 @@ Invariants:
 - no chunk ever computes logits: log-probs take the hidden states and the output weight (`logprobs.py`);
 - the output weight is the module's own parameter (the embedding's, when tied on one stage), so gradients reach it through
   autograd and Megatron's accumulation hooks and its all-reduce of tied embeddings work unchanged;
-- a model from `build_model` is a loaded one: every parameter came from the directory, and every tensor there was used.
+- a model from `build_model` is a loaded one: every parameter came from the directory, and every tensor there was used; the
+  value head alone is not in it and starts at zero.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from megatron_async_rl.policy.bridge import LocalBridge, build_bridge
 from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.value_head import ValueHead
 from megatron_async_rl.weights.load import load_hf
 
 if TYPE_CHECKING:
+    from megatron_async_rl.config.objective import ValueConfig
     from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,7 +36,12 @@ class HiddenStateModel(GPTModel):
 
     Call as `chunk(input_ids, position_ids, attention_mask=None)`. The last stage returns the hidden states after the final
     norm, [rows, length, hidden], whole on every tensor-parallel rank; other stages return what Megatron's schedule sends on.
+    value_head: on the last stage, where the objective has one.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.value_head: ValueHead | None = None
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
@@ -74,8 +82,13 @@ class PolicyModel:
             raise RuntimeError(f"pipeline stage {self.bridge.layout.pp_rank} has no output weight; only the last stage has")
         return self.chunks[-1].output_weight()
 
+    @property
+    def value_head(self) -> ValueHead | None:
+        """Of the last stage; None on other stages, and where the objective has none."""
+        return self.chunks[-1].value_head
 
-def assemble_model(model: ModelConfig, policy: PolicyConfig, layout: Layout) -> PolicyModel:
+
+def assemble_model(model: ModelConfig, policy: PolicyConfig, layout: Layout, value: ValueConfig | None = None) -> PolicyModel:
     """This rank's stage of the model of `model.path`, in `model.dtype` on the layout's device, its weights still undefined.
 
     Raises UnsupportedModel.
@@ -96,17 +109,19 @@ def assemble_model(model: ModelConfig, policy: PolicyConfig, layout: Layout) -> 
             vp_stage=vp_stage,
             **bridge.gpt_arguments(),
         )
+        if value is not None and layout.is_last_chunk(index):
+            chunk.value_head = ValueHead(bridge.config, detach=value.detach, device=layout.device)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk)
     return PolicyModel(chunks=chunks, bridge=bridge, config=bridge.config, vocab_size=bridge.vocab_size, source=model.path)
 
 
-def build_model(model: ModelConfig, policy: PolicyConfig, layout: Layout) -> PolicyModel:
+def build_model(model: ModelConfig, policy: PolicyConfig, layout: Layout, value: ValueConfig | None = None) -> PolicyModel:
     """`assemble_model`, loaded from `model.path`. Collective over pipeline ranks.
 
     Raises UnsupportedModel, or WeightsDoNotFit when directory and model differ in any tensor.
     """
-    built = assemble_model(model, policy, layout)
+    built = assemble_model(model, policy, layout, value)
     load_hf(built.bridge, built.chunks, model.path)
     return built

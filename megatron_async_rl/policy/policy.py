@@ -74,7 +74,7 @@ class Policy:
 
         `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. Nothing in the policy is random.
         """
-        model = build_model(model_config, policy_config, layout)
+        model = build_model(model_config, policy_config, layout, objective_config.value)
         wrapped = wrap_for_gradients(model.chunks, policy_config)
         optimizer = build_optimizer(wrapped, policy_config, DTYPES[model_config.dtype])
         controls = build_controls(controls_config)
@@ -192,6 +192,8 @@ class _Consumer:
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
         tokens = self.targets.part(micro_batch.samples, dtype=outputs.logp.dtype, device=outputs.logp.device)
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
+        if outputs.values is not None:
+            tokens = tokens.replace(values=outputs.values, values_old=tokens.require("values"))
         loss = self.policy.objective.loss(tokens, self.targets.denominators, corrected=self.targets.corrected)
         if self.policy.layout.tp_rank == 0:
             self.table.record(micro_batch, tokens, loss, self.version)

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+NOT_EXPORTED = ("value_head.",)
+"""Beginnings of the names of parameters that only training has: in no Hugging Face directory and in no engine."""
+
 
 @dataclass(frozen=True)
 class ParameterEntry:
@@ -48,11 +51,13 @@ class ParameterEntry:
 
 
 def local_entries(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ParameterEntry]:
-    """The parameters of this rank's stage, in module order."""
+    """The parameters of this rank's stage, in module order, without those that only training has."""
     entries = []
     for index, chunk in enumerate(chunks):
         global_names = bridge._weight_name_mapping_mcore_local_to_global(chunk)
         for local_name, parameter in chunk.named_parameters():
+            if local_name.startswith(NOT_EXPORTED):
+                continue
             partitioned = bool(getattr(parameter, "tensor_model_parallel", False)) and bridge.mpu.tp_size > 1
             dim = int(parameter.partition_dim) if partitioned else None
             full = list(parameter.shape)

@@ -37,11 +37,13 @@ class Rank:
         self.layout = initialise(parallel, "cpu", timeout_s=60)
         self.batches = pickle.loads((material / "batches.pickle").read_bytes())
 
-    def policy(self, model="tied", *, controls=(GAC,), budget=64, objective=None, temperature=TEMPERATURE, **optimizer):
+    def policy(
+        self, model="tied", *, controls=(GAC,), budget=64, objective=None, temperature=TEMPERATURE, dtype="float32", **optimizer
+    ):
         # A large epsilon keeps Adam smooth: with a tiny one the update of a near-zero gradient is its rounding's sign.
         optimizer = {"lr": 1e-3, "eps": 0.01, "weight_decay": 1.0, "clip_grad": 0.5, **optimizer}
         return Policy.build(
-            ModelConfig(path=self.material / model, dtype="float32"),
+            ModelConfig(path=self.material / model, dtype=dtype),
             PolicyConfig(
                 parallel=self.parallel,
                 optimizer=OptimizerConfig(**optimizer),

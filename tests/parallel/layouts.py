@@ -70,15 +70,16 @@ def batch(name: str) -> TrainBatch:
 
 
 @functools.cache
-def results(layout: str) -> dict:
-    outcome = _results_of_all(LAYOUTS[layout]["ranks"])
+def results(layout: str, program: str = "layout_program") -> dict:
+    """What `program` measured on this layout."""
+    outcome = _results_of_all(LAYOUTS[layout]["ranks"], program)
     if isinstance(outcome, AssertionError):
         raise outcome
     return outcome[layout]
 
 
 @functools.cache
-def _results_of_all(ranks: int) -> dict[str, dict] | AssertionError:
+def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionError:
     """The layouts of this many ranks share one start of the processes, which takes longer than the steps.
 
     A failure is returned, so that it is waited for once and not by every test.
@@ -87,7 +88,7 @@ def _results_of_all(ranks: int) -> dict[str, dict] | AssertionError:
     output = temporary()
     arguments = {name: (port, LAYOUTS[name]) for name, port in zip(chosen, free_ports(len(chosen)), strict=True)}
     try:
-        run_ranks(ranks, "tests.parallel.layout_program", [material(), json.dumps(arguments), output])
+        run_ranks(ranks, f"tests.parallel.{program}", [material(), json.dumps(arguments), output])
     except AssertionError as failure:
         return failure
     return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in chosen}
