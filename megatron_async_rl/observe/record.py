@@ -34,8 +34,13 @@ class Record:
 
     @property
     def gac(self) -> Mapping[str, Any] | None:
-        """Settings of gradient alignment control, when the run has it."""
-        return next((control for control in self.config.get("controls") or () if control.get("name") == "gac"), None)
+        """Settings of the control that judges the cosine, when the run has one; `c_low` is the one in force at the end."""
+        controls = self.config.get("controls") or ()
+        settings = next((control for control in controls if control.get("name") in ("gac", "matched_norm")), None)
+        if settings is None or settings.get("calibrate") is None:
+            return settings
+        calibrated = next((row["gac/c_low"] for row in reversed(self.rows) if "gac/c_low" in row), None)
+        return {**settings, "c_low": calibrated}
 
     @property
     def lag_bound(self) -> float | None:

@@ -111,6 +111,20 @@ def test_the_tables_say_what_was_run_and_how_fast(tmp_path: Path) -> None:
     assert tables["Policy"]["policy.optimizer.lr"] == "0.0003"
 
 
+def test_a_calibrated_threshold_is_drawn_where_the_run_found_it(tmp_path: Path) -> None:
+    config = {**CONFIG, "controls": [{"name": "gac", "c_low": 0.15, "calibrate": {"steps": 4, "quantile": 0.9}}]}
+    run = sampled_run(tmp_path, 3, config)
+    assert read_record(run).gac == {"name": "gac", "c_low": None, "calibrate": {"steps": 4, "quantile": 0.9}}
+    write_report(run)
+    log = MetricsLog(run, tensorboard=False, first_step=4)
+    log.log(4, {"gac/cosine": 0.4, "gac/regime": 1, "gac/c_low": 0.31})
+    log.close()
+    gac = read_record(run).gac
+    assert gac is not None
+    assert gac["c_low"] == 0.31
+    assert "c_low 0.31" in write_report(run)[0].read_text()
+
+
 def test_text_of_the_config_is_escaped(tmp_path: Path) -> None:
     html_path, _ = write_report(sampled_run(tmp_path / "demo", 2))
     assert "/models/&lt;tiny&gt;" in page_without_plotly(html_path)
