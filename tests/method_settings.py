@@ -1,19 +1,21 @@
-"""Every method of the configuration with its settings at their defaults, and with each choice among few taken once."""
+"""Every method of the configuration, with its settings at their defaults and with every choice among few."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from megatron_async_rl.config.keys import models_in
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.strict import Strict
 
-TRIED = (True, False, 0.5, 3.0, 3)
-"""For settings that are off, or switches."""
+TRIED = (3.0, 0.5)
+"""For settings that are off by default, and for those without a default."""
 
 
 def models(section: str) -> tuple[type[Strict], ...]:
@@ -23,28 +25,50 @@ def models(section: str) -> tuple[type[Strict], ...]:
 
 
 def variants(model: type[Strict]) -> Iterator[Strict]:
-    """The defaults, then each literal, switch and absent setting changed alone, where the model accepts it."""
-    required = {name: 1.0 for name, field in model.model_fields.items() if field.is_required()}
-    yield model(**required)
-    for name, field in model.model_fields.items():
-        if name == "name":
-            continue
-        for value in _others(field.annotation, field.default):
+    """Every combination of literals and switches that the model accepts, and each setting that is off turned on alone."""
+    names = [name for name in model.model_fields if name != "name"]
+    chosen = {name: _choices(model.model_fields[name]) for name in names}
+    made: list[Strict] = []
+    for values in product(*chosen.values()):
+        given = {name: value for name, value in zip(names, values, strict=True) if value is not DEFAULT}
+        for extra in ({}, *({name: value} for name in names if _is_off(model.model_fields[name]) for value in TRIED)):
             try:
-                yield model(**{**required, name: value})
+                settings = model(**{**given, **extra})
             except ValidationError:
                 continue
+            if settings not in made:
+                made.append(settings)
+                # One setting turned on is enough.
+                yield settings
+                break
+    for name in names:
+        for value in TRIED if _is_off(model.model_fields[name]) else ():
+            try:
+                settings = model(**{name: value})
+            except ValidationError:
+                continue
+            if settings not in made:
+                yield settings
+                break
 
 
-def _others(annotation: Any, default: Any) -> list[Any]:
-    if get_origin(annotation) is Literal:
-        return [value for value in get_args(annotation) if value != default]
-    if isinstance(default, bool):
-        return [not default]
-    if default is None:
-        literals = [value for part in get_args(annotation) if get_origin(part) is Literal for value in get_args(part)]
-        return literals or [value for value in TRIED if not isinstance(value, bool)][:2]
-    return []
+DEFAULT = object()
+
+
+def _choices(field: FieldInfo) -> list[Any]:
+    if isinstance(field.default, bool):
+        return [field.default, not field.default]
+    options = [option for part in (field.annotation, *get_args(field.annotation)) for option in _options(part)]
+    return [field.default, *(option for option in options if option != field.default)] if options else [DEFAULT]
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def _is_off(field: FieldInfo) -> bool:
+    """Null by default, or without a default, and not one of a few words."""
+    return (field.default is None or field.is_required()) and _choices(field) == [DEFAULT]
 
 
 def every(section: str) -> list[Any]:

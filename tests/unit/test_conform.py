@@ -1,0 +1,191 @@
+"""Reference vectors are met, and `mar conform` says so, or what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megatron_async_rl.cli import app
+from megatron_async_rl.conform.cases import read_cases
+from megatron_async_rl.conform.judge import judge
+
+GOLDEN = sorted((Path(__file__).parents[1] / "data/golden").glob("*.json"))
+CASES = [pytest.param(case, id=f"{file.stem}-{case.case}") for file in GOLDEN for case in read_cases(file)]
+SMALL = {
+    "case": "one",
+    "kind": "policy_loss",
+    "name": "ppo_clip",
+    "params": {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token-mean"},
+    "inputs": {
+        "logp": [[-1.0, -2.0], [-3.0, 0.0]],
+        "logp_prox": [[-1.1, -2.5], [-3.0, 0.0]],
+        "advantages": [[1.0, 1.0], [-2.0, 0.0]],
+        "mask": [[1.0, 1.0], [1.0, 0.0]],
+    },
+    # exp(0.1), 1.2 (clipped), and 1 at A = -2; over three tokens.
+    "expect": {"loss": (-np.exp(0.1) - 1.2 + 2.0) / 3, "grad_logp": [[-np.exp(0.1) / 3, 0.0], [2 / 3, 0.0]]},
+}
+
+
+def changed(path, value):
+    """SMALL with the entry at `path` (keys, dotted) set to `value`, or taken out with `...`."""
+    case = copy.deepcopy(SMALL)
+    *way, last = path.split(".")
+    place = case
+    for key in way:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return case
+
+
+def conform(tmp_path, content):
+    """(exit code, everything printed) of `mar conform` on one file."""
+    file = tmp_path / "cases.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    done = CliRunner().invoke(app, ["conform", str(file)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_reference_vector_is_met(case):
+    outcome = judge(case)
+    assert outcome.passed, outcome.reason
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_reference_vector_with_one_number_changed_is_not_met(case):
+    for key, values in case.expect.items():
+        wrong = {**case.expect, key: values.copy()}
+        first = np.unravel_index(int(np.argmax(np.abs(values))), values.shape)
+        wrong[key][first] += 1e-3 * max(1.0, abs(values[first]))
+        assert not judge(type(case)(**{**vars(case), "expect": wrong})).passed
+
+
+def test_vectors_that_are_met_end_with_code_0(tmp_path):
+    code, output = conform(tmp_path, [SMALL])
+    assert code == 0
+    assert "pass" in output
+    assert "largest error" in output
+    assert "all 1 cases passed" in output
+
+
+def test_one_case_that_fails_ends_with_code_1_and_the_largest_error(tmp_path):
+    code, output = conform(tmp_path, [SMALL, {**changed("expect.loss", 0.5), "case": "two"}])
+    assert code == 1
+    assert "loss is -0.10172" in output
+    assert "expected 0.5" in output
+    assert "1 of 2 cases failed" in output
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("kind", "loss", "unknown kind 'loss'"),
+        ("name", "ppo_clop", "nearest: ppo_clip"),
+        ("params.clip_middle", 0.2, "params.clip_middle"),
+        ("params.clip_low", -1.0, "params.clip_low"),
+        ("params.clip_low", {"a": [1]}, "params.clip_low"),
+        ("params.aggregation", "mean", "aggregation mean"),
+        ("inputs.mask", ..., "inputs.mask is missing"),
+        ("inputs.logp_old", [[0.0, 0.0], [0.0, 0.0]], "inputs.logp_old is no column"),
+        ("inputs.advantages", [1.0, 2.0], "inputs.advantages: expected numbers per token"),
+        ("expect.entropy", 1.0, "expect.entropy"),
+        ("expect.loss", [[1.0, 1.0], [1.0, 1.0]], "has shape [2, 2]"),
+    ],
+)
+def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_one_still_runs(tmp_path, path, value, reason):
+    code, output = conform(tmp_path, [changed(path, value), {**SMALL, "case": "next"}])
+    assert code == 1
+    assert reason in output
+    assert "1 of 2 cases failed" in output
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
+        ("{}", "expected a JSON list"),
+        ("[]", "at least one case"),
+        ([3], "entry 0: expected an object"),
+        ([changed("expect", ...)], "case 'one': has no `expect`"),
+        ([changed("case", ...)], "entry 0: has no `case`"),
+        ([changed("params", [])], "`params` is list, expected dict"),
+        ([changed("expect", {})], "`expect` is empty"),
+        ([changed("inputs.logp", [[1.0, 2.0], [3.0]])], "`logp`: its rows are not of one length"),
+        ([changed("inputs.logp", [[1.0, 2.0], 3.0])], "`logp`: its rows are not of one length"),
+        ([changed("inputs.logp", [[1.0], [2.0]])], "shapes differ"),
+        ([changed("inputs.rewards", [1.0])], "shapes differ"),
+        ([changed("inputs.logp", [["a", 2.0], [3.0, 4.0]])], "`logp`: expected numbers"),
+        ([changed("inputs.logp", [[[1.0], 2.0], [3.0, 4.0]])], "`logp`: expected numbers"),
+        ([changed("inputs.logp", None)], "`logp`: expected numbers"),
+        ([changed("inputs.logp", [[float("nan"), 2.0], [3.0, 4.0]])], "`logp`: expected numbers"),
+        ([changed("inputs.mask", [[0.5, 1.0], [1.0, 0.0]])], "`mask`: expected"),
+        ([changed("inputs.logp", [[10**400, 2.0], [3.0, 4.0]])], "beyond float64"),
+        ([SMALL, SMALL], "case 'one': is there twice"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_a_file_that_is_no_list_of_cases_ends_with_code_2_and_what_is_wrong(tmp_path, content, what):
+    code, output = conform(tmp_path, content)
+    assert code == 2
+    assert what in output
+    assert "cases.json" in output
+
+
+def test_a_file_that_cannot_be_read_is_refused_before_any_case_runs(tmp_path):
+    good = tmp_path / "good.json"
+    good.write_text(json.dumps([SMALL]))
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    for bad, what in (("missing.json", "No such file"), (".", "directory"), ("binary.json", "is not JSON")):
+        done = CliRunner().invoke(app, ["conform", str(good), str(tmp_path / bad)])
+        assert done.exit_code == 2
+        assert what in done.output
+        assert "pass" not in done.output
+
+
+def test_what_padding_holds_is_without_effect():
+    case = changed("inputs.logp_prox", [[-1.1, -2.5], [-3.0, -40.0]])
+    case["inputs"]["advantages"][1][1] = 9.0
+    outcome = judge_one(case)
+    assert outcome.passed, outcome.reason
+
+
+def judge_one(entry):
+    from megatron_async_rl.conform.cases import Case
+
+    arrays = {part: {key: np.array(value, dtype=float) for key, value in entry[part].items()} for part in ("inputs", "expect")}
+    return judge(Case(entry["case"], entry["kind"], entry["name"], entry["params"], **arrays))
+
+
+def test_a_float64_reference_is_met_to_1e_6_and_a_float32_one_to_what_float32_gives():
+    exact = float(SMALL["expect"]["loss"])
+    for value, passes in ((exact + 5e-7, True), (exact + 3e-6, False)):
+        assert judge_one(changed("expect.loss", value)).passed is passes
+    single = changed("expect.grad_logp", np.float32(SMALL["expect"]["grad_logp"]).tolist())
+    for offset, passes in ((5e-6, True), (5e-5, False)):
+        single["expect"]["loss"] = float(np.float32(exact + offset))
+        assert judge_one(single).passed is passes
+
+
+def test_log_ratios_of_fifty_and_rows_without_a_token_do_not_break_a_comparison():
+    case = copy.deepcopy(SMALL)
+    case["inputs"] = {
+        "logp": [[-1.0, -51.0], [0.0, 0.0]],
+        "logp_prox": [[-51.0, -1.0], [0.0, 0.0]],
+        "advantages": [[-1.0, -1.0], [1.0, 1.0]],
+        "mask": [[1.0, 1.0], [0.0, 0.0]],
+    }
+    # The first ratio is cut at exp(20), where its gradient ends; the second is clipped at 0.8.
+    case["expect"] = {"loss": (np.exp(20.0) + 0.8) / 2, "grad_logp": [[0.0, 0.0], [0.0, 0.0]]}
+    outcome = judge_one(case)
+    assert outcome.passed, outcome.reason
