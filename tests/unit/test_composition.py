@@ -1,0 +1,113 @@
+"""Methods that the configuration lets go together do; what does not go together is refused before a run starts."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from megatron_async_rl import cli
+from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
+from megatron_async_rl.objectives.targets import valid_samples
+from tests.combinations import factors, label, pairwise
+from tests.train_batches import ragged_batch
+from tests.written_run import write_run
+
+CUTS = ([[0, 1, 2, 3, 4]], [[3], [0, 4], [], [2, 1]])
+"""The five valid samples of a batch as micro-batches; a rank without samples gets one of no rows."""
+
+
+def surveyed(batch, objective, seed):
+    """Columns as a survey brings them, and log-probs near what sampled the tokens: ([N] each, logp [N])."""
+    generator = torch.Generator().manual_seed(seed)
+    samples, _ = valid_samples(batch)
+    behavior = torch.cat([torch.from_numpy(sample.behavior_logprobs) for sample in samples])
+
+    def near():
+        return behavior + 0.3 * torch.randn(len(behavior), generator=generator)
+
+    logp = near()
+    everything = {
+        "logp": logp,
+        "logp_prox": near(),
+        "logp_ref": near(),
+        "values": torch.randn(len(behavior), generator=generator),
+        "sum_p_squared": torch.rand(len(behavior), generator=generator),
+    }
+    return {name: everything[name] for name in objective.needs}, logp
+
+
+def loss_and_gradient(objective, targets, logp, rows_of_parts, dtype):
+    """Over all micro-batches: (loss, gradient by log-prob), each detached."""
+    logp = logp.to(dtype).requires_grad_()
+    total = torch.zeros((), dtype=dtype)
+    for rows in rows_of_parts:
+        part = targets.part(rows, dtype=dtype, device=torch.device("cpu"))
+        index = [torch.arange(targets.starts[i], targets.starts[i + 1]) for i in rows]
+        own = logp[torch.cat(index)] if rows else torch.zeros(1, dtype=dtype, requires_grad=True)
+        part = part.replace(logp=own, entropy=-own)
+        if part.values is not None:
+            part = part.replace(values_old=part.values)
+        parts = objective.loss(part, targets.denominators, corrected=targets.corrected).parts
+        assert rows or not parts.detach().any()
+        total = total + parts.sum()
+    (gradient,) = torch.autograd.grad(total, logp)
+    return total.detach(), gradient
+
+
+def test_every_registered_method_is_in_some_combination():
+    configs = pairwise()
+    assert {config.objective.advantage.name for config in configs} == set(ADVANTAGES)
+    assert {config.objective.loss.name for config in configs} == set(LOSSES)
+    assert {correction.name for config in configs for correction in config.objective.corrections} == set(CORRECTIONS)
+    assert {config.objective.proximal for config in configs} == set(factors()["proximal"])
+    assert {control.name for config in configs for control in config.controls} == set(factors()["first control"]) - {None}
+    assert any(len(config.objective.corrections) == 2 and len(config.controls) == 2 for config in configs)
+
+
+@pytest.mark.parametrize("config", pairwise(), ids=label)
+def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
+    for seed in (0, 1):
+        batch = ragged_batch(groups=2, group_size=3, seed=seed, max_response=6)
+        objective = Objective(config.objective)
+        columns, logp = surveyed(batch, objective, seed)
+        targets = objective.prepare(batch, columns)
+        found = [loss_and_gradient(objective, targets, logp, cut, torch.float64) for cut in CUTS]
+        for value, gradient in [*found, loss_and_gradient(objective, targets, logp, CUTS[1], torch.float32)]:
+            assert torch.isfinite(value)
+            assert torch.isfinite(gradient).all()
+        torch.testing.assert_close(found[0], found[1], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reasons"),
+    [
+        (
+            ["objective={loss: oapl, advantage: none}", "flow.async_ratio=1"],
+            ["oapl", "one weight version", "flow.async_ratio: 0"],
+        ),
+        (["objective={loss: ppo_clip, advantage: opob}"], ["opob", "ppo_clip", "reinforce"]),
+        (["objective={loss: trajectory_balance, advantage: none}"], ["trajectory_balance", "reference: {}"]),
+        (["objective.advantage=grpo", "flow.group_size=1"], ["grpo", "group", "at least 2"]),
+        (["objective={loss: kimi, advantage: none}", "flow.group_size=1"], ["kimi", "group", "at least 2"]),
+        (["objective={loss: gmpo, aggregation: token-mean}"], ["gmpo", "per sequence", "seq-mean"]),
+        (["objective={loss: gmpo, proximal: recompute, corrections: [tis]}"], ["tis", "gmpo", "sequence level"]),
+        (["objective={loss: dppo_tv, proximal: recompute, corrections: [tis]}"], ["tis", "dppo_tv", "already holds"]),
+        (["objective.corrections=[tis]"], ["tis", "proximal: behavior", "proximal: recompute"]),
+        (["objective={loss: topr, advantage: grpo}"], ["topr", "no advantage", "advantage: none"]),
+        (["objective.advantage=gae"], ["gae", "add value"]),
+        (["controls=[gac, matched_norm]"], ["gac", "matched_norm", "one at a time"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_methods_that_do_not_go_together_are_refused_with_the_reason(overrides, reasons, tmp_path, monkeypatch, capsys):
+    file = write_run(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["mar", "plan", str(file), *overrides])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    for reason in reasons:
+        assert reason in said
