@@ -47,7 +47,7 @@ def test_weights_that_overflow_an_exponential_shrink_the_step_and_do_not_restore
     assert scale_of([900.0, 0.0, 0.0, 0.0]) == pytest.approx(0.5)
     assert scale_of([math.inf, 0.0, 0.0, 0.0]) == pytest.approx(0.5)
     assert scale_of([math.nan, 0.0, 0.0, 0.0], floor=0.25) == 0.25
-    assert lr_scale(math.nan) == 0.0
+    assert lr_scale(math.nan) == effective_sample_size(np.array([math.nan, 0.0])) == 0.0
 
 
 def test_uniform_tiny_weights_leave_the_learning_rate_whole():

@@ -46,7 +46,9 @@ def test_writing_again_what_was_read_gives_the_same_bits(number_format):
 @pytest.mark.parametrize("extreme", [1e-42, 1e-30, 3e38])
 def test_a_block_of_the_smallest_or_largest_floats_is_finite_and_in_proportion(extreme):
     values = torch.full((BLOCK,), extreme)
-    read = decode(encode(values, "fp8"), values.shape)
+    written = encode(values, "fp8")
+    assert written[1].min() >= torch.finfo(torch.float32).tiny, "a device that flushes small numbers would divide by 0"
+    read = decode(written, values.shape)
     assert torch.isfinite(read).all()
     assert (read - values).abs().max() <= max(extreme * 2.0**-4, 2.0**-126)
 
