@@ -55,7 +55,7 @@ class AdamView:
 
     def _states(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Adam's state and group of each parameter that has a gradient shard."""
-        parts = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        parts = [part for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]) if part.optimizer is not None]
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
         found = []
         for parameter in optimizer_parameters(self._optimizer):
