@@ -109,7 +109,7 @@ class OpobAdvantage(AdvantageSettings):
     """Where |s| comes from. `exact`: measured, one backward pass per sequence. `cheap`: estimated from the probabilities of the
     response's tokens, one forward pass."""
     cap: PositiveFloat = 8.0
-    """The importance weight is cut to it; as the loss or the correction beside it cuts."""
+    """Mode `cheap`: w is cut to it; as the loss or the correction beside it cuts. `exact` measures what they do."""
     normalize_std: bool = False
     """Divide by the group's standard deviation of rewards + 1e-6."""
 

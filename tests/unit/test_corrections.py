@@ -71,6 +71,12 @@ def test_a_ratio_out_of_bounds_is_rejected_and_one_on_the_bound_is_not():
     batch = with_log_ratios([math.log(0.25), 0.0, math.log(4.0)], sequence=[0, 1, 2])
     assert icepop(batch, IcepopCorrection(low=0.5, high=1.0)).tolist() == [0.0, 1.0, 0.0]
     assert icepop(batch, IcepopCorrection(level="sequence", low=0.5, high=1.0)).tolist() == [0.0, 1.0, 0.0]
+    assert icepop(batch, IcepopCorrection(low=1.0, high=2.0)).tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_truncation_rejects_nothing_however_small_the_ratio(level):
+    assert torch.all(tis(with_log_ratios([-700.0, -700.0]), TisCorrection(level=level)) > 0.0)
 
 
 @pytest.mark.parametrize("settings", [TisCorrection(normalize=True), IcepopCorrection(normalize=True)])

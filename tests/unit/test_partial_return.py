@@ -89,6 +89,13 @@ def test_the_baseline_is_the_mean_at_the_same_step_of_the_responses_that_reached
     torch.testing.assert_close(found, torch.tensor([1 - mean, 0.0, -1.5, 3 - mean, -mean, 0.0, 1.5], dtype=EXACT))
 
 
+def test_the_baseline_counts_the_same_horizon_as_the_credit():
+    batch = grouped([1.0, 0.0, 5.0, 3.0, 0.0, 7.0], [0, 0, 0, 1, 1, 1], [0, 0], mask=[1, 0, 1, 1, 0, 1])
+    found = partial_return(batch, PartialReturnAdvantage(horizon="full", gamma=0.5)).tokens
+    first, second = (3.5 - 6.5) / 2, (5.0 - 7.0) / 2
+    torch.testing.assert_close(found, torch.tensor([first, 0.0, second, -first, 0.0, -second], dtype=EXACT))
+
+
 def test_equal_rewards_and_a_group_of_one_give_exactly_zero():
     batch = grouped([0.1, 0.0, 0.1, 0.1, 7.0], [0, 1, 1, 2, 3], [0, 0, 0, 1], mask=[1, 1, 1, 1, 1])
     assert torch.all(partial_return(batch, PartialReturnAdvantage()).tokens == 0.0)

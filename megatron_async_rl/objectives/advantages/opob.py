@@ -5,7 +5,7 @@ For the estimator (1/L) sum_t min(w, cap) (R - b) grad logp, per group:
     b = sum_i W_i R_i / sum_i W_i,   W_i = min(w_i, cap)^2 |s_i|^2,   w_i = prod_t pi / mu
 
 s_i is the sequence's score gradient, weighted over its tokens as the loss weights them. Where it comes from:
-- `exact`: the policy measures |s_i| with one backward pass per sequence and sets the baseline afterwards;
+- `exact`: the policy measures |s_i| with one backward pass per sequence (policy/opob.py) and sets the baseline afterwards;
 - `cheap`: |s_i|^2 is taken to be (1/L^2) sum_t (1 - 2 p_t + sum_v p_v^2): the squared norms of the token scores with respect
   to the logits, as if all tokens had the same Jacobian below them and no two scores pointed the same way.
 """
