@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_async_rl.controls.calibration import Calibration
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-from megatron_async_rl.controls.inner_product import products_with, squared_norm
+from megatron_async_rl.controls.inner_product import block_elements, products_with, squared_norm
 from megatron_async_rl.controls.offload import Copies, copies_for
 from megatron_async_rl.controls.reference import GradientReference
 
@@ -101,10 +101,14 @@ class AlignmentControl(Control):
         self.reference_fresh = verdict.fresh
         shards = zip(gradients.shards, self.reference if change else repeat(None), strict=bool(change))
         for index, (shard, reference) in enumerate(shards):
-            before = shard.grad.detach().clone() if raw and reference is not None else shard.grad.detach()
-            if reference is not None:
+            if reference is None:
+                self.reference.put(index, shard.grad.detach())
+            elif raw and self.reference.in_place:
+                _add_and_exchange(shard.grad, reference, change * verdict.length)
+            else:
+                before = shard.grad.detach().clone() if raw else shard.grad.detach()
                 shard.grad.add_(reference, alpha=change * verdict.length)
-            self.reference.put(index, before)
+                self.reference.put(index, before)
 
     def _judge(self, step: StepView) -> Verdict:
         gradients, fresh = step.gradients, step.lag_max == 0
@@ -217,3 +221,12 @@ class AlignmentControl(Control):
         """Kept aside until a step shows which device and shapes the gradients have."""
         self.reference = None
         self._restored = [shard.detach().clone() for shard in state["reference"]] if "reference" in state else None
+
+
+def _add_and_exchange(gradient: Tensor, reference: Tensor, factor: float) -> None:
+    """gradient += factor reference, and reference = the gradient as it was: one sweep, without a copy of either in whole."""
+    size = block_elements(gradient.device)
+    for g, r in zip(gradient.view(-1).split(size), reference.view(-1).split(size), strict=True):
+        before = g.clone()
+        g.add_(r, alpha=factor)
+        r.copy_(before)

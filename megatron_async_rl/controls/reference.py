@@ -27,6 +27,11 @@ class GradientReference:
         self._kept: list[tuple[Tensor, ...]] = []
         self._shapes: list[torch.Size] = []
 
+    @property
+    def in_place(self) -> bool:
+        """What iterating yields is the memory that is kept."""
+        return self._format == "fp32" and self._copies is None
+
     def put(self, index: int, gradient: Tensor) -> None:
         """Shard `index` becomes `gradient` (finite, copied). A new reference is put in order, from 0."""
         if index == len(self._kept):
@@ -34,7 +39,7 @@ class GradientReference:
             written = encode(gradient, self._format)
             self._kept.append(written if self._copies is None else tuple(self._copies.host_memory(part) for part in written))
             self._write_out(index, written)
-        elif self._format == "fp32" and self._copies is None:
+        elif self.in_place:
             self._kept[index][0].copy_(gradient)
         else:
             self._write_out(index, encode(gradient, self._format))

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import Tensor
 
+from megatron_async_rl.controls.inner_product import block_elements
 from megatron_async_rl.policy.optimizer import optimizer_parameters
 
 if TYPE_CHECKING:
@@ -86,6 +88,10 @@ class _Updates(Sequence[Tensor]):
         # torch's Adam counts each parameter's steps, the fused ones a group's.
         step = float(state["step"] if "step" in state else group["step"])
         first, second = 1.0 - self._last.beta1**step, 1.0 - group["betas"][1] ** step
-        scale = state["exp_avg_sq"].sqrt().div_(math.sqrt(second)).add_(group["eps"])
-        update: Tensor = (state["exp_avg"] / scale).mul_(-self._last.lr / first)
+        moment, square = state["exp_avg"], state["exp_avg_sq"]
+        update = torch.empty_like(moment)
+        size = block_elements(moment.device)
+        for part, m, v in zip(*(x.view(-1).split(size) for x in (update, moment, square)), strict=True):
+            torch.sqrt(v, out=part).div_(math.sqrt(second)).add_(group["eps"])
+            torch.div(m, part, out=part).mul_(-self._last.lr / first)
         return update

@@ -10,7 +10,7 @@ import torch
 from megatron_async_rl.config.controls import Beta1Control, EssLrControl, GacControl, MatchedLrControl, MatchedNormControl
 from megatron_async_rl.controls.alignment import KEEP, PROJECT, SKIP
 from megatron_async_rl.controls.gac import Gac as GacOfAStep
-from megatron_async_rl.controls.inner_product import RUN, dot, products_with, squared_norm
+from megatron_async_rl.controls.inner_product import CPU_BLOCK, dot, products_with, squared_norm
 from megatron_async_rl.controls.registry import build_controls
 from tests.gradients import OneRank, Shard, aligned, cosine, flat, gradient, step
 
@@ -169,7 +169,7 @@ def test_one_all_reduce_per_step_serves_the_cosine():
     assert (first.reductions, second.reductions) == (1, 1)
 
 
-@pytest.mark.parametrize("size", [1, RUN - 1, RUN, 3 * RUN + 17])
+@pytest.mark.parametrize("size", [1, CPU_BLOCK - 1, CPU_BLOCK, 3 * CPU_BLOCK + 17])
 def test_inner_products_are_float64_sums(size):
     left, right = torch.randn(size), torch.randn(size)
     exact = float(left.double() @ right.double())
