@@ -164,6 +164,11 @@ def test_vespo_weighs_a_sequence_by_its_kernel_which_peaks_at_k_over_lambda(adva
     assert largest > gradient.abs().max()
 
 
+def test_vespo_counts_a_sequence_beyond_the_bound_as_at_it():
+    found = [run(tokens([-1.0], prox=[-1.0 + far]), VespoLoss(k_pos=0.1))[1].item() for far in (20.0, 25.0, 700.0)]
+    assert found == [pytest.approx(-math.exp(3.0 - 2.0), rel=1e-6)] * 3
+
+
 def test_vespo_takes_the_ratio_of_the_whole_sequence():
     batch = tokens([-1.0, -1.0, -1.0], prox=[-1.5, -0.8, 3.0], mask=[1, 1, 0])
     _, gradient, _ = run(batch, VespoLoss())

@@ -10,6 +10,7 @@ The means of a sorted list's prefixes only grow, so one sort decides exactly, fo
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +67,7 @@ def m2po(batch: TokenBatch, settings: M2poLoss) -> TokenLoss:
         keep = batch.decided.tokens["keep"]
         return TokenLoss(torch.where(keep, -weight * batch.advantages, 0.0), ~keep)
     # A batch below the bound is left alone altogether: at its largest ratio, rounding would clip.
-    capped = scalars["objective/second_moment"] > settings.second_moment
-    cap = torch.tensor(min(scalars["objective/log_ratio_cap"], LOG_RATIO_BOUND) if capped else float("inf"), dtype=torch.float64)
-    return clipped_surrogate(batch.advantages, weight, float((-cap).exp()), float(cap.exp()))
+    if scalars["objective/second_moment"] <= settings.second_moment:
+        return clipped_surrogate(batch.advantages, weight, 0.0, math.inf)
+    cap = min(scalars["objective/log_ratio_cap"], LOG_RATIO_BOUND)
+    return clipped_surrogate(batch.advantages, weight, math.exp(-cap), math.exp(cap))
