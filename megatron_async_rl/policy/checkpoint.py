@@ -1,10 +1,12 @@
 """Model, optimizer and run state on disk, whole or not at all.
 
     DIR/latest                    the name of the newest complete checkpoint
-    DIR/step_00000012/sharded/    model and optimizer, Megatron's dist_checkpointing: loads on any parallel layout
+    DIR/step_00000012/sharded/    the model, and the optimizer's state and others' that goes with its parameters
+                                  (parameter_state.py), Megatron's dist_checkpointing: loads on any parallel layout
     DIR/step_00000012/state.pt    the run's own state, from rank 0
-    DIR/step_00000012/rank_3.pt   what only makes sense to rank 3 of the same layout: RNG, controls
-    DIR/step_00000012/about.json  step, layout, dtype, vocabulary and the source model directory
+    DIR/step_00000012/rank_3.pt   what only makes sense to rank 3 of the same layout: RNG
+    DIR/step_00000012/about.json  step, layout, dtype, vocabulary, the source model directory, names of the parameter state,
+                                  and Adam's step count
 
 Invariants:
 - a directory named step_N is complete: it is written under another name, synced, and renamed; `latest` moves after that, by
@@ -36,8 +38,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_async_rl.policy.optimizer_state import materialise, restore
+from megatron_async_rl.policy.optimizer_state import adam_names, adam_shards, adam_steps, set_adam_steps
 from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parameter_state import ModelTensors, Numbers, assembled, blank, cut, numbers_of, sharded
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LATEST = "latest"
-RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+PARAMETER_STATE = "parameter_state"
 
 
 class CheckpointBroken(RuntimeError):
@@ -56,11 +59,23 @@ class CheckpointBroken(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What `load` brings back beside model and optimizer. `rank_state` is None when the parallel layout has changed."""
+    """What `load` brings back beside model and optimizer. names: of the parameter state that `read` brings."""
 
+    path: Path
+    model: PolicyModel
     step: int
     state: dict[str, Any]
-    rank_state: dict[str, Any] | None
+    names: Mapping[str, Numbers]
+
+    def read(self, name: str) -> ModelTensors:
+        """Model tensors of this rank, whole on every data-parallel rank, on the CPU. Collective over the world.
+
+        One name at a time, because a rank's host memory may not hold them all. Raises CheckpointBroken.
+        """
+        tensors = blank(self.model, self.names[name])
+        content = {PARAMETER_STATE: {name: sharded(_key(name), tensors, list(_sharded(self.model).values()))}}
+        loaded = _load_sharded(self.path, content)[PARAMETER_STATE][name]
+        return [loaded[str(index)] for index in range(len(self.model.chunks))]
 
 
 def newest(directory: Path) -> Path | None:
@@ -89,18 +104,27 @@ def save(
     model: PolicyModel,
     optimizer: MegatronOptimizer,
     state: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
+    parameter_state: Mapping[str, ModelTensors],
     layout: Layout,
     keep: int,
 ) -> Path:
     """Saves step `step` and keeps the newest `keep` checkpoints. Collective over the world; returns the checkpoint.
 
-    state: rank 0's is saved. Both states hold numbers, text, tensors and containers of them (TypeError otherwise).
+    state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
+    parameter_state: by name, model tensors of this rank's parameters; the same names on every rank.
     Raises FileExistsError when `latest` already names this step.
     """
     final = directory / f"step_{step:08d}"
     unfinished = directory / f"unfinished_step_{step:08d}"
-    payload, rank_payload = _serialised(state), _serialised({"rng": _rng_state(layout), **rank_state})
+    payload, rank_payload = _serialised(state), _serialised({"rng": _rng_state(layout)})
+    adam = {name: assembled(adam_shards(optimizer, name), model, optimizer) for name in adam_names(model)}
+    parameter_state = {**parameter_state, **adam}
+    description = {
+        "step": step,
+        **_description(model, optimizer, layout),
+        "adam_steps": adam_steps(optimizer),
+        "parameter_state": {name: numbers_of(tensors) for name, tensors in parameter_state.items()},
+    }
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -113,13 +137,16 @@ def save(
         (unfinished / "sharded").mkdir(parents=True)
 
     layout.from_rank_zero(prepare)
-    dist_checkpointing.save(_sharded(model, optimizer), str(unfinished / "sharded"), _InProcessSave(layout))
+    content = _sharded(model)
+    entries = [dict(chunk) for chunk in content.values()]
+    content[PARAMETER_STATE] = {name: sharded(_key(name), tensors, entries) for name, tensors in parameter_state.items()}
+    dist_checkpointing.save(content, str(unfinished / "sharded"), _InProcessSave(layout))
     (unfinished / f"rank_{layout.rank}.pt").write_bytes(rank_payload)
     layout.barrier()
 
     def commit() -> None:
         (unfinished / "state.pt").write_bytes(payload)
-        (unfinished / "about.json").write_text(json.dumps({"step": step, **_description(model, optimizer, layout)}, indent=1))
+        (unfinished / "about.json").write_text(json.dumps(description, indent=1))
         _sync_tree(unfinished)
         os.rename(unfinished, final)
         _sync(directory)
@@ -139,39 +166,48 @@ def save(
 def load(directory: Path, *, model: PolicyModel, optimizer: MegatronOptimizer, layout: Layout) -> Checkpoint | None:
     """Restores model, optimizer and this rank's RNG from the newest checkpoint; None where there is none. Collective.
 
-    Any parallel layout may load it. Raises CheckpointBroken.
+    Any parallel layout may load it, with or without the distributed optimizer. Raises CheckpointBroken.
     """
     path = layout.from_rank_zero(lambda: newest(directory))
     if path is None:
         return None
-    loaded = _load_sharded(path, _sharded(model, optimizer, loading=True))
-    _restore_model(model, loaded)
-    restore(optimizer, loaded["optimizer"])
     content = about(path)
-    rank_state = None
+    state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+    checkpoint = Checkpoint(path, model, content["step"], state, content.get("parameter_state", {}))
+    load_model(path, model)
+    optimizer.reload_model_params()
+    for name in adam_names(model):
+        if name in checkpoint.names:
+            shards = adam_shards(optimizer, name)
+            for held, loaded in zip(shards, cut(checkpoint.read(name), model, optimizer), strict=True):
+                held.copy_(loaded)
+        elif layout.rank == 0:
+            log.warning("%s holds no %s: the optimizer starts without it", path, name)
+    set_adam_steps(optimizer, content.get("adam_steps", 0))
     if content["layout"] == _layout_key(optimizer, layout):
         rank_state = torch.load(path / f"rank_{layout.rank}.pt", weights_only=True, map_location=layout.device)
         _restore_rng(rank_state.pop("rng"), layout)
     elif layout.rank == 0:
         log.warning(
-            "%s was saved on layout %s and is loaded on %s: random generators and controls start afresh",
+            "%s was saved on layout %s and is loaded on %s: random generators start afresh",
             path, content["layout"], _layout_key(optimizer, layout),
         )  # fmt: skip
-    state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
-    return Checkpoint(step=content["step"], state=state, rank_state=rank_state)
+    return checkpoint
 
 
 def load_model(path: Path, model: PolicyModel) -> None:
     """The weights alone of one checkpoint, whatever layout and optimizer it was saved with. Collective."""
-    _restore_model(model, _load_sharded(path, _sharded(model, None)))
+    loaded = _load_sharded(path, _sharded(model))
+    for index, chunk in enumerate(model.chunks):
+        chunk.load_state_dict(loaded[_chunk_key(index)])
 
 
-def _sharded(model: PolicyModel, optimizer: MegatronOptimizer | None, *, loading: bool = False) -> dict[str, Any]:
-    content = {_chunk_key(i): chunk.sharded_state_dict(metadata=dict(RESHARDABLE)) for i, chunk in enumerate(model.chunks)}
-    if optimizer is not None:
-        materialise(optimizer)
-        content["optimizer"] = optimizer.sharded_state_dict(content, is_loading=loading, metadata=dict(RESHARDABLE))
-    return content
+def _sharded(model: PolicyModel) -> dict[str, Any]:
+    return {_chunk_key(index): chunk.sharded_state_dict() for index, chunk in enumerate(model.chunks)}
+
+
+def _key(name: str) -> str:
+    return f"{PARAMETER_STATE}.{name}"
 
 
 def _load_sharded(path: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -180,11 +216,6 @@ def _load_sharded(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     except (OSError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
         raise CheckpointBroken(f"{path} cannot be loaded into this model: {error}") from error
     return loaded
-
-
-def _restore_model(model: PolicyModel, loaded: Mapping[str, Any]) -> None:
-    for index, chunk in enumerate(model.chunks):
-        chunk.load_state_dict(loaded[_chunk_key(index)])
 
 
 def _chunk_key(index: int) -> str:

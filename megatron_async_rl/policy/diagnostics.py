@@ -95,9 +95,9 @@ class StepTable:
             "negative": total(negative),
             "rejected": total(loss.rejected.double()),
             "weight": total(tokens.weights.double()),
-            "kl_ref": total(torch.zeros_like(log_weight) if reference is None else kl_estimate(reference, "k3")),
         }
-        nothing = torch.zeros(tokens.sequences, dtype=torch.float64, device=tokens.logp.device)
+        nothing = torch.full((tokens.sequences,), torch.nan, dtype=torch.float64, device=tokens.logp.device)
+        columns["kl_ref"] = nothing if reference is None else total(kl_estimate(reference, "k3"))
         columns |= {f"term_{name}": loss.terms[name].double() if name in loss.terms else nothing for name in TERMS}
         self.values[list(micro_batch.samples)] = torch.stack([columns[name] for name in COLUMNS], dim=1)
 
@@ -123,12 +123,13 @@ def step_metrics(table: NDArray[np.float64], samples: Sequence[Sample]) -> dict[
     log_weights = column["log_weight"][counts > 0]
     ess = effective_sample_size(log_weights)
     present = {
-        "loss/kl": float(column["term_kl"].sum()),
-        "loss/entropy": float(column["term_entropy"].sum()),
-        "loss/value": float(column["term_value"].sum()),
-        "ratio/kl_reference": float(column["kl_ref"].sum()) / tokens,
+        "loss/kl": column["term_kl"],
+        "loss/entropy": column["term_entropy"],
+        "loss/value": column["term_value"],
+        "ratio/kl_reference": column["kl_ref"] / tokens,
     }
-    metrics |= {name: value for name, value in present.items() if value}
+    # Nowhere a number: not configured. A penalty that happens to be 0 is logged as 0.
+    metrics |= {name: float(values.sum()) for name, values in present.items() if not np.isnan(values).all()}
     return metrics | {
         "ratio/ess": ess,
         "ratio/ess_ratio": ess / max(len(log_weights), 1),

@@ -62,21 +62,7 @@ def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[Distribu
     for chunk, ddp in zip(chunks, wrapped, strict=True):
         # One configuration serves all chunks; the interleaved schedule takes a list, one entry per chunk.
         chunk.config.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else ddp.no_sync
-        _count_padding_between_buckets(ddp)
     return wrapped
-
-
-def _count_padding_between_buckets(ddp: DistributedDataParallel) -> None:
-    """Makes the distributed optimizer's checkpoint hold each bucket with the padding at its end.
-
-    Megatron 0.16.1 packs the buckets of a checkpoint without that padding, then reads parameters at their padded offsets:
-    with two buckets in a buffer (a tied embedding on the last stage has its own) and a first one that is not a multiple of
-    128 elements, every later parameter would be saved shifted. The counts are used for nothing but checkpoints.
-    """
-    for buffer in ddp.buffers:
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-        buffer.numel_unpadded = buffer.numel
 
 
 def build_optimizer(wrapped: list[DistributedDataParallel], policy: PolicyConfig, dtype: torch.dtype) -> MegatronOptimizer:

@@ -1,7 +1,9 @@
-"""Adam's state as a checkpoint needs it: there before the first step, and each parameter's own after a load.
+"""Adam's state as tensors that go with the model's parameters: a checkpoint of it loads wherever one of the model does.
 
-Megatron saves and loads the state of the fused Adams as it is, but with torch's Adam, which runs where neither Transformer
-Engine nor Apex is installed, it needs every parameter to have state and gives them all one step counter.
+    adam.exp_avg, adam.exp_avg_sq   the moments
+    adam.master                     the float32 parameters, where the model's own are not float32
+
+Adam counts steps for all parameters alike; the count is one number. Settings (betas, eps, decay, lr) are the configuration's.
 """
 
 from __future__ import annotations
@@ -10,9 +12,51 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from megatron_async_rl.policy.optimizer import optimizer_parameters
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
+
+    from megatron_async_rl.policy.model import PolicyModel
+
+MASTER = "adam.master"
+
+
+def adam_names(model: PolicyModel) -> tuple[str, ...]:
+    """What of Adam's state a checkpoint of this model holds; the same on every rank."""
+    moments = ("adam.exp_avg", "adam.exp_avg_sq")
+    return moments if model.config.params_dtype == torch.float32 else (*moments, MASTER)
+
+
+def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:
+    """The state of one name, in place, in the order of the gradient shards; as it would start where there is none yet."""
+    materialise(optimizer)
+    parameters = optimizer_parameters(optimizer)
+    if name == MASTER:
+        return [parameter.detach() for parameter in parameters]
+    states = {parameter: state for part in _parts(optimizer) for parameter, state in part.optimizer.state.items()}
+    return [states[parameter][name.removeprefix("adam.")] for parameter in parameters]
+
+
+def adam_steps(optimizer: MegatronOptimizer) -> int:
+    """Steps that Adam's bias correction has counted."""
+    counts = [state.get("step", 0) for part in _parts(optimizer) for state in part.optimizer.state.values()]
+    # torch's Adam counts each parameter's steps, the fused ones a group's.
+    counts += [group.get("step", 0) for group in optimizer.param_groups]
+    return max((int(count) for count in counts), default=0)
+
+
+def set_adam_steps(optimizer: MegatronOptimizer, steps: int) -> None:
+    for part in _parts(optimizer):
+        if _is_torch_adam(part):
+            for state in part.optimizer.state.values():
+                # A tensor each: every parameter's update counts its own up.
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+        else:
+            for group in part.param_groups:
+                group["step"] = steps
 
 
 def materialise(optimizer: MegatronOptimizer) -> None:
@@ -24,34 +68,11 @@ def materialise(optimizer: MegatronOptimizer) -> None:
                 state.setdefault("step", torch.zeros((), dtype=torch.float32))
 
 
-def restore(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Loads moments and step counts. Settings (betas, eps, decay, lr) stay those of the configuration, not the checkpoint's."""
-    settings = [
-        {name: value for name, value in group.items() if name not in ("params", "step")} for group in optimizer.param_groups
-    ]
-    parts = list(_parts(optimizer))
-    if len(parts) == 1 and "param_state" in state and _is_torch_adam(parts[0]):
-        # Megatron would look for each parameter's step among the saved tensors, where its torch Adam has none.
-        optimizer.load_state_dict({name: value for name, value in state.items() if name != "param_state"})
-        held = parts[0].optimizer.state
-        steps = {parameter: entry.pop("step") for parameter, entry in held.items()}
-        parts[0].load_parameter_state_from_fully_reshardable(state["param_state"])
-        for parameter, step in steps.items():
-            held[parameter]["step"] = step
-    else:
-        optimizer.load_state_dict(state)
-    for group, configured in zip(optimizer.param_groups, settings, strict=True):
-        group.update(configured)
-    for part in parts:
-        if _is_torch_adam(part):
-            # Loaded steps are one tensor under many names, which every parameter's update would count up.
-            for entry in part.optimizer.state.values():
-                entry["step"] = entry["step"].clone()
-
-
 def _is_torch_adam(part: Any) -> bool:
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    yield from getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(part, "is_stub_optimizer", False):
+            yield part

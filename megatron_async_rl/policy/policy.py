@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,10 @@ from megatron_async_rl.policy.forward import Schedule, TokenOutputs
 from megatron_async_rl.policy.microbatch import MicroBatch, Plan, build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
+from megatron_async_rl.policy.other_policies import OtherPolicies
+from megatron_async_rl.policy.parameter_state import assembled, cut
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
-from megatron_async_rl.policy.survey import SurveyTable
+from megatron_async_rl.policy.survey import Fill, SurveyTable, passes
 from megatron_async_rl.samples.types import Sample, TrainBatch
 
 if TYPE_CHECKING:
@@ -41,8 +44,7 @@ if TYPE_CHECKING:
     from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
     from megatron_async_rl.policy.parallel import Layout
 
-CURRENT_WEIGHTS = ("logp", "sum_p_squared", "values")
-"""Columns of a survey that one pass under the weights in training brings."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -55,6 +57,7 @@ class Policy:
     schedule: Schedule
     optimizer: MegatronOptimizer
     objective: Objective
+    others: OtherPolicies
     controls: Mapping[str, Control]
     step: OptimizerStep
 
@@ -82,7 +85,9 @@ class Policy:
             wrapped, model, layout, temperature=temperature, logprob_chunk_tokens=policy_config.logprob_chunk_tokens
         )
         step = OptimizerStep(optimizer, policy_config.optimizer, controls, layout, total_steps)
-        return cls(policy_config, layout, model, schedule, optimizer, Objective(objective_config), controls, step)
+        objective = Objective(objective_config)
+        others = OtherPolicies(objective_config, objective.needs, model)
+        return cls(policy_config, layout, model, schedule, optimizer, objective, others, controls, step)
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on `batch`. Keys are those of observe/keys.py.
@@ -90,11 +95,12 @@ class Policy:
         A batch without a single trainable token makes no step. Raises SampleTooLong.
         """
         samples, _ = valid_samples(batch)
+        self.others.begin(batch.version)
         if not any(sample.loss_mask.any() for sample in samples):
             return self.step.pass_over()
         started = time.perf_counter()
         plan, mine = self._micro_batches(samples)
-        targets = self.objective.prepare(batch, self._survey(samples, mine))
+        targets = self.objective.prepare(batch, self._survey(samples, mine, batch.version))
         surveyed = time.perf_counter()
         table = StepTable(len(samples), self.layout.device)
         # Without the distributed optimizer a parameter's grad is its gradient buffer: left in place, the next backward would
@@ -107,10 +113,13 @@ class Policy:
         facts = StepFacts(
             loss=measured["policy/loss"], log_weights=table.log_weights(samples), lag_max=int(batch.lags().max(initial=0))
         )
+        taken = self.step.take(facts)
+        if not taken["policy/skipped"]:
+            self.others.stepped(self.step.updates)
         return {
             **measured,
             **targets.metrics,
-            **self.step.take(facts),
+            **taken,
             "policy/micro_batches": float(plan.micro_batches),
             "policy/padding_share": plan.padding_share,
             "time/survey_s": surveyed - started,
@@ -123,15 +132,19 @@ class Policy:
         if not samples:
             return []
         table = SurveyTable(samples, ["logp"], self.layout)
-        table.run(self.schedule, self._micro_batches(samples)[1], {"logp": "logp"})
+        table.run(self.schedule, self._micro_batches(samples)[1], [Fill("logp", "logp")])
         return np.split(table.finish()["logp"].numpy(), table.starts[1:-1])
 
-    def _survey(self, samples: Sequence[Sample], mine: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """The columns the objective needs, over the tokens of `samples`. Collective."""
+    def _survey(self, samples: Sequence[Sample], mine: Sequence[MicroBatch], version: int) -> dict[str, Tensor]:
+        """The columns the objective needs, over the tokens of `samples`. Collective. Raises SnapshotMissing."""
         table = SurveyTable(samples, sorted(self.objective.needs), self.layout)
-        current = {name: name for name in table.columns if name in CURRENT_WEIGHTS}
-        if current:
-            table.run(self.schedule, mine, current)
+        planned = passes(table.columns, samples, version, self.others)
+        with self.others.trained_restored(after=any(each.weights is not None for each in planned)):
+            for each in planned:
+                if each.weights is not None:
+                    each.weights.place()
+                batches = mine if each.rows is None else self._micro_batches([samples[row] for row in each.rows])[1]
+                table.run(self.schedule, batches, each.fills, each.rows)
         return table.finish()
 
     def save(self, directory: Path, version: int, state: Mapping[str, Any], *, keep: int) -> Path:
@@ -144,8 +157,19 @@ class Policy:
             version,
             model=self.model,
             optimizer=self.optimizer,
-            state={"run": dict(state), "step": self.step.state_dict()},
-            rank_state={"controls": {name: control.state_dict() for name, control in self.controls.items()}},
+            state={
+                "run": dict(state),
+                "step": self.step.state_dict(),
+                "controls": {name: control.state_dict() for name, control in self.controls.items()},
+            },
+            parameter_state={
+                **self.others.parameter_state(),
+                **{
+                    _of_control(name, kind): assembled(shards, self.model, self.optimizer)
+                    for name, control in self.controls.items()
+                    for kind, shards in control.shard_state().items()
+                },
+            },
             layout=self.layout,
             keep=keep,
         )
@@ -153,16 +177,26 @@ class Policy:
     def load(self, directory: Path) -> dict[str, Any] | None:
         """Restores the newest checkpoint and returns the run's own state; None where there is none.
 
-        On another parallel layout than it was saved on, and for controls it does not have, controls start afresh.
+        On another parallel layout than it was saved on, too. A control that it does not have starts afresh, with a warning.
         """
         loaded = checkpoint.load(directory, model=self.model, optimizer=self.optimizer, layout=self.layout)
         if loaded is None:
             return None
         self.step.load_state_dict(loaded.state["step"])
-        controls = loaded.rank_state["controls"] if loaded.rank_state is not None else {}
+        self.others.load(loaded, warn=self.layout.rank == 0)
+        numbers = loaded.state.get("controls", {})
         for name, control in self.controls.items():
-            if name in controls:
-                control.load_state_dict(controls[name])
+            if name in numbers:
+                control.load_state_dict(numbers[name])
+                control.load_shard_state(
+                    {
+                        held.removeprefix(_of_control(name, "")): cut(loaded.read(held), self.model, self.optimizer)
+                        for held in loaded.names
+                        if held.startswith(_of_control(name, ""))
+                    }
+                )
+            elif self.layout.rank == 0:
+                log.warning("the checkpoint in %s has no state of control %s: it starts afresh", directory, name)
         run: dict[str, Any] = loaded.state["run"]
         return run
 
@@ -178,6 +212,11 @@ class Policy:
         )
         mine = plan.ranks[self.layout.dp_rank]
         return plan, [build_micro_batch(samples, rows, self.layout.device, multiple) for rows in mine]
+
+
+def _of_control(name: str, kind: str) -> str:
+    """What a checkpoint calls this shard state of a control."""
+    return f"control.{name}.{kind}"
 
 
 class _Consumer:

@@ -1,6 +1,12 @@
 """Per-token numbers of the whole batch, on every rank, before anything is trained: forward passes and one all-reduce.
 
+    logp, sum_p_squared, values   under the weights in training
+    logp_ref                      under the reference
+    logp_prox                     ewma: under the average; snapshot: each token under the version that sampled it, so a
+                                  response that several versions wrote is in one pass of each
+
 Invariants:
+- which passes there are, over which samples, is a pure function of the batch, so every rank makes the same ones;
 - each token is computed by one rank (the last stage, tensor rank 0, of the data-parallel rank that owns its sample) and is 0 on
   the others, so a plain sum over the world completes the columns, whatever the number of micro-batches of a rank;
 - columns come back as float32 on the CPU, in the order of the samples.
@@ -9,9 +15,11 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +29,59 @@ from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.samples.types import Sample
 
 if TYPE_CHECKING:
+    from megatron_async_rl.policy.held_weights import HeldWeights
+    from megatron_async_rl.policy.other_policies import OtherPolicies
     from megatron_async_rl.policy.parallel import Layout
+
+CURRENT_WEIGHTS = ("logp", "sum_p_squared", "values")
+"""Columns that a pass under the weights in training brings."""
+
+
+@dataclass(frozen=True)
+class Fill:
+    """`column` takes the model's `output`, on tokens that `version` sampled (null: on all)."""
+
+    column: str
+    output: str
+    version: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A forward pass. weights: null for those in training. rows: the samples it runs over, by number; null for all."""
+
+    weights: HeldWeights | None
+    fills: tuple[Fill, ...]
+    rows: tuple[int, ...] | None = None
+
+
+def passes(columns: Sequence[str], samples: Sequence[Sample], version: int, others: OtherPolicies) -> list[Pass]:
+    """The passes that bring `columns`, those under the weights in training (which are `version`) first.
+
+    Raises SnapshotMissing for a token whose version is not kept.
+    """
+    current = [Fill(name, name) for name in columns if name in CURRENT_WEIGHTS]
+    rows: tuple[int, ...] | None = None
+    sampled_by: dict[int, list[int]] = {}
+    if "logp_prox" in columns and others.snapshots is not None:
+        for row, sample in enumerate(samples):
+            for each in np.unique(sample.versions).tolist():
+                sampled_by.setdefault(each, []).append(row)
+        own = sampled_by.pop(version, None)
+        if own is not None:
+            rows = None if current else tuple(own)
+            current.append(Fill("logp_prox", "logp", version))
+    found = [Pass(None, tuple(current), rows)] if current else []
+    if "logp_ref" in columns:
+        assert others.reference is not None
+        found.append(Pass(others.reference, (Fill("logp_ref", "logp"),)))
+    if "logp_prox" in columns and others.average is not None:
+        found.append(Pass(others.average, (Fill("logp_prox", "logp"),)))
+    for each in sorted(sampled_by):
+        assert others.snapshots is not None
+        weights = others.snapshots.of(each, current=version)
+        found.append(Pass(weights, (Fill("logp_prox", "logp", each),), tuple(sampled_by[each])))
+    return found
 
 
 class SurveyTable:
@@ -33,15 +93,27 @@ class SurveyTable:
         self.starts = list(accumulate((sample.length for sample in samples), initial=0))
         self.values = torch.zeros(len(self.columns), self.starts[-1], dtype=torch.float32, device=layout.device)
 
-    def run(self, schedule: Schedule, micro_batches: Sequence[MicroBatch], fill: dict[str, str]) -> None:
-        """One forward pass under the weights in place. fill: column -> the output (`logp`, `sum_p_squared`, ...) it takes."""
+    def run(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        fills: Sequence[Fill],
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        """One forward pass under the weights in place. rows: the samples that the micro-batches number; null for all."""
         for micro_batch, outputs in schedule.forward(micro_batches):
-            if self.layout.tp_rank == 0 and micro_batch.samples:
-                for row, index in enumerate(micro_batch.samples):
-                    own = micro_batch.sequence == row
-                    for column, output in fill.items():
-                        target = self.values[self.columns.index(column), self.starts[index] : self.starts[index + 1]]
-                        target.copy_(getattr(outputs, output)[own])
+            if self.layout.tp_rank != 0 or not micro_batch.samples:
+                continue
+            for position, index in enumerate(micro_batch.samples):
+                number = index if rows is None else rows[index]
+                own = micro_batch.sequence == position
+                for fill in fills:
+                    target = self.values[self.columns.index(fill.column), self.starts[number] : self.starts[number + 1]]
+                    output = getattr(outputs, fill.output)[own]
+                    if fill.version is None:
+                        target.copy_(output)
+                    else:
+                        target.copy_(torch.where(micro_batch.versions[own] == fill.version, output, target))
 
     def finish(self) -> dict[str, Tensor]:
         """Collective over the world: column -> [N] float32 on the CPU."""

@@ -44,12 +44,11 @@ def test_a_resumed_model_has_the_saved_weights_and_takes_the_same_next_step(layo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_state_rank_state_and_random_numbers_continue(layout):
-    for rank, result in enumerate(results(layout)):
+def test_state_and_random_numbers_continue(layout):
+    for result in results(layout):
         result = result["checkpoint"]
         assert result["step"] == 2
         assert result["state"] == {"version": 2, "mark": "own", "nested": {"position": (3, 4)}}
-        assert torch.equal(result["rank_state"]["reference"], torch.full((3,), float(rank)))
         assert result["random_restored"]
 
 
@@ -58,16 +57,6 @@ def test_a_checkpoint_of_another_layout_gives_the_same_weights_and_the_same_next
     result, origin = saved(layout), saved(LOADS_FROM[layout])
     assert_same(result["other"], origin["at_save"])
     assert_close(result["other_after"], origin["after"])
-
-
-@pytest.mark.parametrize("layout", FOREIGN)
-def test_rank_state_of_another_layout_is_dropped(layout):
-    key = {name: LAYOUTS[name] for name in (layout, LOADS_FROM[layout])}
-    same = {k: v for k, v in key[layout].items() if k != "sequence"} == {
-        k: v for k, v in key[LOADS_FROM[layout]].items() if k != "sequence"
-    }
-    for rank in results(layout):
-        assert (rank["checkpoint"]["other_rank_state"] is None) == (not same)
 
 
 def test_a_save_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one():

@@ -1,0 +1,142 @@
+"""One rank of the parameter-state tests: saves a policy in the middle of a run, and goes on from checkpoints of any layout.
+
+Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port, ParallelConfig), all of this
+number of ranks and run one after the other, the directory of all layouts' checkpoints, the output directory, and a JSON of what
+to do: "save", and "load" from which layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_async_rl.config.controls import GacControl
+from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
+from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.policy import device
+from megatron_async_rl.policy.model import DTYPES, build_model
+from megatron_async_rl.policy.optimizer import build_optimizer, optimizer_parameters, wrap_for_gradients
+from megatron_async_rl.policy.parameter_state import assembled, cut
+from tests.parallel.layout_program import Rank
+
+OBJECTIVE = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7), proximal="ewma", ewma_decay=0.6)
+"""Everything that moves beside the model: two averages of the weights, and GAC's gradient."""
+GAC = GacControl(c_low=0.15)
+MODELS = ("tied", "untied")
+
+
+def policy(rank: Rank, model: str):
+    return rank.policy(model, controls=(GAC,), objective=OBJECTIVE, lr=5e-3)
+
+
+def saved(rank: Rank, checkpoints: Path) -> dict:
+    """Per model: what an uninterrupted run does after the moment that was saved."""
+    found = {}
+    for model in MODELS:
+        trained = policy(rank, model)
+        rank.train(trained, ["b", "a"])
+        trained.save(checkpoints / model, 2, {"version": 2}, keep=1)
+        found[model] = rank.train(trained, ["a", "b"])
+    return found
+
+
+def resumed(rank: Rank, checkpoints: Path) -> dict:
+    found = {}
+    for model in MODELS:
+        again = policy(rank, model)
+        again.load(checkpoints / model)
+        found[model] = rank.train(again, ["a", "b"])
+    return found
+
+
+def moved_there_and_back(rank: Rank, dtype: str) -> bool:
+    """Whether Adam's parameters make up the model's, and cutting those gives Adam's again, on every rank."""
+    settings = PolicyConfig(parallel=rank.parallel, optimizer=OptimizerConfig())
+    model = build_model(ModelConfig(path=rank.material / "tied", dtype=dtype), settings, rank.layout)
+    optimizer = build_optimizer(wrap_for_gradients(model.chunks, settings), settings, DTYPES[dtype])
+    shards = [parameter.detach() for parameter in optimizer_parameters(optimizer)]
+    tensors = assembled(shards, model, optimizer)
+    if rank.layout.dp_size > 1:
+        # The first data-parallel rank alone holds them.
+        message = [tensors]
+        dist.broadcast_object_list(message, src=0)
+        tensors = message[0]
+    whole = all(
+        torch.equal(tensors[i][name], parameter.detach().float())
+        for i, chunk in enumerate(model.chunks)
+        for name, parameter in chunk.named_parameters()
+    )
+    # Other numbers than the parameters', so that a shard left as it was would show.
+    doubled = [{name: 2 * tensor for name, tensor in chunk.items()} for chunk in tensors]
+    back = all(torch.equal(a, 2 * b) for a, b in zip(cut(doubled, model, optimizer), shards, strict=True))
+    everyone: list = [None] * rank.layout.world_size
+    dist.all_gather_object(everyone, whole and back and len(shards) > 0)
+    return all(everyone)
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def absences(rank: Rank, scratch: Path) -> dict:
+    """Checkpoints that lack what the resumed policy has."""
+    heard = _Heard()
+    logging.getLogger("megatron_async_rl").addHandler(heard)
+    early = policy(rank, "tied")
+    early.save(scratch / "early", 0, {}, keep=1)
+    plain = rank.policy("tied", controls=())
+    rank.train(plain, ["a", "b"])
+    plain.save(scratch / "plain", 2, {}, keep=1)
+    first = policy(rank, "tied")
+    first.load(scratch / "early")
+    said_early = list(heard.messages)
+    second = policy(rank, "tied")
+    second.load(scratch / "plain")
+    later = rank.policy("tied", controls=())
+    later.load(scratch / "early")
+    return {
+        "early": [rank.train(each, ["a", "b"])["steps"] for each in (early, first)],
+        "said_early": said_early,
+        "added": rank.train(second, ["a", "b"])["steps"],
+        "said": heard.messages[len(said_early) :],
+        "removed": rank.train(later, ["a"])["steps"],
+    }
+
+
+def run_layout(name: str, material: Path, parallel: ParallelConfig, checkpoints: Path, output: Path, todo: dict) -> None:
+    rank = Rank(material, parallel, output / f"{name}.scratch")
+    results: dict = {}
+    if todo["save"]:
+        results["uninterrupted"] = saved(rank, checkpoints / name)
+        results["there_and_back"] = {dtype: moved_there_and_back(rank, dtype) for dtype in ("float32", "bfloat16")}
+    results["resumed"] = {origin: resumed(rank, checkpoints / origin) for origin in todo["load"]}
+    if rank.layout.world_size == 1:
+        results["absences"] = absences(rank, rank.scratch)
+    if rank.layout.rank == 0:
+        torch.save(results, output / f"{name}.pt")
+    rank.layout.shutdown()
+
+
+def main() -> None:
+    material, parallels, checkpoints, output, todo = sys.argv[1:]
+    device.install("cpu")
+    # torchrun's store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    for name, (port, parallel) in json.loads(parallels).items():
+        os.environ["MASTER_PORT"] = str(port)
+        run_layout(name, Path(material), ParallelConfig(**parallel), Path(checkpoints), Path(output), json.loads(todo))
+
+
+if __name__ == "__main__":
+    main()

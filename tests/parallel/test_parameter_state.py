@@ -1,0 +1,101 @@
+"""GAC's gradient, a moving reference and an average of the weights go with the run to any other parallel layout."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+
+from tests.parallel import layouts
+from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+from tests.parallel.torchrun import run_ranks
+
+pytestmark = pytest.mark.parallel
+
+PAIRS = [name for name, settings in layouts.LAYOUTS.items() if settings["ranks"] == 2]
+CHECKPOINTED = ["tensor", "data_distributed_optimizer", "pipeline"]
+"""Two-rank layouts whose checkpoints one rank goes on from."""
+MODELS = ("tied", "untied")
+
+
+def run(names, checkpoints, *, save=False, load=()):
+    output = layouts.temporary()
+    ports = layouts.free_ports(len(names))
+    arguments = {name: (port, layouts.LAYOUTS[name]) for name, port in zip(names, ports, strict=True)}
+    todo = json.dumps({"save": save, "load": list(load)})
+    run_ranks(
+        layouts.LAYOUTS[names[0]]["ranks"],
+        "tests.parallel.parameter_state_program",
+        [layouts.material(), json.dumps(arguments), checkpoints, output, todo],
+        timeout=300,
+    )
+    return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in names}
+
+
+@functools.cache
+def results():
+    """(what one rank did, what each two-rank layout did): two ranks save, one rank loads those and saves, two ranks load that."""
+    checkpoints = layouts.temporary()
+    pairs = run(PAIRS, checkpoints, save=True)
+    single = run(["single"], checkpoints, save=True, load=["single", *CHECKPOINTED])["single"]
+    again = run(PAIRS, checkpoints, load=["single", "data_distributed_optimizer", "tensor"])
+    return single, {name: {**pairs[name], "resumed": again[name]["resumed"]} for name in PAIRS}
+
+
+def test_the_steps_compared_used_all_that_was_saved():
+    single, _ = results()
+    for model in MODELS:
+        first = single["uninterrupted"][model]["steps"][0]
+        assert first["gac/regime"] == 1
+        assert first["ratio/kl_reference"] > 1e-4
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("origin", ["single", *CHECKPOINTED])
+def test_one_rank_goes_on_from_a_checkpoint_of_any_layout(origin, model):
+    single, _ = results()
+    found, expected = single["resumed"][origin][model], single["uninterrupted"][model]
+    compare_steps(found["steps"], expected["steps"])
+    compare_weights(found["weights"], expected["weights"])
+    assert found["steps"][0]["gac/cosine"] == pytest.approx(expected["steps"][0]["gac/cosine"], abs=1e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("origin", ["single", "data_distributed_optimizer", "tensor"])
+@pytest.mark.parametrize("layout", PAIRS)
+def test_two_ranks_go_on_from_a_checkpoint_of_any_layout(layout, origin, model):
+    single, pairs = results()
+    found, expected = pairs[layout]["resumed"][origin][model], single["uninterrupted"][model]
+    compare_steps(found["steps"], expected["steps"])
+    compare_weights(found["weights"], expected["weights"])
+    assert found["steps"][0]["gac/cosine"] == pytest.approx(expected["steps"][0]["gac/cosine"], abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["single", *PAIRS])
+def test_shards_make_up_the_models_parameters_and_are_cut_from_them_again_bit_for_bit(layout, dtype):
+    single, pairs = results()
+    assert (single if layout == "single" else pairs[layout])["there_and_back"][dtype]
+
+
+def test_a_control_that_had_no_gradient_yet_resumes_without_one():
+    uninterrupted, resumed = results()[0]["absences"]["early"]
+    assert "gac/cosine" not in resumed[0]
+    compare_steps(resumed, uninterrupted)
+    assert results()[0]["absences"]["said_early"] == []
+
+
+def test_a_control_or_an_average_that_the_checkpoint_lacks_starts_afresh_and_says_so():
+    absences = results()[0]["absences"]
+    assert "gac/cosine" not in absences["added"][0]
+    assert "gac/cosine" in absences["added"][1]
+    said = "\n".join(absences["said"])
+    assert "no state of control gac: it starts afresh" in said
+    assert "no reference: it starts from the weights it was configured with" in said
+    assert "no proximal average: it starts from the weights of the checkpoint" in said
+
+
+def test_state_of_a_control_that_is_no_longer_configured_is_passed_over():
+    assert "gac/regime" not in results()[0]["absences"]["removed"][0]
