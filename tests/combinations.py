@@ -98,10 +98,10 @@ def pairwise(seed: int = 0) -> tuple[Config, ...]:
             if attempt % 2:
                 index |= {name: 0 for name, values in given.items() if values[0] is None and rng.random() < 0.8}
             index |= dict(start)
-            config = config_of({name: given[name][i] for name, i in index.items()})
             met = missing & set(combinations(index.items(), 2))
-            if config is not None and (best is None or len(met) > len(best[0])):
-                best = (met, config)
+            if best is None or len(met) > len(best[0]):
+                config = config_of({name: given[name][i] for name, i in index.items()})
+                best = (met, config) if config is not None else best
         if best is None:
             missing.discard(start)
         else:

@@ -42,18 +42,20 @@ def surveyed(batch, objective, seed):
 def loss_and_gradient(objective, targets, logp, rows_of_parts, dtype):
     """Over all micro-batches: (loss, gradient by log-prob), each detached."""
     logp = logp.to(dtype).requires_grad_()
-    total = torch.zeros((), dtype=dtype)
+    nobody = torch.zeros(1, dtype=dtype, requires_grad=True)
+    total = 0.0 * nobody.sum()
     for rows in rows_of_parts:
         part = targets.part(rows, dtype=dtype, device=torch.device("cpu"))
         index = [torch.arange(targets.starts[i], targets.starts[i + 1]) for i in rows]
-        own = logp[torch.cat(index)] if rows else torch.zeros(1, dtype=dtype, requires_grad=True)
+        own = logp[torch.cat(index)] if rows else nobody
         part = part.replace(logp=own, entropy=-own)
         if part.values is not None:
             part = part.replace(values_old=part.values)
         parts = objective.loss(part, targets.denominators, corrected=targets.corrected).parts
         assert rows or not parts.detach().any()
         total = total + parts.sum()
-    (gradient,) = torch.autograd.grad(total, logp)
+    gradient, of_nobody = torch.autograd.grad(total, (logp, nobody))
+    assert of_nobody.item() == 0.0
     return total.detach(), gradient
 
 
