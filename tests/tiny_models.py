@@ -36,7 +36,10 @@ def save_tiny_model(
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }
+    if family == "qwen3_moe":
+        config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, **config}
     make_config, make_model = classes[family]
     settings = make_config(
         vocab_size=vocab_size,
@@ -50,7 +53,7 @@ def save_tiny_model(
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=None,
-        **({"head_dim": hidden_size // heads} if family == "qwen3" else {}),
+        **({"head_dim": hidden_size // heads} if family.startswith("qwen3") else {}),
         **config,
     )
     with torch.random.fork_rng():

@@ -91,12 +91,13 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
 
 def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
     parallel = config.policy.parallel
-    divided = (
+    divided = [
         ("tensor", parallel.tensor, shape.heads, "attention heads"),
         ("tensor", parallel.tensor, shape.kv_heads, "key-value heads"),
-        ("tensor", parallel.tensor, shape.intermediate, "MLP columns"),
         ("pipeline", parallel.pipeline, shape.layers, "layers"),
-    )
+    ]
+    if not shape.experts:
+        divided.append(("tensor", parallel.tensor, shape.intermediate, "MLP columns"))
     found = []
     for name in ("tensor", "pipeline"):
         wrong = [(count, noun) for key, size, count, noun in divided if key == name and count % size]
@@ -112,7 +113,7 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
                 fix=f"set it to one of: {', '.join(map(str, fitting[:12]))}",
             )
         )
-    return found + _virtual_problems(config, shape)
+    return found + _virtual_problems(config, shape) + _expert_problems(config, shape)
 
 
 def _virtual_problems(config: Config, shape: ModelShape) -> list[Problem]:
@@ -124,3 +125,26 @@ def _virtual_problems(config: Config, shape: ModelShape) -> list[Problem]:
     what = f"{virtual} chunks do not divide the {held} layers of a pipeline rank ({shape.layers} layers over {pipeline})"
     fix = f"set it to one of: {', '.join(map(str, fitting[:12]))}"
     return [Problem(key=f"{PARALLEL}.virtual_pipeline", what=what, fix=fix)]
+
+
+def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    parallel = config.policy.parallel
+    key, expert = f"{PARALLEL}.expert", parallel.expert
+    if not shape.experts:
+        what = f"{expert} ranks to share experts, and the model has none"
+        return [Problem(key=key, what=what, fix="set it to 1")] if expert > 1 else []
+    found = []
+    stage = parallel.ranks // parallel.pipeline
+    fitting = [one for one in range(1, shape.experts + 1) if not shape.experts % one and not stage % one]
+    if expert not in fitting:
+        what = f"{expert} does not divide both the {shape.experts} experts of a layer and the {stage} ranks of a pipeline stage"
+        found.append(Problem(key=key, what=what, fix=f"set it to one of: {', '.join(map(str, fitting[:12]))}"))
+    if parallel.tensor > 1 and expert == 1:
+        # Each tensor-parallel rank would train all experts on its part of the tokens, and Megatron would not sum over them.
+        what = "a mixture of experts under tensor parallelism has its experts divided, and expert is 1"
+        fix = f"set it to {fitting[-1]}" if fitting[1:] else "set policy.parallel.tensor to 1"
+        found.append(Problem(key=key, what=what, fix=fix))
+    if parallel.tensor > 1 and not parallel.sequence:
+        what = "false, but a mixture of experts under tensor parallelism divides tokens over those ranks"
+        found.append(Problem(key=f"{PARALLEL}.sequence", what=what, fix="set it to true, or policy.parallel.tensor to 1"))
+    return found

@@ -51,8 +51,13 @@ def value_bytes(config: Config) -> int:
     return 2 if config.model.dtype == "bfloat16" else FLOAT32
 
 
+def stage_experts(shape: ModelShape, *, pipeline: int, expert: int) -> int:
+    """Parameters of experts on one rank of a stage."""
+    return shape.layers // pipeline * shape.layer_experts // expert
+
+
 def stage_parameters(shape: ModelShape, *, stage: int, pipeline: int, tensor: int) -> int:
-    """Parameters on one rank of a stage. With tied embeddings the last stage keeps its own copy of the first's."""
+    """Parameters on one rank of a stage, without experts. With tied embeddings the last stage has a copy of the first's."""
     count = shape.layers // pipeline * (shape.layer_sharded // tensor + shape.layer_replicated)
     embedding = -(-shape.vocabulary // tensor) * shape.hidden
     first, last = stage == 0, stage == pipeline - 1
@@ -71,10 +76,14 @@ def rank_memory(
     """`longest`: tokens of the longest prompt + response.
 
     Gradients and optimizer state are float32 (AdamW: two moments,
-    and a master copy under bfloat16); the distributed optimizer shards the state, not the gradient buffer."""
+    and a master copy under bfloat16); the distributed optimizer shards the state, not the gradient buffer: over the ranks that
+    hold the same parameters, which for experts are other ones."""
     parallel = config.policy.parallel
-    count = stage_parameters(shape, stage=stage, pipeline=parallel.pipeline, tensor=parallel.tensor)
-    shards = data_parallel if parallel.distributed_optimizer else 1
+    dense = stage_parameters(shape, stage=stage, pipeline=parallel.pipeline, tensor=parallel.tensor)
+    experts = stage_experts(shape, pipeline=parallel.pipeline, expert=parallel.expert)
+    count = dense + experts
+    replicas = max(1, data_parallel * parallel.tensor // parallel.expert) if parallel.expert > 1 else data_parallel
+    own = -(-dense // data_parallel) + -(-experts // replicas) if parallel.distributed_optimizer else count
     state = 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
     samples = -(-config.flow.prompts_per_step * config.flow.group_size // data_parallel)
     tokens = min(config.policy.tokens_per_micro_batch, samples * longest)
@@ -83,24 +92,21 @@ def rank_memory(
         stage=stage,
         parameters=count * value_bytes(config),
         gradients=count * FLOAT32,
-        optimizer=count * state // shards,
-        controls=control_bytes(
-            config, count, shards=shards, largest=largest_parameter(shape, tensor=parallel.tensor), on_gpu=on_gpu
-        ),
+        optimizer=own * state,
+        controls=control_bytes(config, own, largest=largest_parameter(shape, tensor=parallel.tensor), on_gpu=on_gpu),
         activations=_layers_in_flight(config, shape, stage) * _layer_activations(config, shape, tokens, longest),
         logprobs=chunk if stage == parallel.pipeline - 1 else 0,
     )
 
 
-def control_bytes(config: Config, count: int, *, shards: int, largest: int, on_gpu: bool) -> int:
-    """What the step controls keep for `count` parameters of a stage, of which a rank has 1 / shards, and what they need besides.
+def control_bytes(config: Config, own: int, *, largest: int, on_gpu: bool) -> int:
+    """What the step controls keep for the `own` parameters whose optimizer state a rank has, and what they need besides.
 
     Kept: the previous gradient of gac or matched_norm, unless a GPU's is offloaded. Besides: the last update and its
     denominator, in float32 and one parameter at a time, `largest` being the most elements one has.
     """
     if not config.controls:
         return 0
-    own = -(-count // shards)
     kept = sum(
         REFERENCE_BYTES[control.reference_dtype]
         for control in config.controls
@@ -131,7 +137,8 @@ def _layer_activations(config: Config, shape: ModelShape, tokens: int, longest: 
     parallel = config.policy.parallel
     whole = 4 * shape.hidden
     attention = 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.heads * shape.head_dim
-    gate = 4 * shape.intermediate
+    # Experts get copies of their tokens and give as many back.
+    gate = max(1, shape.experts_per_token) * 4 * shape.intermediate + 2 * shape.experts_per_token * shape.hidden
     scores = 2 * shape.heads * longest
     divided = attention + gate + scores
     per_token = (whole + divided) // parallel.tensor if parallel.sequence else whole + divided // parallel.tensor

@@ -9,13 +9,18 @@ from typing import Any
 
 from megatron_async_rl.config.problem import Problem
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+MIXTURES = ("Qwen3MoeForCausalLM",)
+"""Those with a mixture of experts in every layer."""
 KEY = "model.path"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a dense decoder. `context` is the longest sequence it takes, in tokens."""
+    """Sizes of a decoder. `context` is the longest sequence it takes, in tokens.
+
+    experts: of each layer, 0 in a dense model; each token visits `experts_per_token`. intermediate: of one expert, or of the MLP.
+    """
 
     architecture: str
     hidden: int
@@ -28,25 +33,34 @@ class ModelShape:
     context: int
     tied: bool
     attention_bias: bool
+    experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def layer_sharded(self) -> int:
         """Parameters of one layer that tensor parallelism divides."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         bias = qkv if self.attention_bias else 0
-        return self.hidden * qkv + bias + self.heads * self.head_dim * self.hidden + 3 * self.hidden * self.intermediate
+        mlp = 0 if self.experts else 3 * self.hidden * self.intermediate
+        return self.hidden * qkv + bias + self.heads * self.head_dim * self.hidden + mlp
+
+    @property
+    def layer_experts(self) -> int:
+        """Parameters of one layer's experts, which expert parallelism divides and nothing else does."""
+        return self.experts * 3 * self.hidden * self.intermediate
 
     @property
     def layer_replicated(self) -> int:
         """Parameters of one layer that every tensor-parallel rank holds."""
         output_bias = self.hidden if self.attention_bias and self.architecture == "LlamaForCausalLM" else 0
-        head_norms = 2 * self.head_dim if self.architecture == "Qwen3ForCausalLM" else 0
-        return 2 * self.hidden + head_norms + output_bias
+        head_norms = 2 * self.head_dim if self.architecture.startswith("Qwen3") else 0
+        router = self.experts * self.hidden
+        return 2 * self.hidden + head_norms + output_bias + router
 
     @property
     def parameters(self) -> int:
         embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
-        return embeddings + self.layers * (self.layer_sharded + self.layer_replicated) + self.hidden
+        return embeddings + self.layers * (self.layer_sharded + self.layer_experts + self.layer_replicated) + self.hidden
 
     @property
     def kv_values_per_token(self) -> int:
@@ -87,6 +101,7 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
             ]
         heads = int(content["num_attention_heads"])
         hidden = int(content["hidden_size"])
+        mixture = names[0] in MIXTURES
         shape = ModelShape(
             architecture=names[0],
             hidden=hidden,
@@ -94,11 +109,14 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
             heads=heads,
             kv_heads=int(content.get("num_key_value_heads") or heads),
             head_dim=int(content.get("head_dim") or hidden // heads),
-            intermediate=int(content["intermediate_size"]),
+            intermediate=int(content["moe_intermediate_size" if mixture else "intermediate_size"]),
             vocabulary=int(content["vocab_size"]),
             context=int(content["max_position_embeddings"]),
             tied=bool(content.get("tie_word_embeddings", False)),
             attention_bias=names[0] == "Qwen2ForCausalLM" or bool(content.get("attention_bias", False)),
+            # transformers 5 writes the second name.
+            experts=int(content.get("num_experts") or content["num_local_experts"]) if mixture else 0,
+            experts_per_token=int(content["num_experts_per_tok"]) if mixture else 0,
         )
     except KeyError as error:
         return None, [_problem(f"{path} has no {error.args[0]}", "restore the file from the model's source")]

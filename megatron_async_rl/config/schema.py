@@ -65,6 +65,9 @@ class ParallelConfig(Strict):
     virtual_pipeline: PositiveInt = 1
     """Model chunks of each pipeline rank, which take turns (Megatron's interleaved schedule): less idle time, more messages.
     Needs pipeline > 1; pipeline x virtual_pipeline divides the number of layers."""
+    expert: PositiveInt = 1
+    """Ranks of a stage that share the experts of a mixture-of-experts model; divides ranks / pipeline and the number of experts.
+    Experts are whole, not cut by tensor parallelism; a mixture under tensor parallelism needs sequence and expert > 1."""
     sequence: bool = False
     """Megatron's sequence parallelism (needs tensor > 1)."""
     distributed_optimizer: bool = True

@@ -21,6 +21,7 @@ from mbridge.core.llm_bridge import LLMBridge
 from mbridge.models.llama import LLaMABridge
 from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
+from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -88,7 +89,12 @@ class LocalBridge(LLMBridge):
 
     def layer_spec(self, vp_stage: int | None) -> TransformerBlockSubmodules:
         """The layers of this pipeline stage (of one virtual stage of it, where there are several) and the final norm."""
-        layer = get_gpt_layer_local_spec(qk_layernorm=self.config.qk_layernorm, normalization="RMSNorm")
+        layer = get_gpt_layer_local_spec(
+            num_experts=self.config.num_moe_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=self.config.qk_layernorm,
+            normalization="RMSNorm",
+        )
         parts = layer.submodules
         parts.input_layernorm = RMSNorm
         parts.pre_mlp_layernorm = RMSNorm
@@ -129,7 +135,42 @@ class Qwen3(LocalBridge, Qwen3Bridge):
     """Qwen 3, dense."""
 
 
-BRIDGES: dict[str, type[LocalBridge]] = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
+class Qwen3Moe(LocalBridge, Qwen3MoEBridge):
+    """Qwen 3 with a mixture of experts in every layer.
+
+    Routing is the checkpoint's, in float32, and nothing else touches it: every token reaches its experts (no capacity), and the
+    load-balancing loss is off whatever config.json says (`router_aux_loss_coef` belongs to pre-training: it would add a gradient
+    that no objective asked for). Experts run one after the other: grouped products need Transformer Engine.
+    """
+
+    def _build_config(self) -> Any:
+        hf = self.hf_config
+        return self._build_base_config(
+            qk_layernorm=True,
+            num_moe_experts=hf.num_experts,
+            moe_ffn_hidden_size=hf.moe_intermediate_size,
+            moe_router_topk=hf.num_experts_per_tok,
+            # Softmax before the choice leaves the chosen weights as they are, after it they add up to one.
+            moe_router_pre_softmax=not hf.norm_topk_prob,
+            moe_router_dtype="fp32",
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            moe_grouped_gemm=False,
+            # Ranks have micro-batches of different sizes, which an all-gather of tokens would not allow.
+            moe_token_dispatcher_type="alltoall",
+        )
+
+    def _weight_name_mapping_mlp(self, name: str) -> list[str]:
+        layer, part = name.removeprefix("decoder.layers.").split(".mlp.")
+        prefix = f"model.layers.{layer}.mlp"
+        if part == "router.weight":
+            return [f"{prefix}.gate.weight"]
+        expert, product, _ = part.removeprefix("experts.local_experts.").split(".")
+        matrices = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}[product]
+        return [f"{prefix}.experts.{expert}.{matrix}.weight" for matrix in matrices]
+
+
+BRIDGES: dict[str, type[LocalBridge]] = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe}
 
 
 def build_bridge(model_path: Path, *, dtype: torch.dtype, layout: Layout, sequence_parallel: bool) -> LocalBridge:
@@ -156,6 +197,8 @@ def refuse_unsupported(path: Path, hf_config: Any) -> None:
         "use_sliding_window": (False, "false (full attention)"),
         "mlp_bias": (False, "false"),
         "attention_bias": (False, "false (Qwen2's query, key and value biases need no key)"),
+        "decoder_sparse_step": (1, "1: experts in every layer"),
+        "mlp_only_layers": ([], "none: experts in every layer"),
         "quantization_config": (None, "none: unquantised weights"),
     }
     for key, (value, supported) in expected.items():

@@ -248,6 +248,7 @@ def _layout_key(optimizer: MegatronOptimizer, layout: Layout) -> dict[str, Any]:
         "tensor": layout.tp_size,
         "pipeline": layout.pp_size,
         "virtual_pipeline": layout.virtual_stages,
+        "expert": layout.ep_size,
         "data": layout.dp_size,
         "distributed_optimizer": bool(optimizer.config.use_distributed_optimizer),
     }

@@ -162,9 +162,17 @@ def _point_torch_cuda_at_cpu() -> None:
 
 def _point_megatron_at_cpu() -> None:
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random._get_cuda_rng_state = _get_cpu_state
     random._set_cuda_rng_state = _set_cpu_state
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    plain_all_to_all = token_dispatcher.all_to_all
+
+    # The dispatcher turns the counts of tokens into lists on their way from the GPU to the CPU, and only then.
+    def all_to_all(group: Any, tensor: Tensor, output_splits: Any = None, input_splits: Any = None) -> Any:
+        counts = (splits.tolist() if isinstance(splits, Tensor) else splits for splits in (output_splits, input_splits))
+        return plain_all_to_all(group, tensor, *counts)
+
+    token_dispatcher.all_to_all = all_to_all

@@ -111,6 +111,8 @@ def assemble_model(model: ModelConfig, policy: PolicyConfig, layout: Layout, val
         )
         if value is not None and layout.is_last_chunk(index):
             chunk.value_head = ValueHead(bridge.config, detach=value.detach, device=layout.device)
+        # The router alone is made on the CPU.
+        chunk.to(layout.device)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk)

@@ -94,16 +94,20 @@ def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
     """The reduced gradients the optimizer is about to use, in place; valid between `prepare_grads` and its step.
 
     With the distributed optimizer each rank holds its slices and every slice counts; without it data-parallel replicas
-    hold the same gradients, which count on the first. Tensor-parallel copies count on tensor rank 0, tied embeddings on
-    the first pipeline stage. Sums go over the world, so that every rank sees the same bits and decides alike.
+    hold the same gradients, which count on the first: of experts, whose replicas are the stage's ranks with the same
+    experts, on the first of those. Tensor-parallel copies count on tensor rank 0, tied embeddings on the first pipeline stage.
+    Sums go over the world, so that every rank sees the same bits and decides alike.
     """
-    owner = optimizer.config.use_distributed_optimizer or layout.dp_rank == 0
+    sliced = optimizer.config.use_distributed_optimizer
     shards = tuple(
         GradientShard(
             grad=parameter.grad,
-            counted=owner and param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter),
+            counted=(sliced or (layout.expert_replica if group["is_expert_parallel"] else layout.dp_rank) == 0)
+            and param_is_not_shared(parameter)
+            and param_is_not_tensor_parallel_duplicate(parameter),
         )
-        for parameter in optimizer_parameters(optimizer)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
         if parameter.grad is not None
     )
     return Gradients(shards, layout.world_group, layout.device)

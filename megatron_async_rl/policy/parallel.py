@@ -4,6 +4,8 @@ Invariants:
 - every collective of the policy runs in a group of this layout, with the deadline given to `initialise`;
 - ranks are ordered tensor fastest, then data, then pipeline (Megatron's order); a pipeline rank holds `virtual_stages` model
   chunks, chunk v of rank p being stage v * pp_size + p of the model;
+- experts are whole (never cut by tensor parallelism): a stage's ranks in order form expert-parallel groups of `ep_size`, and what
+  tensor- and data-parallel ranks are to other parameters, the other groups are to experts: replicas;
 - an element of the model's gradient is counted by exactly one rank of the world (`GradientShard.counted`).
 """
 
@@ -44,15 +46,23 @@ class Layout:
     virtual_stages: int
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    ep_size: int
     tp_group: Any
     pp_group: Any
     dp_group: Any
+    ep_group: Any
     world_group: Any
     cpu_group: Any
 
     @property
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
+
+    @property
+    def expert_replica(self) -> int:
+        """Which copy of its experts this rank holds, from 0: its rank among the stage's ranks with the same experts."""
+        return (self.dp_rank * self.tp_size + self.tp_rank) // self.ep_size
 
     def is_first_chunk(self, virtual_stage: int) -> bool:
         """The chunk that holds the embedding."""
@@ -118,6 +128,11 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         raise ValueError(
             f"policy.parallel: tensor ({parallel.tensor}) x pipeline ({parallel.pipeline}) must divide ranks ({world_size})"
         )
+    if world_size // parallel.pipeline % parallel.expert:
+        raise ValueError(
+            f"policy.parallel.expert ({parallel.expert}) must divide a stage's ranks: ranks ({world_size}) over pipeline "
+            f"({parallel.pipeline})"
+        )
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo" if device_type == "cpu" else "nccl"
     if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
@@ -131,6 +146,8 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     return Layout(
@@ -145,9 +162,12 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         virtual_stages=parallel.virtual_pipeline,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel.expert,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
         world_group=dist.group.WORLD,
         cpu_group=dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
     )

@@ -1,11 +1,13 @@
 """Megatron shards -> full tensors under Hugging Face names, one bucket at a time.
 
-A bucket is a run of parameters of one pipeline stage. Its shards are packed into one flat tensor, so it costs one gather
-over the tensor-parallel group and, for later stages, one message to rank 0, however many tensors it has.
+A bucket is a run of parameters of one pipeline stage, all of them experts divided over ranks or none. Its shards are packed into
+one flat tensor, so it costs one gather over the tensor-parallel group (for divided experts over the expert-parallel group) and,
+for later stages, one message to rank 0, however many tensors it has.
 
 Invariants:
 - names, shapes and the cut into buckets are settled when the exporter is made: publishing moves bytes only;
 - tensors exist once, on rank 0, for one bucket at a time; data-parallel copies take no part;
+- the owners' parts of a divided parameter have the same size and travel in the same bucket;
 - each tensor of the Hugging Face checkpoint comes exactly once, a tied output layer as the embedding alone;
 - every rank walks through every bucket, so all ranks leave together.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -47,6 +50,8 @@ class WeightExporter:
             if not seen.intersection(entry.hf_names):
                 seen.update(entry.hf_names)
                 self._entries.append(entry)
+        # Experts after the rest of their stage, so that the two kinds do not cut each other's buckets short.
+        self._entries.sort(key=lambda entry: (entry.stage, entry.owner is not None))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,58 +67,68 @@ class WeightExporter:
         """Collective on all ranks: each must take every bucket. A bucket holds at most `max_bytes` of full tensors, or one
         parameter that is larger alone."""
         for entries in self._cut(max_bytes):
+            held = self._gather(entries)
             names = tuple(name for entry in entries for name in entry.hf_names)
-            shards = self._gather(entries)
-            if shards is None:
+            if held is None:
                 yield Bucket(names, (None,) * len(names))
                 continue
-            yield Bucket(names, tuple(self._tensors(entries, shards)))
+            yield Bucket(names, tuple(self._tensors(entries, held)))
 
     def _cut(self, max_bytes: int) -> list[list[ParameterEntry]]:
+        """Entries of one local parameter, one per owner, stay together."""
         buckets: list[list[ParameterEntry]] = []
         size = 0
-        for entry in self._entries:
-            full = size + entry.hf_bytes > max_bytes
-            if not buckets or full or (entry.stage, entry.dtype) != (buckets[-1][0].stage, buckets[-1][0].dtype):
+        for _, owned in groupby(self._entries, key=lambda entry: (entry.stage, entry.chunk, entry.local_name)):
+            entries = list(owned)
+            added = sum(entry.hf_bytes for entry in entries)
+            if not buckets or size + added > max_bytes or _kind(entries[0]) != _kind(buckets[-1][0]):
                 buckets.append([])
                 size = 0
-            buckets[-1].append(entry)
-            size += entry.hf_bytes
+            buckets[-1] += entries
+            size += added
         return buckets
 
-    def _gather(self, entries: list[ParameterEntry]) -> list[Tensor] | None:
-        """On rank 0 one flat tensor per tensor-parallel rank, else None."""
+    def _gather(self, entries: list[ParameterEntry]) -> Tensor | None:
+        """On rank 0 [holders, elements], else None. Holders: of divided experts their owners, else the tensor-parallel ranks."""
         layout = self._bridge.layout
-        stage, elements = entries[0].stage, sum(entry.shard_elements for entry in entries)
-        if layout.dp_rank != 0:
+        stage, divided = entries[0].stage, entries[0].owner is not None
+        if (layout.expert_replica if divided else layout.dp_rank) != 0:
             return None
+        group, rank, size = (
+            (layout.ep_group, layout.ep_rank, layout.ep_size) if divided else (layout.tp_group, layout.tp_rank, layout.tp_size)
+        )
+        elements = sum(entry.shard_elements for entry in entries) // (size if divided else 1)
         if layout.pp_rank != stage:
             if layout.rank != 0:
                 return None
-            received = torch.empty(layout.tp_size * elements, dtype=entries[0].dtype, device=layout.device)
+            received = torch.empty(size, elements, dtype=entries[0].dtype, device=layout.device)
             dist.recv(received, group_src=stage, group=layout.pp_group)
-            return list(received.view(layout.tp_size, elements))
-        flat = self._packed(entries)
-        gathered = [flat]
-        if layout.tp_size > 1:
-            gathered = (
-                list(torch.empty(layout.tp_size, elements, dtype=flat.dtype, device=flat.device)) if layout.tp_rank == 0 else []
-            )
-            dist.gather(flat, gathered or None, group_dst=0, group=layout.tp_group)
-        if layout.tp_rank != 0:
+            return received
+        mine = self._packed([entry for entry in entries if entry.owner in (None, layout.ep_rank)])
+        held = mine[None]
+        if size > 1:
+            held = mine.new_empty(size if rank == 0 else 0, elements)
+            dist.gather(mine, list(held) if rank == 0 else None, group_dst=0, group=group)
+        if rank != 0:
             return None
         if stage == 0:
-            return gathered
-        dist.send(gathered[0] if len(gathered) == 1 else torch.cat(gathered), group_dst=0, group=layout.pp_group)
+            return held
+        dist.send(held, group_dst=0, group=layout.pp_group)
         return None
 
     def _packed(self, entries: list[ParameterEntry]) -> Tensor:
         parameters = [self._chunks[entry.chunk].get_parameter(entry.local_name).detach().reshape(-1) for entry in entries]
         return parameters[0] if len(parameters) == 1 else torch.cat(parameters)
 
-    def _tensors(self, entries: list[ParameterEntry], shards: list[Tensor]) -> Iterator[Tensor]:
-        start = 0
+    def _tensors(self, entries: list[ParameterEntry], held: Tensor) -> Iterator[Tensor]:
+        """held: what `_gather` gave. Each owner's parameters lie one after the other in its row."""
+        starts: dict[int | None, int] = {}
         for entry in entries:
-            end = start + entry.shard_elements
-            yield from merged(self._bridge, entry, [shard[start:end].view(entry.shard_shape) for shard in shards])
-            start = end
+            start = starts.get(entry.owner, 0)
+            starts[entry.owner] = end = start + entry.shard_elements
+            rows = held if entry.owner is None else held[entry.owner : entry.owner + 1]
+            yield from merged(self._bridge, entry, [row[start:end].view(entry.shard_shape) for row in rows])
+
+
+def _kind(entry: ParameterEntry) -> tuple[Any, ...]:
+    return entry.stage, entry.owner is not None, entry.dtype

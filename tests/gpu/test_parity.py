@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.parallel import models
-from tests.parallel.test_export import assert_same, source
+from tests.parallel.test_export import assert_same
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ for path in sorted(p for p in material.iterdir() if p.is_dir()):
         "logprobs": [logp.cpu() for logp in logprobs(model, samples, layout)],
         "exported": {name: tensor.cpu() for name, tensor in exported(model, 1 << 30).items()},
     }
-found["checkpoint"] = checkpoints(material / CHECKPOINTED, ParallelConfig(), layout, output, "")
+found["checkpoint"] = checkpoints(material / CHECKPOINTED["dense"], ParallelConfig(), layout, output, "")
 torch.save(found, output / "results.pt")
 layout.shutdown()
 """
@@ -48,7 +48,7 @@ def found(tmp_path_factory):
     output = tmp_path_factory.mktemp("gpu")
     # Without torchrun's variables: a world of one.
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    subprocess.run([sys.executable, "-c", PROGRAM, models.material(), output], check=True, timeout=300, env=environment)
+    subprocess.run([sys.executable, "-c", PROGRAM, models.material("dense"), output], check=True, timeout=300, env=environment)
     return torch.load(output / "results.pt", weights_only=False, map_location="cpu")
 
 
@@ -62,7 +62,7 @@ def test_log_probs_agree_with_transformers(found, model, tolerance):
 
 @pytest.mark.parametrize("model", ["llama-untied", "qwen3-tied-odd", "qwen3-bfloat16"])
 def test_exported_tensors_are_the_checkpoints_bit_for_bit(found, model):
-    assert_same(found[model]["exported"], source(model))
+    assert_same(found[model]["exported"], models.tensors_of(models.source_of(model)))
 
 
 def test_a_resumed_model_has_the_saved_weights_and_takes_the_same_next_step(found):

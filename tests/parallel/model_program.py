@@ -100,7 +100,10 @@ class Trained:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():
-                parameter.main_grad.copy_(torch.sin(100 * parameter.detach()) / self.layout.dp_size)
+                expert = not getattr(parameter, "allreduce", True)
+                stage = self.layout.dp_size * self.layout.tp_size
+                copies = stage // self.layout.ep_size if expert else self.layout.dp_size
+                parameter.main_grad.copy_(torch.sin(100 * parameter.detach()) / copies)
             chunk.finish_grad_sync()
         self.optimizer.prepare_grads()
         self.optimizer.step_with_ready_grads()
@@ -290,8 +293,9 @@ def main() -> None:
             "digests": {name: tensor_digest(tensor) for name, tensor in (whole or {}).items()},
             "collectives": collectives_of_one_export(model, 1 << 30),
         }
-    results["checkpoint"] = checkpoints(material / CHECKPOINTED, parallel, layout, output, other)
-    if layout.world_size == 1:
+    kind = "mixture" if (material / CHECKPOINTED["mixture"]).exists() else "dense"
+    results["checkpoint"] = checkpoints(material / CHECKPOINTED[kind], parallel, layout, output, other)
+    if layout.world_size == 1 and kind == "dense":
         results["refusals"] = refusals(material / "qwen3-tied", layout, output)
         results["interrupted"] = interrupted_saves(material / "qwen3-tied", parallel, layout, output)
     gathered: list = [None] * layout.world_size

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from megatron_async_rl.samples.types import Prompt, Sample
 from tests.parallel.torchrun import run_ranks
@@ -23,6 +24,14 @@ LAYOUTS = {
     "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
     "data": {"ranks": 2, "distributed_optimizer": True},
 }
+MIXTURE_LAYOUTS = {
+    "mixture_single": {"ranks": 1},
+    "expert": {"ranks": 2, "expert": 2},
+    "expert_pipeline": {"ranks": 4, "expert": 2, "pipeline": 2},
+    "expert_tensor": {"ranks": 4, "expert": 2, "tensor": 2, "sequence": True},
+}
+"""These run models with experts, the others dense ones."""
+ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
 LOADS_FROM = {
     "single": "tensor_pipeline",
     "tensor": "",
@@ -31,14 +40,25 @@ LOADS_FROM = {
     "virtual_pipeline": "tensor",
     "tensor_pipeline": "tensor",
     "data": "virtual_pipeline",
+    "mixture_single": "expert",
+    "expert": "",
+    "expert_pipeline": "mixture_single",
+    "expert_tensor": "expert",
 }
 """Whose checkpoint a layout also loads: always another layout's, in an order without circles."""
 VOCABULARY = 96
 LAYERS = 4
 """Enough for two pipeline ranks with two virtual stages each."""
 TEMPERATURE = 0.7
-CHECKPOINTED = "qwen3-tied-odd"
-"""The model that is trained a little, saved and loaded."""
+CHECKPOINTED = {"dense": "qwen3-tied-odd", "mixture": "mixture"}
+"""The models that are trained a little, saved and loaded."""
+DENSE = (
+    "llama-untied", "llama-tied", "qwen2-untied", "qwen2-tied", "qwen3-untied", "qwen3-tied",
+    "qwen3-tied-odd", "qwen2-untied-odd", "llama-llama3-rope", "llama-linear-rope",
+)  # fmt: skip
+MIXTURES = ("mixture", "mixture-not-normalised")
+CASES = [(layout, model) for layout in LAYOUTS for model in DENSE]
+CASES += [(layout, model) for layout in MIXTURE_LAYOUTS for model in MIXTURES]
 
 _directories: list[tempfile.TemporaryDirectory] = []
 
@@ -48,9 +68,22 @@ def temporary() -> Path:
     return Path(_directories[-1].name)
 
 
+def kind_of(layout: str) -> str:
+    return "mixture" if layout in MIXTURE_LAYOUTS else "dense"
+
+
+def source_of(model: str) -> Path:
+    return material("mixture" if model in MIXTURES else "dense") / model
+
+
 @functools.cache
-def material() -> Path:
+def material(kind: str) -> Path:
     directory = temporary()
+    torch.save(sequences(), directory / "samples.pt")
+    if kind == "mixture":
+        save_tiny_model(directory / "mixture", "qwen3_moe", tied=True, vocab_size=VOCABULARY + 1, seed=8)
+        save_tiny_model(directory / "mixture-not-normalised", "qwen3_moe", vocab_size=VOCABULARY, seed=9, norm_topk_prob=False)
+        return directory
     for family in FAMILIES:
         for tied in (False, True):
             save_tiny_model(
@@ -80,7 +113,6 @@ def material() -> Path:
         rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     )
     save_tiny_model(directory / "qwen3-bfloat16", "qwen3", dtype="bfloat16", vocab_size=VOCABULARY, layers=LAYERS, seed=7)
-    torch.save(sequences(), directory / "samples.pt")
     return directory
 
 
@@ -117,12 +149,12 @@ def results(layout: str) -> list[dict]:
 def _outcome(layout: str) -> list[dict] | AssertionError:
     output = directory_of(layout)
     other = directory_of(LOADS_FROM[layout]) / "checkpoint" if LOADS_FROM[layout] else ""
-    settings = LAYOUTS[layout]
+    settings, kind = ALL_LAYOUTS[layout], kind_of(layout)
     try:
         if LOADS_FROM[layout]:
             results(LOADS_FROM[layout])
         run_ranks(
-            settings["ranks"], "tests.parallel.model_program", [material(), json.dumps(settings), output, other], timeout=300
+            settings["ranks"], "tests.parallel.model_program", [material(kind), json.dumps(settings), output, other], timeout=300
         )
     except AssertionError as failure:
         return failure
@@ -134,11 +166,26 @@ def directory_of(layout: str) -> Path:
     return temporary()
 
 
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """What the safetensors files of a model directory hold."""
+    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def as_transformers_loads(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model directory after transformers has read it, under the names it writes; nothing may be missing."""
+    import transformers
+
+    model, problems = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not any(problems[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model.save_pretrained(scratch)
+    return tensors_of(scratch)
+
+
 @functools.cache
 def reference_logprobs(model: str) -> list[torch.Tensor]:
     import transformers
 
-    reference = transformers.AutoModelForCausalLM.from_pretrained(material() / model, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(source_of(model), dtype=torch.float32)
     found = []
     for sample in sequences():
         ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_ids.tolist()]])

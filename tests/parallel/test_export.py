@@ -1,23 +1,20 @@
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_async_rl.weights.digest import tensor_digest
-from tests.parallel.models import LAYOUTS, directory_of, material, results
+from tests.parallel.models import (
+    ALL_LAYOUTS,
+    CASES,
+    LAYOUTS,
+    MIXTURE_LAYOUTS,
+    as_transformers_loads,
+    directory_of,
+    results,
+    source_of,
+    tensors_of,
+)
 
 pytestmark = pytest.mark.parallel
-
-MODELS = (
-    "llama-untied", "llama-tied", "qwen2-untied", "qwen2-tied", "qwen3-untied", "qwen3-tied",
-    "qwen3-tied-odd", "qwen2-untied-odd", "qwen3-bfloat16",
-)  # fmt: skip
-
-
-def source(model):
-    tensors = {}
-    for file in (material() / model).glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
 
 
 def assert_same(found, expected):
@@ -27,12 +24,11 @@ def assert_same(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "model"), [*CASES, *((layout, "qwen3-bfloat16") for layout in LAYOUTS)])
 def test_exported_tensors_are_the_checkpoints_bit_for_bit(layout, model):
     rank_zero, *others = results(layout)
     for kind in ("exported", "exported_in_small_buckets"):
-        assert_same(rank_zero["models"][model][kind], source(model))
+        assert_same(rank_zero["models"][model][kind], tensors_of(source_of(model)))
         assert all(rank["models"][model][kind] is None for rank in others)
 
 
@@ -45,19 +41,22 @@ def test_a_bucket_costs_one_collective_per_dimension_however_many_tensors_it_has
     assert max(ranks) <= max((tensor > 1) + 1, stages)
 
 
+@pytest.mark.parametrize("layout", MIXTURE_LAYOUTS)
+def test_divided_experts_travel_in_buckets_of_their_own(layout):
+    """Two buckets per stage: what every data-parallel rank holds, and the experts, gathered over their owners."""
+    settings = MIXTURE_LAYOUTS[layout]
+    stages, tensor, expert = (settings.get(name, 1) for name in ("pipeline", "tensor", "expert"))
+    whole, divided = (tensor > 1) + (stages - 1), (expert > 1) * (1 + stages - 1)
+    assert results(layout)[0]["models"]["mixture"]["collectives"] == whole + divided
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_digests_of_the_exported_tensors_are_those_of_the_checkpoint(layout):
-    expected = {name: tensor_digest(tensor) for name, tensor in source("qwen3-bfloat16").items()}
+    expected = {name: tensor_digest(tensor) for name, tensor in tensors_of(source_of("qwen3-bfloat16")).items()}
     assert results(layout)[0]["models"]["qwen3-bfloat16"]["digests"] == expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_trained_model_is_written_as_a_directory_that_transformers_loads(layout):
-    import transformers
-
-    directory = directory_of(layout) / "hf"
-    model, problems = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    assert not any(problems[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_a_trained_model_is_written_as_a_directory_that_transformers_loads(layout, tmp_path):
     expected = results(layout)[0]["checkpoint"]["after_export"]
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    assert_same(weights, expected)
+    assert_same(as_transformers_loads(directory_of(layout) / "hf", tmp_path), expected)

@@ -49,7 +49,7 @@ def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_the_counted_parameters_are_those_in_the_checkpoint(tmp_path, family, tied):
     folder = save_tiny_model(tmp_path / family, family, tied=tied)
     shape, _ = read_model(folder)
@@ -142,6 +142,48 @@ def test_virtual_stages_keep_more_layers_in_flight(tmp_path):
     plain, interleaved = activations(), activations("policy.parallel.virtual_pipeline=2")
     assert plain[0] == 2 * plain[1]
     assert [4 * found // plain[0] for found in interleaved] == [5, 3]
+
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "wrong", "named"),
+    [
+        (["ranks=2", "expert=2"], [], ""),
+        (["ranks=4", "tensor=2", "sequence=true", "expert=4"], [], ""),
+        (["ranks=3", "expert=3"], ["expert"], "does not divide both the 4 experts of a layer and the 3 ranks"),
+        (["ranks=4", "pipeline=2", "expert=4"], ["expert"], "and the 2 ranks of a pipeline stage"),
+        (["ranks=2", "tensor=2", "sequence=true"], ["expert"], "expert is 1"),
+        (["ranks=2", "tensor=2", "expert=2"], ["sequence"], "divides tokens over those ranks"),
+    ],
+)
+def test_experts_are_divided_over_the_ranks_of_a_stage(tmp_path, layout, wrong, named):
+    file = write_run(tmp_path, **MIXTURE)
+    planned = plan(file, "flow.prompts_per_step=6", *(f"policy.parallel.{setting}" for setting in layout))
+    assert keys(planned) == [f"policy.parallel.{key}" for key in wrong]
+    assert named in "".join(problem.what for problem in planned.problems)
+
+
+def test_a_dense_model_has_no_experts_to_divide(file):
+    assert keys(plan(file, "policy.parallel.ranks=2", "policy.parallel.expert=2")) == ["policy.parallel.expert"]
+
+
+def test_expert_parallelism_divides_experts_and_their_optimizer_state_over_other_ranks_than_the_rest(tmp_path):
+    file = write_run(tmp_path, **MIXTURE)
+    shape, _ = read_model(file.parent / "model")
+    experts = shape.layers * shape.layer_experts
+    assert experts == 2 * 4 * 3 * 16 * 24
+    config = load(file, ["policy.parallel.ranks=4", "policy.parallel.expert=2"])
+    memory = rank_memory(config, shape, stage=0, data_parallel=4, longest=16)
+    rest = shape.parameters - experts
+    assert memory.parameters == 4 * (rest + experts // 2)
+    assert memory.optimizer == 8 * (-(-rest // 4) + experts // 4)
 
 
 def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
