@@ -106,10 +106,13 @@ def _batch(plan: Plan, config: Config) -> str:
 def _rank_memory(plan: Plan, config: Config) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("each rank of")
-    for column in ("parameters", "gradients", "optimizer", "controls", "activations ~", "log-prob chunk ~", "total ~"):
+    columns = ["parameters", "gradients", "optimizer", "controls", "activations ~", "log-prob chunk ~", "total ~"]
+    holds = any(rank.held for rank in plan.ranks)
+    for column in [*columns, "other weights, on the host"] if holds else columns:
         table.add_column(column, justify="right")
     for rank in plan.ranks:
-        parts = (rank.parameters, rank.gradients, rank.optimizer, rank.controls, rank.activations, rank.logprobs, rank.total)
+        parts = [rank.parameters, rank.gradients, rank.optimizer, rank.controls, rank.activations, rank.logprobs, rank.total]
+        parts += [rank.held] if holds else []
         table.add_row(f"stage {rank.stage}" if len(plan.ranks) > 1 else "the policy", *(size(part) for part in parts))
     return table
 

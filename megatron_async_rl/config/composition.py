@@ -6,6 +6,7 @@ about each method are class attributes of its settings model, so a new method br
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -135,6 +136,12 @@ def run_refusals(config: Config) -> Iterator[str]:
         yield (f"objective.advantage: {advantage.name} compares the responses of a group: flow.group_size must be at least 2")
     if flow.group_size == 1 and loss.compares_group:
         yield f"objective.loss: {loss.name} compares the responses of a group: flow.group_size must be at least 2"
+    versions = math.ceil(flow.async_ratio) + 1
+    if objective.proximal == "snapshot" and objective.snapshots < versions:
+        yield (
+            f"objective.snapshots: {objective.snapshots} does not reach back to the version that sampled the oldest token: with "
+            f"flow.async_ratio: {flow.async_ratio:g} a batch holds up to {versions} versions; set it to at least {versions}"
+        )
     if loss.whole_group_of_one_version and flow.async_ratio > 0:
         yield (
             f"objective.loss: {loss.name} is defined for groups sampled by one weight version, and with "

@@ -22,7 +22,10 @@ LOGIT_COPIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank of pipeline stage `stage`; its data- and tensor-parallel neighbours need the same."""
+    """Bytes on one rank of pipeline stage `stage`; its data- and tensor-parallel neighbours need the same.
+
+    held: copies of the weights in host memory (reference, proximal policies), not part of `total`.
+    """
 
     stage: int
     parameters: int
@@ -31,6 +34,7 @@ class RankMemory:
     controls: int
     activations: int
     logprobs: int
+    held: int
 
     @property
     def total(self) -> int:
@@ -96,7 +100,22 @@ def rank_memory(
         controls=control_bytes(config, own, largest=largest_parameter(shape, tensor=parallel.tensor), on_gpu=on_gpu),
         activations=_layers_in_flight(config, shape, stage) * _layer_activations(config, shape, tokens, longest),
         logprobs=chunk if stage == parallel.pipeline - 1 else 0,
+        held=count * held_bytes(config),
     )
+
+
+def held_bytes(config: Config) -> int:
+    """Bytes per parameter of a rank that its copies of the weights take in host memory: an average is float32, the others are
+    of the model's dtype, and so is the copy in which the weights in training wait while another is in place."""
+    objective, own = config.objective, value_bytes(config)
+    ema = objective.reference is not None and objective.reference.ema is not None
+    compares = objective.loss.uses_proximal or bool(objective.corrections)
+    held = (FLOAT32 if ema else own) if objective.needs_reference else 0
+    if compares and objective.proximal == "ewma":
+        held += FLOAT32
+    if compares and objective.proximal == "snapshot":
+        held += objective.snapshots * own
+    return held + own if held else 0
 
 
 def control_bytes(config: Config, own: int, *, largest: int, on_gpu: bool) -> int:

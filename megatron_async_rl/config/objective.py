@@ -27,7 +27,10 @@ class KlConfig(Strict):
 
 
 class ReferenceConfig(Strict):
-    """The policy that KL penalties and trajectory balance compare with: the run's first weights, kept in host memory."""
+    """The policy that KL penalties and trajectory balance compare with: the run's first weights, kept in host memory.
+
+    One that moves is in the checkpoint. One that does not is read from its directory again, so a resumed run compares with the
+    same weights as before."""
 
     path: Path | None = None
     """A Hugging Face model directory of the same shape; null: the model the run starts from."""

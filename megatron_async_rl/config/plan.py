@@ -235,6 +235,12 @@ def _warnings(
         if ranks and needed > machine.memory:
             found.append(f"about {needed / GIB:.1f} GiB of memory are needed, this machine gives {machine.memory / GIB:.1f} GiB")
     elif machine.gpus and ranks:
+        held = sum(rank.held for rank in ranks) * (parallel.ranks // len(ranks))
+        if held > machine.memory:
+            found.append(
+                f"copies of the weights (reference, proximal policies) take about {held / GIB:.1f} GiB of host memory over all "
+                f"ranks, this machine gives {machine.memory / GIB:.1f} GiB"
+            )
         needed = max(rank.total for rank in ranks)
         if needed > machine.gpus[0].memory:
             found.append(f"a rank needs about {needed / GIB:.1f} GiB, a GPU here has {machine.gpus[0].memory / GIB:.1f} GiB")
@@ -243,7 +249,7 @@ def _warnings(
 
 def _host_bytes(config: Config, ranks: Sequence[RankMemory], engine: EngineMemory | None) -> int:
     per_stage = config.policy.parallel.ranks // max(1, len(ranks))
-    total = sum(rank.total for rank in ranks) * per_stage + config.policy.parallel.ranks * RANK_PROCESS_BYTES
+    total = sum(rank.total + rank.held for rank in ranks) * per_stage + config.policy.parallel.ranks * RANK_PROCESS_BYTES
     if engine is not None and config.rollout is not None:
         total += config.rollout.engines * (engine.weights + (engine.cache or 0) + RANK_PROCESS_BYTES)
     return total
