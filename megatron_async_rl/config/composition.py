@@ -134,6 +134,17 @@ def run_refusals(config: Config) -> Iterator[str]:
         yield f"objective.loss: {loss.name} learns from sampled responses: add `rollout`"
     if flow.group_size == 1 and advantage.needs_group:
         yield (f"objective.advantage: {advantage.name} compares the responses of a group: flow.group_size must be at least 2")
+    if isinstance(advantage, OpobAdvantage) and advantage.mode == "exact":
+        if config.policy.parallel.virtual_pipeline > 1:
+            yield (
+                "objective.advantage: opob, mode: exact runs one sequence at a time, and policy.parallel.virtual_pipeline > 1 "
+                "wants at least as many micro-batches as there are stages; set it to 1, or mode: cheap"
+            )
+        if config.policy.parallel.expert > 1:
+            yield (
+                "objective.advantage: opob, mode: exact measures each sequence's gradient on one model replica, and "
+                "policy.parallel.expert > 1 spreads it over several; set it to 1, or mode: cheap"
+            )
     if flow.group_size == 1 and loss.compares_group:
         yield f"objective.loss: {loss.name} compares the responses of a group: flow.group_size must be at least 2"
     versions = math.ceil(flow.async_ratio) + 1

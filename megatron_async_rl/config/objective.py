@@ -52,7 +52,8 @@ class ValueConfig(Strict):
     coef: PositiveFloat = 0.5
     """Factor of its squared error, averaged over trained tokens, in the loss."""
     clip: PositiveFloat | None = None
-    """The value moves at most this far from its estimate before the step (PPO's value clipping); null does not clip."""
+    """The value moves at most this far from its estimate before the step (PPO's value clipping); null does not clip. With one
+    optimizer step per batch the two are the same, and nothing is clipped."""
     detach: bool = False
     """True: the head learns from the hidden states without changing them."""
 

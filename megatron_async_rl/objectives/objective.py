@@ -90,11 +90,19 @@ class Objective:
             metrics={**whole.decided.scalars, **value_metrics(whole)},
         )
 
-    def loss(self, batch: TokenBatch, denominators: Denominators, *, corrected: bool = True) -> BatchLoss:
+    @property
+    def adds_terms(self) -> bool:
+        """True when something is added to the loss."""
+        config = self.config
+        return bool(config.entropy_bonus) or config.value is not None or (config.kl is not None and config.kl.where == "loss")
+
+    def loss(
+        self, batch: TokenBatch, denominators: Denominators, *, corrected: bool = True, with_terms: bool = True
+    ) -> BatchLoss:
         """Of one micro-batch whose `logp` carries the gradient.
 
         `logp_prox` may still be nan where it was not surveyed: it is filled in here, exactly, from the detached `logp`.
-        corrected: the batch's weights already hold the corrections.
+        corrected: the batch's weights already hold the corrections. with_terms: false leaves out what is added to the loss.
         """
         config = self.config
         if config.proximal in ("recompute", "loglinear"):
@@ -106,7 +114,7 @@ class Objective:
         used = config.aggregation_used
         parts = aggregate(losses, batch, used, denominators, config.norm_length)
         terms = {}
-        for name, coefficient, values in self._terms(batch):
+        for name, coefficient, values in self._terms(batch) if with_terms else ():
             # A term per token beside a loss per sequence is averaged over tokens. Corrections do not weigh it.
             plain = batch.replace(weights=torch.ones_like(batch.weights))
             average = "token-mean" if used == "seq-mean" else used

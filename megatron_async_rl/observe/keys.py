@@ -110,6 +110,13 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "objective/value": Key("reward", "`oapl`: mean optimal value of a prompt."),
         },
     ),
+    "Measured baseline": (
+        "Present with advantage `opob`, mode `exact`.",
+        {
+            "opob/baseline": Key("reward", "Mean over samples of their group's baseline."),
+            "opob/shift": Key("reward", "Mean over samples of |b - mean reward of the group|: what the measured weights change."),
+        },
+    ),
     "Gradient alignment control": (
         "Present when `controls` has `gac`, or `matched_norm`, which says what gac would do.",
         {

@@ -101,6 +101,24 @@ class StepTable:
         columns |= {f"term_{name}": loss.terms[name].double() if name in loss.terms else nothing for name in TERMS}
         self.values[list(micro_batch.samples)] = torch.stack([columns[name] for name in COLUMNS], dim=1)
 
+    def weigh(self, advantages: Tensor) -> None:
+        """Makes rows recorded at advantage 1 those of `advantages`, [S]: the loss, and the counts by its sign."""
+        advantages = advantages.to(self.values.device)
+        self._column("loss").mul_(advantages)
+        for name in ("positive", "clipped_positive"):
+            counted = self._column(name).clone()
+            self._column(name).copy_(counted * (advantages > 0))
+            self._column(name.replace("positive", "negative")).copy_(counted * (advantages < 0))
+
+    def add_terms(self, other: StepTable) -> None:
+        """Takes the terms from another pass over the same samples, which recorded nothing else as its loss; this one had none."""
+        self._column("loss").add_(other._column("loss"))
+        for term in TERMS:
+            self._column(f"term_{term}").copy_(other._column(f"term_{term}"))
+
+    def _column(self, name: str) -> Tensor:
+        return self.values[:, COLUMNS.index(name)]
+
     def log_weights(self, samples: Sequence[Sample]) -> NDArray[np.float64]:
         """Of a completed table: sum_t log(pi / mu) of each sample with trained tokens, untruncated; empty for given responses."""
         column = self.values[:, COLUMNS.index("log_weight")].cpu().numpy()

@@ -58,16 +58,36 @@ class Schedule:
         self.logprob_chunk_tokens = logprob_chunk_tokens
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> None:
-        """Adds the gradient of the summed losses into the gradient buffers and reduces them. Collective over the world."""
+        """Leaves the gradient of the summed losses in the gradient buffers, reduced. Collective over the world."""
+        self.clear()
+        self.accumulate(micro_batches, consume)
+        self.reduce()
+
+    def clear(self) -> None:
+        """Sets the gradient buffers to zero."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> None:
+        """Adds this rank's own part of the gradient to its buffers. Collective over the ranks of one model replica."""
         for chunk in self.chunks:
             chunk.train()
-            chunk.zero_grad_buffer()
 
         def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             outputs = self._outputs(micro_batch, hidden)
             return consume(micro_batch, outputs), torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
-        self._run(micro_batches, loss, forward_only=False)
+        config = self.model.config
+        # Megatron's schedule would reduce at its end, each time.
+        finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
+        try:
+            self._run(micro_batches, loss, forward_only=False)
+        finally:
+            config.finalize_model_grads_func = finalize
+
+    def reduce(self) -> None:
+        """Sums the gradient buffers over the ranks that hold parts of the same gradient. Collective over the world."""
+        self.model.config.finalize_model_grads_func(list(self.chunks))
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, TokenOutputs]]:

@@ -29,6 +29,7 @@ from megatron_async_rl.policy.diagnostics import StepTable, step_metrics
 from megatron_async_rl.policy.forward import Schedule, TokenOutputs
 from megatron_async_rl.policy.microbatch import MicroBatch, Plan, build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
+from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.other_policies import OtherPolicies
 from megatron_async_rl.policy.parameter_state import assembled, cut
@@ -60,6 +61,7 @@ class Policy:
     others: OtherPolicies
     controls: Mapping[str, Control]
     step: OptimizerStep
+    baseline: ExactBaseline | None
 
     @classmethod
     def build(
@@ -87,7 +89,8 @@ class Policy:
         step = OptimizerStep(optimizer, policy_config.optimizer, controls, layout, total_steps)
         objective = Objective(objective_config)
         others = OtherPolicies(objective_config, objective.needs, model)
-        return cls(policy_config, layout, model, schedule, optimizer, objective, others, controls, step)
+        baseline = exact_baseline(objective_config, schedule, layout)
+        return cls(policy_config, layout, model, schedule, optimizer, objective, others, controls, step, baseline)
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on `batch`. Keys are those of observe/keys.py.
@@ -106,7 +109,11 @@ class Policy:
         # Without the distributed optimizer a parameter's grad is its gradient buffer: left in place, the next backward would
         # add to the buffer twice.
         self.optimizer.zero_grad()
-        self.schedule.forward_backward(mine, _Consumer(self, targets, table, batch.version))
+        if self.baseline is None:
+            self.schedule.forward_backward(mine, _Consumer(self, targets, table, batch.version))
+            chosen = {}
+        else:
+            chosen = self._with_measured_baseline(self.baseline, targets, mine, table, batch.version)
         dist.all_reduce(table.values, group=self.layout.world_group)
         reduced = time.perf_counter()
         measured = step_metrics(table.values.cpu().numpy(), samples)
@@ -119,6 +126,7 @@ class Policy:
         return {
             **measured,
             **targets.metrics,
+            **chosen,
             **taken,
             "policy/micro_batches": float(plan.micro_batches),
             "policy/padding_share": plan.padding_share,
@@ -146,6 +154,21 @@ class Policy:
                 batches = mine if each.rows is None else self._micro_batches([samples[row] for row in each.rows])[1]
                 table.run(self.schedule, batches, each.fills, each.rows)
         return table.finish()
+
+    def _with_measured_baseline(
+        self, baseline: ExactBaseline, targets: StepTargets, mine: Sequence[MicroBatch], table: StepTable, version: int
+    ) -> dict[str, float]:
+        """Gradients and table of a step whose advantages are known only after the backward passes. Collective."""
+        alone = _Consumer(self, targets, table, version, advantage=1.0, with_terms=False)
+        measured = baseline.accumulate(targets, lambda rows: self._micro_batch(targets.samples, rows), alone)
+        table.weigh(measured.advantages)
+        if self.objective.adds_terms:
+            # What is added to the loss knows no advantage: at advantage 0 it is all there is.
+            terms = StepTable(len(targets.samples), self.layout.device)
+            self.schedule.accumulate(mine, _Consumer(self, targets, terms, version, advantage=0.0))
+            table.add_terms(terms)
+        self.schedule.reduce()
+        return measured.metrics(targets.whole)
 
     def save(self, directory: Path, version: int, state: Mapping[str, Any], *, keep: int) -> Path:
         """Saves weights, optimizer, schedule, controls and the run's own `state` (rank 0's) as a checkpoint of `version`.
@@ -200,18 +223,25 @@ class Policy:
         run: dict[str, Any] = loaded.state["run"]
         return run
 
+    @property
+    def _multiple(self) -> int:
+        """What padded lengths are multiples of."""
+        return self.layout.tp_size if self.model.config.sequence_parallel else 1
+
+    def _micro_batch(self, samples: Sequence[Sample], rows: tuple[int, ...]) -> MicroBatch:
+        return build_micro_batch(samples, rows, self.layout.device, self._multiple)
+
     def _micro_batches(self, samples: Sequence[Sample]) -> tuple[Plan, list[MicroBatch]]:
         """The plan of all ranks, and this rank's micro-batches."""
-        multiple = self.layout.tp_size if self.model.config.sequence_parallel else 1
         plan = plan_micro_batches(
             samples,
             data_parallel=self.layout.dp_size,
             budget=self.config.tokens_per_micro_batch,
-            multiple=multiple,
+            multiple=self._multiple,
             in_groups_of=self.layout.pp_size if self.layout.virtual_stages > 1 else 1,
         )
         mine = plan.ranks[self.layout.dp_rank]
-        return plan, [build_micro_batch(samples, rows, self.layout.device, multiple) for rows in mine]
+        return plan, [self._micro_batch(samples, rows) for rows in mine]
 
 
 def _of_control(name: str, kind: str) -> str:
@@ -220,20 +250,38 @@ def _of_control(name: str, kind: str) -> str:
 
 
 class _Consumer:
-    """What the last stage does with a micro-batch's log-probs: the objective, and the samples' rows of the table."""
+    """What the last stage does with a micro-batch's log-probs: the objective, and the samples' rows of the table.
 
-    def __init__(self, policy: Policy, targets: StepTargets, table: StepTable, version: int) -> None:
+    advantage: of every trained token; None for the batch's own. with_terms: false leaves out what is added to the loss.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        targets: StepTargets,
+        table: StepTable,
+        version: int,
+        *,
+        advantage: float | None = None,
+        with_terms: bool = True,
+    ) -> None:
         self.policy = policy
         self.targets = targets
         self.table = table
         self.version = version
+        self.advantage = advantage
+        self.with_terms = with_terms
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
         tokens = self.targets.part(micro_batch.samples, dtype=outputs.logp.dtype, device=outputs.logp.device)
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
         if outputs.values is not None:
             tokens = tokens.replace(values=outputs.values, values_old=tokens.require("values"))
-        loss = self.policy.objective.loss(tokens, self.targets.denominators, corrected=self.targets.corrected)
+        if self.advantage is not None:
+            tokens = tokens.replace(advantages=self.advantage * tokens.mask)
+        loss = self.policy.objective.loss(
+            tokens, self.targets.denominators, corrected=self.targets.corrected, with_terms=self.with_terms
+        )
         if self.policy.layout.tp_rank == 0:
             self.table.record(micro_batch, tokens, loss, self.version)
         return loss.parts.sum()
