@@ -28,10 +28,15 @@ from tests.parallel.layout_program import Rank
 OBJECTIVE = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7), proximal="ewma", ewma_decay=0.6)
 """Everything that moves beside the model: two averages of the weights, and GAC's gradient."""
 GAC = GacControl(c_low=0.15)
-MODELS = ("tied", "untied")
+MODELS = ("untied", "uneven")
+"""The second, which is tied, lies beside the checkpoints: the distributed optimizer cuts through one of its matrices."""
 
 
-def policy(rank: Rank, model: str):
+def directory(rank: Rank, model: str, all_checkpoints: Path) -> Path:
+    return (rank.material if model == "untied" else all_checkpoints) / model
+
+
+def policy(rank: Rank, model: str | Path):
     return rank.policy(model, controls=(GAC,), objective=OBJECTIVE, lr=5e-3)
 
 
@@ -39,7 +44,7 @@ def saved(rank: Rank, checkpoints: Path) -> dict:
     """Per model: what an uninterrupted run does after the moment that was saved."""
     found = {}
     for model in MODELS:
-        trained = policy(rank, model)
+        trained = policy(rank, directory(rank, model, checkpoints.parent))
         rank.train(trained, ["b", "a"])
         trained.save(checkpoints / model, 2, {"version": 2}, keep=1)
         found[model] = rank.train(trained, ["a", "b"])
@@ -49,16 +54,17 @@ def saved(rank: Rank, checkpoints: Path) -> dict:
 def resumed(rank: Rank, checkpoints: Path) -> dict:
     found = {}
     for model in MODELS:
-        again = policy(rank, model)
+        again = policy(rank, directory(rank, model, checkpoints.parent))
         again.load(checkpoints / model)
         found[model] = rank.train(again, ["a", "b"])
     return found
 
 
-def moved_there_and_back(rank: Rank, dtype: str) -> bool:
-    """Whether Adam's parameters make up the model's, and cutting those gives Adam's again, on every rank."""
+def moved_there_and_back(rank: Rank, path: Path, dtype: str) -> dict[str, bool]:
+    """Whether Adam's parameters make up the model's, and cutting those gives Adam's again, on every rank; and whether some rank
+    has a part of a parameter."""
     settings = PolicyConfig(parallel=rank.parallel, optimizer=OptimizerConfig())
-    model = build_model(ModelConfig(path=rank.material / "tied", dtype=dtype), settings, rank.layout)
+    model = build_model(ModelConfig(path=path, dtype=dtype), settings, rank.layout)
     optimizer = build_optimizer(wrap_for_gradients(model.chunks, settings), settings, DTYPES[dtype])
     shards = [parameter.detach() for parameter in optimizer_parameters(optimizer)]
     tensors = assembled(shards, model, optimizer)
@@ -75,9 +81,10 @@ def moved_there_and_back(rank: Rank, dtype: str) -> bool:
     # Other numbers than the parameters', so that a shard left as it was would show.
     doubled = [{name: 2 * tensor for name, tensor in chunk.items()} for chunk in tensors]
     back = all(torch.equal(a, 2 * b) for a, b in zip(cut(doubled, model, optimizer), shards, strict=True))
+    sizes = {parameter.numel() for chunk in model.chunks for parameter in chunk.parameters()}
     everyone: list = [None] * rank.layout.world_size
-    dist.all_gather_object(everyone, whole and back and len(shards) > 0)
-    return all(everyone)
+    dist.all_gather_object(everyone, (whole and back and len(shards) > 0, any(s.numel() not in sizes for s in shards)))
+    return {"same": all(same for same, _ in everyone), "parts": any(parts for _, parts in everyone)}
 
 
 class _Heard(logging.Handler):
@@ -119,7 +126,9 @@ def run_layout(name: str, material: Path, parallel: ParallelConfig, checkpoints:
     results: dict = {}
     if todo["save"]:
         results["uninterrupted"] = saved(rank, checkpoints / name)
-        results["there_and_back"] = {dtype: moved_there_and_back(rank, dtype) for dtype in ("float32", "bfloat16")}
+        results["there_and_back"] = {
+            dtype: moved_there_and_back(rank, checkpoints / "uneven", dtype) for dtype in ("float32", "bfloat16")
+        }
     results["resumed"] = {origin: resumed(rank, checkpoints / origin) for origin in todo["load"]}
     if rank.layout.world_size == 1:
         results["absences"] = absences(rank, rank.scratch)
