@@ -112,12 +112,12 @@ class Schedule:
             data_iterator=[iter(micro_batches) for _ in self.chunks],
             model=list(self.chunks),
             num_microbatches=len(micro_batches),
-            # Shapes of the first micro-batch; with variable_seq_lengths stages tell each other the shape of every one.
+            # Of the first micro-batch; with variable_seq_lengths stages tell each other every shape, or know it (pipeline.py).
             seq_length=length,
             micro_batch_size=rows,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
-            **(stage_messages(self.model.config) if len(self.chunks) > 1 else {}),
+            **(stage_messages(self.model.config, [tuple(m.tokens.shape) for m in micro_batches]) if len(self.chunks) > 1 else {}),
         )
         return results
 

@@ -34,6 +34,14 @@ LAYOUTS = {
     "data_replicated_optimizer": {"ranks": 2, "distributed_optimizer": False},
     "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
 }
+MIXTURE_LAYOUTS = {
+    "mixture_single": {"ranks": 1},
+    "expert": {"ranks": 2, "expert": 2},
+    "expert_replicated_optimizer": {"ranks": 2, "expert": 2, "distributed_optimizer": False},
+    "expert_tensor": {"ranks": 4, "expert": 2, "tensor": 2, "sequence": True},
+}
+"""Of the model with experts; for `objective_program` alone."""
+ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
 
 
 _directories: list[tempfile.TemporaryDirectory] = []
@@ -47,14 +55,19 @@ def temporary() -> Path:
 
 @functools.cache
 def material() -> Path:
-    """A directory with two models, and batches whose behaviour log-probs are near the tied model's own."""
+    """A directory with three models, and batches whose behaviour log-probs are near the tied model's own, or the mixture's."""
     directory = temporary()
     for name, tied in (("tied", True), ("untied", False)):
         save_tiny_model(directory / name, tied=tied, seed=1, vocab_size=VOCABULARY, layers=LAYERS, scale=2.0)
-    a, b = (with_behavior(directory, ragged_batch(vocabulary=VOCABULARY, seed=seed)) for seed in (0, 1))
+    save_tiny_model(directory / "mixture", "qwen3_moe", tied=True, seed=2, vocab_size=VOCABULARY, scale=2.0)
+    raw = [ragged_batch(vocabulary=VOCABULARY, seed=seed) for seed in (0, 1)]
+    a, b = (with_behavior(directory / "tied", batch) for batch in raw)
+    mixture_a, mixture_b = (with_behavior(directory / "mixture", batch) for batch in raw)
     batches = {
         "a": a,
         "b": b,
+        "mixture_a": mixture_a,
+        "mixture_b": mixture_b,
         "a_permuted": permuted(a),
         "poisoned": replaced(a, lambda s: {"behavior_logprobs": np.full(s.length, np.nan, np.float32)}),
         "equal": replaced(a, lambda s: {"reward": 0.3}),
@@ -72,7 +85,7 @@ def batch(name: str) -> TrainBatch:
 @functools.cache
 def results(layout: str, program: str = "layout_program") -> dict:
     """What `program` measured on this layout."""
-    outcome = _results_of_all(LAYOUTS[layout]["ranks"], program)
+    outcome = _results_of_all(ALL_LAYOUTS[layout]["ranks"], program)
     if isinstance(outcome, AssertionError):
         raise outcome
     return outcome[layout]
@@ -84,11 +97,12 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
 
     A failure is returned, so that it is waited for once and not by every test.
     """
-    chosen = [name for name, settings in LAYOUTS.items() if settings["ranks"] == ranks]
+    offered = ALL_LAYOUTS if program == "objective_program" else LAYOUTS
+    chosen = [name for name, settings in offered.items() if settings["ranks"] == ranks]
     output = temporary()
-    arguments = {name: (port, LAYOUTS[name]) for name, port in zip(chosen, free_ports(len(chosen)), strict=True)}
+    arguments = {name: (port, offered[name]) for name, port in zip(chosen, free_ports(len(chosen)), strict=True)}
     try:
-        run_ranks(ranks, f"tests.parallel.{program}", [material(), json.dumps(arguments), output])
+        run_ranks(ranks, f"tests.parallel.{program}", [material(), json.dumps(arguments), output], timeout=400)
     except AssertionError as failure:
         return failure
     return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in chosen}
@@ -112,9 +126,15 @@ def reference_logprobs(model, sample) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference_model(name: str):
+    return loaded(material() / name)
+
+
+def loaded(model_path: Path):
+    """The model under transformers, in float64, which the grouped products that it has for experts do not take."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(material() / name, dtype=torch.float64)
+    experts = {"experts_implementation": "eager"} if model_path.name == "mixture" else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, **experts)
 
 
 def replaced(source: TrainBatch, changes) -> TrainBatch:
@@ -133,10 +153,8 @@ def permuted(source: TrainBatch) -> TrainBatch:
     return TrainBatch(version=source.version, groups=tuple(groups))
 
 
-def with_behavior(directory: Path, source: TrainBatch) -> TrainBatch:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory / "tied", dtype=torch.float64)
+def with_behavior(model_path: Path, source: TrainBatch) -> TrainBatch:
+    model = loaded(model_path)
     rng = np.random.default_rng(9)
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ OTHERS = [name for name in layouts.LAYOUTS if name != "single"]
 PER_LAYOUT = ("time/", "policy/padding_share", "policy/micro_batches")
 
 
-def compare_steps(found, expected):
+def compare_steps(found, expected, rel=1e-6):
     assert len(found) == len(expected)
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         mine, theirs = ({k: v for k, v in s.items() if not k.startswith(PER_LAYOUT)} for s in (mine, theirs))
@@ -22,8 +22,8 @@ def compare_steps(found, expected):
         for key in theirs:
             # The effective sample size has exponentials of sums over sequences; the others are means of terms of order 1
             # that cancel, whose rounding is relative to the terms.
-            rel = 1e-5 if key.startswith("ratio/ess") else 1e-6
-            assert mine[key] == pytest.approx(theirs[key], rel=rel, abs=5e-7), (step, key)
+            allowed = 1e-5 if key.startswith("ratio/ess") else rel
+            assert mine[key] == pytest.approx(theirs[key], rel=allowed, abs=5e-7), (step, key)
 
 
 def compare_weights(found, expected, atol=2e-6):
