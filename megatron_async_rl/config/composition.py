@@ -148,10 +148,13 @@ def run_refusals(config: Config) -> Iterator[str]:
     if flow.group_size == 1 and loss.compares_group:
         yield f"objective.loss: {loss.name} compares the responses of a group: flow.group_size must be at least 2"
     versions = math.ceil(flow.async_ratio) + 1
-    if objective.proximal == "snapshot" and objective.snapshots < versions:
+    kept = [f"controls: {control.name}" for control in config.controls if control.needs_past_weights]
+    kept += ["objective.proximal: snapshot"] if objective.proximal == "snapshot" else []
+    if kept and objective.snapshots < versions:
         yield (
             f"objective.snapshots: {objective.snapshots} does not reach back to the version that sampled the oldest token: with "
-            f"flow.async_ratio: {flow.async_ratio:g} a batch holds up to {versions} versions; set it to at least {versions}"
+            f"flow.async_ratio: {flow.async_ratio:g} a batch holds up to {versions} versions ({' and '.join(kept)}); "
+            f"set it to at least {versions}"
         )
     if loss.whole_group_of_one_version and flow.async_ratio > 0:
         yield (

@@ -25,11 +25,12 @@ def control_refusals(config: Config) -> Iterator[str]:
             f"controls: {' and '.join(judging)} both act on the cosine of consecutive gradients, and matched_norm is what gac is "
             "compared with: run them one at a time"
         )
-    if "matched_lr" in names and "gac" in names:
-        yield (
-            "controls: matched_lr stands in for gac at the same mean update norm; run gac alone, read the mean of its "
-            "`update/norm`, and give it to matched_lr in a run of its own"
-        )
+    for name in ("gac", "displacement"):
+        if "matched_lr" in names and name in names:
+            yield (
+                f"controls: matched_lr stands in for {name} at the same mean update norm; run {name} alone, read the mean of its "
+                "`update/norm`, and give it to matched_lr in a run of its own"
+            )
     setting = [control.name for control in controls if control.sets_beta1]
     if len(setting) > 1:
         yield f"controls: {' and '.join(setting)} both set beta1, and the later would overrule the earlier; keep one"
@@ -44,6 +45,11 @@ def control_refusals(config: Config) -> Iterator[str]:
             yield (
                 f"controls: {control.name} looks at pi / pi_behavior, and objective.loss: sft learns from given responses, which "
                 "nobody sampled; remove it"
+            )
+        if config.supervised and control.needs_past_weights:
+            yield (
+                f"controls: {control.name} compares with the weights that sampled the batch, and objective.loss: sft learns from "
+                "given responses, which nobody sampled; remove it"
             )
         if control.fresh_steps >= config.run.steps:
             yield (

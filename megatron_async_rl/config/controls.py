@@ -24,6 +24,8 @@ class ControlSettings(Strict):
     """Is GAC, or does what it does by other means."""
     needs_sampled: ClassVar[bool] = False
     """Looks at pi / mu, which given responses do not have."""
+    needs_past_weights: ClassVar[bool] = False
+    """Looks at the weights that sampled the batch; `objective.snapshots` versions of them are kept."""
 
     @property
     def fresh_steps(self) -> int:
@@ -151,9 +153,30 @@ class EssLrControl(ControlSettings):
     """Largest sequence weight with `use_truncated`."""
 
 
+class DisplacementControl(ControlSettings):
+    """Experimental, this project's own: takes from the optimizer's update what points the way that the weights have gone since
+    they sampled the batch. Keeps `objective.snapshots` versions of the weights."""
+
+    needs_past_weights: ClassVar[bool] = True
+
+    name: Literal["displacement"] = "displacement"
+    c_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Up to this cosine of update and displacement the update is left alone."""
+    target: Literal["threshold", "zero"] = "zero"
+    """Shrink the component along the displacement until the cosine is c_low, or remove it."""
+
+
 Control = Annotated[
     Annotated[
-        Union[GacControl, MatchedNormControl, MatchedLrControl, Beta1Control, MomentumByAlignmentControl, EssLrControl],
+        Union[
+            GacControl,
+            MatchedNormControl,
+            MatchedLrControl,
+            Beta1Control,
+            MomentumByAlignmentControl,
+            EssLrControl,
+            DisplacementControl,
+        ],
         Field(discriminator="name"),
     ],
     BeforeValidator(bare_name),

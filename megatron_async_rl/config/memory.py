@@ -106,23 +106,27 @@ def rank_memory(
 
 def held_bytes(config: Config) -> int:
     """Bytes per parameter of a rank that its copies of the weights take in host memory: an average is float32, the others are
-    of the model's dtype, and so is the copy in which the weights in training wait while another is in place."""
+    of the model's dtype, and so is the copy in which the weights in training wait while another is in place. Versions kept for
+    a control alone are never in place."""
     objective, own = config.objective, value_bytes(config)
     ema = objective.reference is not None and objective.reference.ema is not None
     compares = objective.loss.uses_proximal or bool(objective.corrections)
     held = (FLOAT32 if ema else own) if objective.needs_reference else 0
     if compares and objective.proximal == "ewma":
         held += FLOAT32
-    if compares and objective.proximal == "snapshot":
+    proximal = compares and objective.proximal == "snapshot"
+    placed = own if held or proximal else 0
+    if proximal or any(control.needs_past_weights for control in config.controls):
         held += objective.snapshots * own
-    return held + own if held else 0
+    return held + placed
 
 
 def control_bytes(config: Config, own: int, *, largest: int, on_gpu: bool) -> int:
     """What the step controls keep for the `own` parameters whose optimizer state a rank has, and what they need besides.
 
     Kept: the previous gradient of gac or matched_norm, unless a GPU's is offloaded. Besides: the last update and its
-    denominator, in float32 and one parameter at a time, `largest` being the most elements one has.
+    denominator, or the coming update and the displacement, in float32 and one parameter at a time, `largest` being the most
+    elements one has.
     """
     if not config.controls:
         return 0

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -138,7 +138,7 @@ class AlignmentControl(Control):
             regime=regime,
             cosine=cosine,
             length=math.sqrt(norm / reference_norm),
-            along=self._component(cosine) if regime == PROJECT else None,
+            along=component_left(cosine, self.settings.target, self.c_low) if regime == PROJECT else None,
             fresh=fresh,
         )
 
@@ -148,12 +148,6 @@ class AlignmentControl(Control):
         if self.settings.c_high is None or cosine <= self.settings.c_high:
             return PROJECT
         return SKIP if self.consecutive_skips < self.settings.max_consecutive_skips else PROJECT
-
-    def _component(self, cosine: float) -> float:
-        """<g', u> / |g| after projection: 0, or k c of gac.py's formula, written without the division by c."""
-        if self.settings.target == "zero" or self.c_low is None:
-            return 0.0
-        return self.c_low * math.sqrt(max(0.0, 1.0 - cosine * cosine)) / math.sqrt(1.0 - self.c_low**2)
 
     def _begin(self, gradients: Gradients, fresh: bool) -> None:
         self.reference_fresh = fresh
@@ -221,6 +215,13 @@ class AlignmentControl(Control):
         """Kept aside until a step shows which device and shapes the gradients have."""
         self.reference = None
         self._restored = [shard.detach().clone() for shard in state["reference"]] if "reference" in state else None
+
+
+def component_left(cosine: float, target: Literal["threshold", "zero"], c_low: float | None) -> float:
+    """<g', u> / |g| after projection: 0, or k c of gac.py's formula, written without the division by c."""
+    if target == "zero" or c_low is None:
+        return 0.0
+    return c_low * math.sqrt(max(0.0, 1.0 - cosine * cosine)) / math.sqrt(1.0 - c_low**2)
 
 
 def _add_and_exchange(gradient: Tensor, reference: Tensor, factor: float) -> None:

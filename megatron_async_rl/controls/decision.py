@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,7 +34,8 @@ class OptimizerView(Protocol):
     def last_update(self) -> Sequence[Tensor] | None:
         """What the last step that was taken added to the parameters, without weight decay; None on every rank before the first.
 
-        Each tensor is computed when it is asked for.
+        Adam's own part of it: what a control moved the parameters by besides (`Nudge`) is not in it. Each tensor is computed
+        when it is asked for.
         """
         ...
 
@@ -68,8 +69,34 @@ class Decision:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateView:
+    """What the optimizer is about to add to the parameters, one tensor per gradient shard, of the shard's shape.
+
+    update: Adam's, of the gradient as controls and clipping left it, with this step's lr and beta1, without weight decay.
+    displacement: the weights as they are minus those that the batch's samples began under (the mean over trained tokens where
+    they differ); null on every rank where those are the same, or the run keeps no past weights.
+    Tensors of both are computed when they are read, each time anew. gradients: after clipping, not to be changed any more.
+    """
+
+    gradients: Gradients
+    update: Iterable[Tensor]
+    displacement: Iterable[Tensor] | None
+
+
+@dataclass(frozen=True)
+class Nudge:
+    """along: the parameters move by this much of the displacement besides the update. length: of the two together, over the
+    update's own."""
+
+    along: float = 0.0
+    length: float = 1.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 class Control:
-    """Called once per optimizer step on every rank, on the fully reduced gradient, before clipping.
+    """Called on every rank once per optimizer step, on the fully reduced gradient, before clipping (`apply`), and once more
+    just before the optimizer changes the parameters, where no control skips the step (`before_update`).
 
     Its decision must be the same on every rank, so it may rest only on all-reduced numbers, reduced with a fixed number of
     collectives per step. State comes in two parts: numbers that are the same on every rank (`state_dict`), and what has one
@@ -77,7 +104,10 @@ class Control:
     """
 
     def apply(self, step: StepView) -> Decision:
-        raise NotImplementedError
+        return Decision()
+
+    def before_update(self, update: UpdateView) -> Nudge:
+        return Nudge()
 
     def forget(self) -> None:
         """This step has no usable gradient; what compares one step with the next starts anew."""

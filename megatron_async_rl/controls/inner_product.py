@@ -69,12 +69,18 @@ def products_with(gradients: Gradients, reference: Iterable[Tensor]) -> tuple[fl
 
     reference: one tensor per shard, of the shard's size; read once, in order.
     """
+    return products_of(gradients, (shard.grad for shard in gradients.shards), reference)
+
+
+def products_of(gradients: Gradients, left: Iterable[Tensor], right: Iterable[Tensor]) -> tuple[float, float, float]:
+    """(<l, r>, |l|^2, |r|^2) of tensors like the shards of `gradients`, each counted where its shard is; one all-reduce of three
+    scalars. Both are read once, in order."""
     totals = torch.zeros(3, dtype=torch.float64, device=gradients.device)
-    for shard, previous in zip(gradients.shards, reference, strict=True):
+    for shard, one, other in zip(gradients.shards, left, right, strict=True):
         if shard.counted:
-            totals += _three_products(shard.grad, previous)
-    product, norm, reference_norm = gradients.all_reduce_sum(totals).tolist()
-    return product, norm, reference_norm
+            totals += _three_products(one, other)
+    product, left_norm, right_norm = gradients.all_reduce_sum(totals).tolist()
+    return product, left_norm, right_norm
 
 
 def _three_products(gradient: Tensor, reference: Tensor) -> Tensor:

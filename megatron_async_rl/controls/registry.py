@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_async_rl.controls.beta1 import Beta1
 from megatron_async_rl.controls.decision import Control
+from megatron_async_rl.controls.displacement import Displacement
 from megatron_async_rl.controls.ess_lr import EssLr
 from megatron_async_rl.controls.gac import Gac
 from megatron_async_rl.controls.matched_lr import MatchedLr
@@ -21,6 +22,7 @@ CONTROLS: Mapping[str, Callable[[Any], Control]] = {
     "beta1": Beta1,
     "momentum_by_alignment": MomentumByAlignment,
     "ess_lr": EssLr,
+    "displacement": Displacement,
 }
 
 

@@ -140,6 +140,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "matched_norm/scale": Key("factor", "On the clipped gradient: |g'| / |g| of the projection not made."),
             "matched_lr/scale": Key("factor", "On the learning rate, to make the mean update as long as the target."),
             "momentum/cosine": Key("cosine", "Between the gradient and Adam's first moment, or the last update turned round."),
+            "displacement/cosine": Key("cosine", "Of the coming update with the way from the weights that sampled its batch."),
+            "displacement/removed": Key("share", "Length of what was taken from the update, over its own: |u - u'| / |u|."),
             "ess_lr/scale": Key("factor", "On the learning rate, from the effective sample size."),
             "ess_lr/ess_ratio": Key("share", "Effective sample size over the number of samples, of the weights it uses."),
             "ess_lr/reference_ratio": Key("share", "`ess_lr/ess_ratio` at which the learning rate is whole."),

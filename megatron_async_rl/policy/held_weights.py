@@ -25,7 +25,7 @@ class SnapshotMissing(ValueError):
     def __init__(self, version: int, current: int, held: Sequence[int], size: int) -> None:
         kept = ", ".join(map(str, held)) or "none"
         super().__init__(
-            f"proximal: snapshot needs the weights of version {version} at version {current}, and those kept are of versions: "
+            f"the batch needs the weights of version {version} at version {current}, and those kept are of versions: "
             f"{kept}; set objective.snapshots (now {size}) to at least {current - version + 1}. A resumed run begins with its "
             "own version only and cannot train on responses that were sampled before it was stopped"
         )

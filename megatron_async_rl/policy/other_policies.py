@@ -3,10 +3,11 @@
 reference           initial weights, or those of `reference.path`; `refresh_every`: becomes the current weights after every so
                     many steps taken; `ema`: an exponential average of the weights, moved after every step taken
 proximal ewma       such an average, by `ewma_decay`
-proximal snapshot   the weights of the newest `snapshots` versions, each kept when its own step begins
+proximal snapshot   the weights of the newest `snapshots` versions, each kept when its own step begins; a step control may ask
+                    for them too
 
 Invariants:
-- only what the objective's survey asks for is kept;
+- only what the objective's survey or a control asks for is kept;
 - what moves is in the checkpoint; a reference that does not move is read again from its model directory, so it is the one the
   run started with although the model in training is a resumed one. Snapshots are not in it: a resumed run asks its prompts
   again, so its first batch knows no older version;
@@ -47,12 +48,15 @@ class OtherArchitecture(ValueError):
 
 
 class OtherPolicies:
-    """`trained`: where the weights in training wait while others are in place. Members are null where nothing asks for them."""
+    """`trained`: where the weights in training wait while others are in place. `past`: the newest versions; `snapshots`: those,
+    where they are the proximal policy. Members are null where nothing asks for them.
+    """
 
-    def __init__(self, config: ObjectiveConfig, needs: Collection[str], model: PolicyModel) -> None:
+    def __init__(self, config: ObjectiveConfig, needs: Collection[str], model: PolicyModel, *, keep_past: bool = False) -> None:
         """Raises OtherArchitecture or WeightsDoNotFit for a `reference.path` of another shape. Collective over pipeline ranks."""
         self.reference: HeldWeights | None = None
         self.average: HeldWeights | None = None
+        self.past: Snapshots | None = None
         self.snapshots: Snapshots | None = None
         self._refresh_every = config.reference.refresh_every if config.reference is not None else None
         self._ema = config.reference.ema if config.reference is not None else None
@@ -63,8 +67,11 @@ class OtherPolicies:
             self.reference = self._initial_reference(path, model)
         if "logp_prox" in needs and config.proximal == "ewma":
             self.average = HeldWeights(model.chunks, torch.float32)
-        if "logp_prox" in needs and config.proximal == "snapshot":
-            self.snapshots = Snapshots(model.chunks, config.snapshots)
+        proximal = "logp_prox" in needs and config.proximal == "snapshot"
+        if proximal or keep_past:
+            self.past = Snapshots(model.chunks, config.snapshots)
+        if proximal:
+            self.snapshots = self.past
 
     def _initial_reference(self, path: Path | None, model: PolicyModel) -> HeldWeights:
         dtype = torch.float32 if self._ema is not None else None
@@ -78,8 +85,8 @@ class OtherPolicies:
 
     def begin(self, version: int) -> None:
         """The weights in place are those of `version`, before its step."""
-        if self.snapshots is not None:
-            self.snapshots.begin(version)
+        if self.past is not None:
+            self.past.begin(version)
 
     def stepped(self, taken: int) -> None:
         """An optimizer step was taken, the `taken`-th of the run."""
@@ -109,8 +116,8 @@ class OtherPolicies:
             if warn:
                 start = "the weights of the checkpoint" if held is self.average else "the weights it was configured with"
                 log.warning("the checkpoint holds no %s: it starts from %s", name.replace("_", " "), start)
-        if self.snapshots is not None:
-            self.snapshots.clear()
+        if self.past is not None:
+            self.past.clear()
 
     def _moving(self) -> dict[str, HeldWeights]:
         moves = self._ema is not None or self._refresh_every is not None

@@ -26,6 +26,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import StepTargets, valid_samples
 from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.diagnostics import StepTable, step_metrics
+from megatron_async_rl.policy.displacement import displacement
 from megatron_async_rl.policy.forward import Schedule, TokenOutputs
 from megatron_async_rl.policy.microbatch import MicroBatch, Plan, build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
@@ -88,20 +89,23 @@ class Policy:
         )
         step = OptimizerStep(optimizer, policy_config.optimizer, controls, layout, total_steps)
         objective = Objective(objective_config)
-        others = OtherPolicies(objective_config, objective.needs, model)
+        keep_past = any(config.needs_past_weights for config in controls_config)
+        others = OtherPolicies(objective_config, objective.needs, model, keep_past=keep_past)
         baseline = exact_baseline(objective_config, schedule, layout)
         return cls(policy_config, layout, model, schedule, optimizer, objective, others, controls, step, baseline)
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on `batch`. Keys are those of observe/keys.py.
 
-        A batch without a single trainable token makes no step. Raises SampleTooLong.
+        A batch without a single trainable token makes no step. Raises SampleTooLong and SnapshotMissing.
         """
         samples, _ = valid_samples(batch)
         self.others.begin(batch.version)
         if not any(sample.loss_mask.any() for sample in samples):
             return self.step.pass_over()
         started = time.perf_counter()
+        past = self.others.past
+        displaced = displacement(samples, batch.version, past, self.model, self.optimizer) if past is not None else None
         plan, mine = self._micro_batches(samples)
         targets = self.objective.prepare(batch, self._survey(samples, mine, batch.version))
         surveyed = time.perf_counter()
@@ -120,7 +124,7 @@ class Policy:
         facts = StepFacts(
             loss=measured["policy/loss"], log_weights=table.log_weights(samples), lag_max=int(batch.lags().max(initial=0))
         )
-        taken = self.step.take(facts)
+        taken = self.step.take(facts, displaced)
         if not taken["policy/skipped"]:
             self.others.stepped(self.step.updates)
         return {

@@ -1,4 +1,4 @@
-"""From reduced gradients to new weights: prepare, controls, clip, step.
+"""From reduced gradients to new weights: prepare, controls, clip, controls once more, step.
 
 Invariants:
 - every decision rests on all-reduced numbers, so all ranks step or none does;
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_async_rl.controls.decision import Control, StepView
+from megatron_async_rl.controls.decision import Control, StepView, UpdateView
 from megatron_async_rl.controls.inner_product import squared_norm, squared_norm_of
 from megatron_async_rl.policy.adam import AdamView, TakenStep
 from megatron_async_rl.policy.optimizer import gradients_of, learning_rate
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
     from megatron_async_rl.config.schema import OptimizerConfig
+    from megatron_async_rl.policy.displacement import Displacement
     from megatron_async_rl.policy.parallel import Gradients, Layout
 
 CLIP_EPSILON = 1e-6
@@ -62,7 +63,7 @@ class OptimizerStep:
         self.nonfinite = 0
         self.last: TakenStep | None = None
 
-    def take(self, facts: StepFacts) -> dict[str, float]:
+    def take(self, facts: StepFacts, displacement: Displacement | None = None) -> dict[str, float]:
         """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the controls, before clipping.
 
         The loss is looked at because clamps turn one that is not a number into a gradient of 0, which would pass for a
@@ -81,7 +82,7 @@ class OptimizerStep:
             lr=lr,
         )
         metrics: dict[str, float] = {}
-        skip, lr_scale, gradient_scale, beta1 = not usable, 1.0, 1.0, self.settings.betas[0]
+        skip, lr_scale, gradient_scale, beta1, lengthened = not usable, 1.0, 1.0, self.settings.betas[0], 1.0
         for control in self.controls.values():
             if not usable:
                 control.forget()
@@ -103,12 +104,19 @@ class OptimizerStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * lr_scale
                 group["betas"] = (beta1, self.settings.betas[1])
+            for control in self.controls.values():
+                update = UpdateView(gradients=gradients, update=self._view().next_update(), displacement=displacement)
+                nudge = control.before_update(update)
+                metrics |= nudge.metrics
+                lengthened *= nudge.length
+                if nudge.along != 0.0 and displacement is not None:
+                    displacement.add(nudge.along)
             self.optimizer.step_with_ready_grads()
             self.updates += 1
             self.last = TakenStep(lr * lr_scale, beta1)
         return (
             metrics
-            | self._update_norm(None if skip else gradients)
+            | self._update_norm(None if skip else gradients, lengthened)
             | {
                 "policy/grad_norm": norm,
                 "policy/lr": lr,
@@ -129,15 +137,15 @@ class OptimizerStep:
     def _view(self) -> AdamView:
         return AdamView(self.optimizer, self.settings, self.updates, self.last)
 
-    def _update_norm(self, gradients: Gradients | None) -> dict[str, float]:
-        """Length of the update just made, 0 without one. Only where there are controls, whose baselines are matched on it: it
-        costs a sweep over Adam's state and an all-reduce of one scalar."""
+    def _update_norm(self, gradients: Gradients | None, lengthened: float = 1.0) -> dict[str, float]:
+        """Length of the update just made, `lengthened` times that of Adam's part; 0 without one. Only where there are controls,
+        whose baselines are matched on it: it costs a sweep over Adam's state and an all-reduce of one scalar."""
         if not self.controls:
             return {}
         update = self._view().last_update() if gradients is not None else None
         if gradients is None or update is None:
             return {"update/norm": 0.0}
-        return {"update/norm": math.sqrt(squared_norm_of(gradients, update))}
+        return {"update/norm": lengthened * math.sqrt(squared_norm_of(gradients, update))}
 
     def state_dict(self) -> dict[str, Any]:
         last = None if self.last is None else {"lr": self.last.lr, "beta1": self.last.beta1}

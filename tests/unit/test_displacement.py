@@ -1,0 +1,280 @@
+"""The update keeps from the way the weights have gone since they sampled the batch: numbers on torch's AdamW, in float64."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from pydantic import ValidationError
+
+from megatron_async_rl.config.controls import DisplacementControl
+from megatron_async_rl.config.memory import held_bytes
+from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.schema import Config, OptimizerConfig
+from megatron_async_rl.controls.decision import Control, Decision
+from megatron_async_rl.controls.displacement import Displacement
+from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.policy import step as step_module
+from megatron_async_rl.policy.displacement import displacement, start_shares
+from megatron_async_rl.policy.held_weights import SnapshotMissing
+from megatron_async_rl.policy.other_policies import OtherPolicies
+from megatron_async_rl.policy.step import OptimizerStep, StepFacts
+from megatron_async_rl.policy.survey import passes
+from tests.gradients import OneRank, Shard, cosine
+from tests.train_batches import make_sample, rewards_batch
+from tests.written_run import config_tree
+
+SETTINGS = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5, clip_grad=0.7)
+FACTS = StepFacts(loss=1.0, log_weights=np.zeros(3), lag_max=0)
+STEADY = torch.linspace(0.5, 1.5, 21, dtype=torch.float64)
+"""A gradient that keeps its direction makes updates that keep theirs."""
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        for name, shape in {"matrix": (3, 4), "bias": (5,), "norm": (2, 2)}.items():
+            value = torch.randn(shape, generator=draw, dtype=torch.float64)
+            self.register_parameter(name, torch.nn.Parameter(value))
+
+    def flat(self):
+        return torch.cat([parameter.detach().flatten() for parameter in self.parameters()]).clone()
+
+
+class Megatron:
+    """The part of Megatron's optimizer that a step uses, over torch's AdamW; `gradients` are given to it step by step."""
+
+    def __init__(self, model, gradients):
+        self.parameters = list(model.parameters())
+        decay = [{"params": self.parameters[:2], "weight_decay": 0.5}, {"params": self.parameters[2:], "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(decay, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps)
+        self.param_groups = self.optimizer.param_groups
+        self.gradients = list(gradients)
+
+    def prepare_grads(self):
+        parts = self.gradients.pop(0).split([p.numel() for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.clone().view(parameter.shape)
+        return False
+
+    def step_with_ready_grads(self):
+        self.optimizer.step()
+
+
+class Says(Control):
+    def __init__(self, decisions):
+        self.decisions = list(decisions)
+
+    def apply(self, step):
+        return self.decisions.pop(0)
+
+
+class Run:
+    """A run of few steps; `control`: the displacement's, or none."""
+
+    def __init__(self, gradients, control=None, decisions=None):
+        self.model = Model()
+        self.megatron = Megatron(self.model, gradients)
+        controls = {"says": Says(decisions or [Decision()] * len(gradients))}
+        if control is not None:
+            controls["displacement"] = Displacement(control)
+        self.step = OptimizerStep(self.megatron, SETTINGS, controls, SimpleNamespace(), 20)
+        wrapped = SimpleNamespace(chunks=[self.model], source=None, bridge=None)
+        self.others = OtherPolicies(ObjectiveConfig(snapshots=4), frozenset(), wrapped, keep_past=True)
+        self.wrapped = wrapped
+        self.version = 0
+
+    def take(self, *starts):
+        """One step on a batch whose samples began under these versions, equally long; of the present one when none is given."""
+        self.others.begin(self.version)
+        samples = mixed(*((start,) for start in starts or (self.version,)))
+        displaced = displacement(samples, self.version, self.others.past, self.wrapped, self.megatron)
+        self.version += 1
+        return self.step.take(FACTS, displaced)
+
+
+@pytest.fixture(autouse=True)
+def gradients_of_one_rank(monkeypatch):
+    found = lambda optimizer, layout: OneRank([Shard(p.grad) for p in optimizer.parameters])  # noqa: E731
+    monkeypatch.setattr(step_module, "gradients_of", found)
+
+
+def mixed(*versions):
+    prompt = rewards_batch([[0.0]]).groups[0].prompt
+    return [make_sample(prompt, str(i), [3] * len(each), versions=list(each)) for i, each in enumerate(versions)]
+
+
+def noisy(steps, strength=0.3):
+    draw = torch.Generator().manual_seed(3)
+    return [STEADY + strength * torch.randn(21, generator=draw, dtype=torch.float64) for _ in range(steps)]
+
+
+@pytest.mark.parametrize(
+    "decision", [Decision(), Decision(lr_scale=0.3), Decision(beta1=0.2), Decision(gradient_scale=0.1)], ids=str
+)
+@pytest.mark.parametrize(("target", "left"), [("zero", 0.0), ("threshold", 0.25)])
+def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_is_adams_across_it(target, left, decision):
+    decisions = [Decision()] * 3 + [decision]
+    free = Run(noisy(4), None, decisions)
+    held = Run(noisy(4), DisplacementControl(c_low=0.25, target=target), decisions)
+    past = []
+    for _ in range(3):
+        past.append(held.model.flat())
+        free.take()
+        held.take()
+    assert torch.equal(free.model.flat(), held.model.flat())
+    before, way = held.model.flat(), held.model.flat() - (past[0] + past[1]) / 2
+    metrics = held.take(0, 1)
+    free.take()
+    # After the step, which is when the groups have its learning rate.
+    kept = torch.ones(21, dtype=torch.float64)
+    kept[:17] = 1 - held.megatron.param_groups[0]["lr"] * 0.5
+    update, made = free.model.flat() - before * kept, held.model.flat() - before * kept
+    assert metrics["displacement/cosine"] == pytest.approx(cosine(update, way), abs=1e-12)
+    assert metrics["displacement/cosine"] > 0.5
+    assert cosine(made, way) == pytest.approx(left, abs=1e-12)
+    across = update - (update @ way) / (way @ way) * way
+    torch.testing.assert_close(made - (made @ way) / (way @ way) * way, across, rtol=0.0, atol=1e-14)
+    assert metrics["displacement/removed"] == pytest.approx(float((made - update).norm() / update.norm()), rel=1e-10)
+    assert metrics["update/norm"] == pytest.approx(float(made.norm()), rel=1e-10)
+
+
+def test_adam_s_moments_are_those_it_has_without_the_control():
+    free, held = Run(noisy(3)), Run(noisy(3), DisplacementControl())
+    for run in (free, held):
+        run.take()
+        run.take(0)
+    assert not torch.equal(free.model.flat(), held.model.flat())
+    for mine, theirs in zip(held.megatron.parameters, free.megatron.parameters, strict=True):
+        for name, value in free.megatron.optimizer.state[theirs].items():
+            assert torch.equal(held.megatron.optimizer.state[mine][name], value)
+
+
+def test_an_update_up_to_the_threshold_is_left_alone_to_the_bit():
+    free, held = Run(noisy(3)), Run(noisy(3), DisplacementControl(c_low=0.999999))
+    for starts in ((), (0,), (0,)):
+        free.take(*starts)
+        metrics = held.take(*starts)
+    assert metrics["displacement/cosine"] > 0.5
+    assert metrics["displacement/removed"] == 0.0
+    assert torch.equal(free.model.flat(), held.model.flat())
+
+
+@pytest.mark.parametrize("target", ["zero", "threshold"])
+def test_an_update_that_turns_back_is_left_alone_to_the_bit(target):
+    gradients, decisions = [STEADY, STEADY, -STEADY], [Decision(), Decision(), Decision(beta1=0.0)]
+    free, held = Run(gradients, None, decisions), Run(gradients, DisplacementControl(target=target), decisions)
+    for starts in ((), (), (0,)):
+        free.take(*starts)
+        metrics = held.take(*starts)
+    assert metrics["displacement/cosine"] < -0.5
+    assert metrics["displacement/removed"] == 0.0
+    assert torch.equal(free.model.flat(), held.model.flat())
+
+
+def test_a_batch_that_the_present_weights_sampled_meets_nothing():
+    free, held = Run(noisy(3)), Run(noisy(3), DisplacementControl())
+    for _ in range(3):
+        free.take()
+        metrics = held.take()
+        assert "displacement/cosine" not in metrics
+        assert metrics["displacement/removed"] == 0.0
+    assert torch.equal(free.model.flat(), held.model.flat())
+
+
+def test_weights_that_have_not_moved_give_no_direction():
+    held = Run(noisy(2), DisplacementControl(), [Decision(skip=True), Decision()])
+    free = Run(noisy(2), None, [Decision(skip=True), Decision()])
+    for run in (held, free):
+        run.take()
+        metrics = run.take(0)
+    assert "displacement/cosine" not in metrics
+    assert torch.equal(free.model.flat(), held.model.flat())
+
+
+def test_a_skipped_step_leaves_the_weights_alone():
+    held = Run(noisy(3), DisplacementControl(), [Decision(), Decision(), Decision(skip=True)])
+    held.take()
+    assert held.take(0)["displacement/removed"] > 0.1
+    before = held.model.flat()
+    metrics = held.take(0)
+    assert torch.equal(held.model.flat(), before)
+    assert not any(name.startswith("displacement/") for name in metrics)
+
+
+def test_where_samples_began_under_several_versions_each_weighs_by_its_trained_tokens():
+    samples = mixed((0, 1, 2), (1, 1), (2,))
+    samples[0].loss_mask[1] = 0
+    samples += mixed((1, 1, 1))
+    samples[-1].loss_mask[:] = 0
+    assert start_shares(samples) == {0: 2 / 5, 1: 2 / 5, 2: 1 / 5}
+
+
+def test_the_displacement_is_from_the_weighted_mean_of_the_past_weights():
+    run = Run(noisy(3))
+    past = []
+    for _ in range(3):
+        past.append(run.model.flat())
+        run.take()
+    run.others.begin(3)
+    now = run.model.flat()
+    samples = mixed((0,) * 3, (2,) * 2, (3,) * 5)
+    way = displacement(samples, 3, run.others.past, run.wrapped, run.megatron)
+    found = torch.cat([part.flatten() for part in way])
+    torch.testing.assert_close(found, now - (0.3 * past[0] + 0.2 * past[2] + 0.5 * now), rtol=0.0, atol=1e-15)
+    assert torch.equal(found, torch.cat([part.flatten() for part in way]))
+
+
+def test_a_batch_older_than_the_weights_kept_is_refused_with_the_key_to_change():
+    run = Run(noisy(5))
+    for _ in range(5):
+        run.take()
+    with pytest.raises(SnapshotMissing, match=r"version 0 at version 5.*objective\.snapshots \(now 4\) to at least 6"):
+        run.take(0)
+
+
+def test_weights_kept_for_the_control_are_not_taken_for_the_proximal_policy():
+    objective = ObjectiveConfig(proximal="ewma", snapshots=3)
+    model = SimpleNamespace(chunks=[Model()], source=None, bridge=None)
+    kept = OtherPolicies(objective, Objective(objective).needs, model, keep_past=True)
+    for version in range(3):
+        kept.begin(version)
+    columns = sorted(Objective(objective).needs)
+    assert [each.weights for each in passes(columns, mixed((0, 1), (2,)), 2, kept)] == [kept.average]
+
+
+def config(**changes):
+    tree = config_tree()
+    tree |= {"controls": ["displacement"]} | {k: {**tree.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()}
+    return Config.model_validate(yaml.safe_load(yaml.safe_dump(tree)))
+
+
+def test_a_store_that_does_not_reach_back_to_the_oldest_start_is_refused():
+    with pytest.raises(ValidationError, match=r"objective\.snapshots: 2 .*controls: displacement.*to at least 3"):
+        config(flow={"async_ratio": 1.5}, objective={"snapshots": 2})
+    assert config(flow={"async_ratio": 1.5}, objective={"snapshots": 3}).controls[0].name == "displacement"
+
+
+def test_the_versions_kept_for_the_control_take_host_memory_and_nothing_has_to_wait_for_them():
+    assert held_bytes(config(objective={"snapshots": 5})) == 5 * 4
+    assert held_bytes(config(objective={"snapshots": 5, "proximal": "snapshot"})) == 5 * 4 + 4
+    assert held_bytes(config(controls=[])) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"controls": ["displacement", {"name": "matched_lr", "target_update_norm": 0.1}]},
+            "matched_lr stands in for displacement",
+        ),
+        ({"objective": {"loss": "sft", "advantage": "none"}}, "displacement compares with the weights that sampled the batch"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(changes, reason):
+    if "objective" in changes:
+        changes = {**changes, "rollout": None, "flow": {"group_size": 1, "async_ratio": 0}}
+    with pytest.raises(ValidationError, match=reason):
+        config(**changes)
