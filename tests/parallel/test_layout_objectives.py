@@ -28,7 +28,8 @@ def alone(layout):
 @pytest.mark.parametrize("layout", OTHERS)
 def test_metrics_and_weights_are_those_of_one_process(layout, run):
     found, expected = results(layout)[run], alone(layout)[run]
-    compare_steps(found["steps"], expected["steps"])
+    # OPOB's weights are, like the effective sample size, exponentials of sums over sequences of float32 log-probs.
+    compare_steps(found["steps"], expected["steps"], rel=1e-5 if run == "opob" else 1e-6)
     compare_weights(found["weights"], expected["weights"])
 
 
@@ -38,7 +39,8 @@ def test_cosine_projected_norm_and_ess_factor_agree_to_a_millionth(layout):
         for key in ("gac/cosine", "gac/removed", "policy/grad_norm", "ess_lr/scale", "policy/lr_scale"):
             assert (key in found) == (key in expected)
             if key in expected:
-                assert found[key] == pytest.approx(expected[key], rel=1e-6, abs=0.0), key
+                # A cosine is relative already: to both gradients' lengths.
+                assert found[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-7 if key == "gac/cosine" else 0.0), key
 
 
 @pytest.mark.parametrize("layout", ["single", "mixture_single"])
