@@ -78,9 +78,7 @@ def plan_micro_batches(
     """Splits over ranks by tokens (longest first onto the lightest rank), then buckets each rank's samples by length.
 
     multiple: padded lengths are multiples of it (the tensor-parallel size under sequence parallelism). in_groups_of: so is the
-    number of micro-batches of a rank (the pipeline's size with virtual stages), and then it is at least twice as many: with as
-    many as the pipeline has stages, Megatron's interleaved schedule is all warm-up, where both ends of a two-stage pipeline
-    wait with a send over gloo.
+    number of micro-batches of a rank (the pipeline's size with virtual stages).
     Raises SampleTooLong.
     """
     lengths = [_round_up(_fed(sample), multiple) for sample in samples]
@@ -96,8 +94,7 @@ def plan_micro_batches(
         shares[lightest].append(index)
         loads[lightest] += lengths[index]
     buckets = [_bucket(share, lengths, budget) for share in shares]
-    least = 2 * in_groups_of if in_groups_of > 1 else 1
-    count = _round_up(max(least, max(len(rank) for rank in buckets)), in_groups_of)
+    count = _round_up(max(1, max(len(rank) for rank in buckets)), in_groups_of)
     ranks = tuple(tuple(rank) + ((),) * (count - len(rank)) for rank in buckets)
     computed = sum(len(rows) * lengths[rows[0]] if rows else multiple for rank in ranks for rows in rank)
     return Plan(ranks, 1.0 - sum(_fed(sample) for sample in samples) / computed)

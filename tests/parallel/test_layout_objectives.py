@@ -102,7 +102,9 @@ def test_a_replicated_parameter_counted_twice_is_seen(layout):
 
 @pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
 def test_the_number_of_collectives_does_not_depend_on_the_number_of_micro_batches(layout):
+    """Few is one, or one round of the pipeline under virtual stages, where ranks could end up waiting for each other."""
     many, few = results(layout)["collectives"]
+    assert few["micro_batches"] == (2 if layout == "virtual_pipeline" else 1)
     assert many["micro_batches"] > few["micro_batches"]
     assert many["calls"] == few["calls"] > 0
 

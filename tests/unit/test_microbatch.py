@@ -35,11 +35,6 @@ def test_the_number_of_micro_batches_fills_up_to_whole_rounds_of_the_pipeline():
             assert filled == mine + ((),) * (rounds.micro_batches - plain.micro_batches)
 
 
-def test_a_pipeline_of_virtual_stages_never_gets_just_one_round_of_micro_batches():
-    plan = plan_micro_batches(SAMPLES, data_parallel=1, budget=10**6, in_groups_of=4)
-    assert [len(rows) for rows in plan.ranks[0]] == [len(SAMPLES)] + [0] * 7
-
-
 def test_ranks_carry_nearly_the_same_tokens():
     plan = plan_micro_batches(SAMPLES, data_parallel=4, budget=64)
     loads = [sum(SAMPLES[i].total_length - 1 for rows in rank for i in rows) for rank in plan.ranks]
