@@ -40,7 +40,8 @@ MIXTURE_LAYOUTS = {
     "expert_replicated_optimizer": {"ranks": 2, "expert": 2, "distributed_optimizer": False},
     "expert_tensor": {"ranks": 4, "expert": 2, "tensor": 2, "sequence": True},
 }
-"""Of the model with experts; for `objective_program` alone."""
+"""Of the model with experts; for the programs of `WITH_MIXTURES` alone."""
+WITH_MIXTURES = ("objective_program", "displacement_program")
 ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
 
 
@@ -97,7 +98,7 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
 
     A failure is returned, so that it is waited for once and not by every test.
     """
-    offered = ALL_LAYOUTS if program == "objective_program" else LAYOUTS
+    offered = ALL_LAYOUTS if program in WITH_MIXTURES else LAYOUTS
     chosen = [name for name, settings in offered.items() if settings["ranks"] == ranks]
     output = temporary()
     arguments = {name: (port, offered[name]) for name, port in zip(chosen, free_ports(len(chosen)), strict=True)}

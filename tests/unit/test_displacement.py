@@ -227,6 +227,14 @@ def test_the_displacement_is_from_the_weighted_mean_of_the_past_weights():
     assert torch.equal(found, torch.cat([part.flatten() for part in way]))
 
 
+def test_there_is_nothing_to_save():
+    run = Run(noisy(3), DisplacementControl())
+    for starts in ((), (0,), (1,)):
+        run.take(*starts)
+    control = run.step.controls["displacement"]
+    assert (control.state_dict(), control.shard_state(), run.others.parameter_state()) == ({}, {}, {})
+
+
 def test_a_batch_older_than_the_weights_kept_is_refused_with_the_key_to_change():
     run = Run(noisy(5))
     for _ in range(5):
@@ -247,7 +255,8 @@ def test_weights_kept_for_the_control_are_not_taken_for_the_proximal_policy():
 
 def config(**changes):
     tree = config_tree()
-    tree |= {"controls": ["displacement"]} | {k: {**tree.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()}
+    changed = {key: {**tree.get(key, {}), **value} if isinstance(value, dict) else value for key, value in changes.items()}
+    tree |= {"controls": ["displacement"], **changed}
     return Config.model_validate(yaml.safe_load(yaml.safe_dump(tree)))
 
 

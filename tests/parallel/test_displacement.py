@@ -1,0 +1,57 @@
+"""The control `displacement` does on every parallel layout, and in either dtype, what it does on one rank."""
+
+import pytest
+
+from tests.parallel import layouts
+from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+
+pytestmark = pytest.mark.parallel
+
+LAYOUTS = [name for name, settings in layouts.ALL_LAYOUTS.items() if settings["ranks"] <= 2]
+OTHERS = [name for name in LAYOUTS if name not in ("single", "mixture_single")]
+RUNS = ("zero", "threshold", "idle")
+
+
+def results(layout):
+    return layouts.results(layout, "displacement_program")
+
+
+def alone(layout):
+    return results("mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single")
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("layout", OTHERS)
+def test_metrics_and_weights_are_those_of_one_process(layout, run):
+    found, expected = results(layout)[run], alone(layout)[run]
+    # Four steps in, the largest difference of log-probs has the rounding of as many.
+    compare_steps(found["steps"], expected["steps"], rel=3e-6)
+    compare_weights(found["weights"], expected["weights"])
+    for mine, theirs in zip(found["steps"], expected["steps"], strict=True):
+        for key in ("displacement/cosine", "displacement/removed", "update/norm"):
+            if key in theirs:
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-6, abs=0.0), key
+
+
+@pytest.mark.parametrize("layout", ["single", "mixture_single"])
+def test_the_steps_compared_turn_the_update_where_they_are_meant_to(layout):
+    for run in RUNS:
+        steps = results(layout)[run]["steps"]
+        assert "displacement/cosine" not in steps[0]
+        assert [step["displacement/removed"] > 0.05 for step in steps[1:]] == [run != "idle"] * 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_decide_alike_to_the_bit(layout):
+    assert results(layout)["ranks_agree"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("run", "cosine"), [("zero", 0.0), ("threshold", 0.05)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_the_optimizers_own_parameters_gain_has_the_cosine_asked_for(layout, run, cosine, dtype):
+    found = results(layout)["added"][run, dtype]
+    assert found["step"]["displacement/cosine"] > cosine + 0.05
+    assert found["cosine"] == pytest.approx(cosine, abs=5e-6)
+    assert found["step"]["update/norm"] == pytest.approx(found["norm"], rel=5e-6)
+    assert found["model_follows"]
