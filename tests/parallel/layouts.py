@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import pickle
+import random
 import socket
 import tempfile
 from pathlib import Path
@@ -110,11 +111,15 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
 
 
 def free_ports(count: int) -> list[int]:
+    """Below the range that outgoing connections are given ports from, so that none takes one before its layout's turn comes."""
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("localhost", 0))
-        return [each.getsockname()[1] for each in sockets]
+        while len(found) < count:
+            port = random.SystemRandom().randrange(15000, 30000)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("", port))
+                found.append(port)
+    return found
 
 
 def reference_logprobs(model, sample) -> tuple[torch.Tensor, torch.Tensor]:
