@@ -184,6 +184,7 @@ class RolloutFeed:
             "flow/in_flight": stats["in_flight"],
             "flow/buffer": stats["buffered"],
             "flow/admitted": stats["admitted"],
+            "flow/dropped_equal": stats["dropped_equal"],
         }
         self._tokens_reported = stats["tokens"]
         if self._published is not None:

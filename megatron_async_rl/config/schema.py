@@ -159,6 +159,9 @@ class FlowConfig(Strict):
     async_ratio: NonNegativeFloat = 1.0
     """alpha of ROLL Flash (arXiv 2510.11345): no sample starts more than ceil(alpha) versions before it is trained on;
     0 is synchronous."""
+    filter_equal_groups: bool = False
+    """DAPO's dynamic sampling (arXiv 2503.14476): a group whose rewards are all equal is dropped, and one more prompt is asked in
+    its place; up to ten batches' worth for one batch, then such groups are taken as they are."""
 
 
 class WeightsConfig(Strict):

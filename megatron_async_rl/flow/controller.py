@@ -6,6 +6,7 @@
 
 Invariants:
 - groups are numbered in admission order and consumed strictly in that order, B per step;
+- with `flow.filter_equal_groups` a finished group that has nothing to compare is dropped, counted, and one more is admitted;
 - no group is admitted beyond the law's limit for the version the engines already hold;
 - `state()` is the position of the next unconsumed group: prompts admitted but not consumed are asked again after a
   resume, so nothing is lost and nothing is trained twice;
@@ -20,6 +21,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from megatron_async_rl.config.schema import FlowConfig
@@ -31,6 +33,9 @@ from megatron_async_rl.flow.law import StalenessViolated, admitted_limit, max_la
 from megatron_async_rl.samples.types import Group, Prompt, TrainBatch
 
 log = logging.getLogger(__name__)
+
+FILTER_PATIENCE = 10
+"""Batches' worth of groups that are dropped for one batch; after that equal groups are taken, so that no run waits for ever."""
 
 
 class Source(Protocol):
@@ -51,6 +56,8 @@ class _Flight:
     engine: int
     admitted_at: float
     task: asyncio.Task[Group]
+    dropped: bool | None = None
+    """Null until it has finished and been looked at."""
 
 
 class Controller:
@@ -79,6 +86,7 @@ class Controller:
         self._base_index = 0
         self._next_index = 0
         self._consumed = 0
+        self._dropped = self._dropped_for_batch = 0
         self._flights: dict[int, _Flight] = {}
         self._failure: BaseException | None = None
         self._progress = asyncio.Event()
@@ -108,7 +116,8 @@ class Controller:
         limit = admitted_limit(step, self._flow.prompts_per_step, self._flow.async_ratio, fresh)
         if self._steps is not None:
             limit = min(limit, max(self._steps - self._base_version, 0) * self._flow.prompts_per_step)
-        return self._base_index + limit
+        # A dropped group gives up its place in the order, so those behind it are consumed no later than the law reckons with.
+        return self._base_index + limit + self._dropped
 
     def _admit(self) -> None:
         assert self._version is not None
@@ -119,7 +128,7 @@ class Controller:
             engine = self._fleet.reserve(self._flow.group_size)
             call = self._generate(engine, index, prompt, self._version)
             task = asyncio.get_running_loop().create_task(call, name=f"group {index} on engine {engine}")
-            task.add_done_callback(self._finished)
+            task.add_done_callback(partial(self._finished, index))
             self._flights[index] = _Flight(index, prompt, source_state, engine, time.monotonic(), task)
             self._next_index += 1
 
@@ -136,12 +145,30 @@ class Controller:
             raise reward_failed(bad)
         return group
 
-    def _finished(self, task: asyncio.Task[Group]) -> None:
+    def _finished(self, index: int, task: asyncio.Task[Group]) -> None:
         self._progress.set()
-        error = None if task.cancelled() else task.exception()
+        if task.cancelled():
+            return
+        error = task.exception()
         if error is not None and self._failure is None:
             log.error("%s", error)
             self._failure = error
+        if error is None and index in self._flights:
+            self._is_dropped(self._flights[index])
+
+    def _is_dropped(self, flight: _Flight) -> bool:
+        """Of a finished flight; decides the first time, and then admits one more for a group that is dropped (DAPO)."""
+        if flight.dropped is None:
+            rewards = {sample.reward for sample in flight.task.result().samples if sample.valid}
+            flight.dropped = self._flow.filter_equal_groups and len(rewards) < 2
+            if flight.dropped and self._dropped_for_batch >= FILTER_PATIENCE * self._flow.prompts_per_step:
+                log.warning("group %d is trained on although its rewards are equal: too few others are left", flight.index)
+                flight.dropped = False
+            if flight.dropped:
+                self._dropped += 1
+                self._dropped_for_batch += 1
+                self._admit()
+        return flight.dropped
 
     async def next_batch(self, version: int, timeout_s: float) -> TrainBatch:
         """The next B groups in admission order, once all have finished.
@@ -151,34 +178,38 @@ class Controller:
         """
         if version != self._version:
             raise ValueError(f"asked for the batch that trains version {version}, but the engines hold {self._version}")
-        wanted = range(self._consumed, self._consumed + self._flow.prompts_per_step)
-        if wanted[-1] not in self._flights:
+        if self._steps is not None and version >= self._steps:
             raise ValueError(f"the run's {self._steps} steps are consumed: there is no batch for version {version}")
-        flights = [self._flights[index] for index in wanted]
-        await self._wait(flights, version, timeout_s)
+        flights = await self._wait(version, timeout_s)
         groups = tuple(flight.task.result() for flight in flights)
         self._check_lag(groups, version)
         batch = TrainBatch(version=version, groups=groups)
-        for index in wanted:
+        for index in range(self._consumed, flights[-1].index + 1):
             del self._flights[index]
-        self._consumed = wanted[-1] + 1
+        self._consumed = flights[-1].index + 1
+        self._dropped_for_batch = 0
         return batch
 
-    async def _wait(self, flights: Sequence[_Flight], version: int, timeout_s: float) -> None:
+    async def _wait(self, version: int, timeout_s: float) -> list[_Flight]:
+        """The next B flights that are not dropped, finished."""
         deadline = time.monotonic() + timeout_s
-        done = 0
+        taken: list[_Flight] = []
+        index = self._consumed
         while True:
             if self._failure is not None:
                 raise self._failure
-            while done < len(flights) and flights[done].task.done():
-                done += 1
-            if done == len(flights):
-                return
+            while len(taken) < self._flow.prompts_per_step and index in self._flights and self._flights[index].task.done():
+                if not self._is_dropped(self._flights[index]):
+                    taken.append(self._flights[index])
+                index += 1
+            if len(taken) == self._flow.prompts_per_step:
+                return taken
             self._progress.clear()
             try:
                 await asyncio.wait_for(self._progress.wait(), deadline - time.monotonic())
             except TimeoutError:
-                late = [flight for flight in flights if not flight.task.done()]
+                waited = range(index, index + self._flow.prompts_per_step - len(taken))
+                late = [flight for flight in (self._flights[i] for i in waited if i in self._flights) if not flight.task.done()]
                 raise BatchTimeout(self._lateness(late, version, timeout_s)) from None
 
     def _lateness(self, late: Sequence[_Flight], version: int, timeout_s: float) -> str:
@@ -225,6 +256,7 @@ class Controller:
             "admitted": self._next_index,
             "finished": self._next_index - len(running),
             "consumed": self._consumed,
+            "dropped_equal": self._dropped,
             "in_flight": len(running),
             "buffered": len(self._flights) - len(running),
             "oldest_in_flight_s": max((now - flight.admitted_at for flight in running), default=0.0),

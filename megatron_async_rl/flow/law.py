@@ -19,6 +19,10 @@ i <= (v + 1) B - 1, so it is consumed at c <= v, and c >= v because weights only
 v >= F is consumed at c >= F. So steps 0 .. F - 1 train on lag 0 only. (Versions of the run count, so a run resumed at version
 b has F - b fresh steps left.)
 
+Groups may be dropped once they have finished (`flow.filter_equal_groups`), each for one more admitted: with D dropped so far the
+limit is admitted_limit(v) + D. A group admitted then as number i <= (v + 1) B + ceil(alpha B) + D - 1 comes after all D of them,
+so it is at most the (i - D)-th that is consumed, and i - D obeys the first line above: the bound holds as before.
+
 How long a response takes never enters: the bound does not rely on timing, only on consuming in admission order.
 """
 

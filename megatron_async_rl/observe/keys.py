@@ -191,6 +191,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "flow/in_flight": Key("groups", "Admitted and not yet complete."),
             "flow/buffer": Key("groups", "Complete and waiting to be trained on."),
             "flow/admitted": Key("groups", "Admitted so far in the run."),
+            "flow/dropped_equal": Key("groups", "Dropped by `flow.filter_equal_groups` since the run was started or resumed."),
         },
     ),
 }

@@ -93,6 +93,13 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
         (["objective={loss: ppo_clip, advantage: opob}"], ["opob", "ppo_clip", "reinforce"]),
         (["objective={loss: trajectory_balance, advantage: none}"], ["trajectory_balance", "reference: {}"]),
         (["objective.advantage=grpo", "flow.group_size=1"], ["grpo", "group", "at least 2"]),
+        (
+            [
+                "objective={loss: reinforce, advantage: none}",
+                "flow={prompts_per_step: 4, group_size: 1, filter_equal_groups: true}",
+            ],
+            ["filter_equal_groups", "a group of one"],
+        ),
         (["objective={loss: kimi, advantage: none}", "flow.group_size=1"], ["kimi", "group", "at least 2"]),
         (["objective={loss: gmpo, aggregation: token-mean}"], ["gmpo", "per sequence", "seq-mean"]),
         (["objective={loss: gmpo, proximal: recompute, corrections: [tis]}"], ["tis", "gmpo", "sequence level"]),

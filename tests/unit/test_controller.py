@@ -370,6 +370,7 @@ def test_stats_account_for_every_admitted_group() -> None:
             "admitted": 6,
             "finished": 4,
             "consumed": 0,
+            "dropped_equal": 0,
             "in_flight": 2,
             "buffered": 4,
             "samples": 8,
@@ -386,3 +387,85 @@ def test_stats_account_for_every_admitted_group() -> None:
 def test_errors_survive_the_trip_between_processes(kind: type[Exception]) -> None:
     again = pickle.loads(pickle.dumps(kind("who, where, why")))
     assert (type(again), str(again)) == (kind, "who, where, why")
+
+
+def equal_rewards(which):
+    """Makes the groups that `which(index)` names have equal rewards."""
+
+    def alter(group: Group) -> Group:
+        if not which(group.index):
+            return group
+        return replace(group, samples=tuple(replace(sample, reward=0.5) for sample in group.samples))
+
+    return alter
+
+
+def filtering(prompts_per_step: int, async_ratio: float) -> FlowConfig:
+    return FlowConfig(prompts_per_step=prompts_per_step, group_size=2, async_ratio=async_ratio, filter_equal_groups=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ratio=st.sampled_from([0.0, 0.5, 1.0, 2.5]), equal=st.sets(st.integers(0, 40), max_size=25), seed=st.integers(0, 10**6))
+def test_equal_groups_are_replaced_in_order_and_no_sample_is_older_than_the_law_permits(ratio, equal, seed) -> None:
+    """Batches stay full and in admission order whatever finishes when; the lag check inside the controller is on."""
+
+    async def body() -> None:
+        chance = random.Random(seed)
+        engine = CoroutineEngine(lambda index: chance.choice([0.0, 0.0, 0.001, 0.003]))
+        engine.alter = equal_rewards(lambda index: index in equal)
+        controller = Controller(source(), [engine], filtering(3, ratio), steps=5)
+        controller.start(0)
+        groups = await train(controller, [engine], 0, 5)
+        kept = [index for index in range(100) if index not in equal][:15]
+        assert [group.index for group in groups] == kept
+        last_dropped = sum(index < kept[-1] for index in equal)
+        assert controller.stats()["dropped_equal"] >= last_dropped
+        assert controller.stats()["admitted"] <= 15 + controller.stats()["dropped_equal"]
+        await controller.stop()
+
+    run(body)
+
+
+def test_without_the_filter_equal_groups_are_trained_on() -> None:
+    async def body() -> None:
+        engine = CoroutineEngine()
+        engine.alter = equal_rewards(lambda index: True)
+        controller = Controller(source(), [engine], flow(3, 1.0))
+        controller.start(0)
+        assert [group.index for group in await train(controller, [engine], 0, 2)] == list(range(6))
+        await controller.stop()
+
+    run(body)
+
+
+def test_when_every_group_is_equal_the_batch_comes_all_the_same() -> None:
+    async def body() -> None:
+        engine = CoroutineEngine()
+        engine.alter = equal_rewards(lambda index: True)
+        controller = Controller(source(), [engine], filtering(3, 0.0))
+        controller.start(0)
+        assert [group.index for group in (await controller.next_batch(0, 5.0)).groups] == [30, 31, 32]
+        await controller.stop()
+
+    run(body)
+
+
+def test_a_resume_asks_again_what_was_not_consumed_and_drops_nothing_twice() -> None:
+    async def body() -> None:
+        engine = CoroutineEngine()
+        engine.alter = equal_rewards(lambda index: index in (1, 4, 5))
+        controller = Controller(source(), [engine], filtering(2, 1.0))
+        controller.start(0)
+        first = await train(controller, [engine], 0, 2)
+        saved = json.loads(json.dumps(controller.state()))
+        await controller.stop()
+        assert [group.index for group in first] == [0, 2, 3, 6]
+        again = Controller(source(), [engine], filtering(2, 1.0))
+        again.load_state(saved)
+        again.start(2)
+        rest = await train(again, [engine], 2, 4)
+        assert [group.index for group in rest] == [7, 8, 9, 10]
+        assert [group.prompt.id for group in rest] == expected_prompts(11)[7:]
+        await again.stop()
+
+    run(body)
