@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -17,11 +15,10 @@ import torch.distributed as dist
 from megatron_async_rl.config.controls import DisplacementControl
 from megatron_async_rl.config.schema import ParallelConfig
 from megatron_async_rl.controls.inner_product import products_of
-from megatron_async_rl.policy import device
 from megatron_async_rl.policy.displacement import start_shares
 from megatron_async_rl.policy.optimizer import gradients_of, optimizer_parameters
 from megatron_async_rl.policy.parameter_state import cut
-from tests.parallel.layout_program import Rank
+from tests.parallel.layout_program import Rank, run_each
 from tests.parallel.reference_program import at_version
 
 CONTROLS = {
@@ -92,15 +89,5 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank.layout.shutdown()
 
 
-def main() -> None:
-    material, parallels, output = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
-    device.install("cpu")
-    # torchrun's store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for name, (port, parallel) in parallels.items():
-        os.environ["MASTER_PORT"] = str(port)
-        run_layout(material, ParallelConfig(**parallel), output / f"{name}.pt")
-
-
 if __name__ == "__main__":
-    main()
+    run_each(run_layout)

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -165,15 +166,16 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank.layout.shutdown()
 
 
-def main() -> None:
+def run_each(run: Callable[[Path, ParallelConfig, Path], None]) -> None:
+    """A program's whole main: `run(material, parallel, file to save to)` for each layout of the command line in turn."""
     material, parallels, output = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     device.install("cpu")
     # torchrun's store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for name, (port, parallel) in parallels.items():
         os.environ["MASTER_PORT"] = str(port)
-        run_layout(material, ParallelConfig(**parallel), output / f"{name}.pt")
+        run(material, ParallelConfig(**parallel), output / f"{name}.pt")
 
 
 if __name__ == "__main__":
-    main()
+    run_each(run_layout)

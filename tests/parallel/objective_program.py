@@ -6,8 +6,6 @@ Layouts named `mixture...` or `expert...` run the model with experts, the others
 from __future__ import annotations
 
 import json
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +15,8 @@ import torch.distributed as dist
 from megatron_async_rl.config.controls import EssLrControl
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.policy import device, step
-from tests.parallel.layout_program import GAC, Rank
+from megatron_async_rl.policy import step
+from tests.parallel.layout_program import GAC, Rank, run_each
 
 OBJECTIVES = {
     "m2po": ObjectiveConfig(loss={"name": "m2po", "second_moment": 0.01}),
@@ -132,15 +130,5 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank.layout.shutdown()
 
 
-def main() -> None:
-    material, parallels, output = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
-    device.install("cpu")
-    # torchrun's store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for name, (port, parallel) in parallels.items():
-        os.environ["MASTER_PORT"] = str(port)
-        run_layout(material, ParallelConfig(**parallel), output / f"{name}.pt")
-
-
 if __name__ == "__main__":
-    main()
+    run_each(run_layout)

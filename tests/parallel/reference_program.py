@@ -7,10 +7,7 @@ number of ranks and run one after the other, and the output directory.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.policy import device
 from megatron_async_rl.samples.types import TrainBatch
 from megatron_async_rl.weights.load import load_hf
-from tests.parallel.layout_program import Rank
+from tests.parallel.layout_program import Rank, run_each
 
 KL = KlConfig(coef=0.1)
 DECAY = 0.6
@@ -151,15 +147,5 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank.layout.shutdown()
 
 
-def main() -> None:
-    material, parallels, output = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
-    device.install("cpu")
-    # torchrun's store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for name, (port, parallel) in parallels.items():
-        os.environ["MASTER_PORT"] = str(port)
-        run_layout(material, ParallelConfig(**parallel), output / f"{name}.pt")
-
-
 if __name__ == "__main__":
-    main()
+    run_each(run_layout)

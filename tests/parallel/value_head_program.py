@@ -6,9 +6,6 @@ number of ranks and run one after the other, and the output directory.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -16,8 +13,7 @@ import torch.distributed as dist
 
 from megatron_async_rl.config.objective import ObjectiveConfig, ValueConfig
 from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.policy import device
-from tests.parallel.layout_program import Rank
+from tests.parallel.layout_program import Rank, run_each
 
 
 def objective(**value) -> ObjectiveConfig:
@@ -79,15 +75,5 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank.layout.shutdown()
 
 
-def main() -> None:
-    material, parallels, output = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
-    device.install("cpu")
-    # torchrun's store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for name, (port, parallel) in parallels.items():
-        os.environ["MASTER_PORT"] = str(port)
-        run_layout(material, ParallelConfig(**parallel), output / f"{name}.pt")
-
-
 if __name__ == "__main__":
-    main()
+    run_each(run_layout)

@@ -6,17 +6,13 @@ number of ranks and run one after the other, and the output directory.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 
 import torch
 
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.policy import device
-from tests.parallel.layout_program import Rank
+from tests.parallel.layout_program import Rank, run_each
 
 # With bounds at which the material's batches have tokens on both sides.
 LOSSES = {
@@ -42,14 +38,5 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank.layout.shutdown()
 
 
-def main() -> None:
-    material, parallels, output = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
-    device.install("cpu")
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    for name, (port, parallel) in parallels.items():
-        os.environ["MASTER_PORT"] = str(port)
-        run_layout(material, ParallelConfig(**parallel), output / f"{name}.pt")
-
-
 if __name__ == "__main__":
-    main()
+    run_each(run_layout)
