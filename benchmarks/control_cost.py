@@ -11,19 +11,24 @@ between the step without controls and the step with them.
     moved        bytes that the control's tensor operations read and write, over the bytes of that copy. Operations of a sweep
                  work on blocks that stay in the cache: of GAC's, 6 of 14 gradient-sized reads and writes (3.0 of 7.0) go to
                  memory, two in the sweep of the products and four in that of the projection
-    peak         the process's peak resident memory during the step, above that of the step without controls, over the
-                 gradient's bytes; what a control keeps between steps is in `kept`
+
+With --memory instead, nothing is timed and every large allocation is a mapping of its own, so that resident memory is exact; over
+the gradient's bytes:
+
+    kept         what a control keeps from step to step
+    peak         the process's peak during a step, above that of the step without controls, what is kept included
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +94,15 @@ def save_model(directory: Path, hidden: int, layers: int, vocabulary: int) -> in
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@contextmanager
-def peak_resident() -> Iterator[list[int]]:
-    """Bytes: the peak resident memory inside the block above what was resident at its start."""
-    found: list[int] = []
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    yield found
-    found.append(_status("VmHWM") - before)
+def peak_of(step: Callable[[dict[str, Any]], float], controls: dict[str, Any]) -> int:
+    """Bytes: the peak resident memory of one step above what was resident at its start; the median of three."""
+    peaks = []
+    for _ in range(3):
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        step(controls)
+        peaks.append(_status("VmHWM") - before)
+    return statistics.median(peaks)
 
 
 def _status(key: str) -> int:
@@ -111,7 +117,10 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--controls", nargs="*", default=list(CONTROLS), help="each as it would stand in the config's list")
+    parser.add_argument("--memory", action="store_true")
     args = parser.parse_args()
+    if args.memory and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
     # As a trainer rank on the CPU runs: torchrun gives each one thread.
     torch.set_num_threads(1)
     layout = initialise(ParallelConfig(), device.install("cpu"), timeout_s=300)
@@ -157,9 +166,19 @@ def main() -> None:
 
     for _ in range(3):
         timed_step({})
-    for text in args.controls:
-        setting = TypeAdapter(Control).validate_python(yaml.safe_load(text))
+    for text in args.controls if args.memory else ():
+        plain = peak_of(timed_step, {})
         resident = _status("VmRSS")
+        controls = build_controls([TypeAdapter(Control).validate_python(yaml.safe_load(text))])
+        for _ in range(3):
+            timed_step(controls)
+        kept = _status("VmRSS") - resident
+        peak = peak_of(timed_step, controls) + kept - plain
+        row = {"control": text, "kept": round(kept / gradient_bytes, 2), "peak": round(peak / gradient_bytes, 2)}
+        print(json.dumps(row), flush=True)
+        del controls
+    for text in () if args.memory else args.controls:
+        setting = TypeAdapter(Control).validate_python(yaml.safe_load(text))
         controls = build_controls([setting])
         applied: list[float] = []
         moved: list[float] = []
@@ -182,19 +201,11 @@ def main() -> None:
         for _ in range(3):
             timed_step({})
             timed_step(controls)
-        kept = _status("VmRSS") - resident
         applied.clear()
         without, with_control = [], []
         for _ in range(args.steps):
             without.append(timed_step({}))
             with_control.append(timed_step(controls))
-        peaks = []
-        for chosen in ({}, controls):
-            put_back()
-            policy.step.controls = chosen
-            with peak_resident() as peak:
-                policy.step.take(facts)
-            peaks.append(peak[0])
         counting = True
         timed_step(controls)
         base = statistics.median(without)
@@ -206,8 +217,6 @@ def main() -> None:
             "apply_ms": round(statistics.median(applied) * 1e3, 2),
             "copies": round(statistics.median(applied) / copy_s, 2),
             "moved": round(statistics.median(moved), 2),
-            "peak": round(max(0, peaks[1] - peaks[0]) / gradient_bytes, 3),
-            "kept": round(kept / gradient_bytes, 3),
         }
         print(json.dumps(row), flush=True)
         del controls, control
