@@ -86,7 +86,9 @@ def test_the_gradient_is_that_of_the_formula_over_per_sequence_autograd_gradient
 def test_norms_baselines_gradient_and_step_are_those_of_one_rank(layout, run):
     found, expected = results(layout)[run], results("single")[run]
     for name in ("norms", "baselines", "advantages"):
-        np.testing.assert_allclose(found["measured"][name], expected["measured"][name], rtol=3e-6, atol=1e-6)
+        # Score norms of weighed sequences hold exp of a sum of float32 log-ratios; the baselines, means of rewards, forgive it.
+        within = (1e-6 * np.abs(expected["measured"][name]).max(), 0.0) if name == "baselines" else (1e-6, 3e-6)
+        np.testing.assert_allclose(found["measured"][name], expected["measured"][name], atol=within[0], rtol=within[1])
     assert found["ranks_agree"]
     compare_steps([found["step"]], [expected["step"]])
     compare_weights(found["weights"], expected["weights"])
