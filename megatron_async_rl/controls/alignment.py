@@ -18,6 +18,7 @@ three scalars (of one while there is no reference), and two sweeps over gradient
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -53,7 +54,7 @@ class Verdict:
     fresh: bool = False
 
 
-class AlignmentControl(Control):
+class AlignmentControl(Control, ABC):
     """Judges each step; `act` is the subclass's. Shard state: `reference`, the gradient that the next one is compared with."""
 
     def __init__(self, settings: AlignmentSettings) -> None:
@@ -68,9 +69,9 @@ class AlignmentControl(Control):
         self._copies: Copies | None = None
         self._restored: list[Tensor] | None = None
 
+    @abstractmethod
     def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
         """What this control does about the verdict. Calls `sweep` when there is a cosine."""
-        raise NotImplementedError
 
     @property
     def c_low(self) -> float | None:

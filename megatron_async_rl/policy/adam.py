@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_async_rl.controls.inner_product import block_elements, blocks
+from megatron_async_rl.policy.optimizer import optimizer_parts
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -108,8 +109,7 @@ class NextUpdate:
 
 def _states(optimizer: MegatronOptimizer) -> list[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]:
     """Of each parameter that has a gradient shard: itself, Adam's state of it (empty before the first step), its group."""
-    parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
-    held = {parameter: state for part in parts for parameter, state in part.optimizer.state.items()}
+    held = {parameter: state for part in optimizer_parts(optimizer) for parameter, state in part.optimizer.state.items()}
     return [
         (parameter, held.get(parameter, {}), group)
         for group in optimizer.param_groups

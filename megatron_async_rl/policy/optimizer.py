@@ -116,3 +116,9 @@ def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
 def optimizer_parameters(optimizer: MegatronOptimizer) -> list[torch.nn.Parameter]:
     """The parameters Adam updates on this rank: the model's own, or this rank's float32 slices of them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Megatron's optimizers behind the one it hands out (experts have their own), without those that hold no parameter here."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if part.optimizer is not None]

@@ -8,13 +8,12 @@ Adam counts steps for all parameters alike; the count is one number. Settings (b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_async_rl.policy.optimizer import optimizer_parameters
+from megatron_async_rl.policy.optimizer import optimizer_parameters, optimizer_parts
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -36,20 +35,20 @@ def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:
     parameters = optimizer_parameters(optimizer)
     if name == MASTER:
         return [parameter.detach() for parameter in parameters]
-    states = {parameter: state for part in _parts(optimizer) for parameter, state in part.optimizer.state.items()}
+    states = {parameter: state for part in optimizer_parts(optimizer) for parameter, state in part.optimizer.state.items()}
     return [states[parameter][name.removeprefix("adam.")] for parameter in parameters]
 
 
 def adam_steps(optimizer: MegatronOptimizer) -> int:
     """Steps that Adam's bias correction has counted."""
-    counts = [state.get("step", 0) for part in _parts(optimizer) for state in part.optimizer.state.values()]
+    counts = [state.get("step", 0) for part in optimizer_parts(optimizer) for state in part.optimizer.state.values()]
     # torch's Adam counts each parameter's steps, the fused ones a group's.
     counts += [group.get("step", 0) for group in optimizer.param_groups]
     return max((int(count) for count in counts), default=0)
 
 
 def set_adam_steps(optimizer: MegatronOptimizer, steps: int) -> None:
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
         if _is_torch_adam(part):
             for state in part.optimizer.state.values():
                 # A tensor each: every parameter's update counts its own up.
@@ -61,7 +60,7 @@ def set_adam_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 def materialise(optimizer: MegatronOptimizer) -> None:
     """Gives every parameter that has not been stepped yet the state it would start from."""
-    for part in _parts(optimizer):
+    for part in optimizer_parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         if _is_torch_adam(part):
             for state in part.optimizer.state.values():
@@ -70,9 +69,3 @@ def materialise(optimizer: MegatronOptimizer) -> None:
 
 def _is_torch_adam(part: Any) -> bool:
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
-
-
-def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not getattr(part, "is_stub_optimizer", False):
-            yield part

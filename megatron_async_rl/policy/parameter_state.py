@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from megatron_async_rl.policy.optimizer import optimizer_parameters
+from megatron_async_rl.policy.optimizer import optimizer_parameters, optimizer_parts
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -127,7 +127,7 @@ def _entry(name: str, entry: Any, tensor: Tensor) -> Any:
 
 
 def _places(optimizer: MegatronOptimizer) -> list[_Place]:
-    found = {id(shard): place for part in _parts(optimizer) for shard, place in _places_of(part)}
+    found = {id(shard): place for part in optimizer_parts(optimizer) for shard, place in _places_of(part)}
     return [found[id(shard)] for shard in optimizer_parameters(optimizer)]
 
 
@@ -152,14 +152,8 @@ def _sharding_groups(optimizer: MegatronOptimizer) -> dict[int, Any]:
     """Parameters that the distributed optimizer slices -> the ranks it slices them over (experts have their own)."""
     return {
         id(parameter): part.data_parallel_group
-        for part in _parts(optimizer)
+        for part in optimizer_parts(optimizer)
         if isinstance(part, DistributedOptimizer)
         for buffer in part.buffers
         for parameter in buffer.params
     }
-
-
-def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not getattr(part, "is_stub_optimizer", False):
-            yield part
