@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from megatron_async_rl.config.losses import Aggregation
+from megatron_async_rl.config.loss_facts import Aggregation
 from megatron_async_rl.config.objective import Proximal
 from megatron_async_rl.config.schema import Config
 from tests.method_settings import models

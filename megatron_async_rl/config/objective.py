@@ -9,7 +9,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from megatron_async_rl.config.advantages import Advantage, GrpoAdvantage
 from megatron_async_rl.config.corrections import Correction
-from megatron_async_rl.config.losses import Aggregation, Loss, PpoClipLoss
+from megatron_async_rl.config.loss_facts import Aggregation
+from megatron_async_rl.config.losses import Loss, PpoClipLoss
 from megatron_async_rl.config.strict import Strict
 
 Proximal = Literal["behavior", "recompute", "loglinear", "ewma", "snapshot"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_async_rl.objectives.batch import SequenceLoss, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import Aggregation
+    from megatron_async_rl.config.loss_facts import Aggregation
 
 
 @dataclass(frozen=True)
