@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
 from megatron_async_rl.config.control_composition import control_refusals
+from megatron_async_rl.config.flow_composition import flow_refusals
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
@@ -123,6 +124,7 @@ def _corrections(objective: ObjectiveConfig) -> Iterator[str]:
 def run_refusals(config: Config) -> Iterator[str]:
     """Reasons why objective and controls do not fit the run around them; none: they do."""
     yield from control_refusals(config)
+    yield from flow_refusals(config)
     objective, flow = config.objective, config.flow
     loss, advantage = objective.loss, objective.advantage
     if config.supervised:
@@ -158,8 +160,9 @@ def run_refusals(config: Config) -> Iterator[str]:
             f"flow.async_ratio: {flow.async_ratio:g} a batch holds up to {versions} versions ({' and '.join(kept)}); "
             f"set it to at least {versions}"
         )
-    if loss.whole_group_of_one_version and flow.async_ratio > 0:
+    if loss.whole_group_of_one_version and flow.async_ratio > 0 and flow.selection.name != "exact_lag":
         yield (
             f"objective.loss: {loss.name} is defined for groups sampled by one weight version, and with "
-            f"flow.async_ratio: {flow.async_ratio:g} responses continue across weight updates; set flow.async_ratio: 0"
+            f"flow.async_ratio: {flow.async_ratio:g} responses continue across weight updates; set flow.async_ratio: 0, or "
+            "flow.selection: exact_lag"
         )

@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megatron_async_rl.config.composition import run_refusals
 from megatron_async_rl.config.controls import Control
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.selection import OldestFirst, Selection
 from megatron_async_rl.config.strict import Strict
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -133,8 +134,21 @@ class RewardConfig(Strict):
 class RolloutConfig(Strict):
     """The vLLM engines; absent with `objective.loss: sft`."""
 
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """`disaggregated`: engines have devices of their own and sample while the policy trains. `colocated`: engines and policy
+    take turns on the same devices: generate, sleep, train, load the new weights, wake."""
     engines: PositiveInt = 1
     """vLLM engines, each holding the whole model."""
+    tensor: PositiveInt = 1
+    """Workers that share every layer of one engine (vLLM's tensor parallelism); divides heads and key-value heads."""
+    in_flight: Literal["keep", "recompute"] = "keep"
+    """What a weight update does to running responses. `keep`: they go on over the key-value cache of the old weights.
+    `recompute`: the cache is cleared, so the new weights read prompt and response so far again, and the prefix cache is on.
+    Log-probs of tokens already sampled stay as sampled either way."""
+    restarts: NonNegativeInt = 3
+    """Times each engine is started again after it died or stopped answering; then the run goes on with the others."""
+    unresponsive_s: PositiveFloat = 60.0
+    """An engine whose vLLM process answers nothing for so long is taken for dead; below watchdog.timeout_s."""
     sampling: SamplingConfig
     reward: RewardConfig
     max_concurrent: PositiveInt = 256
@@ -159,6 +173,15 @@ class FlowConfig(Strict):
     async_ratio: NonNegativeFloat = 1.0
     """alpha of ROLL Flash (arXiv 2510.11345): no sample starts more than ceil(alpha) versions before it is trained on;
     0 is synchronous."""
+    selection: Selection = OldestFirst()
+    """Which finished groups a step trains on: a name, or a mapping with `name` and its settings."""
+    late: Literal["wait", "drop"] = "wait"
+    """When a group that must train now, by the law, is still running: `wait` for it, or `drop` it if enough others have finished.
+    Dropping favours short responses; the report compares what was dropped with what was trained on."""
+    extra_responses: NonNegativeInt = 0
+    """Responses asked per prompt beyond group_size; the first group_size to finish make the group, the others are cut."""
+    requeue_cut: bool = False
+    """With extra_responses: cut responses are continued in one more group of their prompt, while the law permits."""
     filter_equal_groups: bool = False
     """DAPO's dynamic sampling (arXiv 2503.14476): a group whose rewards are all equal is dropped, and one more prompt is asked in
     its place; up to ten batches' worth for one batch, then such groups are taken as they are."""
@@ -171,13 +194,23 @@ class WeightsConfig(Strict):
     """How new weights reach the engines; `shared_memory` serves one machine."""
     bucket_mib: PositiveInt = 256
     """Bytes gathered and sent at one time."""
+    update: Literal["rolling", "together"] = "rolling"
+    """Engines load new weights one after the other, so that all but one keep sampling, or all at once."""
 
 
 class EvalConfig(Strict):
-    """Held-out accuracy before and after; without this section there is none."""
+    """Held-out accuracy before, during and after; without this section there is none."""
 
     samples_per_prompt: PositiveInt = 4
-    """Sampled at the training temperature, before the first and after the last step."""
+    """Sampled at the training temperature."""
+    every: NonNegativeInt = 0
+    """Versions between evaluations during training; 0: before the first and after the last step only."""
+    pass_at: tuple[PositiveInt, ...] = (1,)
+    """k of the pass@k to report: a prompt counts when one of k responses has a reward of at least `pass_reward`."""
+    pass_reward: float = 1.0
+    """Reward from which a response counts as passed."""
+    engines: NonNegativeInt = 0
+    """Engines that do nothing but evaluate, while training goes on; 0: the training engines, and training waits."""
 
 
 class CheckpointConfig(Strict):
@@ -201,6 +234,8 @@ class ObserveConfig(Strict):
 
     tensorboard: bool = True
     """Write RUN/tensorboard beside RUN/metrics.jsonl."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs it; null serves nothing."""
 
 
 class Config(Strict):

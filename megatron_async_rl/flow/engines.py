@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 from megatron_async_rl.observe.remote import remote_cause
-from megatron_async_rl.samples.types import Group, Prompt
+from megatron_async_rl.samples.requests import EngineReport, Request
 
 
 class EngineClient(Protocol):
     """One engine, seen from the controller."""
 
-    async def generate_group(self, index: int, prompt: Prompt, n: int, admitted_version: int) -> Group:
-        """`n` scored responses to `prompt`. Training groups have index >= 0, held-out evaluations a negative one."""
+    async def submit(self, requests: Sequence[Request]) -> None:
+        """Returns once the engine has taken the requests; what becomes of them is in the reports."""
+        ...
+
+    async def cut(self, ids: Sequence[str]) -> None:
+        """Stops these requests; each is then in a report, as `cut`, or as `finished` if it was quicker. Unknown ids are ignored."""
+        ...
+
+    async def report(self, timeout_s: float) -> EngineReport:
+        """As soon as something finished or was cut, and after `timeout_s` at the latest. One call at a time.
+
+        Raises what ended the engine, or a request of it: after that it is of no more use.
+        """
         ...
 
 
@@ -22,8 +34,18 @@ class RayEngine:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def generate_group(self, index: int, prompt: Prompt, n: int, admitted_version: int) -> Group:
+    async def submit(self, requests: Sequence[Request]) -> None:
+        await self._answer(self._handle.submit.remote(list(requests)))
+
+    async def cut(self, ids: Sequence[str]) -> None:
+        await self._answer(self._handle.cut.remote(list(ids)))
+
+    async def report(self, timeout_s: float) -> EngineReport:
+        return cast(EngineReport, await self._answer(self._handle.report.remote(timeout_s)))
+
+    @staticmethod
+    async def _answer(call: Any) -> Any:
         try:
-            return cast(Group, await self._handle.generate_group.remote(index, prompt, n, admitted_version))
+            return await call
         except Exception as error:  # noqa: BLE001 - raised again, as itself
             raise remote_cause(error) from None

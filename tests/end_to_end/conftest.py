@@ -25,8 +25,8 @@ import zlib
 
 
 def varied(prompt, response):
-    """Another number for every other response: nothing to learn, always something to learn from."""
-    return zlib.crc32(response.encode()) / 2**32
+    """Another number for every other response, never 0: nothing to learn, always something to learn from."""
+    return 0.5 + zlib.crc32(response.encode()) / 2**32
 
 
 def flaky(prompt, response):

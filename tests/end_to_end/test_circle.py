@@ -127,8 +127,9 @@ def test_async_ratio_0_is_synchronous_and_a_converted_model_starts_a_run(
     workplace: Workplace, interrupted: dict[str, object]
 ) -> None:
     run, model = {"dir": "runs/synchronous", "steps": 5}, {"path": "converted"}
-    rollout = {"reward": {"name": "flaky_reward:varied"}}  # rewards that differ, so that every step moves the weights
-    config = workplace.config("synchronous", run=run, flow={"async_ratio": 0}, model=model, rollout=rollout)
+    # Every step must move the weights, also when the model has come to give a prompt one answer only: no baseline.
+    rollout, objective = {"reward": {"name": "flaky_reward:varied"}}, {"advantage": "none"}
+    config = workplace.config("synchronous", run=run, flow={"async_ratio": 0}, model=model, rollout=rollout, objective=objective)
     code, output = workplace.mar("train", str(config))
     assert code == 0, output
     rows = workplace.metrics("synchronous")

@@ -136,7 +136,7 @@ def test_a_config_cannot_be_changed_after_loading(file):
         ("flow.temperature=1", "flow.temperature", "`rollout.sampling.temperature`"),
         ("controls=[{name: gac, c_lo: 1}]", "controls.0.c_lo", "`controls.0.c_low`"),
         ("objective.loss={name: reinforce, clip_low: 1}", "objective.loss.clip_low", "belongs to ppo_clip"),
-        ("flow.zzzzqq=1", "flow.zzzzqq", "async_ratio, filter_equal_groups, group_size"),
+        ("flow.zzzzqq=1", "flow.zzzzqq", "async_ratio, extra_responses, filter_equal_groups"),
     ],
 )
 def test_an_unknown_key_points_to_the_right_one(file, override, key, fix):

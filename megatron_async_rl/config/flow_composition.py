@@ -1,0 +1,74 @@
+"""Which settings of flow, engines and evaluation go together. Each refusal says what, why, and what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_async_rl.config.selection import ExactLag, Replay
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.schema import Config
+
+
+def flow_refusals(config: Config) -> Iterator[str]:
+    """Reasons why samples cannot flow as the config asks; none: they can."""
+    yield from _selection(config)
+    yield from _long_tail(config)
+    yield from _engines(config)
+
+
+def _selection(config: Config) -> Iterator[str]:
+    flow, selection = config.flow, config.flow.selection
+    if isinstance(selection, ExactLag):
+        if flow.async_ratio != selection.lag:
+            yield (
+                f"flow.selection: exact_lag trains every sample {selection.lag} updates after it was made, and flow.async_ratio: "
+                f"{flow.async_ratio:g} says how far rollouts run ahead; set flow.async_ratio: {selection.lag}"
+            )
+        if flow.late == "drop" or flow.requeue_cut:
+            yield "flow.selection: exact_lag waits for every response; set flow.late: wait and flow.requeue_cut: false"
+    if isinstance(selection, Replay):
+        if flow.late == "drop" or flow.requeue_cut or flow.filter_equal_groups:
+            yield (
+                "flow.selection: replay stores every group that finishes; set flow.late: wait, flow.requeue_cut: false and "
+                "flow.filter_equal_groups: false"
+            )
+        kept = [f"controls: {control.name}" for control in config.controls if control.needs_past_weights]
+        kept += ["objective.proximal: snapshot"] if config.objective.proximal == "snapshot" else []
+        if kept:
+            yield (
+                f"flow.selection: replay trains on samples of any age, and {' and '.join(kept)} looks at the weights that sampled "
+                "them, of which only objective.snapshots are kept; choose another selection"
+            )
+
+
+def _long_tail(config: Config) -> Iterator[str]:
+    flow = config.flow
+    if flow.requeue_cut and not flow.extra_responses:
+        yield "flow.requeue_cut continues the responses that flow.extra_responses cuts, and there are none; set extra_responses"
+    if config.supervised and (flow.extra_responses or flow.late == "drop" or flow.selection.name != "oldest_first"):
+        yield "objective.loss: sft trains on given responses in their order: remove flow.selection, late and extra_responses"
+    if flow.late == "drop" and math.ceil(flow.async_ratio) == 0:
+        yield "flow.late: drop needs other groups to train on, and flow.async_ratio: 0 has none; set async_ratio above 0"
+
+
+def _engines(config: Config) -> Iterator[str]:
+    rollout, evaluation = config.rollout, config.eval
+    if rollout is None:
+        return
+    if rollout.unresponsive_s >= config.watchdog.timeout_s:
+        yield (
+            f"rollout.unresponsive_s: {rollout.unresponsive_s:g} must be below watchdog.timeout_s: "
+            f"{config.watchdog.timeout_s:g}, or the run ends before an engine is restarted"
+        )
+    if evaluation is None:
+        return
+    if evaluation.engines and rollout.placement == "colocated":
+        yield "eval.engines need devices of their own, and rollout.placement: colocated has none; set eval.engines: 0"
+    if max(evaluation.pass_at, default=1) > evaluation.samples_per_prompt:
+        yield (
+            f"eval.pass_at: {max(evaluation.pass_at)} needs as many responses per prompt; set eval.samples_per_prompt to at "
+            f"least {max(evaluation.pass_at)}"
+        )
