@@ -39,8 +39,8 @@ def _selection(config: Config) -> Iterator[str]:
         kept += ["objective.proximal: snapshot"] if config.objective.proximal == "snapshot" else []
         if kept:
             yield (
-                f"flow.selection: replay trains on samples of any age, and {' and '.join(kept)} looks at the weights that sampled "
-                "them, of which only objective.snapshots are kept; choose another selection"
+                f"flow.selection: replay trains on samples of any age, and {' and '.join(kept)} looks at the weights that "
+                "sampled them, of which only objective.snapshots are kept; choose another selection"
             )
 
 

@@ -17,7 +17,7 @@ class EngineClient(Protocol):
         ...
 
     async def cut(self, ids: Sequence[str]) -> None:
-        """Stops these requests; each is then in a report, as `cut`, or as `finished` if it was quicker. Unknown ids are ignored."""
+        """Stops these requests; each is then in a report, as `cut`, or as `finished` if it was quicker. Others are ignored."""
         ...
 
     async def report(self, timeout_s: float) -> EngineReport:
