@@ -1,19 +1,21 @@
-"""What a batch of samples looks like, as metrics: rewards, lengths, lags. Numbers of one batch only, no history."""
+"""What a batch of samples looks like, as metrics: rewards, lengths, lags; and what was dropped beside it. No history."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_async_rl.samples import TrainBatch
 
-MetricValue = float | int | str | list[int]
+MetricValue = float | int | str | list[int] | list[float]
 
 
-def summarise(batch: TrainBatch, max_lag: int) -> dict[str, MetricValue]:
+def summarise(batch: TrainBatch, max_lag: int, update_norm: float | None = None) -> dict[str, MetricValue]:
     """Metrics of what this step trains on. Keys are documented in docs/metrics.md.
 
     `lag/histogram` has one count of response tokens per lag, from 0 to at least `max_lag`. Rewards are over the
-    samples whose reward did not fail.
+    samples whose reward did not fail. `update_norm`: how far the step moved the weights, where a control measured it.
     """
     samples = list(batch.samples())
     rewards = np.array([sample.reward for sample in samples if sample.valid], dtype=np.float64)
@@ -32,9 +34,12 @@ def summarise(batch: TrainBatch, max_lag: int) -> dict[str, MetricValue]:
         "lag/mean": float(lags.mean()),
         "lag/max": int(lags.max()),
         "lag/histogram": np.bincount(lags, minlength=max_lag + 1).tolist(),
+        "trained/length_histogram": length_histogram([sample.length for sample in samples]),
         "tokens/trained": int(sum(int(sample.loss_mask.sum()) for sample in samples if sample.valid)),
         "tokens/prompt": int(sum(len(sample.prompt.token_ids) for sample in samples)),
     }
+    if update_norm is not None:
+        metrics["staleness/drift"] = int(starts.max()) * update_norm
     sampled = any(sample.finish_reason != "given" for sample in samples)
     if sampled and len(rewards):
         metrics["reward/mean"] = float(rewards.mean())
@@ -42,3 +47,27 @@ def summarise(batch: TrainBatch, max_lag: int) -> dict[str, MetricValue]:
         groups = [[sample.reward for sample in group.samples if sample.valid] for group in batch.groups]
         metrics["reward/equal_groups"] = float(np.mean([len(set(group)) <= 1 for group in groups]))
     return metrics
+
+
+def summarise_dropped(lengths: Sequence[int], rewards: Sequence[float]) -> dict[str, MetricValue]:
+    """Metrics of the responses dropped since the last step; none where there were none.
+
+    `lengths`: tokens sampled of each, those without one left out; `rewards`: of those that were finished and have one.
+    """
+    lengths = [length for length in lengths if length > 0]
+    if not lengths:
+        return {}
+    metrics: dict[str, MetricValue] = {
+        "dropped/responses": len(lengths),
+        "dropped/length_mean": float(np.mean(lengths)),
+        "dropped/length_histogram": length_histogram(lengths),
+    }
+    if rewards:
+        metrics["dropped/reward_mean"] = float(np.mean(rewards))
+    return metrics
+
+
+def length_histogram(lengths: Sequence[int]) -> list[int]:
+    """Bin i counts the lengths from 2^i up to, and not including, 2^(i + 1); lengths are at least 1."""
+    bins: list[int] = np.bincount([length.bit_length() - 1 for length in lengths]).tolist()
+    return bins

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["number", "counts"]
-"""`number`: a float or an integer; `counts`: a list of integers, one per bin from 0."""
+Kind = Literal["number", "counts", "doubling counts", "per engine"]
+"""`number`: a float or an integer; `counts`: a list of integers, one per bin from 0; `doubling counts`: the same, bin i for
+values from 2^i up to, and not including, 2^(i + 1); `per engine`: a list of numbers, the first for engine 0."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,11 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "lag/mean": Key("versions", "Mean over response tokens."),
             "lag/max": Key("versions", "Largest over response tokens."),
             "lag/histogram": Key("tokens", "Response tokens per lag: the first entry has lag 0.", "counts"),
+            "staleness/drift": Key(
+                "L2 norm",
+                "S·η·G of the planning rule (arXiv 2607.01083): `lag/start_max` times `update/norm`, which is η·G. How far the "
+                "policy went since the oldest sample, had every update been as long as this one and gone the same way.",
+            ),
         },
     ),
     "Tokens": (
@@ -188,10 +194,43 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
     "Flow": (
         "When the step ended.",
         {
-            "flow/in_flight": Key("groups", "Admitted and not yet complete."),
+            "flow/in_flight": Key("responses", "Given to an engine and not yet finished."),
+            "flow/waiting": Key("responses", "Admitted and not yet given to an engine."),
             "flow/buffer": Key("groups", "Complete and waiting to be trained on."),
             "flow/admitted": Key("groups", "Admitted so far in the run."),
+            "flow/consumed": Key("groups", "Trained on so far in the run."),
             "flow/dropped_equal": Key("groups", "Dropped by `flow.filter_equal_groups` since the run was started or resumed."),
+            "flow/dropped_late": Key("groups", "Dropped by `flow.late: drop`, since then too."),
+            "flow/cut": Key("responses", "Stopped before their end, since then too."),
+            "flow/requeued": Key("responses", "Of those cut, continued in another group, since then too."),
+            "flow/replayed": Key("groups", "Trained on out of the store of `replay`, since then too."),
+        },
+    ),
+    "Engines": (
+        "Since the last step, or when the step ended. Lists have one number for each engine, the first for engine 0.",
+        {
+            "engine/busy_share": Key("share", "Time an engine sampled, mean over engines: at least one response, not paused."),
+            "engine/busy_shares": Key("share", "The same of each engine.", "per engine"),
+            "engine/tokens": Key("tokens", "Response tokens each engine finished.", "per engine"),
+            "engine/in_flight": Key("responses", "Given to each engine and not yet finished.", "per engine"),
+            "engine/versions": Key("version", "Weights each engine samples with; -1 for one that is gone.", "per engine"),
+            "engine/alive": Key("engines", "That take responses."),
+            "engine/restarts": Key("restarts", "Of all engines, since the run was started or resumed."),
+        },
+    ),
+    "Dropped against trained": (
+        "Lengths of what was trained on and, where anything was dropped or cut since the last step, what that was: a rule that "
+        "drops the late ones drops the long ones.",
+        {
+            "trained/length_histogram": Key(
+                "responses", "Of this step's samples, by length in tokens: 1, 2 to 3, 4 to 7, ...", "doubling counts"
+            ),
+            "dropped/length_histogram": Key(
+                "responses", "Of those dropped since the last step; what was sampled of them.", "doubling counts"
+            ),
+            "dropped/responses": Key("responses", "Dropped since the last step, with at least one token."),
+            "dropped/length_mean": Key("tokens", "Mean length of those."),
+            "dropped/reward_mean": Key("reward", "Mean reward of those that were finished and have one."),
         },
     ),
 }

@@ -18,7 +18,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_async_rl.observe.keys import KEYS
+from megatron_async_rl.observe.keys import KEYS, Kind
 
 if TYPE_CHECKING:
     from megatron_async_rl.observe.tensorboard import TensorBoard
@@ -26,8 +26,14 @@ if TYPE_CHECKING:
 FILE = "metrics.jsonl"
 CUT_FILE = "metrics.cut.jsonl"
 
-Value = float | list[int]
-"""A number or counts."""
+Value = float | list[int] | list[float]
+"""A number, counts, or a number for each engine."""
+EXPECTED: Mapping[Kind, str] = {
+    "number": "a number",
+    "counts": "a list of integers",
+    "doubling counts": "a list of integers",
+    "per engine": "a list of numbers",
+}
 
 
 class MetricsError(Exception):
@@ -105,13 +111,20 @@ def _checked(name: str, value: object) -> Value:
     if key is None:
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)
         raise MetricsError(f"unknown metric {name!r}; the nearest one is {near[0]!r}. Metrics are listed in observe/keys.py")
-    if key.kind == "counts" and isinstance(value, Sequence) and all(isinstance(count, Integral) for count in value):
-        return [int(count) for count in value]
     if key.kind == "number" and isinstance(value, Real):
-        return int(value) if isinstance(value, Integral) else float(value)
-    expected = {"number": "a number", "counts": "a list of integers"}[key.kind]
-    raise MetricsError(f"metric {name!r} is {expected}, got {type(value).__name__}: {value!r}")
+        return _plain(value)
+    if key.kind != "number" and isinstance(value, Sequence) and not isinstance(value, str):
+        of = Real if key.kind == "per engine" else Integral
+        if all(isinstance(entry, of) for entry in value):
+            return [_plain(entry) for entry in value]
+    raise MetricsError(f"metric {name!r} is {EXPECTED[key.kind]}, got {type(value).__name__}: {value!r}")
 
 
-def _as_json(value: Value) -> Value | str:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _plain(value: Real) -> float:
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _as_json(value: Value) -> object:
+    if isinstance(value, list):
+        return [_as_json(entry) for entry in value]
+    return value if math.isfinite(value) else str(value)

@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_async_rl.observe.metrics import FILE, MetricsError, Value
 
@@ -61,11 +62,18 @@ class MetricsReader:
     def _row(self, line: bytes) -> Row:
         self._line += 1
         try:
-            row = {key: float(value) if isinstance(value, str) else value for key, value in json.loads(line).items()}
+            row = {key: _value(value) for key, value in json.loads(line).items()}
             row["step"] = int(row["step"])
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise MetricsError(f"{self.path}:{self._line} is not a line of metrics: {error}") from error
         return row
+
+
+def _value(value: Any) -> Any:
+    """A string is a number that was not finite."""
+    if isinstance(value, list):
+        return [_value(entry) for entry in value]
+    return float(value) if isinstance(value, str) else value
 
 
 def read_metrics(run_dir: Path) -> list[Row]:

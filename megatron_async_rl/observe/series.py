@@ -32,6 +32,18 @@ def total(rows: Sequence[Row], key: str) -> float:
     return float(np.nansum(np.where(np.isfinite(values := numbers(rows, key)), values, 0.0)))
 
 
+def summed(rows: Sequence[Row], key: str) -> list[int]:
+    """Sum over the rows of a key of counts, bin by bin; empty where no row has it."""
+    counts: list[int] = []
+    for row in rows:
+        histogram = row.get(key)
+        if isinstance(histogram, list):
+            counts += [0] * (len(histogram) - len(counts))
+            for index, count in enumerate(histogram):
+                counts[index] += int(count)
+    return counts
+
+
 def smooth(values: Floats) -> Floats | None:
     """[n] -> [n]: Gaussian moving average, 2.5 % of the column wide; None when the column is too short to need one.
 

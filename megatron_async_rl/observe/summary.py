@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_async_rl.observe.read import Row, number
-from megatron_async_rl.observe.series import numbers, total
+from megatron_async_rl.observe.series import numbers, summed, total
 from megatron_async_rl.observe.status import Status
 
 REGIMES = ("kept", "projected", "skipped")
@@ -43,12 +43,7 @@ def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
     shares = {name: total(rows, key) / in_steps if in_steps > 0 else 0.0 for name, key in IN_A_STEP.items()}
     shares["other"] = max(0.0, 1.0 - sum(shares.values())) if in_steps > 0 else 0.0
     codes = [int(code) for row in rows if (code := number(row, "gac/regime")) is not None]
-    counts: list[int] = []
-    for row in rows:
-        histogram = row.get("lag/histogram")
-        if isinstance(histogram, list):
-            counts += [0] * (len(histogram) - len(counts))
-            counts = [have + (histogram[lag] if lag < len(histogram) else 0) for lag, have in enumerate(counts)]
+    counts = summed(rows, "lag/histogram")
     largest = numbers(rows, "lag/max")
     return Summary(
         steps=len(rows),

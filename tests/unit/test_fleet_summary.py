@@ -1,0 +1,49 @@
+"""What the circle did between two steps: counts of engines that may have been started again, and what was dropped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_async_rl.flow.fleet_summary import EngineCounts, engine_metrics, flow_metrics
+from megatron_async_rl.flow.summary import length_histogram, summarise_dropped
+
+FRESH = EngineCounts(alive=True, version=3, in_flight=5, tokens=1000, busy_s=40.0, restarts=0)
+
+
+def test_an_engines_share_and_tokens_are_those_since_the_last_step() -> None:
+    now = [replace(FRESH, tokens=1600, busy_s=49.0), replace(FRESH, tokens=1000, busy_s=44.0, version=2, in_flight=1)]
+    metrics = engine_metrics(now, [FRESH, FRESH], 10.0)
+    assert metrics["engine/busy_shares"] == pytest.approx([0.9, 0.4])
+    assert metrics["engine/busy_share"] == pytest.approx(0.65)
+    assert metrics["engine/tokens"] == [600, 0]
+    assert (metrics["engine/versions"], metrics["engine/in_flight"], metrics["engine/alive"]) == ([3, 2], [5, 1], 2)
+
+
+def test_a_restarted_engine_counts_what_it_did_since_and_a_dead_one_has_no_version() -> None:
+    now = [replace(FRESH, tokens=30, busy_s=2.0, restarts=2), replace(FRESH, alive=False, restarts=1)]
+    metrics = engine_metrics(now, [FRESH, FRESH], 10.0)
+    assert metrics["engine/tokens"] == [30, 0]
+    assert metrics["engine/busy_shares"] == pytest.approx([0.2, 0.0])
+    assert (metrics["engine/versions"], metrics["engine/alive"], metrics["engine/restarts"]) == ([3, -1], 1, 3)
+
+
+def test_the_first_step_has_everything_since_the_engines_started() -> None:
+    assert engine_metrics([FRESH], [], 80.0)["engine/busy_share"] == pytest.approx(0.5)
+
+
+def test_the_controllers_counts_keep_their_names() -> None:
+    assert flow_metrics({"in_flight": 3, "cut": 1, "oldest_in_flight_s": 2.0}) == {"flow/in_flight": 3, "flow/cut": 1}
+
+
+def test_lengths_are_counted_in_powers_of_two() -> None:
+    assert length_histogram([1, 2, 3, 4, 7, 8, 64]) == [1, 2, 2, 1, 0, 0, 1]
+
+
+def test_what_was_dropped_has_a_length_and_a_reward_only_where_there_are_any() -> None:
+    assert summarise_dropped([], []) == summarise_dropped([0], []) == {}
+    dropped = summarise_dropped([0, 4, 12], [0.25])
+    assert (dropped["dropped/responses"], dropped["dropped/length_mean"]) == (2, 8.0)
+    assert (dropped["dropped/length_histogram"], dropped["dropped/reward_mean"]) == ([0, 0, 1, 1], 0.25)
+    assert "dropped/reward_mean" not in summarise_dropped([4], [])

@@ -1,0 +1,79 @@
+"""What a process did when, written as it goes and read back, whatever a crash left of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_async_rl.observe import timeline as module
+from megatron_async_rl.observe.timeline import Span, Timeline, read_timeline, shares
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def test_a_span_ends_when_the_next_begins_and_is_on_disk_then(tmp_path: Path, clock: Clock) -> None:
+    track = Timeline(tmp_path, "rank 0")
+    for at, state, what in ((0, "waiting", "batch"), (2, "training", ""), (3, "training", ""), (7, "publishing", "")):
+        clock.now = 1000.0 + at
+        track.enter(state, what)
+    spans = read_timeline(tmp_path)["rank 0"]
+    assert [(span.state, span.waiting_for, span.start, span.end) for span in spans] == [
+        ("waiting", "batch", 1000.0, 1002.0),
+        ("training", "", 1002.0, 1007.0),
+    ]
+    clock.now = 1008.0
+    track.close()
+    track.enter("training")
+    track.close()
+    assert [span.state for span in read_timeline(tmp_path)["rank 0"]] == ["waiting", "training", "publishing"]
+
+
+def test_a_restart_goes_on_after_what_a_crash_left_half_written(tmp_path: Path, clock: Clock) -> None:
+    first = Timeline(tmp_path, "engine-0")
+    first.enter("busy")
+    clock.now += 1
+    first.enter("idle")
+    with open(tmp_path / "timeline" / "engine-0.jsonl", "a") as file:
+        file.write('{"state": "idle", "sta')
+    second = Timeline(tmp_path, "engine-0")
+    second.enter("loading")
+    clock.now += 1
+    second.close()
+    assert [span.state for span in read_timeline(tmp_path)["engine-0"]] == ["busy", "loading"]
+
+
+def test_rank_0_comes_first_and_engines_by_number(tmp_path: Path, clock: Clock) -> None:
+    for track in ("engine-10", "engine-2", "rank 0"):
+        timeline = Timeline(tmp_path, track)
+        timeline.enter("busy")
+        clock.now += 1
+        timeline.close()
+    assert list(read_timeline(tmp_path)) == ["rank 0", "engine-2", "engine-10"]
+
+
+def test_a_run_without_timelines_has_none(tmp_path: Path) -> None:
+    assert read_timeline(tmp_path) == {}
+
+
+def test_shares_are_of_the_window_and_name_what_was_waited_for() -> None:
+    def span(state: str, start: float, end: float, waiting_for: str = "") -> Span:
+        return Span(track="engine-0", state=state, waiting_for=waiting_for, start=start, end=end)
+
+    spans = [span("busy", 0, 4), span("idle", 4, 6, "prompts"), span("loading", 6, 7), span("busy", 7, 20)]
+    parts = shares(spans, 2.0, 12.0)
+    assert parts == pytest.approx({("busy", ""): 0.7, ("idle", "prompts"): 0.2, ("loading", ""): 0.1})
+    assert next(iter(parts)) == ("busy", "")
