@@ -52,6 +52,15 @@ def test_values_that_are_not_finite_stay_valid_json_and_read_back(tmp_path: Path
     assert (row["policy/grad_norm"], row["ratio/chi2"]) == (math.inf, -math.inf)
 
 
+def test_what_every_engine_has_is_a_list_that_reads_back_whatever_its_numbers(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
+    log.log(1, {"engine/busy_shares": (0.5, math.nan), "engine/tokens": np.array([3, 4]).tolist()})
+    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    assert (line["engine/busy_shares"], line["engine/tokens"]) == ([0.5, "nan"], [3, 4])
+    (row,) = read_metrics(tmp_path)
+    np.testing.assert_array_equal(row["engine/busy_shares"], [0.5, math.nan])
+
+
 def test_an_unknown_key_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     with pytest.raises(MetricsError, match=r"unknown metric 'reward/meen'; the nearest one is 'reward/mean'"):
@@ -60,7 +69,16 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("reward/mean", "high"), ("reward/mean", [1]), ("lag/histogram", 2), ("lag/histogram", [0.5])]
+    ("key", "value"),
+    [
+        ("reward/mean", "high"),
+        ("reward/mean", [1]),
+        ("lag/histogram", 2),
+        ("lag/histogram", [0.5]),
+        ("trained/length_histogram", [0.5]),
+        ("engine/busy_shares", 0.5),
+        ("engine/busy_shares", ["busy"]),
+    ],
 )
 def test_a_value_of_another_kind_is_refused(tmp_path: Path, key: str, value: object) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
@@ -133,7 +151,8 @@ def test_tensorboard_gets_numbers_and_histograms_and_forgets_cut_steps(tmp_path:
     for steps, reward in ((range(1, 5), 0.1), (range(3, 5), 0.9)):
         log = MetricsLog(tmp_path, tensorboard=True, first_step=steps.start)
         for step in steps:
-            log.log(step, {"reward/mean": reward, "lag/histogram": [step, 1]})
+            lengths, shares = {"trained/length_histogram": [0, 2, 1]}, {"engine/busy_shares": [reward, 0.75]}
+            log.log(step, {"reward/mean": reward, "lag/histogram": [step, 1], **lengths, **shares})
         log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}).Reload()
     assert [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")] == [
@@ -143,6 +162,10 @@ def test_tensorboard_gets_numbers_and_histograms_and_forgets_cut_steps(tmp_path:
         (4, 0.9),
     ]
     assert list(events.Histograms("lag/histogram")[-1].histogram_value.bucket) == [4.0, 1.0]
+    lengths_seen = events.Histograms("trained/length_histogram")[-1].histogram_value
+    assert (lengths_seen.bucket_limit, lengths_seen.bucket) == ([1.5, 3.5, 7.5], [0.0, 2.0, 1.0])
+    assert lengths_seen.sum == 2 * 2.5 + 5.5
+    assert [round(events.Scalars(f"engine/busy_shares/{engine}")[-1].value, 3) for engine in (0, 1)] == [0.9, 0.75]
 
 
 def test_the_page_of_metrics_is_up_to_date() -> None:
