@@ -44,6 +44,7 @@ setup(
         "matplotlib",
         "numpy",
         "plotly",
+        "prometheus_client",
         "psutil",
         "pydantic",
         "PyYAML",

@@ -240,7 +240,9 @@ KEYS: Mapping[str, Key] = {name: key for _, keys in GROUPS.values() for name, ke
 HEADER = """# Metrics
 
 `RUN/metrics.jsonl` has one JSON object per optimizer step. TensorBoard shows the same keys (`RUN/tensorboard`), and
-`mar report RUN` draws the main ones. This page is written by `python -m megatron_async_rl.observe.keys > docs/metrics.md`.
+`mar report RUN` draws the main ones. With `observe.prometheus_port` Prometheus can scrape the newest line: `lag/start_max`
+is the gauge `mar_lag_start_max`, and a list has a label, `engine` or `bin`. This page is written by
+`python -m megatron_async_rl.observe.keys > docs/metrics.md`.
 
 Every line has:
 

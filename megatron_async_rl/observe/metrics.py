@@ -1,4 +1,4 @@
-"""`RUN/metrics.jsonl`: one JSON object per optimizer step, and the same numbers in TensorBoard.
+"""`RUN/metrics.jsonl`: one JSON object per optimizer step, and the same numbers in TensorBoard and for Prometheus.
 
 Invariants:
 - every line is valid JSON and flushed when `log` returns; steps strictly grow from line to line;
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from megatron_async_rl.observe.keys import KEYS, Kind
 
 if TYPE_CHECKING:
+    from megatron_async_rl.observe.prometheus import Prometheus
     from megatron_async_rl.observe.tensorboard import TensorBoard
 
 FILE = "metrics.jsonl"
@@ -43,9 +44,17 @@ class MetricsError(Exception):
 class MetricsLog:
     """Written by rank 0 alone."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool, first_step: int) -> None:
-        """`first_step`: the first step this process will log. Lines from it on are cut away: they will be written again."""
+    def __init__(self, run_dir: Path, *, tensorboard: bool, first_step: int, prometheus_port: int | None = None) -> None:
+        """`first_step`: the first step this process will log. Lines from it on are cut away: they will be written again.
+
+        Raises MetricsError when `prometheus_port` cannot be had.
+        """
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._prometheus: Prometheus | None = None
+        if prometheus_port is not None:
+            from megatron_async_rl.observe.prometheus import Prometheus
+
+            self._prometheus = Prometheus(run_dir, prometheus_port)
         self._path = run_dir / FILE
         cut_from(run_dir, first_step)
         self._next_step = first_step
@@ -72,11 +81,15 @@ class MetricsLog:
         self._next_step = step + 1
         if self._tensorboard is not None:
             self._tensorboard.write(step, now, checked)
+        if self._prometheus is not None:
+            self._prometheus.write(step, checked)
 
     def close(self) -> None:
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._prometheus is not None:
+            self._prometheus.close()
 
 
 def cut_from(run_dir: Path, first_step: int) -> int:

@@ -1,0 +1,68 @@
+"""What Prometheus reads over HTTP is the newest line of metrics, and nothing of other libraries."""
+
+from __future__ import annotations
+
+import math
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import prometheus_client
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatron_async_rl.observe.metrics import MetricsError, MetricsLog
+
+Scraped = dict[tuple[str, str], float]
+"""(gauge, label's value) -> its value."""
+
+
+def scrape(run_dir: Path) -> tuple[Scraped, str]:
+    port = (run_dir / "prometheus.txt").read_text().strip().rpartition(":")[2]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=10) as answer:
+        text = answer.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(sample.name, next(iter(sample.labels.values()), "")): sample.value for sample in samples}, text
+
+
+def test_a_scrape_has_every_number_of_the_newest_line_and_no_other(tmp_path: Path) -> None:
+    prometheus_client.Gauge("of_another_library", "In the process's registry.")
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
+    assert scrape(tmp_path)[0] == {}
+    log.log(1, {"gac/cosine": 0.5, "reward/mean": 0.25})
+    lists = {"engine/busy_shares": [0.5, 0.75], "lag/histogram": [3, 4], "trained/length_histogram": [0, 2, 1]}
+    log.log(2, {"reward/mean": 0.75, "policy/loss": math.inf, **lists})
+    scraped, text = scrape(tmp_path)
+    assert scraped == {
+        ("mar_step", ""): 2.0,
+        ("mar_reward_mean", ""): 0.75,
+        ("mar_policy_loss", ""): math.inf,
+        ("mar_engine_busy_shares", "0"): 0.5,
+        ("mar_engine_busy_shares", "1"): 0.75,
+        ("mar_lag_histogram", "0"): 3.0,
+        ("mar_lag_histogram", "1"): 4.0,
+        ("mar_trained_length_histogram", "1"): 0.0,
+        ("mar_trained_length_histogram", "2"): 2.0,
+        ("mar_trained_length_histogram", "4"): 1.0,
+    }
+    assert "# HELP mar_reward_mean Mean reward of a sample. Unit: reward." in text
+    assert 'mar_engine_busy_shares{engine="0"}' in text
+    assert 'mar_lag_histogram{bin="0"}' in text
+    log.close()
+
+
+def test_a_closed_log_serves_nothing_and_leaves_no_address(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
+    port = int((tmp_path / "prometheus.txt").read_text().split(":")[2].partition("/")[0])
+    log.close()
+    assert not (tmp_path / "prometheus.txt").exists()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=10)
+
+
+def test_a_port_that_is_taken_is_named_with_its_key(tmp_path: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MetricsError, match=rf"observe\.prometheus_port {port} cannot be served: Address already in use"):
+            MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=port)
