@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from megatron_async_rl.observe import watch
 from megatron_async_rl.observe.remote import remote_cause
 
 Result = TypeVar("Result")
@@ -49,11 +50,13 @@ def this_process() -> str:
 def waiting(name: str, timeout_s: float) -> Iterator[None]:
     """Names the deadline of a blocking call that takes its own `timeout_s`, such as `future.result(timeout_s)`.
 
-    It does not interrupt the call. Raises DeadlineExceeded in place of the call's TimeoutError.
+    It does not interrupt the call. Raises DeadlineExceeded in place of the call's TimeoutError. The state of this process
+    (observe/watch.py) shows the wait for as long as it lasts.
     """
     started = time.monotonic()
     try:
-        yield
+        with watch.doing("wait", name, timeout_s):
+            yield
     except DeadlineExceeded:
         raise
     except TimeoutError as error:

@@ -1,0 +1,199 @@
+"""What this process is doing, in a small file that others can read when it no longer answers.
+
+`start` gives the process a heartbeat: a daemon thread replaces `RUN/watch/<name>.json` every second with what the process
+waits for, what it has achieved and any figure a part of it offered; SIGUSR1 writes all its threads' stacks to
+`RUN/watch/<name>.stack`, also when the interpreter is stuck in one call.
+
+Invariants:
+- waits, marks and facts may be registered in any process and from any thread, before `start` and without it;
+- registering takes no lock and touches no file: it is fit for the hottest loop;
+- a fact that raises is shown as its exception; nothing here can fail the process;
+- a process that ends by itself takes its state file along: a file without its process is a process that was killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_async_rl.observe.movement import FOLDER, Movement
+
+BEAT_S = 1.0
+INHERITED = "MEGATRON_ASYNC_RL_WATCH"
+"""Environment variable: run directory and name of the watched process, for the processes it starts."""
+
+Kind = Literal["wait", "work", "phase"]
+
+
+@dataclass(frozen=True)
+class Activity:
+    """`wait`: blocked on another; `work`: busy itself; `phase`: busy, and allowed to show no progress until its deadline."""
+
+    kind: Kind
+    name: str
+    started: float
+    """Monotonic seconds."""
+    deadline_s: float | None
+
+
+@dataclass
+class _Process:
+    activities: dict[int, Activity] = field(default_factory=dict)
+    marks: dict[str, tuple[int, float]] = field(default_factory=dict)
+    facts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+
+
+_log = logging.getLogger(__name__)
+_numbers = itertools.count()
+_process = _Process()
+_beating: _Heart | None = None
+
+
+@contextmanager
+def doing(kind: Kind, name: str, deadline_s: float | None = None) -> Iterator[None]:
+    """Shows, for as long as the block runs, that this process does `name`. It interrupts nothing."""
+    number = next(_numbers)
+    _process.activities[number] = Activity(kind, name, time.monotonic(), deadline_s)
+    try:
+        yield
+    finally:
+        _process.activities.pop(number, None)
+        if kind == "phase":
+            progress("phases")
+
+
+def working(name: str) -> Any:
+    """`with working("train step"):` a stretch of work that may block inside others' code, such as a collective."""
+    return doing("work", name)
+
+
+def phase(name: str, allowed_s: float) -> Any:
+    """`with phase("building the model", 600):` the whole run may be without progress for `allowed_s` seconds of it."""
+    return doing("phase", name, allowed_s)
+
+
+def progress(mark: str, n: int = 1) -> None:
+    """`n` more of what `mark` counts, such as samples. Any mark that grows in any process says that the run moves."""
+    count, _ = _process.marks.get(mark, (0, 0.0))
+    _process.marks[mark] = (count + n, time.monotonic())
+
+
+def fact(key: str, read: Callable[[], Any]) -> None:
+    """Shows `read()`, a figure or a short text, under `key` in every state of this process. Called from another thread."""
+    _process.facts[key] = read
+
+
+def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None:
+    """Begins the heartbeat of this process as `name`, such as `rank 0`; once for each process, later calls do nothing.
+
+    `end_after_s`: this process ends itself, with its stacks written, when the run has not moved for so long and no launcher
+    is there to see it.
+    """
+    global _beating
+    if _beating is not None and _beating.pid == os.getpid():
+        return
+    os.environ[INHERITED] = f"{run_dir.resolve()}\n{name}"
+    _beating = _Heart(run_dir.resolve() / FOLDER, name, end_after_s)
+    _beating.start()
+
+
+def join(name: str | None = None) -> None:
+    """In a process that a watched one started, directly or through Ray: begins its heartbeat. Elsewhere, nothing.
+
+    Without a `name` it goes by its parent's name and its own, and a process that `multiprocessing` did not start is left alone.
+    """
+    inherited = os.environ.get(INHERITED)
+    own = multiprocessing.current_process().name
+    if inherited is None or (name is None and own == "MainProcess"):
+        return
+    run_dir, _, parent = inherited.partition("\n")
+    start(Path(run_dir), name or f"{parent} {own}")
+
+
+def state() -> dict[str, Any]:
+    """What the state file holds, but for the name: see `movement.ProcessState`."""
+    now = time.monotonic()
+    activities = _process.activities.copy().values()  # `copy` is one step for the other threads; iterating is not
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "activities": [
+            {"kind": one.kind, "name": one.name, "since_s": round(now - one.started, 1), "deadline_s": one.deadline_s}
+            for one in activities
+        ],
+        "progress": {mark: [count, round(now - grown, 1)] for mark, (count, grown) in _process.marks.copy().items()},
+        "facts": {key: _read(read) for key, read in _process.facts.copy().items()},
+    }
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    try:
+        value = read()
+    except Exception as error:  # noqa: BLE001 - a fact is read while its owner changes it; it must not end the heartbeat
+        return f"{type(error).__name__}: {error}"
+    return value if isinstance(value, int | float | str | None) else str(value)
+
+
+class _Heart(threading.Thread):
+    """The thread behind `start`."""
+
+    def __init__(self, folder: Path, name: str, end_after_s: float | None) -> None:
+        super().__init__(name="watch", daemon=True)
+        self.pid = os.getpid()
+        self._process_name = name
+        self._path = folder / f"{name.replace('/', '_')}.json"
+        self._end_after_s = end_after_s
+        self._stopped = False
+        folder.mkdir(parents=True, exist_ok=True)
+        # Appending, so that whoever asks for a stack may empty the file first.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        self._stack = os.open(self._path.with_suffix(".stack"), flags, 0o644)
+        faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True, chain=False)
+        atexit.register(self._leave)
+        self._movement = Movement(folder.parent)
+        self._beat()
+
+    def run(self) -> None:
+        while not self._stopped:
+            time.sleep(BEAT_S)
+            self._beat()
+
+    def _beat(self) -> None:
+        partial = self._path.with_suffix(f".{self.pid}.partial")
+        try:
+            partial.write_text(json.dumps({"name": self._process_name, **state()}))
+            os.replace(partial, self._path)
+        except OSError as error:  # a full disk is the run's failure to report, where it writes something it needs
+            _log.warning("the state of %s was not written: %s", self._process_name, error)
+        if self._end_after_s is not None:
+            self._put_off_the_end(self._movement, self._end_after_s)
+
+    def _put_off_the_end(self, movement: Movement, end_after_s: float) -> None:
+        """A timer outside the interpreter, set anew while all is well: it also ends a process that never comes back to Python."""
+        movement.look()
+        if movement.launcher_watches():
+            faulthandler.cancel_dump_traceback_later()
+        elif movement.still_s < 2 * BEAT_S or movement.allowed_s > 0:
+            faulthandler.dump_traceback_later(end_after_s + movement.allowed_s, exit=True, file=self._stack)
+
+    def _leave(self) -> None:
+        if os.getpid() != self.pid:  # a fork inherits the exit handlers, and not the thread
+            return
+        self._stopped = True
+        faulthandler.cancel_dump_traceback_later()
+        self._path.unlink(missing_ok=True)
