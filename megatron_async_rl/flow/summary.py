@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_async_rl.samples import TrainBatch
+from megatron_async_rl.samples import Sample, TrainBatch
 
 MetricValue = float | int | str | list[int] | list[float]
 
@@ -49,19 +49,17 @@ def summarise(batch: TrainBatch, max_lag: int, update_norm: float | None = None)
     return metrics
 
 
-def summarise_dropped(lengths: Sequence[int], rewards: Sequence[float]) -> dict[str, MetricValue]:
-    """Metrics of the responses dropped since the last step; none where there were none.
-
-    `lengths`: tokens sampled of each, those without one left out; `rewards`: of those that were finished and have one.
-    """
-    lengths = [length for length in lengths if length > 0]
-    if not lengths:
+def summarise_dropped(samples: Sequence[Sample]) -> dict[str, MetricValue]:
+    """Metrics of the responses that were sampled to their end and dropped since the last step; none where there were none."""
+    if not samples:
         return {}
+    lengths = [sample.length for sample in samples]
     metrics: dict[str, MetricValue] = {
-        "dropped/responses": len(lengths),
+        "dropped/responses": len(samples),
         "dropped/length_mean": float(np.mean(lengths)),
         "dropped/length_histogram": length_histogram(lengths),
     }
+    rewards = [sample.reward for sample in samples if sample.valid]
     if rewards:
         metrics["dropped/reward_mean"] = float(np.mean(rewards))
     return metrics

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -191,6 +192,21 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "weights/pause_s": Key("s", "Longest pause of an engine."),
         },
     ),
+    "Evaluation": (
+        "Of the held-out evaluation that ended since the last step, if one did. `RUN/eval.jsonl` has every evaluation, prompt by "
+        "prompt.",
+        {
+            "eval/mean": Key("reward", "Mean over prompts of their responses' mean reward."),
+            "eval/pass@k": Key(
+                "share",
+                "Prompts that one of k responses passes (unbiased estimate); a key for each k of `eval.pass_at`, such as "
+                "`eval/pass@4`.",
+            ),
+            "eval/version": Key("", "Weight version evaluated."),
+            "eval/truncated": Key("share", "Responses cut at `rollout.sampling.max_tokens`."),
+            "eval/seconds": Key("s", "From the first request to the last response."),
+        },
+    ),
     "Flow": (
         "When the step ended.",
         {
@@ -201,9 +217,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "flow/consumed": Key("groups", "Trained on so far in the run."),
             "flow/dropped_equal": Key("groups", "Dropped by `flow.filter_equal_groups` since the run was started or resumed."),
             "flow/dropped_late": Key("groups", "Dropped by `flow.late: drop`, since then too."),
-            "flow/cut": Key("responses", "Stopped before their end, since then too."),
+            "flow/cut": Key("responses", "Stopped before their end by `flow.extra_responses`, since then too."),
             "flow/requeued": Key("responses", "Of those cut, continued in another group, since then too."),
-            "flow/replayed": Key("groups", "Trained on out of the store of `replay`, since then too."),
+            "flow/replayed": Key("responses", "Trained on out of the store of `replay`, since then too."),
         },
     ),
     "Engines": (
@@ -219,23 +235,27 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
         },
     ),
     "Dropped against trained": (
-        "Lengths of what was trained on and, where anything was dropped or cut since the last step, what that was: a rule that "
-        "drops the late ones drops the long ones.",
+        "Of this step's samples and, where any were dropped since the last step, of the finished responses of dropped groups: a "
+        "rule that drops late groups drops long responses.",
         {
             "trained/length_histogram": Key(
-                "responses", "Of this step's samples, by length in tokens: 1, 2 to 3, 4 to 7, ...", "doubling counts"
+                "responses", "Trained on, by length in tokens: 1, 2 to 3, 4 to 7, 8 to 15, ...", "doubling counts"
             ),
-            "dropped/length_histogram": Key(
-                "responses", "Of those dropped since the last step; what was sampled of them.", "doubling counts"
-            ),
-            "dropped/responses": Key("responses", "Dropped since the last step, with at least one token."),
-            "dropped/length_mean": Key("tokens", "Mean length of those."),
-            "dropped/reward_mean": Key("reward", "Mean reward of those that were finished and have one."),
+            "dropped/length_histogram": Key("responses", "Dropped, in the same bins.", "doubling counts"),
+            "dropped/responses": Key("responses", "Dropped."),
+            "dropped/length_mean": Key("tokens", "Mean length of those dropped."),
+            "dropped/reward_mean": Key("reward", "Mean reward of those dropped whose reward did not fail."),
         },
     ),
 }
 
 KEYS: Mapping[str, Key] = {name: key for _, keys in GROUPS.values() for name, key in keys.items()}
+
+
+def find_key(name: str) -> Key | None:
+    """The entry of `name`, a number after `@` standing for k; None where there is none."""
+    return KEYS.get(re.sub(r"@[1-9]\d*$", "@k", name))
+
 
 HEADER = """# Metrics
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_async_rl.flow.fleet_summary import EngineCounts, engine_metrics, flow_metrics
-from megatron_async_rl.flow.summary import length_histogram, summarise_dropped
+from megatron_async_rl.flow.summary import length_histogram, summarise, summarise_dropped
+from megatron_async_rl.samples import Prompt
+from tests.train_batches import make_sample, ragged_batch
 
 FRESH = EngineCounts(alive=True, version=3, in_flight=5, tokens=1000, busy_s=40.0, restarts=0)
 
@@ -41,9 +43,26 @@ def test_lengths_are_counted_in_powers_of_two() -> None:
     assert length_histogram([1, 2, 3, 4, 7, 8, 64]) == [1, 2, 2, 1, 0, 0, 1]
 
 
-def test_what_was_dropped_has_a_length_and_a_reward_only_where_there_are_any() -> None:
-    assert summarise_dropped([], []) == summarise_dropped([0], []) == {}
-    dropped = summarise_dropped([0, 4, 12], [0.25])
+def test_what_was_dropped_has_its_lengths_and_the_rewards_that_did_not_fail() -> None:
+    prompt = Prompt(id="p", text="", token_ids=(1,))
+    long, short = make_sample(prompt, "0-0", [5] * 12, reward_error="timed out"), make_sample(prompt, "0-1", [5] * 4, reward=0.25)
+    assert summarise_dropped([]) == {}
+    dropped = summarise_dropped([long, short])
     assert (dropped["dropped/responses"], dropped["dropped/length_mean"]) == (2, 8.0)
     assert (dropped["dropped/length_histogram"], dropped["dropped/reward_mean"]) == ([0, 0, 1, 1], 0.25)
-    assert "dropped/reward_mean" not in summarise_dropped([4], [])
+    assert "dropped/reward_mean" not in summarise_dropped([long])
+
+
+def test_the_planning_rules_drift_is_the_oldest_start_times_the_updates_length() -> None:
+    batch = ragged_batch(version=3)
+    oldest = max(3 - sample.start_version for sample in batch.samples())
+    assert oldest > 0
+    assert summarise(batch, 3, update_norm=0.02)["staleness/drift"] == pytest.approx(0.02 * oldest)
+    assert "staleness/drift" not in summarise(batch, 3)
+
+
+def test_every_sample_trained_on_is_in_the_histogram_of_lengths() -> None:
+    batch = ragged_batch()
+    counts = summarise(batch, 3)["trained/length_histogram"]
+    lengths = [sample.length for sample in batch.samples()]
+    assert counts == [sum(2**low <= length < 2 ** (low + 1) for length in lengths) for low in range(max(lengths).bit_length())]
