@@ -1,86 +1,200 @@
-"""Held-out accuracy: the same engines and sampling as training, nothing of training's data, order or numbering."""
+"""Held-out accuracy: the engines and the sampling of training, nothing of training's data, order or numbering.
+
+Invariants:
+- requests have negative group numbers, so that no scheduler mistakes one for training's: prompt i is group -1 - i;
+- every token comes from the version that is evaluated, or there is no result;
+- a prompt's seeds follow from the run's seed and its place in the file: the same weights give the same responses again.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, Protocol
 
-from megatron_async_rl.flow.errors import BatchTimeout, reward_failed
-from megatron_async_rl.flow.fleet import Fleet
-from megatron_async_rl.samples.types import Group, Prompt
+from megatron_async_rl.flow.errors import BatchTimeout, FlowError, reward_failed
+from megatron_async_rl.samples.requests import Request
+from megatron_async_rl.samples.types import Prompt, Sample
+
+Engines = Literal["training", "evaluation"]
+
+
+class Runner(Protocol):
+    """Who has requests sampled (flow.fleet.Fleet)."""
+
+    async def run(self, requests: Sequence[Request], *, on: Engines) -> list[Sample]:
+        """The samples in the order of the requests. Cancelled, it stops what it has running. Raises EngineFailed."""
+        ...
+
+
+class WeightsMoved(FlowError):
+    """An engine took new weights while it sampled an evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptResult:
+    """Of the `samples` responses to one prompt. `mean`: of their rewards, failed ones left out; nan where all failed.
+    `passed`: responses with a reward of at least `eval.pass_reward`; one whose reward failed did not pass."""
+
+    id: str
+    mean: float
+    passed: int
+    samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """`mean_reward`: mean over prompts of `per_prompt`, each the mean over its samples whose reward did not fail
-    (nan where all failed; such prompts are left out of the mean)."""
-
     version: int
     mean_reward: float
-    per_prompt: tuple[float, ...]
+    """Mean over prompts of their means; prompts without one are left out, and nan where none has one."""
+    pass_at: Mapping[int, float]
+    """k -> estimate of the share of prompts of which at least one of k responses passes."""
+    per_prompt: tuple[PromptResult, ...]
+    """In the order of the file."""
     truncated: float
-    """Share of samples cut at the token limit."""
+    """Share of responses cut at the token limit."""
     samples: int
     tokens: int
     reward_errors: int
     seconds: float
 
+    @property
+    def prompts(self) -> int:
+        return len(self.per_prompt)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON, a number that is not finite as null."""
+        return {
+            "version": self.version,
+            "mean_reward": _finite(self.mean_reward),
+            "pass_at": {str(k): value for k, value in self.pass_at.items()},
+            "prompts": self.prompts,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "truncated": self.truncated,
+            "reward_errors": self.reward_errors,
+            "seconds": round(self.seconds, 3),
+            "per_prompt": [
+                {"id": one.id, "mean": _finite(one.mean), "passed": one.passed, "samples": one.samples} for one in self.per_prompt
+            ],
+        }
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Probability that at least one of k of the `samples` responses, drawn without replacement, is one of the `passed`:
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k of Chen et al. 2021 (arXiv 2107.03374)."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs at least {max(k, 1)} responses per prompt, and k from 1; there are {samples} responses")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def summarise_evaluation(
+    answers: Sequence[tuple[Prompt, Sequence[Sample]]],
+    *,
+    version: int,
+    seconds: float,
+    pass_at: Sequence[int],
+    pass_reward: float,
+) -> EvalResult:
+    """`answers`: the prompts, each with its samples. Raises WeightsMoved, and ValueError for a k above a prompt's samples."""
+    for _, samples in answers:
+        for sample in samples:
+            if (sample.versions != version).any():
+                raise WeightsMoved(
+                    f"evaluation of version {version}: response {sample.id} on engine {sample.engine} has tokens of versions "
+                    f"{sample.versions[0]} to {sample.versions[-1]}; weights must not move while they are evaluated"
+                )
+    per_prompt = tuple(_prompt_result(prompt, samples, pass_reward) for prompt, samples in answers)
+    scored = [one.mean for one in per_prompt if math.isfinite(one.mean)]
+    every = [sample for _, samples in answers for sample in samples]
+    return EvalResult(
+        version=version,
+        mean_reward=sum(scored) / len(scored) if scored else math.nan,
+        pass_at={k: sum(pass_at_k(one.samples, one.passed, k) for one in per_prompt) / len(per_prompt) for k in pass_at},
+        per_prompt=per_prompt,
+        truncated=sum(sample.truncated for sample in every) / len(every),
+        samples=len(every),
+        tokens=sum(sample.length for sample in every),
+        reward_errors=sum(not sample.valid for sample in every),
+        seconds=seconds,
+    )
+
 
 async def evaluate(
-    fleet: Fleet,
+    fleet: Runner,
     prompts: Sequence[Prompt],
     n: int,
     version: int,
     timeout_s: float,
     *,
     on_reward_error: Literal["drop", "stop"],
+    pass_at: Sequence[int],
+    pass_reward: float,
+    on: Engines,
+    on_progress: Callable[[int, int], None] = lambda prompts, tokens: None,
 ) -> EvalResult:
-    """`n` responses to each prompt. Group indices are -1, -2, ... so they never meet training's.
+    """`n` responses to each prompt, from engines that hold `version` and keep it. `timeout_s`: longest time in which no prompt
+    is answered; a long evaluation that moves is not late. `on_progress`: prompts answered, and tokens sampled, so far.
 
-    Raises EngineFailed, RewardFailed (with `on_reward_error: stop`), BatchTimeout, and ValueError without prompts.
+    Raises EngineFailed, RewardFailed (with `on_reward_error: stop`), BatchTimeout, WeightsMoved, and ValueError without prompts.
     """
     if not prompts:
         raise ValueError("evaluation needs at least one prompt")
     started = time.monotonic()
-    engines = [fleet.reserve(n) for _ in prompts]
-    calls = (fleet.generate(e, -1 - i, prompt, n, version) for i, (e, prompt) in enumerate(zip(engines, prompts, strict=True)))
-    tasks = [asyncio.ensure_future(call) for call in calls]
+    finished: asyncio.Queue[int] = asyncio.Queue()
+    tasks: list[asyncio.Task[list[Sample]]] = []
+    for index, prompt in enumerate(prompts):
+        requests = [Request(group=-1 - index, k=k, prompt=prompt) for k in range(n)]
+        tasks.append(asyncio.create_task(fleet.run(requests, on=on), name=f"held-out prompt {prompt.id}"))
+        tasks[-1].add_done_callback(partial(_tell, finished, index))
     try:
-        done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        if pending:
-            missing = [f"{prompts[i].id} on engine {engines[i]}" for i, task in enumerate(tasks) if task in pending]
-            raise BatchTimeout(
-                f"evaluation of version {version} is incomplete after {timeout_s:g} s: {len(missing)} of {len(prompts)} "
-                f"prompts are missing, among them {', '.join(missing[:5])}"
-            )
+        tokens = 0
+        for answered in range(len(prompts)):
+            try:
+                index = await asyncio.wait_for(finished.get(), timeout_s)
+            except TimeoutError:
+                raise BatchTimeout(_lateness(prompts, tasks, version, timeout_s)) from None
+            samples = tasks[index].result()
+            bad = [sample for sample in samples if not sample.valid]
+            if bad and on_reward_error == "stop":
+                raise reward_failed(bad)
+            tokens += sum(sample.length for sample in samples)
+            on_progress(answered + 1, tokens)
     finally:
         for task in tasks:
             task.cancel()
-    return _result([task.result() for task in tasks], version, time.monotonic() - started, on_reward_error)
+    answers = [(prompt, task.result()) for prompt, task in zip(prompts, tasks, strict=True)]
+    seconds = time.monotonic() - started
+    return summarise_evaluation(answers, version=version, seconds=seconds, pass_at=pass_at, pass_reward=pass_reward)
 
 
-def _result(groups: Sequence[Group], version: int, seconds: float, on_reward_error: Literal["drop", "stop"]) -> EvalResult:
-    samples = [sample for group in groups for sample in group.samples]
-    bad = [sample for sample in samples if not sample.valid]
-    if bad and on_reward_error == "stop":
-        raise reward_failed(bad)
-    per_prompt = []
-    for group in groups:
-        rewards = [sample.reward for sample in group.samples if sample.valid]
-        per_prompt.append(sum(rewards) / len(rewards) if rewards else float("nan"))
-    scored = [reward for reward in per_prompt if reward == reward]
-    return EvalResult(
-        version=version,
-        mean_reward=sum(scored) / len(scored) if scored else float("nan"),
-        per_prompt=tuple(per_prompt),
-        truncated=sum(sample.truncated for sample in samples) / len(samples),
-        samples=len(samples),
-        tokens=sum(sample.length for sample in samples),
-        reward_errors=len(bad),
-        seconds=seconds,
+def _tell(finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[Sample]]) -> None:
+    if not task.cancelled():
+        task.exception()  # looked at, so that asyncio does not report those after the first as never retrieved
+    finished.put_nowait(index)
+
+
+def _lateness(prompts: Sequence[Prompt], tasks: Sequence[asyncio.Task[list[Sample]]], version: int, timeout_s: float) -> str:
+    missing = [prompt.id for prompt, task in zip(prompts, tasks, strict=True) if not task.done()]
+    return (
+        f"evaluation of version {version}: no prompt was answered for {timeout_s:g} s; {len(missing)} of {len(prompts)} are "
+        f"missing, among them {', '.join(missing[:5])}"
     )
+
+
+def _prompt_result(prompt: Prompt, samples: Sequence[Sample], pass_reward: float) -> PromptResult:
+    rewards = [sample.reward for sample in samples if sample.valid]
+    return PromptResult(
+        id=prompt.id,
+        mean=sum(rewards) / len(rewards) if rewards else math.nan,
+        passed=sum(reward >= pass_reward for reward in rewards),
+        samples=len(samples),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

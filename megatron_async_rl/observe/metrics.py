@@ -18,7 +18,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_async_rl.observe.keys import KEYS, Kind
+from megatron_async_rl.observe.keys import KEYS, Kind, find_key
 
 if TYPE_CHECKING:
     from megatron_async_rl.observe.prometheus import Prometheus
@@ -120,7 +120,7 @@ def cut_from(run_dir: Path, first_step: int) -> int:
 
 def _checked(name: str, value: object) -> Value:
     """The value as plain Python, of the kind the catalogue says."""
-    key = KEYS.get(name)
+    key = find_key(name)
     if key is None:
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)
         raise MetricsError(f"unknown metric {name!r}; the nearest one is {near[0]!r}. Metrics are listed in observe/keys.py")

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from megatron_async_rl.observe.keys import KEYS
+from megatron_async_rl.observe.keys import find_key
 from megatron_async_rl.observe.metrics import MetricsError, Value
 
 FILE = "prometheus.txt"
@@ -35,7 +35,7 @@ class _NewestLine(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         for name, value in self.line.items():
-            key = KEYS.get(name)
+            key = find_key(name)
             about = f"{key.meaning} Unit: {key.unit}." if key else "Optimizer steps done."
             if not isinstance(value, list):
                 yield GaugeMetricFamily(gauge_name(name), about, value=value)

@@ -1,0 +1,251 @@
+"""Held-out evaluation: what is computed of the samples, how they are asked for, at which versions, and what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import pickle
+from collections.abc import Callable, Coroutine, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_async_rl.flow.errors import BatchTimeout, EngineFailed, RewardFailed
+from megatron_async_rl.flow.eval_schedule import EvalSchedule
+from megatron_async_rl.flow.evaluation import EvalResult, WeightsMoved, evaluate, pass_at_k, summarise_evaluation
+from megatron_async_rl.observe.evaluations import EvalLog, read_evaluations
+from megatron_async_rl.observe.metrics import MetricsLog
+from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.requests import Request
+
+PROMPTS = [Prompt(id=f"p{i}", text=str(i), token_ids=(i,)) for i in range(4)]
+
+
+def sample(request: Request, reward: float | None, *, versions: tuple[int, ...] = (3, 3), finish_reason: Any = "stop") -> Sample:
+    """`reward` None: the reward failed."""
+    length = len(versions)
+    return Sample(
+        id=request.id,
+        prompt=request.prompt,
+        response_ids=np.ones(length, dtype=np.int32),
+        behavior_logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.array(versions, dtype=np.int32),
+        loss_mask=np.ones(length, dtype=np.uint8),
+        text="ab",
+        finish_reason=finish_reason,
+        reward=0.0 if reward is None else reward,
+        reward_error="ValueError: no idea" if reward is None else None,
+    )
+
+
+def answers(*rewards: Sequence[float | None]) -> list[tuple[Prompt, list[Sample]]]:
+    return [
+        (prompt, [sample(Request(group=-1 - i, k=k, prompt=prompt), reward) for k, reward in enumerate(row)])
+        for i, (prompt, row) in enumerate(zip(PROMPTS, rewards, strict=False))
+    ]
+
+
+def summary(*rewards: Sequence[float | None], pass_at: Sequence[int] = (1,), pass_reward: float = 1.0) -> EvalResult:
+    return summarise_evaluation(answers(*rewards), version=3, seconds=2.0, pass_at=pass_at, pass_reward=pass_reward)
+
+
+class Fleet:
+    """Answers the k-th response to a prompt with reward k, once `gate` lets the prompt through."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+        self.on: set[str] = set()
+        self.cancelled: list[str] = []
+        self.gate: Callable[[Prompt], Coroutine[Any, Any, None]] = lambda prompt: asyncio.sleep(0)
+        self.reward: Callable[[Request], float | None] = lambda request: float(request.k)
+        self.versions = (3, 3)
+
+    async def run(self, requests: Sequence[Request], *, on: str) -> list[Sample]:
+        self.asked += requests
+        self.on.add(on)
+        try:
+            await self.gate(requests[0].prompt)
+        except asyncio.CancelledError:
+            self.cancelled.append(requests[0].prompt.id)
+            raise
+        return [sample(request, self.reward(request), versions=self.versions) for request in requests]
+
+
+def evaluated(fleet: Fleet, *, n: int = 2, timeout_s: float = 5.0, on_reward_error: Any = "drop", **more: Any) -> EvalResult:
+    settings = {"pass_at": (1, 2), "pass_reward": 1.0, "on": "training", **more}
+    call = evaluate(fleet, PROMPTS, n, 3, timeout_s, on_reward_error=on_reward_error, **settings)
+    return asyncio.run(asyncio.wait_for(call, 20))
+
+
+@given(st.integers(1, 7), st.data())
+def test_pass_at_k_is_the_share_of_all_choices_of_k_responses_that_hold_one_that_passed(n: int, data: st.DataObject) -> None:
+    passed, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    choices = list(itertools.combinations([i < passed for i in range(n)], k))
+    share = Fraction(sum(any(choice) for choice in choices), len(choices))
+    assert pass_at_k(n, passed, k) == pytest.approx(float(share), abs=1e-15)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_k_that_the_responses_do_not_hold_is_refused(k: int) -> None:
+    with pytest.raises(ValueError, match=rf"pass@{k} needs at least .* responses per prompt"):
+        summary([1.0, 0.0], pass_at=[k])
+
+
+def test_a_prompt_weighs_the_same_however_many_of_its_rewards_failed() -> None:
+    result = summary([1.0, 0.0, 0.0, 1.0], [None, None, None, 1.0], [None] * 4)
+    assert [one.mean for one in result.per_prompt[:2]] == [0.5, 1.0]
+    assert math.isnan(result.per_prompt[2].mean)
+    assert result.mean_reward == 0.75
+    assert result.reward_errors == 7
+
+
+def test_a_response_whose_reward_failed_did_not_pass() -> None:
+    result = summary([None, 1.0, 0.0, 0.0], pass_at=[1, 2, 4], pass_reward=0.0)
+    assert [(one.passed, one.samples) for one in result.per_prompt] == [(3, 4)]
+    assert summary([None, 1.0], [None, None], pass_at=[1, 2]).pass_at == {1: 0.25, 2: 0.5}
+
+
+def test_responses_pass_from_the_configured_reward_on() -> None:
+    assert summary([0.4, 0.5, 0.6], pass_reward=0.5).per_prompt[0].passed == 2
+
+
+def test_the_result_counts_tokens_and_truncated_responses() -> None:
+    cut = [
+        (
+            PROMPTS[0],
+            [
+                sample(Request(group=-1, k=k, prompt=PROMPTS[0]), 1.0, finish_reason=why)
+                for k, why in enumerate(("length", "stop"))
+            ],
+        )
+    ]
+    result = summarise_evaluation(cut, version=3, seconds=2.0, pass_at=(1,), pass_reward=1.0)
+    assert (result.truncated, result.tokens, result.samples, result.prompts) == (0.5, 4, 2, 1)
+
+
+@pytest.mark.parametrize("versions", [(3, 4), (2, 3), (2, 2)])
+def test_a_token_of_another_version_is_no_evaluation_of_this_one(versions: tuple[int, int]) -> None:
+    fleet = Fleet()
+    fleet.versions = versions
+    with pytest.raises(WeightsMoved, match=rf"evaluation of version 3: response -1-0 .* versions {versions[0]} to {versions[1]}"):
+        evaluated(fleet)
+
+
+def test_every_prompt_is_asked_for_all_its_responses_under_numbers_that_training_never_has() -> None:
+    fleet = Fleet()
+    result = evaluated(fleet, on="evaluation")
+    assert [(request.group, request.k) for request in fleet.asked] == [(-1 - i, k) for i in range(4) for k in range(2)]
+    assert all(request.prefix is None for request in fleet.asked)
+    assert fleet.on == {"evaluation"}
+    assert [one.id for one in result.per_prompt] == ["p0", "p1", "p2", "p3"]
+    assert (result.version, result.mean_reward, result.pass_at) == (3, 0.5, {1: 0.5, 2: 1.0})
+
+
+def test_results_are_in_the_order_of_the_file_whatever_finishes_first_and_progress_counts_up() -> None:
+    fleet, seen = Fleet(), []
+    fleet.gate = lambda prompt: asyncio.sleep(0.02 * (4 - prompt.token_ids[0]))
+    fleet.reward = lambda request: float(request.prompt.token_ids[0])
+    result = evaluated(fleet, on_progress=lambda prompts, tokens: seen.append((prompts, tokens)))
+    assert [one.mean for one in result.per_prompt] == [0.0, 1.0, 2.0, 3.0]
+    assert seen == [(1, 4), (2, 8), (3, 12), (4, 16)]
+
+
+def test_an_evaluation_that_moves_is_not_late_and_one_that_does_not_names_what_is_missing() -> None:
+    fleet = Fleet()
+    fleet.gate = lambda prompt: asyncio.sleep(0.08 * prompt.token_ids[0])
+    assert evaluated(fleet, timeout_s=0.16).samples == 8, "0.24 s in all, but never 0.16 s without an answer"
+    fleet.gate = lambda prompt: asyncio.sleep(60.0 if prompt.id in ("p1", "p3") else 0.0)
+    with pytest.raises(BatchTimeout, match=r"no prompt was answered for 0.1 s; 2 of 4 are missing, among them p1, p3"):
+        evaluated(fleet, timeout_s=0.1)
+    assert fleet.cancelled == ["p1", "p3"], "nothing goes on being sampled for an evaluation that was given up"
+
+
+def test_an_engine_failure_ends_it_at_once() -> None:
+    async def gate(prompt: Prompt) -> None:
+        if prompt.id == "p2":
+            raise EngineFailed("no engine is left")
+        await asyncio.sleep(60.0)
+
+    fleet = Fleet()
+    fleet.gate = gate
+    with pytest.raises(EngineFailed, match="no engine is left"):
+        evaluated(fleet)
+    assert fleet.cancelled == ["p0", "p1", "p3"]
+
+
+def test_a_failed_reward_is_counted_or_ends_it_as_configured() -> None:
+    fleet = Fleet()
+    fleet.reward = lambda request: None if request.id == "-2-1" else 1.0
+    assert evaluated(fleet, on_reward_error="drop").reward_errors == 1
+    with pytest.raises(RewardFailed, match="the reward failed on sample -2-1: ValueError: no idea"):
+        evaluated(fleet, on_reward_error="stop")
+
+
+def test_an_evaluation_without_prompts_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one prompt"):
+        asyncio.run(evaluate(Fleet(), [], 1, 0, 1.0, on_reward_error="drop", pass_at=(1,), pass_reward=1.0, on="training"))
+
+
+def test_moved_weights_survive_the_trip_between_processes() -> None:
+    again = pickle.loads(pickle.dumps(WeightsMoved("who and where")))
+    assert (type(again), str(again)) == (WeightsMoved, "who and where")
+
+
+def test_the_first_the_last_and_every_third_version_are_evaluated() -> None:
+    schedule = EvalSchedule(every=3, steps=8, means={})
+    assert [version for version in range(9) if schedule.due(version)] == [0, 3, 6, 8]
+    assert [version for version in range(9) if EvalSchedule(every=0, steps=8, means={}).due(version)] == [0, 8]
+
+
+def test_a_resume_repeats_no_evaluation_and_a_longer_run_evaluates_its_new_end() -> None:
+    first = EvalSchedule(every=3, steps=6, means={})
+    for version in (0, 3):
+        first.record(EvalResult(**{**vars(summary([0.25])), "version": version}))
+    second = EvalSchedule(every=3, steps=8, means=first.means)
+    assert [version for version in range(9) if second.due(version)] == [6, 8]
+    assert (second.before, second.after) == (0.25, None)
+    second.record(EvalResult(**{**vars(summary([0.75])), "version": 8}))
+    assert (second.before, second.after) == (0.25, 0.75)
+
+
+def test_a_result_is_metrics_that_the_log_takes_with_a_key_for_each_k(tmp_path: Path) -> None:
+    values = EvalSchedule(every=0, steps=8, means={}).record(summary([1.0, 0.0, 0.0], [0.0] * 3, pass_at=[1, 3]))
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
+    log.log(1, values)
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (row["eval/version"], row["eval/pass@1"], row["eval/pass@3"]) == (3, pytest.approx(1 / 6), 0.5)
+    assert row["eval/mean"] == pytest.approx(1 / 6)
+
+
+def test_a_result_is_a_line_of_json_with_every_prompt_also_when_all_rewards_failed(tmp_path: Path) -> None:
+    log = EvalLog(tmp_path, versions=())
+    log.append(summary([1.0, 0.0], [None, None], pass_at=[2]).as_json())
+    log.append(summary([None]).as_json())
+    first, second = (json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines())
+    assert first["per_prompt"] == [
+        {"id": "p0", "mean": 0.5, "passed": 1, "samples": 2},
+        {"id": "p1", "mean": None, "passed": 0, "samples": 2},
+    ]
+    assert first["pass_at"] == {"2": 0.5}
+    assert second["mean_reward"] is None
+
+
+def test_a_resume_cuts_the_evaluations_that_the_checkpoint_does_not_know_and_half_written_ones(tmp_path: Path) -> None:
+    log = EvalLog(tmp_path, versions=())
+    for version in (0, 3, 6):
+        log.append({"version": version, "mean_reward": 0.1})
+    with open(tmp_path / "eval.jsonl", "a") as file:
+        file.write('{"version": 9, "mea')
+    assert [line["version"] for line in read_evaluations(tmp_path)] == [0, 3, 6]
+    again = EvalLog(tmp_path, versions=(0, 3))
+    again.append({"version": 6, "mean_reward": 0.9})
+    assert [(line["version"], line["mean_reward"]) for line in read_evaluations(tmp_path)] == [(0, 0.1), (3, 0.1), (6, 0.9)]
+    cut = [json.loads(line) for line in (tmp_path / "eval.cut.jsonl").read_text().splitlines()]
+    assert [line.get("version") for line in cut] == [6, None]
