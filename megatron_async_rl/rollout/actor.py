@@ -20,6 +20,7 @@ from megatron_async_rl.observe.logs import find_cause, redirect_output, tail
 from megatron_async_rl.rollout.lifetime import PARENT
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Group, Prompt
+from megatron_async_rl.samples.requests import EngineReport, Request
 from megatron_async_rl.weights.plugin import ENTRY_POINT
 
 if TYPE_CHECKING:
@@ -78,6 +79,15 @@ class EngineActor:
     async def generate_group(self, index: int, prompt: Prompt, n: int, admitted_version: int) -> Group:
         return await self._running().generate_group(index, prompt, n, admitted_version)
 
+    async def submit(self, requests: Sequence[Request]) -> None:
+        await self._running().submit(requests)
+
+    async def cut(self, ids: Sequence[str]) -> None:
+        await self._running().cut(ids)
+
+    async def report(self, timeout_s: float) -> EngineReport:
+        return await self._running().report(timeout_s)
+
     async def pause(self) -> None:
         await self._running().pause()
 
@@ -89,9 +99,6 @@ class EngineActor:
 
     async def version(self) -> int:
         return await self._running().version()
-
-    async def stats(self) -> dict[str, int]:
-        return await self._running().stats()
 
     async def stop(self) -> None:
         if self._engine is not None:

@@ -22,10 +22,12 @@ import torch
 from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.rollout.actor import EngineStartError, start_engines, stop_engines
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples import Group, Prompt, Sample
+from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.requests import Request
 from megatron_async_rl.weights import publish as publish_module
 from megatron_async_rl.weights.publish import Publisher, PublishFailed, PublishReport, RayEngine, WeightMismatch
 from megatron_async_rl.weights.shared_memory import PREFIX
+from tests.engine.asking import sampled
 from tests.engine.reference import VOCABULARY, Reference, checkpoint_weights, save_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -72,16 +74,13 @@ class Engines:
         self.publisher = Publisher(self.clients, timeout_s=60)
         self._groups = 0
 
-    def groups(self, engine: int, prompts: list[Prompt], n: int, index: int | None = None) -> list[Group]:
-        import ray
-
-        references = []
-        for prompt in prompts:
-            number = self._groups if index is None else index
-            self._groups += 1
-            references.append(self.handles[engine].generate_group.remote(number, prompt, n, self.version))
-        done: list[Group] = ray.get(references, timeout=120)
-        return done
+    def groups(self, engine: int, prompts: list[Prompt], n: int, index: int | None = None) -> list[list[Sample]]:
+        """`n` responses to each prompt."""
+        numbers = [self._groups + i if index is None else index for i in range(len(prompts))]
+        self._groups += len(prompts)
+        asked = [Request(group=g, k=k, prompt=prompt) for g, prompt in zip(numbers, prompts, strict=True) for k in range(n)]
+        samples = sampled(self.handles[engine], asked)
+        return [samples[i : i + n] for i in range(0, len(samples), n)]
 
     def publish(self, checkpoint: int, *, per_bucket: int = 1000) -> PublishReport:
         self.version += 1
@@ -125,13 +124,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 @pytest.mark.parametrize("engine", [SHORT, LONG], ids=["temperature 0.7", "temperature 1.0"])
 def test_sampled_logprobs_are_those_of_transformers_at_the_sampling_temperature(engines: Engines, engine: int) -> None:
     for group in engines.groups(engine, [prompt_of(3), prompt_of(40), prompt_of(1)], 4):
-        for sample in group.samples:
+        for sample in group:
             assert sample.versions.tolist() == [0] * sample.length
             assert engines.difference(engine, sample, 0) < TOLERANCE
 
 
 def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines: Engines) -> None:
-    samples = [s for group in engines.groups(LONG, [prompt_of(5, seed) for seed in range(8)], 4) for s in group.samples]
+    samples = [s for group in engines.groups(LONG, [prompt_of(5, seed) for seed in range(8)], 4) for s in group]
     stopped = [s for s in samples if s.finish_reason == "stop"]
     cut = [s for s in samples if s.finish_reason == "length"]
     assert stopped
@@ -152,9 +151,9 @@ def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines:
 
 def test_a_group_is_repeated_by_its_index_and_its_samples_differ(engines: Engines) -> None:
     (first,), (again,), (other,) = (engines.groups(SHORT, [prompt_of(9)], 4, index=index) for index in (77, 77, 78))
-    responses = [sample.response_ids.tolist() for sample in first.samples]
-    assert responses == [sample.response_ids.tolist() for sample in again.samples]
-    assert responses != [sample.response_ids.tolist() for sample in other.samples]
+    responses = [sample.response_ids.tolist() for sample in first]
+    assert responses == [sample.response_ids.tolist() for sample in again]
+    assert responses != [sample.response_ids.tolist() for sample in other]
     assert len({tuple(response) for response in responses}) == 4
 
 
@@ -170,7 +169,7 @@ def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(en
         for engine in (SHORT, LONG):
             assert ray.get(engines.handles[engine].version.remote(), timeout=30) == engines.version
             for group in engines.groups(engine, [repeated, prompt_of(6)], 2):
-                for sample in group.samples:
+                for sample in group:
                     assert set(sample.versions.tolist()) == {engines.version}
                     assert engines.difference(engine, sample, engines.version) < TOLERANCE
                     assert engines.difference(engine, sample, engines.version - 1) > 0.1, (
@@ -182,13 +181,13 @@ def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_wei
     """Tokens up to the switch match the old weights. After it they attend to kept keys and values of the old weights, so
     they match neither model exactly; what holds is that the new number is theirs and that sampling went on."""
     old = engines.version
-    done: list[Group] = []
+    done: list[list[Sample]] = []
     worker = threading.Thread(target=lambda: done.extend(engines.groups(LONG, [prompt_of(4, seed) for seed in range(16)], 4)))
     worker.start()
     time.sleep(0.4)
     report = engines.publish(0)
     worker.join(timeout=120)
-    samples = [sample for group in done for sample in group.samples]
+    samples = [sample for group in done for sample in group]
     assert len(samples) == 64
     both = [sample for sample in samples if set(sample.versions.tolist()) == {old, old + 1}]
     assert len(both) >= 8, [sample.versions.tolist() for sample in samples]
@@ -211,19 +210,19 @@ def test_rewards_that_raise_are_nan_or_hang_are_recorded_and_disturb_nobody(engi
     ]
     good = [prompt_of(4, seed) for seed in range(10, 20)]
     groups = engines.groups(SHORT, [*prompts, *good], 2)
-    errors = [{sample.reward_error for sample in group.samples} for group in groups]
+    errors = [{sample.reward_error for sample in group} for group in groups]
     assert errors[0] == {"KeyError: 'answer'"}
     assert errors[1] == {"the reward is nan, not a finite number"}
     assert errors[2] == errors[3] == errors[4] == {"no reward within rollout.reward.timeout_s: 1"}
     for group in groups[:5]:
-        assert all(sample.reward == 0.0 and not sample.valid for sample in group.samples)
+        assert all(sample.reward == 0.0 and not sample.valid for sample in group)
     for group in groups[5:]:
-        assert all(sample.valid and sample.reward == len(sample.text.split()) for sample in group.samples)
+        assert all(sample.valid and sample.reward == len(sample.text.split()) for sample in group)
     lines = [json.loads(line) for line in engines.specs[SHORT].reward_log.read_text().splitlines()]
     assert sorted(line["error"] for line in lines) == sorted(
-        s.reward_error for group in groups[:5] for s in group.samples if s.reward_error
+        s.reward_error for group in groups[:5] for s in group if s.reward_error
     )
-    assert {line["response"] for line in lines} == {sample.text for group in groups[:5] for sample in group.samples}
+    assert {line["response"] for line in lines} == {sample.text for group in groups[:5] for sample in group}
 
 
 def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(
@@ -265,7 +264,7 @@ def test_a_version_that_does_not_grow_is_refused_and_the_weights_stay(engines: E
     for client in engines.clients:
         client.resume().result(timeout=30)
     (group,) = engines.groups(SHORT, [prompt_of(12)], 2)
-    for sample in group.samples:
+    for sample in group:
         assert engines.difference(SHORT, sample, engines.version) < TOLERANCE
 
 
@@ -278,7 +277,7 @@ def test_an_update_that_leaves_out_part_of_a_fused_parameter_is_refused(engines:
         engines.publisher.publish(engines.version, [SimpleNamespace(names=names, tensors=tensors)])
     engines.publish(2)
     (group,) = engines.groups(SHORT, [prompt_of(12)], 2)
-    assert all(engines.difference(SHORT, sample, engines.version) < TOLERANCE for sample in group.samples)
+    assert all(engines.difference(SHORT, sample, engines.version) < TOLERANCE for sample in group)
 
 
 def test_engines_write_to_their_logs_and_not_to_the_terminal(engines: Engines, capfd: pytest.CaptureFixture[str]) -> None:

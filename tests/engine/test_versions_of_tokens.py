@@ -13,7 +13,7 @@ def completion(*spans: tuple[str, int, int], tokens: int = 4, **fields: object) 
 
 
 def test_spans_become_one_version_for_each_token() -> None:
-    from megatron_async_rl.rollout.engine import token_versions
+    from megatron_async_rl.rollout.completion import token_versions
 
     assert token_versions(completion(("3", 0, 1), ("5", 1, 4))).tolist() == [3, 5, 5, 5]  # type: ignore[arg-type]
 
@@ -28,7 +28,7 @@ def test_spans_become_one_version_for_each_token() -> None:
     ids=["no spans", "a gap", "a label"],
 )
 def test_a_token_without_a_numbered_version_is_refused(said: SimpleNamespace, why: str) -> None:
-    from megatron_async_rl.rollout.engine import token_versions
+    from megatron_async_rl.rollout.completion import token_versions
 
     with pytest.raises(RuntimeError, match=why):
         token_versions(said)  # type: ignore[arg-type]
@@ -45,14 +45,14 @@ def test_a_token_without_a_numbered_version_is_refused(said: SimpleNamespace, wh
     ids=["none", "too few", "of another token", "impossible"],
 )
 def test_a_token_without_its_own_logprob_is_refused(flat: SimpleNamespace | None, why: str) -> None:
-    from megatron_async_rl.rollout.engine import sampled_logprobs
+    from megatron_async_rl.rollout.completion import sampled_logprobs
 
     with pytest.raises(RuntimeError, match=why):
         sampled_logprobs(completion(logprobs=flat))  # type: ignore[arg-type]
 
 
 def test_seeds_depend_on_the_run_and_the_place_and_nothing_else() -> None:
-    from megatron_async_rl.rollout.engine import sample_seed
+    from megatron_async_rl.rollout.continuation import sample_seed
 
     places = [(run, group, sample) for run in (0, 1) for group in (-1, 0, 1, 11) for sample in (0, 1, 11)]
     seeds = [sample_seed(*place) for place in places]

@@ -1,0 +1,59 @@
+"""What vLLM is started with and what each response is asked with: our settings in its words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.sampling_params import RequestOutputKind
+
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.weights.plugin import TRANSPORTS, WORKER_EXTENSION
+
+
+def sampling_parameters(spec: EngineSpec, eos_ids: Sequence[int]) -> SamplingParams:
+    """Of every response; each gets its seed and its own token limit besides."""
+    sampling = spec.rollout.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(eos_ids),
+        detokenize=bool(sampling.stop),
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
+    rollout = spec.rollout
+    return AsyncEngineArgs(
+        model=str(spec.model_path),
+        dtype=spec.dtype,
+        seed=spec.seed,
+        max_model_len=rollout.max_context,
+        max_num_seqs=rollout.max_concurrent,
+        skip_tokenizer_init=not rollout.sampling.stop,
+        logprobs_mode="processed_logprobs",
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend=TRANSPORTS[spec.transport].backend),
+        worker_extension_cls=WORKER_EXTENSION,
+        **(_cpu_arguments(spec) if spec.device == "cpu" else {"gpu_memory_utilization": rollout.gpu_memory_utilization}),
+    )
+
+
+def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
+    return {
+        "kv_cache_memory_bytes": int(spec.rollout.kv_cache_gib * 2**30),
+        # Compiling takes up to 40 s of the first start and was not measurably faster in steady state.
+        "enforce_eager": True,
+        # A prompt cut in two draws a token that vLLM takes back, and a seeded CPU generator cannot be wound back: it raises.
+        "enable_chunked_prefill": False,
+        # The model runs in the engine's own process: vLLM's default on a CPU, a second one behind a queue, starts
+        # later and pays for the queue at every step.
+        "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    }

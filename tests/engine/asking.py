@@ -1,0 +1,48 @@
+"""Requests to running engine actors, as the controller makes them: submit, then report after report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_async_rl.samples import Sample
+from megatron_async_rl.samples.requests import Cut, EngineReport, Request
+
+
+def submit(handle: Any, requests: Sequence[Request]) -> None:
+    import ray
+
+    ray.get(handle.submit.remote(list(requests)), timeout=60)
+
+
+def cut(handle: Any, ids: Sequence[str]) -> None:
+    import ray
+
+    ray.get(handle.cut.remote(list(ids)), timeout=60)
+
+
+def report(handle: Any, timeout_s: float = 5.0) -> EngineReport:
+    import ray
+
+    answer: EngineReport = ray.get(handle.report.remote(timeout_s), timeout=timeout_s + 30)
+    return answer
+
+
+def outcomes(handle: Any, ids: Sequence[str], timeout_s: float = 120.0) -> list[Sample | Cut]:
+    """What became of these requests, in order."""
+    came: dict[str, Sample | Cut] = {}
+    deadline = time.monotonic() + timeout_s
+    while not came.keys() >= set(ids):
+        assert time.monotonic() < deadline, f"no answer to {sorted(set(ids) - came.keys())}"
+        answer = report(handle)
+        came |= {outcome.id: outcome for outcome in (*answer.finished, *answer.cut)}
+    return [came[one] for one in ids]
+
+
+def sampled(handle: Any, requests: Sequence[Request]) -> list[Sample]:
+    """The samples that answer `requests`, in order."""
+    submit(handle, requests)
+    samples = outcomes(handle, [request.id for request in requests])
+    assert all(isinstance(sample, Sample) for sample in samples)
+    return samples  # type: ignore[return-value]
