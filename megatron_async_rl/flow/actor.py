@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,33 +12,46 @@ from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.flow.controller import Controller, Source
 from megatron_async_rl.flow.engines import RayEngine
 from megatron_async_rl.flow.evaluation import EvalResult
-from megatron_async_rl.samples.types import Prompt, TrainBatch
+from megatron_async_rl.samples.types import Prompt, Sample, TrainBatch
 
 NAME = "controller"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerSpec:
+    """What the controller is told at start besides its source and its engines; see Controller and Scheduler."""
+
+    flow: FlowConfig
+    log_path: Path
+    on_reward_error: Literal["drop", "stop"] = "drop"
+    steps: int | None = None
+    fresh_steps: int = 0
+    seed: int = 0
+    capacity: int = 320
+    unresponsive_s: float = 60.0
 
 
 class ControllerActor:
     """The methods of Controller, awaitable over Ray. All run on the actor's one asyncio loop."""
 
-    def __init__(
-        self,
-        source: Source,
-        engines: Sequence[Any],
-        flow: FlowConfig,
-        on_reward_error: Literal["drop", "stop"],
-        steps: int | None,
-        fresh_steps: int,
-        log_path: Path,
-    ) -> None:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(log_path, encoding="utf-8")
+    def __init__(self, source: Source, engines: Sequence[Any], evaluators: Sequence[Any], spec: ControllerSpec) -> None:
+        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(spec.log_path, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         package_log = logging.getLogger("megatron_async_rl")
         package_log.addHandler(handler)
         package_log.setLevel(logging.INFO)
-        clients = [RayEngine(engine) for engine in engines]
         self._controller = Controller(
-            source, clients, flow, on_reward_error=on_reward_error, steps=steps, fresh_steps=fresh_steps
+            source,
+            [RayEngine(engine) for engine in engines],
+            spec.flow,
+            evaluators=[RayEngine(engine) for engine in evaluators],
+            on_reward_error=spec.on_reward_error,
+            steps=spec.steps,
+            fresh_steps=spec.fresh_steps,
+            seed=spec.seed,
+            capacity=spec.capacity,
+            unresponsive_s=spec.unresponsive_s,
         )
 
     async def start(self, version: int) -> None:
@@ -49,8 +63,22 @@ class ControllerActor:
     async def next_batch(self, version: int, timeout_s: float) -> TrainBatch:
         return await self._controller.next_batch(version, timeout_s)
 
-    async def evaluate(self, prompts: Sequence[Prompt], n: int, version: int, timeout_s: float) -> EvalResult:
-        return await self._controller.evaluate(prompts, n, version, timeout_s)
+    async def evaluate(
+        self, prompts: Sequence[Prompt], n: int, version: int, timeout_s: float, pass_at: Sequence[int], pass_reward: float
+    ) -> EvalResult:
+        return await self._controller.evaluate(prompts, n, version, timeout_s, pass_at=pass_at, pass_reward=pass_reward)
+
+    async def lost(self) -> tuple[int, str]:
+        return await self._controller.lost()
+
+    async def lose(self, index: int, reason: str) -> None:
+        self._controller.lose(index, reason)
+
+    async def replace(self, index: int, engine: Any) -> None:
+        self._controller.replace(index, RayEngine(engine))
+
+    async def give_up(self, index: int) -> None:
+        self._controller.give_up(index)
 
     async def state(self) -> dict[str, Any]:
         return self._controller.state()
@@ -58,25 +86,19 @@ class ControllerActor:
     async def load_state(self, state: Mapping[str, Any]) -> None:
         self._controller.load_state(state)
 
-    async def stats(self) -> dict[str, float | int]:
+    async def stats(self) -> dict[str, Any]:
         return self._controller.stats()
+
+    async def drain_dropped(self) -> list[Sample]:
+        return self._controller.drain_dropped()
 
     async def stop(self) -> None:
         await self._controller.stop()
 
 
-def start_controller(
-    source: Source,
-    engines: Sequence[Any],
-    flow: FlowConfig,
-    *,
-    on_reward_error: Literal["drop", "stop"],
-    steps: int | None,
-    log_path: Path,
-    fresh_steps: int = 0,
-) -> Any:
+def start_controller(source: Source, engines: Sequence[Any], spec: ControllerSpec, evaluators: Sequence[Any] = ()) -> Any:
     """Starts the actor and returns its handle. `engines`: handles of rollout engine actors; Ray must be initialised."""
     import ray
 
-    remote_class = ray.remote(num_cpus=0, max_restarts=0)(ControllerActor)
-    return remote_class.options(name=NAME).remote(source, list(engines), flow, on_reward_error, steps, fresh_steps, log_path)
+    remote_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000)(ControllerActor)
+    return remote_class.options(name=NAME).remote(source, list(engines), list(evaluators), spec)

@@ -1,17 +1,15 @@
-"""Prompts in, train batches out, under the staleness law (law.py).
+"""Prompts in, train batches out: the scheduler's decisions carried out on a fleet of engines.
 
-              advance(version) raises the limit
+              advance(version) makes room
                          v
-    source --admit--> engines (one task per group) --finished--> ordered buffer --next_batch--> trainer
+    source --admit--> scheduler --requests--> fleet --samples--> scheduler --next_batch--> trainer
 
 Invariants:
-- groups are numbered in admission order and consumed strictly in that order, B per step;
-- with `flow.filter_equal_groups` a finished group that has nothing to compare is dropped, counted, and one more is admitted;
-- no group is admitted beyond the law's limit for the version the engines already hold;
-- `state()` is the position of the next unconsumed group: prompts admitted but not consumed are asked again after a
-  resume, so nothing is lost and nothing is trained twice;
-- what goes wrong on an engine or in a reward ends the next `next_batch` at once, with its cause;
-- held-out evaluation uses the same engines and touches neither the source nor the numbering.
+- what is decided is decided by the scheduler (scheduler.py), who does it by the fleet (fleet.py); here they are put together;
+- `state()` has the prompts that are admitted and not consumed: a resume asks them again, so nothing is lost;
+- an engine that is lost is reported once through `lost`; whoever restarts engines says `replace` or `give_up`;
+- what goes wrong for good (no engine left, a reward that must not fail) ends the next `next_batch` at once, with its cause;
+- held-out evaluation uses the same fleet and touches neither the source nor the scheduler.
 """
 
 from __future__ import annotations
@@ -20,22 +18,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.flow.engines import EngineClient
 from megatron_async_rl.flow.errors import BatchTimeout, reward_failed
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
-from megatron_async_rl.flow.fleet import Fleet
-from megatron_async_rl.flow.law import StalenessViolated, admitted_limit, max_lag
-from megatron_async_rl.samples.types import Group, Prompt, TrainBatch
+from megatron_async_rl.flow.fleet import Fleet, all_lost
+from megatron_async_rl.flow.fleet_summary import EngineCounts
+from megatron_async_rl.flow.scheduler import Scheduler
+from megatron_async_rl.samples.requests import Cut, Request
+from megatron_async_rl.samples.types import Prompt, Sample, TrainBatch
 
 log = logging.getLogger(__name__)
 
-FILTER_PATIENCE = 10
-"""Batches' worth of groups that are dropped for one batch; after that equal groups are taken, so that no run waits for ever."""
+LATE_SHOWN = 8
 
 
 class Source(Protocol):
@@ -46,24 +43,12 @@ class Source(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
-@dataclass(eq=False)
-class _Flight:
-    """One admitted, not yet consumed group."""
-
-    index: int
-    prompt: Prompt
-    source_state: dict[str, Any]
-    engine: int
-    admitted_at: float
-    task: asyncio.Task[Group]
-    dropped: bool | None = None
-    """Null until it has finished and been looked at."""
-
-
 class Controller:
-    """Lives on one asyncio loop; every method runs there. `steps`: optimizer steps of the whole run, so that nothing is
-    admitted that no step will consume; null admits without end. `fresh_steps`: the run's first steps that are synchronous
-    whatever `flow.async_ratio` says."""
+    """Lives on one asyncio loop; every method runs there.
+
+    `evaluators`: engines that only evaluate; they are numbered after `engines`. `capacity`: requests that one engine holds at
+    most. The rest is the scheduler's and the fleet's.
+    """
 
     def __init__(
         self,
@@ -71,202 +56,236 @@ class Controller:
         engines: Sequence[EngineClient],
         flow: FlowConfig,
         *,
+        evaluators: Sequence[EngineClient] = (),
         on_reward_error: Literal["drop", "stop"] = "drop",
         steps: int | None = None,
         fresh_steps: int = 0,
+        seed: int = 0,
+        capacity: int = 320,
+        unresponsive_s: float = 60.0,
     ) -> None:
         self._source = source
-        self._fleet = Fleet(engines)
         self._flow = flow
         self._on_reward_error = on_reward_error
-        self._steps = steps
-        self._fresh_steps = fresh_steps
-        self._version: int | None = None
-        self._base_version = 0
-        self._base_index = 0
-        self._next_index = 0
-        self._consumed = 0
-        self._dropped = self._dropped_for_batch = 0
-        self._flights: dict[int, _Flight] = {}
+        self._scheduler = Scheduler(flow, steps=steps, fresh_steps=fresh_steps, seed=seed)
+        self._fleet = Fleet(
+            engines,
+            evaluators=evaluators,
+            capacity=capacity,
+            unresponsive_s=unresponsive_s,
+            on_sample=self._answered,
+            on_cut=self._was_cut,
+            on_lost=self._was_lost,
+            on_error=self._fail,
+        )
+        self._resumed: Mapping[str, Any] = {}
         self._failure: BaseException | None = None
         self._progress = asyncio.Event()
+        self._lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self._given_up: set[int] = set()
+        self._admitted_at: dict[int, float] = {}
         self._totals = {"samples": 0, "tokens": 0, "truncated": 0, "reward_errors": 0}
 
+    # Versions and batches
+
     def start(self, version: int) -> None:
-        """The engines hold `version`: begin admitting. After `load_state`, continues with the next unconsumed group."""
-        if self._version is not None:
-            raise RuntimeError(f"the controller was started already, at version {self._base_version}")
-        self._version = self._base_version = version
-        self._base_index = self._next_index = self._consumed
+        """The engines hold `version`: begin admitting. After `load_state`, continues with what the run had not consumed."""
+        pending = [(int(index), _prompt(fields)) for index, fields in self._resumed.get("pending", [])]
+        self._scheduler.start(version, int(self._resumed.get("next_index", 0)), pending)
+        self._fleet.start()
         self._admit()
 
     def advance(self, version: int) -> None:
-        """The engines hold `version` now, so more may be admitted. Versions only grow; the same one again does nothing."""
-        if self._version is None:
-            raise RuntimeError(f"advance({version}) before start")
-        if version < self._version:
-            raise ValueError(f"weight versions only grow: at {self._version}, asked to advance to {version}")
-        self._version = version
+        """Every engine holds `version` now, so more may be admitted. Versions only grow; the same one again does nothing."""
+        self._scheduler.advance(version)
         self._admit()
-
-    def _limit(self) -> int:
-        assert self._version is not None
-        step = self._version - self._base_version
-        fresh = self._fresh_steps - self._base_version
-        limit = admitted_limit(step, self._flow.prompts_per_step, self._flow.async_ratio, fresh)
-        if self._steps is not None:
-            limit = min(limit, max(self._steps - self._base_version, 0) * self._flow.prompts_per_step)
-        # A dropped group gives up its place in the order, so those behind it are consumed no later than the law reckons with.
-        return self._base_index + limit + self._dropped
+        self._progress.set()
 
     def _admit(self) -> None:
-        assert self._version is not None
-        while self._next_index < self._limit() and self._failure is None:
-            index = self._next_index
-            source_state = self._source.state()
-            prompt = self._source.next()
-            engine = self._fleet.reserve(self._flow.group_size)
-            call = self._generate(engine, index, prompt, self._version)
-            task = asyncio.get_running_loop().create_task(call, name=f"group {index} on engine {engine}")
-            task.add_done_callback(partial(self._finished, index))
-            self._flights[index] = _Flight(index, prompt, source_state, engine, time.monotonic(), task)
-            self._next_index += 1
-
-    async def _generate(self, engine: int, index: int, prompt: Prompt, version: int) -> Group:
-        group = await self._fleet.generate(engine, index, prompt, self._flow.group_size, version)
-        bad = [sample for sample in group.samples if not sample.valid]
-        self._totals["samples"] += len(group.samples)
-        self._totals["tokens"] += sum(sample.length for sample in group.samples)
-        self._totals["truncated"] += sum(sample.truncated for sample in group.samples)
-        self._totals["reward_errors"] += len(bad)
-        for sample in bad:
-            log.warning("reward failed on sample %s: %s; response %r", sample.id, sample.reward_error, sample.text[:200])
-        if bad and self._on_reward_error == "stop":
-            raise reward_failed(bad)
-        return group
-
-    def _finished(self, index: int, task: asyncio.Task[Group]) -> None:
-        self._progress.set()
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is not None and self._failure is None:
-            log.error("%s", error)
-            self._failure = error
-        if error is None and index in self._flights:
-            self._is_dropped(self._flights[index])
-
-    def _is_dropped(self, flight: _Flight) -> bool:
-        """Of a finished flight; decides the first time, and then admits one more for a group that is dropped (DAPO)."""
-        if flight.dropped is None:
-            rewards = {sample.reward for sample in flight.task.result().samples if sample.valid}
-            flight.dropped = self._flow.filter_equal_groups and len(rewards) < 2
-            if flight.dropped and self._dropped_for_batch >= FILTER_PATIENCE * self._flow.prompts_per_step:
-                log.warning("group %d is trained on although its rewards are equal: too few others are left", flight.index)
-                flight.dropped = False
-            if flight.dropped:
-                self._dropped += 1
-                self._dropped_for_batch += 1
-                self._admit()
-        return flight.dropped
+        requests: list[Request] = []
+        while self._failure is None and self._scheduler.room():
+            requests += self._scheduler.admit(self._source.next)
+            self._admitted_at[requests[-1].group] = time.monotonic()
+        if requests:
+            self._fleet.put(requests)
 
     async def next_batch(self, version: int, timeout_s: float) -> TrainBatch:
-        """The next B groups in admission order, once all have finished.
+        """The batch that trains `version`, the trainer's; the engines may still hold an older one.
 
-        Raises EngineFailed or RewardFailed as soon as one happened anywhere, BatchTimeout naming the missing groups,
-        their engines and how long each has run, and StalenessViolated should a sample break the law.
+        Raises what ended the flow as soon as it happened, BatchTimeout after `timeout_s` seconds in which no response came, naming
+        the groups that are late and their engines, and StalenessViolated should a sample break the law.
         """
-        if version != self._version:
-            raise ValueError(f"asked for the batch that trains version {version}, but the engines hold {self._version}")
-        if self._steps is not None and version >= self._steps:
-            raise ValueError(f"the run's {self._steps} steps are consumed: there is no batch for version {version}")
-        flights = await self._wait(version, timeout_s)
-        groups = tuple(flight.task.result() for flight in flights)
-        self._check_lag(groups, version)
-        batch = TrainBatch(version=version, groups=groups)
-        for index in range(self._consumed, flights[-1].index + 1):
-            del self._flights[index]
-        self._consumed = flights[-1].index + 1
-        self._dropped_for_batch = 0
-        return batch
-
-    async def _wait(self, version: int, timeout_s: float) -> list[_Flight]:
-        """The next B flights that are not dropped, finished."""
-        deadline = time.monotonic() + timeout_s
-        taken: list[_Flight] = []
-        index = self._consumed
+        waited_from = time.monotonic()
         while True:
             if self._failure is not None:
                 raise self._failure
-            while len(taken) < self._flow.prompts_per_step and index in self._flights and self._flights[index].task.done():
-                if not self._is_dropped(self._flights[index]):
-                    taken.append(self._flights[index])
-                index += 1
-            if len(taken) == self._flow.prompts_per_step:
-                return taken
+            batch = self._scheduler.take(version)
+            if batch is not None:
+                for group in batch.groups:
+                    self._admitted_at.pop(group.index, None)
+                self._admit()
+                return batch
             self._progress.clear()
-            try:
-                await asyncio.wait_for(self._progress.wait(), deadline - time.monotonic())
-            except TimeoutError:
-                waited = range(index, index + self._flow.prompts_per_step - len(taken))
-                late = [flight for flight in (self._flights[i] for i in waited if i in self._flights) if not flight.task.done()]
-                raise BatchTimeout(self._lateness(late, version, timeout_s)) from None
+            left = max(waited_from, self._fleet.moved_at) + timeout_s - time.monotonic()
+            if left <= 0:
+                raise BatchTimeout(self._lateness(version, timeout_s))
+            await _at_most(self._progress.wait(), left)
 
-    def _lateness(self, late: Sequence[_Flight], version: int, timeout_s: float) -> str:
+    def _lateness(self, version: int, timeout_s: float) -> str:
         now = time.monotonic()
-        shown = [f"group {f.index} (prompt {f.prompt.id}): {now - f.admitted_at:.1f} s on engine {f.engine}" for f in late[:8]]
-        more = [f"and {len(late) - 8} more"] if len(late) > 8 else []
+        running = self._scheduler.running()
+        shown = [
+            f"group {index} (prompt {prompt.id}): {now - self._admitted_at.get(index, now):.1f} s, on "
+            + (", ".join(f"engine {holder}" for holder in self._fleet.holder(index)) or "no engine yet")
+            for index, prompt in running[:LATE_SHOWN]
+        ]
+        more = [f"and {len(running) - LATE_SHOWN} more"] if len(running) > LATE_SHOWN else []
+        held = self._scheduler.version
         return (
-            f"the batch for version {version} is incomplete after {timeout_s:g} s: {len(late)} of "
-            f"{self._flow.prompts_per_step} groups are missing\n  " + "\n  ".join(shown + more)
+            f"no response for the batch of version {version} came for {timeout_s:g} s; {len(running)} groups are running, the "
+            f"engines hold version {held}\n  " + "\n  ".join(shown + more)
         )
 
-    def _check_lag(self, groups: Sequence[Group], version: int) -> None:
-        bound = max_lag(self._flow.async_ratio)
-        for group in groups:
-            for sample in group.samples:
-                lag = version - sample.start_version
-                if lag > bound:
-                    raise StalenessViolated(
-                        f"sample {sample.id} starts at version {sample.start_version}, {lag} behind {version}; "
-                        f"flow.async_ratio {self._flow.async_ratio:g} permits {bound}"
-                    )
+    # Answers of the fleet
 
-    async def evaluate(self, prompts: Sequence[Prompt], n: int, version: int, timeout_s: float) -> EvalResult:
+    def _answered(self, sample: Sample, request: Request) -> None:
+        self._totals["samples"] += 1
+        self._totals["tokens"] += sample.length - (0 if request.prefix is None else len(request.prefix.response_ids))
+        self._totals["truncated"] += sample.truncated
+        if not sample.valid:
+            self._totals["reward_errors"] += 1
+            log.warning("reward failed on sample %s: %s; response %r", sample.id, sample.reward_error, sample.text[:200])
+            if self._on_reward_error == "stop":
+                self._fail(reward_failed([sample]))
+        unwanted = self._scheduler.answered(sample, request.group)
+        if unwanted:
+            self._fleet.cut(unwanted, request.group)
+        self._admit()
+        self._progress.set()
+
+    def _was_cut(self, cut: Cut, request: Request) -> None:
+        self._scheduler.was_cut(cut, request.group)
+        self._admit()
+        self._progress.set()
+
+    def _was_lost(self, index: int, reason: str) -> None:
+        self._lost.put_nowait((index, reason))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            log.error("%s", error)
+            self._failure = error
+        self._fleet.fail(error)
+        self._progress.set()
+
+    # Engines that come and go
+
+    async def lost(self) -> tuple[int, str]:
+        """Waits for the next engine to be lost: its number and why."""
+        return await self._lost.get()
+
+    def lose(self, index: int, reason: str) -> None:
+        """Somebody else found that the engine is of no more use."""
+        self._fleet.lose(index, reason)
+
+    def replace(self, index: int, client: EngineClient) -> None:
+        """A restarted engine takes the place of a lost one. It holds the version that the others hold, proven."""
+        self._fleet.replace(index, client)
+
+    def give_up(self, index: int) -> None:
+        """The engine will not be restarted: the run goes on with the others, or ends when there are none of its kind."""
+        self._given_up.add(index)
+        for kind in ("training", "evaluation"):
+            places = [slot for slot in self._fleet.slots if slot.kind == kind]
+            if places and all(slot.index in self._given_up for slot in places):
+                self._fail(all_lost(self._fleet, kind))
+
+    # Evaluation, positions, counts
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], n: int, version: int, timeout_s: float, *, pass_at: Sequence[int], pass_reward: float
+    ) -> EvalResult:
         """Held-out prompts, `n` responses each, sampled as in training. See evaluation.evaluate."""
-        return await evaluate(self._fleet, prompts, n, version, timeout_s, on_reward_error=self._on_reward_error)
+        separate = any(slot.kind == "evaluation" for slot in self._fleet.slots)
+        self._fleet.start()
+        return await evaluate(
+            self._fleet,
+            prompts,
+            n,
+            version,
+            timeout_s,
+            on_reward_error=self._on_reward_error,
+            pass_at=pass_at,
+            pass_reward=pass_reward,
+            on="evaluation" if separate else "training",
+        )
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON. Counts consumed groups only: what is in flight or waiting is asked again after `load_state`."""
-        oldest = self._flights.get(self._consumed)
-        return {"consumed": self._consumed, "source": self._source.state() if oldest is None else oldest.source_state}
+        """Plain JSON: the source's position, and the prompts that came from it and are not consumed, to be asked again."""
+        if self._scheduler.version is None and self._resumed:
+            return dict(self._resumed)
+        pending = [[index, _fields(prompt)] for index, prompt in self._scheduler.pending()]
+        counts = self._scheduler.counts()
+        consumed = int(self._resumed.get("consumed", 0)) + counts["consumed"]
+        return {
+            "source": self._source.state(),
+            "consumed": consumed,
+            "next_index": self._scheduler.next_index,
+            "pending": pending,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Before `start` only. Raises ValueError where the saved position belongs to other data."""
-        if self._version is not None:
+        if self._scheduler.version is not None:
             raise RuntimeError("load_state after start")
         self._source.load_state(state["source"])
-        self._consumed = int(state["consumed"])
+        self._resumed = state
 
-    def stats(self) -> dict[str, float | int]:
-        """Counts are over this process's life (`reward_errors`, `tokens`, ... over finished groups); ages in seconds."""
-        running = [flight for flight in self._flights.values() if not flight.task.done()]
+    def stats(self) -> dict[str, Any]:
+        """Counts since `start`: of the scheduler, of responses, and `engines`: EngineCounts of each place in the fleet."""
+        counts = self._scheduler.counts()
         now = time.monotonic()
+        oldest = min((self._admitted_at.get(index, now) for index, _ in self._scheduler.running()), default=now)
         return {
-            "admitted": self._next_index,
-            "finished": self._next_index - len(running),
-            "consumed": self._consumed,
-            "dropped_equal": self._dropped,
-            "in_flight": len(running),
-            "buffered": len(self._flights) - len(running),
-            "oldest_in_flight_s": max((now - flight.admitted_at for flight in running), default=0.0),
+            **counts,
+            "in_flight": counts["open"] - self._fleet.waiting(),
+            "waiting": self._fleet.waiting(),
+            "buffer": counts["ready"],
+            "oldest_in_flight_s": now - oldest,
+            "version": self._scheduler.version,
+            "engines": [
+                EngineCounts(
+                    alive=slot.alive,
+                    version=slot.report.version if slot.report else -1,
+                    in_flight=len(slot.held),
+                    tokens=slot.report.tokens if slot.report else 0,
+                    busy_s=slot.report.busy_s if slot.report else 0.0,
+                    restarts=slot.restarts,
+                )
+                for slot in self._fleet.slots
+            ],
             **self._totals,
         }
 
+    def drain_dropped(self) -> list[Sample]:
+        """Finished responses of dropped groups since the last call."""
+        return self._scheduler.drain_dropped()
+
     async def stop(self) -> None:
-        """Cancels what is in flight; `state()` still names it as unconsumed."""
-        tasks = [flight.task for flight in self._flights.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=10.0)
+        """Listens to the engines no longer; `state()` still has what they had not answered."""
+        await self._fleet.stop()
+
+
+async def _at_most(wait: Any, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(wait, seconds)
+    except TimeoutError:
+        return
+
+
+def _fields(prompt: Prompt) -> dict[str, Any]:
+    return {"id": prompt.id, "text": prompt.text, "token_ids": list(prompt.token_ids), "fields": dict(prompt.fields)}
+
+
+def _prompt(fields: Mapping[str, Any]) -> Prompt:
+    return Prompt(id=fields["id"], text=fields["text"], token_ids=tuple(fields["token_ids"]), fields=fields["fields"])

@@ -16,7 +16,7 @@ class BatchTimeout(FlowError):
 
 
 class EngineFailed(FlowError):
-    """An engine's call raised, or answered with something that is not the group it was asked for."""
+    """No engine is left that could be asked."""
 
 
 class RewardFailed(FlowError):

@@ -1,35 +1,46 @@
-"""The staleness law: how many prompt groups may have been admitted while the policy is at a version.
+"""The staleness law: how many prompt groups may have been admitted, and by which step each must have trained.
 
-B = prompts per step, alpha = async_ratio (may be fractional). Groups are numbered 0, 1, 2, ... in the order they are
-admitted, and step c (the one that trains version c) consumes exactly the groups cB .. cB + B - 1. At version v only
-groups with a number below admitted_limit(v) = (v + 1) B + ceil(alpha B) may be admitted (ROLL Flash, arXiv 2510.11345).
+B = prompts per step, alpha = async_ratio (may be fractional), A = ceil(alpha). Step c trains version c and consumes B groups.
+While the engines hold version v, groups are admitted only as long as
 
-Why that bounds the lag of every sample by ceil(alpha). Let group i be admitted at version v and consumed at version c.
-    i <= (v + 1) B + ceil(alpha B) - 1                              it was admitted
-    c  = floor(i / B) <= v + 1 + floor((ceil(alpha B) - 1) / B)     it is consumed in order
-       = v + ceil(ceil(alpha B) / B)                                floor((k - 1) / B) = ceil(k / B) - 1 for whole k
-       = v + ceil(alpha)                                            nested ceilings
-Engines load version v before the controller may admit under v, and weights only move forward, so the sample's first
-token comes from a version start >= v, whether or not weights change while it is being sampled. Hence
-c - start <= ceil(alpha). With alpha = 0 a group is admitted only at the version that trains on it: synchronous.
+    admitted - dropped  <=  (v + 1) B + ceil(alpha B)                  (the budget; ROLL Flash, arXiv 2510.11345)
 
-A run may begin with F fresh steps, for controls that calibrate on synchronous data: below version F the limit is that of
-alpha = 0. It is never above the limit of the law, so the bound holds throughout. A group admitted at v < F has
-i <= (v + 1) B - 1, so it is consumed at c <= v, and c >= v because weights only move forward: lag 0. A group admitted at
-v >= F is consumed at c >= F. So steps 0 .. F - 1 train on lag 0 only. (Versions of the run count, so a run resumed at version
-b has F - b fresh steps left.)
+and a group admitted at v has the deadline v + A: the last step that may train on it. Engines load v before the controller may
+admit under v, and weights only move forward, so its first token comes from a version start >= v, whether or not weights change
+while it is being sampled; a group consumed by its deadline has lag c - start <= A.
 
-Groups may be dropped once they have finished (`flow.filter_equal_groups`), each for one more admitted: with D dropped so far the
-limit is admitted_limit(v) + D. A group admitted then as number i <= (v + 1) B + ceil(alpha B) + D - 1 comes after all D of them,
-so it is at most the (i - D)-th that is consumed, and i - D obeys the first line above: the bound holds as before.
+Why every deadline can be met. Say the plan holds at step c when for every c' >= c at most (c' - c + 1) B groups that are not
+consumed yet have a deadline <= c'. Then some choice of B groups for step c leaves a plan that holds at c + 1 (the most urgent
+first does), so by going on no deadline is ever missed. And the plan always holds:
+- Admission keeps it. Step c has consumed cB groups before it. By the budget, with ceil(alpha B) <= A B, at most
+  (v + 1 + A) B - cB = (d - c + 1) B groups are left over, where d = v + A is the deadline of the newest. No deadline is later
+  than d, so the new ones count only at c' >= d, where that suffices; c' < d is as before.
+- Selection takes only batches that leave the plan holding (`selection.py`). Taking the oldest does: deadlines never fall from
+  one group to the next, so the oldest are the most urgent. So does waiting: pacing costs time, never a bound.
+- Dropping a group makes room for one more, and takes one from every count it was in.
+- A group with an older deadline than v + A, which continues responses that were cut, is admitted only where the plan still
+  holds, and is taken in the order of deadlines.
 
-How long a response takes never enters: the bound does not rely on timing, only on consuming in admission order.
+With alpha = 0 a group is admitted only at the version that trains on it: synchronous.
+
+A run may begin with F fresh steps, for controls that calibrate on synchronous data: below version F budget and deadline are
+those of alpha = 0. The budget is never above the law's, so all of the above holds; a group admitted at v < F trains at v, and a
+group admitted at v >= F at v or later: steps 0 .. F - 1 train on lag 0 only. (Versions of the run count: a run resumed at b has
+F - b fresh steps left.)
+
+How long a response takes never enters: the bound does not rely on timing. It is a bound on what is trained as soon as it is
+taken; what a replay store gives out again later has whatever age it has.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
+
+from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.config.selection import ExactLag
+from megatron_async_rl.samples.types import Group
 
 
 class StalenessViolated(RuntimeError):
@@ -42,9 +53,40 @@ def max_lag(async_ratio: float) -> int:
 
 
 def admitted_limit(version: int, prompts_per_step: int, async_ratio: float, fresh_steps: int = 0) -> int:
-    """Groups that may have been admitted, in all, by the time the policy is at `version` (0 for a new run)."""
+    """Groups that may have been admitted, in all, by the time the engines hold `version` (0 for a new run)."""
     ahead = math.ceil(_exact(async_ratio) * prompts_per_step) if version >= fresh_steps else 0
     return (version + 1) * prompts_per_step + ahead
+
+
+def deadline(version: int, async_ratio: float, fresh_steps: int = 0) -> int:
+    """The last step that may train on a group admitted at `version`."""
+    return version + (max_lag(async_ratio) if version >= fresh_steps else 0)
+
+
+def holds(deadlines: Iterable[int], step: int, prompts_per_step: int) -> bool:
+    """Whether groups with these deadlines can all be consumed in time, B per step, from `step` on."""
+    return all(due >= step and place < (due - step + 1) * prompts_per_step for place, due in enumerate(sorted(deadlines)))
+
+
+def check_lags(groups: Sequence[Group], version: int, flow: FlowConfig, first: int) -> None:
+    """Raises StalenessViolated unless every sample may train `version`.
+
+    `first`: the version that the run, or its resume, began with: what exact_lag makes before the first update waits less.
+    """
+    bound = max_lag(flow.async_ratio)
+    exact = isinstance(flow.selection, ExactLag)
+    for sample in (sample for group in groups for sample in group.samples):
+        lag, mixed = version - sample.start_version, sample.versions[0] != sample.versions[-1]
+        if lag > bound:
+            raise StalenessViolated(
+                f"sample {sample.id} starts at version {sample.start_version}, {lag} behind {version}; "
+                f"flow.async_ratio {flow.async_ratio:g} permits {bound}"
+            )
+        if exact and (mixed or (lag != bound and sample.start_version != first)):
+            raise StalenessViolated(
+                f"sample {sample.id} has tokens of versions {sample.versions[0]} to {sample.versions[-1]} and trains {version}; "
+                f"flow.selection: exact_lag wants all of them to be of version {version - bound}"
+            )
 
 
 def _exact(async_ratio: float) -> Fraction:

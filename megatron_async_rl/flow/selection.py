@@ -1,0 +1,57 @@
+"""Which of the groups that wait train at a step. Pure functions; each answers None while the step has to wait.
+
+Invariant: what is left after a batch is taken can still train in time (`law.holds` at the next step), given that it could before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Protocol, TypeVar
+
+
+class Waiting(Protocol):
+    """A group that is neither consumed nor dropped."""
+
+    @property
+    def deadline(self) -> int: ...
+
+    @property
+    def finished(self) -> int | None:
+        """Its place in the order in which groups finished; null while it is running."""
+
+
+G = TypeVar("G", bound=Waiting)
+
+
+def oldest_first(groups: Iterable[G], count: int) -> list[G] | None:
+    """The first `count` of `groups`, which come most urgent first, once all of them have finished."""
+    taken = list(islice(groups, count))
+    return taken if len(taken) == count and all(group.finished is not None for group in taken) else None
+
+
+def windowed(groups: Sequence[G], count: int, step: int, window: float) -> list[G] | None:
+    """The `count` that finished first among the first ceil((1 + window) count), without making another late.
+
+    `groups` come most urgent first. Of those due by c' at most (c' - step) count can train after this step: the others must be in
+    this batch. Once the first `count` groups have finished there always is an answer, as they alone would be one.
+    """
+    due = Counter(group.deadline for group in groups)
+    owed: dict[int, int] = {}
+    seen = 0
+    for last in sorted(due):
+        seen += due[last]
+        owed[last] = seen - (last - step) * count
+    candidates = [group for group in groups[: math.ceil((1 + window) * count)] if group.finished is not None]
+    taken: list[G] = []
+    for group in sorted(candidates, key=lambda candidate: candidate.finished or 0):
+        if len(taken) == count:
+            break
+        others = max((still for last, still in owed.items() if last < group.deadline), default=0)
+        if count - len(taken) > others:
+            taken.append(group)
+            for last in owed:
+                owed[last] -= last >= group.deadline
+    return taken if len(taken) == count else None
