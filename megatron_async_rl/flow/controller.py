@@ -112,8 +112,8 @@ class Controller:
     async def next_batch(self, version: int, timeout_s: float) -> TrainBatch:
         """The batch that trains `version`, the trainer's; the engines may still hold an older one.
 
-        Raises what ended the flow as soon as it happened, BatchTimeout after `timeout_s` seconds in which no response came, naming
-        the groups that are late and their engines, and StalenessViolated should a sample break the law.
+        Raises what ended the flow as soon as it happened, BatchTimeout after `timeout_s` seconds in which no response came,
+        naming the groups that are late and their engines, and StalenessViolated should a sample break the law.
         """
         waited_from = time.monotonic()
         while True:
@@ -195,10 +195,13 @@ class Controller:
     def give_up(self, index: int) -> None:
         """The engine will not be restarted: the run goes on with the others, or ends when there are none of its kind."""
         self._given_up.add(index)
-        for kind in ("training", "evaluation"):
-            places = [slot for slot in self._fleet.slots if slot.kind == kind]
-            if places and all(slot.index in self._given_up for slot in places):
-                self._fail(all_lost(self._fleet, kind))
+        kind = self._fleet.slots[index].kind
+        if all(slot.index in self._given_up for slot in self._fleet.slots if slot.kind == kind):
+            error = all_lost(self._fleet, kind)
+            if kind == "training":
+                self._fail(error)
+            else:
+                self._fleet.fail(error)
 
     # Evaluation, positions, counts
 
@@ -206,7 +209,9 @@ class Controller:
         self, prompts: Sequence[Prompt], n: int, version: int, timeout_s: float, *, pass_at: Sequence[int], pass_reward: float
     ) -> EvalResult:
         """Held-out prompts, `n` responses each, sampled as in training. See evaluation.evaluate."""
-        separate = any(slot.kind == "evaluation" for slot in self._fleet.slots)
+        separate = [slot for slot in self._fleet.slots if slot.kind == "evaluation"]
+        if separate and all(slot.index in self._given_up for slot in separate):
+            raise all_lost(self._fleet, "evaluation")
         self._fleet.start()
         return await evaluate(
             self._fleet,

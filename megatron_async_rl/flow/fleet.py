@@ -237,7 +237,7 @@ class Fleet:
                 return
             try:
                 self._take(slot, report)
-            except Exception as error:  # noqa: BLE001 - the answers' receiver broke: nothing can go on, and somebody must be told
+            except Exception as error:
                 log.exception("the report of engine %d could not be taken in", slot.index)
                 self._on_error(error)
                 return
