@@ -1,4 +1,4 @@
-"""The `mar` command: train, plan, report, convert, conform, doctor.
+"""The `mar` command: train, plan, eval, report, convert, conform, doctor.
 
 Invariants:
 - what a user got wrong ends with one screen and exit code 2, never a traceback, before any rank or engine starts;
@@ -110,6 +110,27 @@ def convert(
     console().print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
 
 
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoint, one step's folder in it, or a Hugging Face directory.")
+    ],
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(metavar="CONFIG", help="Says how to sample; default: the run's own.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON to write; default: RUN/eval_<step>.json.")] = None,
+) -> None:
+    """Sample held-out prompts from a checkpoint or a model: mean reward, pass@k, speed. Engines alone, no training."""
+    from megatron_async_rl.evaluate import EvaluationFailed, answer, ask
+
+    _let_children_import_from_here()
+    question = ask(checkpoint, config, overrides or (), out)
+    try:
+        answer(question, console())
+    except EvaluationFailed as error:
+        _say_failed(error)
+        raise typer.Exit(1) from None
+
+
 @app.command()
 def conform(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON lists of reference vectors (tests/data/golden).")],
@@ -156,8 +177,12 @@ def _let_children_import_from_here() -> None:
 
 
 def _refuse(message: object) -> NoReturn:
-    console(stderr=True).print(str(message), style="red", markup=False, highlight=False, soft_wrap=True)
+    _say_failed(message)
     raise typer.Exit(USER_ERROR)
+
+
+def _say_failed(message: object) -> None:
+    console(stderr=True).print(str(message), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:

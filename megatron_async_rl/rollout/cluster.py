@@ -1,0 +1,32 @@
+"""The Ray cluster that engines live in."""
+
+from __future__ import annotations
+
+import os
+
+OBJECT_STORE_BYTES = 256 * 2**20
+
+
+def join_ray(trainer_gpus: int) -> None:
+    """The cluster named by RAY_ADDRESS, or one of our own on this machine that ends with this process.
+
+    `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must not hand out.
+    """
+    import ray
+
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False)
+        return
+    if trainer_gpus:
+        import torch
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[trainer_gpus:])
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        num_cpus=os.cpu_count(),
+    )
