@@ -54,6 +54,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles parts of its sampler at the first request even in eager mode
             "KMP_BLOCKTIME": "1",  # ms a thread spins after a parallel region; the trainer may want the core
         }
+        if spec.rollout.tensor > 1:  # binding wants a NUMA node for each worker
+            values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         openmp = Path(sys.prefix, "lib", "libiomp5.so")
         if openmp.is_file():
             values["LD_PRELOAD"] = ":".join(part for part in (str(openmp), os.environ.get("LD_PRELOAD", "")) if part)
@@ -97,6 +99,12 @@ class EngineActor:
     async def resume(self) -> None:
         await self._running().resume()
 
+    async def sleep(self) -> None:
+        await self._running().sleep()
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        await self._running().wake(tags)
+
     async def version(self) -> int:
         return await self._running().version()
 
@@ -121,7 +129,12 @@ def start_engines(specs: Sequence[EngineSpec]) -> list[Any]:
     handles = []
     for spec in specs:
         spec.log_dir.mkdir(parents=True, exist_ok=True)
-        options = {"num_cpus": 0, "num_gpus": 1 if spec.device == "cuda" else 0, "max_concurrency": MAX_CALLS, "name": None}
+        options = {
+            "num_cpus": 0,
+            "num_gpus": spec.rollout.tensor if spec.device == "cuda" else 0,
+            "max_concurrency": MAX_CALLS,
+            "name": None,
+        }
         handles.append(ray.remote(EngineActor).options(**options).remote(spec))
     starting = [handle.start.remote() for handle in handles]
     begun = time.monotonic()
@@ -140,6 +153,24 @@ def start_engines(specs: Sequence[EngineSpec]) -> list[Any]:
         stop_engines(handles, timeout_s=10.0)
         raise
     return handles
+
+
+def start_engine(spec: EngineSpec) -> Any:
+    """The handle of one more engine, in place of one that is gone, whose log stays as `engine-<index>.log.1`, `.2`, ...
+
+    Raises as `start_engines` does. May be called in a thread beside the one that uses the other engines.
+    """
+    if spec.log.exists():
+        taken = (int(path.suffix[1:]) for path in spec.log_dir.glob(f"{spec.log.name}.*") if path.suffix[1:].isdecimal())
+        spec.log.rename(spec.log.with_name(f"{spec.log.name}.{max(taken, default=0) + 1}"))
+    return start_engines([spec])[0]
+
+
+def kill_engine(handle: Any) -> None:
+    """Ends an engine's processes at once, whether they answer or not: Ray kills the actor, and the kernel vLLM with it."""
+    import ray
+
+    ray.kill(handle)
 
 
 def stop_engines(handles: Sequence[Any], timeout_s: float) -> None:

@@ -2,10 +2,13 @@
 
 Invariants:
 - every token carries the number of the weights that sampled it, from vLLM's own spans; a gap in them is an error;
-- the prefix cache is off. Its entries outlive an update, and vLLM can clear it only by recomputing every running request,
-  so with it a prompt could be continued from keys and values of old weights and be stamped with the new number.
-  What does outlive an update, on purpose, is the key-value cache of the requests that were running during it
-  (`mode="keep"`): tokens after the switch attend to keys and values of the weights before it;
+- `in_flight: keep`: running requests keep their key-value cache through an update, so tokens after it attend to keys and
+  values of the weights before it. The prefix cache is off: its entries would outlive the update too, vLLM can clear it only
+  by recomputing every running request, and a new response would begin on keys and values of old weights;
+- `in_flight: recompute`: no key or value outlives a pause. Running requests keep their tokens and their place in the draws
+  of their seed, and their prompt and response so far are read again by the weights that sample on. The prefix cache is on;
+- nothing is sampled while paused or asleep (`phase.py` has the states). On a GPU sleeping gives up the weights' and the
+  cache's memory, so there it recomputes in both modes; on a CPU it is a pause;
 - `report` raises once vLLM's process has ended, and once a request has failed; nothing is sampled for anybody after that.
 """
 
@@ -22,13 +25,14 @@ from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.rollout.busy import BusyClock
 from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
 from megatron_async_rl.rollout.outbox import Outbox
+from megatron_async_rl.rollout.phase import Phase
 from megatron_async_rl.rollout.pulse import EngineDied, Pulse
 from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.rewards import load_reward
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Group, Prompt, Sample
-from megatron_async_rl.samples.requests import EngineReport, EngineState, Request
+from megatron_async_rl.samples.requests import EngineReport, Request
 from megatron_async_rl.weights.receive import plain
 from megatron_async_rl.weights.shared_memory import BucketRef
 
@@ -50,7 +54,7 @@ class RolloutEngine:
         self._tokenizer = load_tokenizer(spec.model_path)
         self._scorer = Scorer(load_reward(reward.name), timeout_s=reward.timeout_s)
         self._busy = BusyClock()
-        self._state: EngineState = "running"
+        self._phase = Phase(spec.name)
         self._version = spec.first_version
         self._llm: AsyncLLM | None = None
         self._responses: Responses | None = None
@@ -81,7 +85,7 @@ class RolloutEngine:
         return EngineReport(
             finished=finished,
             cut=cut,
-            state=self._state,
+            state=self._phase.state,
             version=self._version,
             running=responses.running,
             tokens=responses.tokens,
@@ -104,17 +108,20 @@ class RolloutEngine:
         )
 
     async def pause(self) -> None:
-        """Returns when no forward pass is running. Requests in flight keep their place and their key-value cache."""
-        # AsyncLLM.pause_generation does just this and then sleeps 20 ms to order outputs for its callers; we need no order.
-        await self._while_alive("pause", self._vllm().engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
-        self._turn("paused")
+        """Returns when no forward pass is running. Requests in flight keep their place. Raises WrongPhase when asleep."""
+        self._phase.require_awake("pause")
+        await self._stop_sampling("pause")
+        self._phase.pause()
+        self._busy.pause(True)
 
     async def load_bucket(self, bucket: BucketRef, version: int, first: bool, last: bool) -> dict[str, str]:
         """Loads one bucket of the update to `version`; `first` opens the update, `last` closes it and numbers the weights.
 
-        Returns, with the last bucket, name -> digest of every tensor of the update as loaded. Call it while paused.
-        Raises ValueError for a version that is not newer, RuntimeError for an update that left out a parameter.
+        Returns, with the last bucket, name -> digest of every tensor of the update as loaded. Raises WrongPhase unless paused
+        or asleep with its weights awake, ValueError for a version that is not newer, RuntimeError for an update that left out
+        a parameter.
         """
+        self._phase.require_loadable()
         engine = self._vllm()
         load = engine.collective_rpc("load_weight_bucket", args=(plain(bucket), version, first, last))
         answers = await self._while_alive(f"load weights of version {version}", load)
@@ -129,8 +136,36 @@ class RolloutEngine:
         return digests
 
     async def resume(self) -> None:
+        """Raises WrongPhase when asleep."""
+        self._phase.require_awake("resume")
         await self._while_alive("resume", self._vllm().resume_generation())
-        self._turn("running")
+        self._phase.resume()
+        self._busy.pause(False)
+
+    async def sleep(self) -> None:
+        """Stops sampling and, on a GPU, moves the weights to host memory and gives up the cache. Requests in flight stay.
+
+        Raises WrongPhase when asleep already.
+        """
+        self._phase.require_awake("sleep")
+        if self.spec.device == "cuda":
+            await self._while_alive("sleep", self._vllm().sleep(level=1, mode="keep"))
+        else:
+            await self._stop_sampling("sleep")
+        self._phase.sleep()
+        self._busy.pause(True)
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Wakes `weights`, `kv_cache` or, with None, what sleeps; sampling goes on once both are awake.
+
+        Raises WrongPhase for what is awake, ValueError for anything else.
+        """
+        sleepers = self._phase.sleepers(tags)
+        if self.spec.device == "cuda":
+            await self._while_alive("wake", self._vllm().wake_up(list(sleepers)))
+        self._phase.wake(sleepers)
+        if self._phase.runs:
+            await self.resume()
 
     async def version(self) -> int:
         """Number of the weights that sample the next token, from vLLM itself."""
@@ -146,9 +181,12 @@ class RolloutEngine:
             self._llm.shutdown(timeout=STOP_S)
             self._llm = None
 
-    def _turn(self, state: EngineState) -> None:
-        self._state = state
-        self._busy.pause(state != "running")
+    async def _stop_sampling(self, what: str) -> None:
+        if not self._phase.runs:
+            return
+        clear = self.spec.rollout.in_flight == "recompute"
+        # AsyncLLM.pause_generation does just this and then sleeps 20 ms to order outputs for its callers; we need no order.
+        await self._while_alive(what, self._vllm().engine_core.pause_scheduler_async(mode="keep", clear_cache=clear))
 
     async def _watch_vllm(self, responses: Responses) -> None:
         try:

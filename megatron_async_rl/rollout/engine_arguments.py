@@ -12,6 +12,9 @@ from vllm.sampling_params import RequestOutputKind
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.weights.plugin import TRANSPORTS, WORKER_EXTENSION
 
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""By its path: the short name `uni` is replaced by a second process on a CPU."""
+
 
 def sampling_parameters(spec: EngineSpec, eos_ids: Sequence[int]) -> SamplingParams:
     """Of every response; each gets its seed and its own token limit besides."""
@@ -36,24 +39,36 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         seed=spec.seed,
         max_model_len=rollout.max_context,
         max_num_seqs=rollout.max_concurrent,
+        tensor_parallel_size=rollout.tensor,
         skip_tokenizer_init=not rollout.sampling.stop,
         logprobs_mode="processed_logprobs",
-        enable_prefix_caching=False,
+        enable_prefix_caching=rollout.in_flight == "recompute",
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=TRANSPORTS[spec.transport].backend),
         worker_extension_cls=WORKER_EXTENSION,
-        **(_cpu_arguments(spec) if spec.device == "cpu" else {"gpu_memory_utilization": rollout.gpu_memory_utilization}),
+        **(_cpu_arguments(spec) if spec.device == "cpu" else _gpu_arguments(spec)),
     )
 
 
 def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {
-        "kv_cache_memory_bytes": int(spec.rollout.kv_cache_gib * 2**30),
+        # Of each worker; together they hold what the engine may.
+        "kv_cache_memory_bytes": int(spec.rollout.kv_cache_gib * 2**30) // spec.rollout.tensor,
         # Compiling takes up to 40 s of the first start and was not measurably faster in steady state.
         "enforce_eager": True,
         # A prompt cut in two draws a token that vLLM takes back, and a seeded CPU generator cannot be wound back: it raises.
+        # So vLLM reads a prompt, or a preempted request's prompt and response, in one step, and sees to it that one fits.
         "enable_chunked_prefill": False,
-        # The model runs in the engine's own process: vLLM's default on a CPU, a second one behind a queue, starts
-        # later and pays for the queue at every step.
-        "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+        # Where one worker is enough the model runs in the engine's own process: vLLM's default on a CPU, a second one behind
+        # a queue, starts later and pays for the queue at every step.
+        "distributed_executor_backend": "mp" if spec.rollout.tensor > 1 else UNIPROC,
+    }
+
+
+def _gpu_arguments(spec: EngineSpec) -> dict[str, Any]:
+    return {
+        "gpu_memory_utilization": spec.rollout.gpu_memory_utilization,
+        "enable_sleep_mode": spec.rollout.placement == "colocated",
+        # In a Ray actor vLLM might choose Ray for its workers, and they would not end with the engine.
+        "distributed_executor_backend": "mp" if spec.rollout.tensor > 1 else "uni",
     }

@@ -1,7 +1,8 @@
 """No engine process outlives the actor that started it.
 
-vLLM runs the model in a child process that does not notice when its parent is killed: it would keep its cores, or its
-GPU, for ever. The actor names itself in the environment, and its child asks the kernel to end it with its parent.
+vLLM runs its scheduler in a child process, and with tensor parallelism the model in children of that one; they do not notice
+when their parent is killed and would keep their cores, or their GPUs, for ever. The actor names itself in the environment;
+each child asks the kernel to end it with its parent and names itself for its own children.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import signal
 
 PARENT = "MAR_ENGINE_PARENT"
-"""Environment variable: process id of the engine actor."""
+"""Environment variable: process id of the engine actor, or of the process of vLLM that descends from it."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -19,7 +20,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_the_actor() -> None:
     """In a child of the process named by `PARENT`: SIGKILL for this process when its parent ends. Elsewhere, nothing.
 
-    Linux only, where vLLM runs. The kernel watches the thread that started the child: the actor's event loop.
+    Linux only, where vLLM runs. The kernel watches the thread that started the child: the actor's event loop, or the main
+    thread of vLLM's scheduler process.
     """
     parent = os.environ.get(PARENT)
     if parent is None or os.getppid() != int(parent):
@@ -28,3 +30,4 @@ def die_with_the_actor() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
     if os.getppid() != int(parent):  # it ended before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
+    os.environ[PARENT] = str(os.getpid())
