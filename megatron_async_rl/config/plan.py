@@ -191,17 +191,15 @@ def _schedule_problems(config: Config) -> list[Problem]:
 
 
 def _transport_problems(config: Config, shape: ModelShape, machine: Machine) -> list[Problem]:
-    largest = max(shape.vocabulary, 2 * shape.intermediate) * shape.hidden * value_bytes(config)
-    bucket = min(config.weights.bucket_mib * MIB, shape.parameters * value_bytes(config))
-    needed = max(bucket, largest)
+    needed = shape.parameters * value_bytes(config)
     free = machine.shared_memory
     if free >= needed:
         return []
     return [
         Problem(
-            key="weights.bucket_mib",
-            what=f"one bucket needs {needed / MIB:.0f} MiB of shared memory; /dev/shm has {free / MIB:.0f} MiB free",
-            fix="lower weights.bucket_mib (not below the largest tensor), or enlarge /dev/shm (docker run --shm-size=8g)",
+            key="weights.transport",
+            what=f"shared_memory holds the whole model, {needed / MIB:.0f} MiB; /dev/shm has {free / MIB:.0f} MiB free",
+            fix=f"enlarge /dev/shm (docker run --shm-size={math.ceil(needed / GIB) + 1}g)",
         )
     ]
 

@@ -1,163 +1,240 @@
-"""New weights from the trainer to every engine, proved before sampling goes on.
+"""New weights from the trainer to every engine: staged while the trainer waits, delivered while it trains on.
+
+Two steps. `stage` copies one version into shared memory, where it stays; `deliver` brings it into the engines from a thread in
+the background. An engine that was started again is fed from the same copy by `bring_up`, at any time.
 
 Invariants:
-- the engines pause only once the first bucket lies ready, and all of them load before any resumes;
-- an engine resumes only after its digest of every tensor equals the sender's; on any failure the engines stay paused
-  and the caller ends the run, so no token is ever sampled by weights nobody vouched for;
-- every wait has a deadline, and its error names the engine and the phase.
+- `update: rolling`: the engines load one after the other, so that never all are paused unless there is only one;
+  `together`: all pause, load and resume as one;
+- engines are fed by one thread, one delivery or bring-up after the other, and nothing is staged before those are through:
+  no engine reads what is being written;
+- an engine samples with weights only after it proved them (`delivery.py`). A mismatch is raised, and nothing is delivered
+  after it; an engine that is lost on the way is reported, and the others go on;
+- every wait has a name and a deadline.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Literal, TypeVar
 
-from megatron_async_rl.observe.deadline import DeadlineExceeded, this_process
-from megatron_async_rl.observe.remote import remote_cause
-from megatron_async_rl.weights.digest import tensor_digest
-from megatron_async_rl.weights.shared_memory import BucketRef, NamedTensors, remove_stale, write_bucket
+from megatron_async_rl.observe.deadline import DeadlineExceeded, this_process, waiting
+from megatron_async_rl.weights.background import SerialThread
+from megatron_async_rl.weights.delivery import Delivery
+from megatron_async_rl.weights.delivery import WeightMismatch as WeightMismatch
+from megatron_async_rl.weights.engine_client import EngineClient
+from megatron_async_rl.weights.engine_client import RayEngine as RayEngine
+from megatron_async_rl.weights.shared_memory import NamedTensors, remove_stale
+from megatron_async_rl.weights.staging import StagedWeights
 
-T = TypeVar("T")
+Taken = TypeVar("Taken")
+
+UNKNOWN = -1
+"""Version of an engine that has not been fed yet."""
 
 
 class PublishFailed(RuntimeError):
-    """An engine raised during a publish. It stays paused."""
-
-
-class WeightMismatch(RuntimeError):
-    """An engine loaded another tensor than the trainer sent. `None` stands for a tensor that one side does not have."""
-
-    def __init__(self, name: str, engine: str, sent: str | None, loaded: str | None) -> None:
-        super().__init__(f"weights of {engine} are not the trainer's: tensor {name} was sent as {sent} and loaded as {loaded}")
-        self.name = name
-        self.engine = engine
-        self.sent = sent
-        self.loaded = loaded
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (WeightMismatch, (self.name, self.engine, self.sent, self.loaded))
-
-
-class EngineClient(Protocol):
-    """An engine as the publisher sees it: calls return at once, with a future."""
-
-    @property
-    def name(self) -> str: ...
-    def pause(self) -> Future[None]: ...
-    def load_bucket(self, bucket: BucketRef, version: int, first: bool, last: bool) -> Future[dict[str, str]]: ...
-    def resume(self) -> Future[None]: ...
-
-
-class RayEngine:
-    """`EngineClient` on the handle of a `rollout.actor.EngineActor`."""
-
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name = name
-        self._handle = handle
-
-    def pause(self) -> Future[None]:
-        return self._future(self._handle.pause.remote())
-
-    def load_bucket(self, bucket: BucketRef, version: int, first: bool, last: bool) -> Future[dict[str, str]]:
-        return self._future(self._handle.load_bucket.remote(bucket, version, first, last))
-
-    def resume(self) -> Future[None]:
-        return self._future(self._handle.resume.remote())
-
-    @staticmethod
-    def _future(reference: Any) -> Future[Any]:
-        future: Future[Any] = reference.future()
-        return future
+    """No engine took the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishReport:
-    """`seconds`: the whole publish, gathering included; `paused_s`: how long sampling stood still; `bytes`: of tensors, once."""
+    """What one delivery did. `seconds`: staging and delivery; `staged_s`: staging alone, gathering included."""
 
     version: int
     seconds: float
-    paused_s: float
+    staged_s: float
     bytes: int
+    """Of the tensors, once."""
     tensors: int
+    pauses: Mapping[str, float]
+    """Seconds that sampling stood still, of every engine that took the weights."""
+    lost: Mapping[str, str]
+    """Engines that failed or did not answer, and how; they hold no known weights and stay out of use until brought up."""
+
+    @property
+    def paused_s(self) -> float:
+        """The longest pause of an engine; 0 when none had to take the weights."""
+        return max(self.pauses.values(), default=0.0)
 
 
 class Publisher:
-    """Sends through bucket files in `directory`, on the machine of the engines. `timeout_s`: longest wait for one phase."""
+    """For one trainer thread that stages and delivers, and any that bring engines up or remove them.
 
-    def __init__(self, engines: Sequence[EngineClient], *, timeout_s: float, directory: Path = Path("/dev/shm")) -> None:
-        self._engines = tuple(engines)
+    Sends through files in `directory`, on the machine of the engines, which must hold the whole model.
+    `timeout_s`: longest wait for one engine (`together`: for all of them) to take a version, from its pause to its resumption.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        *,
+        timeout_s: float,
+        update: Literal["rolling", "together"] = "rolling",
+        directory: Path = Path("/dev/shm"),
+    ) -> None:
         self._timeout_s = timeout_s
-        self._directory = directory
+        self._update = update
+        self._lock = threading.Lock()
+        """Of who the engines are and what they hold."""
+        self._engines = {engine.name: engine for engine in engines}
+        self._versions = dict.fromkeys(self._engines, UNKNOWN)
+        self._fed: set[str] = set()
+        """Names of the engines that hold what is staged now. A number does not tell: an engine judges itself what it takes."""
+        self._files = threading.Lock()
+        """Held by whoever writes or reads what is staged."""
+        self._delivery: Future[PublishReport] | None = None
+        self._thread = SerialThread("publisher")
         remove_stale(directory)
+        self._staged = StagedWeights(directory)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """What each engine is known to hold; -1: nothing that was proved."""
+        with self._lock:
+            return dict(self._versions)
 
     def publish(self, version: int, buckets: Iterable[NamedTensors]) -> PublishReport:
-        """Blocks until every engine samples with the weights in `buckets`, numbered `version`.
+        """`stage`, `deliver`, and the wait for it."""
+        self.stage(version, buckets)
+        return self._result(self.deliver(version), f"version {version} to be delivered")
 
-        Raises WeightMismatch; DeadlineExceeded and PublishFailed, which name the engine and the phase (a version that is not
-        newer fails so); ValueError for an update without buckets.
+    def stage(self, version: int, buckets: Iterable[NamedTensors]) -> None:
+        """Copies the weights in `buckets`, numbered `version`, over those staged before. Waits for the delivery of those.
+
+        Raises DeadlineExceeded, and what `StagedWeights.stage` raises; then nothing is staged.
         """
+        if self._delivery is not None:
+            with waiting(f"the delivery before version {version} can be staged", self._longest_s):
+                self._delivery.exception(timeout=self._longest_s)
+        with self._holding_files(f"an engine's bring-up before version {version} can be staged"):
+            with self._lock:
+                self._fed.clear()
+            self._staged.stage(version, buckets)
+
+    def deliver(self, version: int, *, asleep: bool = False) -> Future[PublishReport]:
+        """Brings what is staged to every engine that does not hold it; returns at once. `asleep`: the engines sleep, and wake
+        with the new weights, all together.
+
+        The future raises WeightMismatch, and PublishFailed when no engine took the weights. Raises ValueError for another
+        version than the staged one.
+        """
+        if version != self._staged.version:
+            raise ValueError(f"version {version} cannot be delivered: staged is {self._staged.version}")
+        self._delivery = self._thread.submit(lambda: self._deliver(version, asleep))
+        return self._delivery
+
+    def bring_up(self, engine: EngineClient) -> int:
+        """Feeds one newly started engine with what is staged, and puts it in the place of the one of its name, if there is one;
+        blocks. Returns the version it holds now.
+
+        Raises RuntimeError before anything is staged, PublishFailed when the engine fails, WeightMismatch, DeadlineExceeded.
+        """
+        return self._result(self._thread.submit(lambda: self._bring_up(engine)), f"{engine.name} to be brought up")
+
+    def remove(self, name: str) -> None:
+        """The engine of that name gets no more weights. Unknown names are ignored."""
+        with self._lock:
+            self._engines.pop(name, None)
+            self._versions.pop(name, None)
+            self._fed.discard(name)
+
+    def close(self) -> None:
+        """Gives the shared memory back. Engines that are loading keep what they have mapped."""
+        self._staged.close()
+
+    @property
+    def _longest_s(self) -> float:
+        """For what the thread has to do: each engine in its turn, and one being brought up before them and one after."""
+        with self._lock:
+            return self._timeout_s * (len(self._engines) + 3)
+
+    def _deliver(self, version: int, asleep: bool) -> PublishReport:
         started = time.monotonic()
-        paused_at = 0.0
-        sent: dict[str, str] = {}
-        loaded: list[dict[str, str]] = []
-        total = 0
-        upcoming = iter(buckets)
-        bucket = next(upcoming, None)
-        if bucket is None:
-            raise ValueError(f"the update to version {version} has no buckets")
-        first = True
-        while bucket is not None:
-            sent |= _digests(bucket)
-            with write_bucket(bucket, self._directory) as ref:
-                # The file is a copy: the sender's tensors are free again, and the next bucket is gathered before this one loads.
-                bucket = next(upcoming, None)
-                if first:
-                    paused_at = time.monotonic()
-                    self._pause()
-                loaded = self._load(ref, version, first=first, last=bucket is None)
-            total += ref.nbytes
-            first = False
-        for engine, digests in zip(self._engines, loaded, strict=True):
-            compare(engine.name, sent, digests)
-        self._resume()
-        ended = time.monotonic()
-        return PublishReport(version=version, seconds=ended - started, paused_s=ended - paused_at, bytes=total, tensors=len(sent))
+        pauses: dict[str, float] = {}
+        lost: dict[str, str] = {}
+        with self._holding_files(f"version {version} to be staged before it is delivered"):
+            for group in self._groups(at_once=asleep or self._update == "together"):
+                delivery = self._feed(group, asleep=asleep)
+                pauses |= delivery.paused_s
+                lost |= delivery.lost
+            staged_s, size, tensors = self._staged.seconds, self._staged.nbytes, len(self._staged.digests)
+        with self._lock:
+            lost = {name: reason for name, reason in lost.items() if name in self._engines}
+            taken = bool(self._fed)
+        if not taken:
+            raise PublishFailed(
+                f"no engine took the weights of version {version}: {'; '.join(lost.values()) or 'there is none left'}"
+            )
+        return PublishReport(
+            version=version,
+            seconds=staged_s + time.monotonic() - started,
+            staged_s=staged_s,
+            bytes=size,
+            tensors=tensors,
+            pauses=pauses,
+            lost=lost,
+        )
 
-    def _pause(self) -> None:
-        self._answers("pause", [engine.pause() for engine in self._engines])
+    def _groups(self, *, at_once: bool) -> Iterator[list[EngineClient]]:
+        """Who loads together. Asked for one after the other, so that an engine removed meanwhile is left out."""
+        with self._lock:
+            names = [name for name in self._engines if name not in self._fed]
+        for group in [names] if at_once else [[name] for name in names]:
+            with self._lock:
+                engines = [self._engines[name] for name in group if name in self._engines]
+            if engines:
+                yield engines
 
-    def _load(self, ref: BucketRef, version: int, *, first: bool, last: bool) -> list[dict[str, str]]:
-        calls = [engine.load_bucket(ref, version, first, last) for engine in self._engines]
-        return self._answers(f"load weights of version {version}", calls)
+    def _feed(self, engines: Sequence[EngineClient], *, asleep: bool = False) -> Delivery:
+        """Engines that are among ours are known by what they hold afterwards; of others nothing is kept."""
+        version = self._staged.version
+        assert version is not None
+        delivery = Delivery(engines, self._staged, self._timeout_s)
+        try:
+            return delivery.run(asleep=asleep)
+        finally:
+            with self._lock:
+                for engine in engines:
+                    if self._engines.get(engine.name) is engine:
+                        self._hold(engine.name, version if engine.name in delivery.paused_s else UNKNOWN)
 
-    def _resume(self) -> None:
-        self._answers("resume", [engine.resume() for engine in self._engines])
+    def _hold(self, name: str, version: int) -> None:
+        self._versions[name] = version
+        if version == UNKNOWN:
+            self._fed.discard(name)
+        else:
+            self._fed.add(name)
 
-    def _answers(self, phase: str, calls: Sequence[Future[T]]) -> list[T]:
-        """One answer from each engine, in order."""
-        deadline = time.monotonic() + self._timeout_s
-        answers = []
-        for engine, call in zip(self._engines, calls, strict=True):
-            try:
-                answers.append(call.result(timeout=max(0.0, deadline - time.monotonic())))
-            except Exception as error:  # noqa: BLE001 - raised again with the engine and the phase
-                if isinstance(error, TimeoutError) and not call.done():
-                    raise DeadlineExceeded(this_process(), f"{engine.name} to {phase}", self._timeout_s) from None
-                raise PublishFailed(f"{engine.name} failed to {phase}: {remote_cause(error)}") from None
-        return answers
+    def _bring_up(self, engine: EngineClient) -> int:
+        with self._holding_files(f"the staging to end before {engine.name} is brought up"):
+            version = self._staged.version
+            if version is None:
+                raise RuntimeError(f"{engine.name} cannot be brought up: no weights are staged")
+            delivery = self._feed([engine])
+            if delivery.lost:
+                raise PublishFailed(delivery.lost[engine.name])
+            with self._lock:
+                self._engines[engine.name] = engine
+                self._hold(engine.name, version)
+        return version
 
+    def _result(self, future: Future[Taken], name: str) -> Taken:
+        with waiting(name, self._longest_s):
+            return future.result(timeout=self._longest_s)
 
-def _digests(bucket: NamedTensors) -> dict[str, str]:
-    pairs = zip(bucket.names, bucket.tensors, strict=True)
-    return {name: tensor_digest(tensor) for name, tensor in pairs if tensor is not None}
-
-
-def compare(engine: str, sent: dict[str, str], loaded: dict[str, str]) -> None:
-    """Raises WeightMismatch for the first tensor, by name, whose digests differ or that only one side has."""
-    for name in sorted(sent.keys() | loaded.keys()):
-        if sent.get(name) != loaded.get(name):
-            raise WeightMismatch(name, engine, sent.get(name), loaded.get(name))
+    @contextmanager
+    def _holding_files(self, name: str) -> Iterator[None]:
+        longest_s = self._longest_s
+        if not self._files.acquire(timeout=longest_s):
+            raise DeadlineExceeded(this_process(), name, longest_s)
+        try:
+            yield
+        finally:
+            self._files.release()

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_async_rl.weights.digest import tensor_digest
-from megatron_async_rl.weights.shared_memory import BucketRef, TensorEntry, read_bucket
+from megatron_async_rl.weights.shared_memory import BucketReader, BucketRef, TensorEntry
 
 
 @dataclass
@@ -95,6 +95,8 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._tied = tied_layers(self.model)
         self._loaded: set[str] = set()
         self._version = -1
+        self._reader = BucketReader()
+        self._paths: set[str] = set()
         self.digests: dict[str, str] = {}
 
     def init_transfer_engine(self, init_info: FirstVersion) -> None:
@@ -108,10 +110,12 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
 
     def start_weight_update(self) -> None:
         self._loaded = set()
+        self._paths = set()
         self.digests = {}
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
+        self._paths.add(update_info.path)
         loaded = self.model.load_weights(self._attested(update_info.ref()))
         self._loaded |= loaded
 
@@ -119,6 +123,7 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self._tied:
             layer.quant_method.process_weights_after_loading(layer)
+        self._reader.keep(self._paths)
 
     def require_complete(self) -> None:
         """Raises RuntimeError when the update that just ended left out a parameter of the model."""
@@ -131,10 +136,11 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
             )
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Lets go of the sender's files, which stay mapped between updates."""
+        self._reader.keep(())
 
     def _attested(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in read_bucket(ref):
+        for name, tensor in self._reader.read(ref):
             if name in self.digests:
                 raise ValueError(f"tensor {name} came twice in the update to version {self._version}")
             self.digests[name] = tensor_digest(tensor)

@@ -1,8 +1,10 @@
-"""One bucket of weights in a file that the sender writes once and any number of engine processes map.
+"""Buckets of weights in files that the sender writes and any number of engine processes map.
 
 Invariants:
-- a bucket file is written completely before its `BucketRef` exists, and never written again;
-- it is unlinked when its `with` block ends, also on failure; memory already mapped by a reader stays valid;
+- a `BucketRef` describes what its file holds, until the sender writes the file again: it does so only in place, with a
+  manifest of the same size, and only while no engine reads (`publish.py` sees to that);
+- both ends keep a file mapped: new pages of shared memory cost many times the copy itself, and kept ones nothing;
+- a file goes with its `BucketFile`; memory already mapped by a reader stays valid;
 - the writer holds an exclusive `flock` on the file while it lives, so a file nobody holds belongs to a dead
   process, and `remove_stale` deletes exactly those. Process ids are not used: containers may share the directory.
 """
@@ -13,8 +15,8 @@ import fcntl
 import mmap
 import os
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -59,12 +61,8 @@ class BucketRef:
     entries: tuple[TensorEntry, ...]
 
 
-@contextmanager
-def write_bucket(bucket: NamedTensors, directory: Path) -> Iterator[BucketRef]:
-    """Lend `bucket` as a file in `directory` for the length of the `with` block.
-
-    Raises ValueError for a tensor that is absent or of a dtype torch has no byte view of, OSError when the directory is full.
-    """
+def manifest(bucket: NamedTensors) -> tuple[TensorEntry, ...]:
+    """Where the tensors of `bucket` lie in its file. Raises ValueError for an absent tensor or a bucket without bytes."""
     entries: list[TensorEntry] = []
     end = 0
     for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
@@ -72,40 +70,66 @@ def write_bucket(bucket: NamedTensors, directory: Path) -> Iterator[BucketRef]:
             raise ValueError(f"{name}: only the rank that holds the gathered tensors can send a bucket")
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         nbytes = tensor.numel() * tensor.element_size()
-        entries.append(
-            TensorEntry(
-                name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), offset=offset, nbytes=nbytes
-            )
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append(TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=offset, nbytes=nbytes))
         end = offset + nbytes
     if end == 0:
         raise ValueError(f"a bucket of {len(entries)} tensors holds no bytes; there is nothing to send")
-    path, descriptor = _create(directory)
-    try:
-        os.posix_fallocate(descriptor, 0, end)  # a full directory fails here with ENOSPC, not later with SIGBUS
-        with mmap.mmap(descriptor, end) as memory:
-            _copy(bucket.tensors, entries, memory)
-        yield BucketRef(path=str(path), size=end, nbytes=sum(e.nbytes for e in entries), entries=tuple(entries))
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
+    return tuple(entries)
 
 
-def read_bucket(ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `ref`, in manifest order, as private views of the mapped file: no copy is made.
+def manifest_size(entries: Sequence[TensorEntry]) -> int:
+    return max(entry.offset + entry.nbytes for entry in entries)
 
-    A view stays valid after the file is unlinked. Raises ValueError when the file is not the one the manifest describes.
-    """
-    with open(ref.path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+
+class BucketFile:
+    """The sender's end of one file in `directory`, of `size` bytes, all of them reserved. Deleted by `close`, or at exit."""
+
+    def __init__(self, directory: Path, size: int) -> None:
+        """Raises OSError when the directory is full."""
+        self.size = size
+        self.path, descriptor = _create(directory)
+        self.close = weakref.finalize(self, _discard, self.path, descriptor)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # a full directory fails here with ENOSPC, not later with SIGBUS
+            self._memory = mmap.mmap(descriptor, size)
+        except BaseException:
+            self.close()
+            raise
+
+    def views(self, entries: Sequence[TensorEntry]) -> Iterator[Tensor]:
+        """The places of `entries` in the file, to be written."""
+        return (_view(self._memory, entry) for entry in entries)
+
+    def ref(self, entries: tuple[TensorEntry, ...]) -> BucketRef:
+        return BucketRef(path=str(self.path), size=self.size, nbytes=sum(entry.nbytes for entry in entries), entries=entries)
+
+
+class BucketReader:
+    """An engine's end: files once read stay mapped, until `keep` says that they are out of use."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, mmap.mmap] = {}
+
+    def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of `ref`, in manifest order, as private views of the mapped file: no copy is made.
+
+        A view shows what the file holds, until it is written to or the sender fills the file again.
+        Raises ValueError when the file is not the one the manifest describes.
+        """
+        size = os.stat(ref.path).st_size
         if size != ref.size:
             raise ValueError(f"{ref.path} holds {size} bytes, its manifest says {ref.size}")
-        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-    for entry in ref.entries:
-        dtype = getattr(torch, entry.dtype)
-        count = prod(entry.shape)
-        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset) if count else torch.empty(0, dtype=dtype)
-        yield entry.name, flat.view(entry.shape)
+        memory = self._mapped.get(ref.path)
+        if memory is None:
+            with open(ref.path, "rb") as file:
+                memory = self._mapped[ref.path] = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        for entry in ref.entries:
+            yield entry.name, _view(memory, entry)
+
+    def keep(self, paths: Collection[str]) -> None:
+        """Lets go of every other file; its memory is freed with the last view of it."""
+        self._mapped = {path: memory for path, memory in self._mapped.items() if path in paths}
 
 
 def remove_stale(directory: Path) -> list[Path]:
@@ -127,12 +151,11 @@ def remove_stale(directory: Path) -> list[Path]:
     return removed
 
 
-def _copy(tensors: Sequence[Tensor | None], entries: Sequence[TensorEntry], memory: mmap.mmap) -> None:
-    """In its own function so that no view of `memory` outlives it: a mapping with views cannot be closed."""
-    for tensor, entry in zip(tensors, entries, strict=True):
-        if tensor is not None and entry.nbytes:
-            flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=entry.offset)
-            flat.view(tensor.shape).copy_(tensor.detach())
+def _view(memory: mmap.mmap, entry: TensorEntry) -> Tensor:
+    dtype = getattr(torch, entry.dtype)
+    count = prod(entry.shape)
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset) if count else torch.empty(0, dtype=dtype)
+    return flat.view(entry.shape)
 
 
 def _create(directory: Path) -> tuple[Path, int]:
@@ -144,3 +167,8 @@ def _create(directory: Path) -> tuple[Path, int]:
         if os.fstat(descriptor).st_nlink:
             return path, descriptor
         os.close(descriptor)
+
+
+def _discard(path: Path, descriptor: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(descriptor)

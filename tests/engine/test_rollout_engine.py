@@ -24,9 +24,7 @@ from megatron_async_rl.rollout.actor import EngineStartError, start_engines, sto
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.requests import Request
-from megatron_async_rl.weights import publish as publish_module
 from megatron_async_rl.weights.publish import Publisher, PublishFailed, PublishReport, RayEngine, WeightMismatch
-from megatron_async_rl.weights.shared_memory import PREFIX
 from tests.engine.asking import sampled
 from tests.engine.reference import VOCABULARY, Reference, checkpoint_weights, save_checkpoint
 
@@ -38,72 +36,6 @@ SHORT, LONG = 0, 1
 """engine-0: temperature 0.7, 24 tokens; engine-1: temperature 1.0, 400 tokens."""
 TEMPERATURES = (0.7, 1.0)
 MAX_TOKENS = (24, 400)
-
-
-class Engines:
-    """The running engines, and which checkpoint each version was."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.checkpoints = [save_checkpoint(root / f"model-{seed}", seed=seed) for seed in range(CHECKPOINTS)]
-        self.references = [Reference(path) for path in self.checkpoints]
-        self.version = 0
-        self.of_version = {0: 0}
-        self.specs = [
-            EngineSpec(
-                index=index,
-                model_path=self.checkpoints[0],
-                dtype="float32",
-                rollout=RolloutConfig.model_validate(
-                    {
-                        "sampling": {"temperature": TEMPERATURES[index], "max_tokens": MAX_TOKENS[index]},
-                        "reward": {"name": "tests.engine.rewards_that_fail:misbehave", "timeout_s": 1.0},
-                        "kv_cache_gib": 0.25,
-                        "max_concurrent": 64,
-                        "start_timeout_s": 400,
-                    }
-                ),
-                seed=11,
-                device="cpu",
-                log_dir=root / "logs",
-            )
-            for index in (SHORT, LONG)
-        ]
-        self.handles = start_engines(self.specs)
-        self.clients = [RayEngine(spec.name, handle) for spec, handle in zip(self.specs, self.handles, strict=True)]
-        self.publisher = Publisher(self.clients, timeout_s=60)
-        self._groups = 0
-
-    def groups(self, engine: int, prompts: list[Prompt], n: int, index: int | None = None) -> list[list[Sample]]:
-        """`n` responses to each prompt."""
-        numbers = [self._groups + i if index is None else index for i in range(len(prompts))]
-        self._groups += len(prompts)
-        asked = [Request(group=g, k=k, prompt=prompt) for g, prompt in zip(numbers, prompts, strict=True) for k in range(n)]
-        samples = sampled(self.handles[engine], asked)
-        return [samples[i : i + n] for i in range(0, len(samples), n)]
-
-    def publish(self, checkpoint: int, *, per_bucket: int = 1000) -> PublishReport:
-        self.version += 1
-        self.of_version[self.version] = checkpoint
-        return self.publisher.publish(self.version, buckets(self.checkpoints[checkpoint], per_bucket))
-
-    def difference(self, engine: int, sample: Sample, version: int, upto: int | None = None) -> float:
-        """Largest |engine's log-prob - transformers'| of the sample's first `upto` tokens, under the weights of `version`."""
-        ids = sample.response_ids.tolist()[:upto]
-        reference = self.references[self.of_version[version]].logprobs(sample.prompt.token_ids, ids, TEMPERATURES[engine])
-        return float((torch.from_numpy(sample.behavior_logprobs[:upto].copy()) - reference).abs().max())
-
-
-def buckets(checkpoint: Path, per_bucket: int = 1000) -> Iterator[SimpleNamespace]:
-    weights = list(checkpoint_weights(checkpoint).items())
-    for start in range(0, len(weights), per_bucket):
-        names, tensors = zip(*weights[start : start + per_bucket], strict=True)
-        yield SimpleNamespace(names=names, tensors=tensors)
-
-
-def prompt_of(length: int, seed: int = 0, **fields: Any) -> Prompt:
-    ids = np.random.default_rng([seed, length]).integers(1, VOCABULARY, length)
-    return Prompt(id=f"p{seed}-{length}", text="", token_ids=tuple(int(i) for i in ids), fields=fields)
 
 
 @pytest.fixture(scope="module")
@@ -225,36 +157,21 @@ def test_rewards_that_raise_are_nan_or_hang_are_recorded_and_disturb_nobody(engi
     assert {line["response"] for line in lines} == {sample.text for group in groups[:5] for sample in group}
 
 
-def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(engines: Engines) -> None:
     victim = "model.layers.1.mlp.up_proj.weight"
-    write = publish_module.write_bucket
-
-    class Flipped:
-        def __init__(self, bucket: Any, directory: Path) -> None:
-            self._written = write(bucket, directory)
-
-        def __enter__(self) -> Any:
-            ref = self._written.__enter__()
-            (entry,) = (entry for entry in ref.entries if entry.name == victim)
-            with open(ref.path, "r+b") as file:
-                file.seek(entry.offset + 5)
-                byte = file.read(1)[0]
-                file.seek(entry.offset + 5)
-                file.write(bytes([byte ^ 1]))
-            return ref
-
-        def __exit__(self, *exc: Any) -> Any:
-            return self._written.__exit__(*exc)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(publish_module, "write_bucket", Flipped)
-        with pytest.raises(WeightMismatch, match=r"engine-0") as failure:
-            engines.publish(1)
+    engines.version += 1
+    engines.publisher.stage(engines.version, buckets(engines.checkpoints[1]))
+    (staged,) = engines.publisher._staged.buckets
+    (entry,) = (entry for entry in staged.entries if entry.name == victim)
+    with open(staged.path, "r+b") as file:
+        file.seek(entry.offset + 5)
+        byte = file.read(1)[0]
+        file.seek(entry.offset + 5)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(WeightMismatch, match=r"engine-0") as failure:
+        engines.publisher.deliver(engines.version).result(timeout=60)
     assert failure.value.name == victim
     assert failure.value.sent != failure.value.loaded
-    assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
     engines.publish(1)
 
 

@@ -274,9 +274,9 @@ def test_ranks_and_engines_each_take_a_gpu(file):
     assert keys(plan(file, *overrides, "rollout.engines=5", machine=NODE)) == ["policy.parallel.ranks"]
 
 
-def test_a_bucket_must_fit_into_shared_memory(file):
+def test_the_whole_model_must_fit_into_shared_memory(file):
     small = Machine(cores=2, memory=16 * GIB, shared_memory=1024, gpus=())
-    assert keys(plan(file, machine=small)) == ["weights.bucket_mib"]
+    assert keys(plan(file, machine=small)) == ["weights.transport"]
 
 
 def test_more_processes_than_cores_and_a_small_cache_are_only_notes(file):

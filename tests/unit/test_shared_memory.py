@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_async_rl.weights.shared_memory import PREFIX, BucketRef, read_bucket, remove_stale, write_bucket
+from megatron_async_rl.weights.shared_memory import (
+    PREFIX,
+    BucketFile,
+    BucketReader,
+    BucketRef,
+    manifest,
+    manifest_size,
+    remove_stale,
+)
 
 
 @dataclass
@@ -21,6 +29,18 @@ class Bucket:
 
 def bucket_of(**tensors: torch.Tensor | None) -> Bucket:
     return Bucket(tuple(tensors), tuple(tensors.values()))
+
+
+def written(bucket: Bucket, directory: Path) -> tuple[BucketFile, BucketRef]:
+    entries = manifest(bucket)
+    file = BucketFile(directory, manifest_size(entries))
+    fill(file, bucket)
+    return file, file.ref(entries)
+
+
+def fill(file: BucketFile, bucket: Bucket) -> None:
+    for view, tensor in zip(file.views(manifest(bucket)), bucket.tensors, strict=True):
+        view.copy_(tensor.detach())
 
 
 def leftovers(directory: Path) -> list[Path]:
@@ -38,8 +58,8 @@ def test_what_is_read_is_what_was_written_bit_for_bit(tmp_path: Path) -> None:
         "parameter": torch.nn.Parameter(torch.randn(2, 2)),
         "empty": torch.empty(0, 3),
     }
-    with write_bucket(bucket_of(**sent), tmp_path) as ref:
-        received = dict(read_bucket(ref))
+    _file, ref = written(bucket_of(**sent), tmp_path)
+    received = dict(BucketReader().read(ref))
     assert list(received) == list(sent)
     assert ref.nbytes == sum(t.numel() * t.element_size() for t in sent.values())
     for name, tensor in sent.items():
@@ -51,58 +71,77 @@ def test_what_is_read_is_what_was_written_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_tensors_stay_readable_after_the_file_is_gone(tmp_path: Path) -> None:
-    with write_bucket(bucket_of(a=torch.full((1000,), 7.0)), tmp_path) as ref:
-        received = dict(read_bucket(ref))
+    file, ref = written(bucket_of(a=torch.full((1000,), 7.0)), tmp_path)
+    received = dict(BucketReader().read(ref))
+    file.close()
     assert not leftovers(tmp_path)
     assert torch.equal(received["a"], torch.full((1000,), 7.0))
 
 
 def test_a_reader_that_writes_changes_nobody_elses_tensors(tmp_path: Path) -> None:
-    with write_bucket(bucket_of(a=torch.zeros(4)), tmp_path) as ref:
-        dict(read_bucket(ref))["a"].fill_(1.0)
-        assert torch.equal(dict(read_bucket(ref))["a"], torch.zeros(4))
+    _file, ref = written(bucket_of(a=torch.zeros(4)), tmp_path)
+    dict(BucketReader().read(ref))["a"].fill_(1.0)
+    assert torch.equal(dict(BucketReader().read(ref))["a"], torch.zeros(4))
 
 
-def test_the_file_goes_also_when_the_block_fails(tmp_path: Path) -> None:
-    def fail_while_lent() -> None:
-        with write_bucket(bucket_of(a=torch.zeros(4)), tmp_path):
-            assert len(leftovers(tmp_path)) == 1
-            raise KeyError
+def test_a_reader_sees_what_a_file_was_filled_with_again(tmp_path: Path) -> None:
+    file, ref = written(bucket_of(a=torch.zeros(4)), tmp_path)
+    reader = BucketReader()
+    assert torch.equal(dict(reader.read(ref))["a"], torch.zeros(4))
+    fill(file, bucket_of(a=torch.ones(4)))
+    assert torch.equal(dict(reader.read(ref))["a"], torch.ones(4))
 
-    with pytest.raises(KeyError):
-        fail_while_lent()
+
+def test_a_reader_holds_the_memory_of_no_file_that_is_out_of_use(tmp_path: Path) -> None:
+    _first, one = written(bucket_of(a=torch.zeros(4)), tmp_path)
+    _second, other = written(bucket_of(a=torch.zeros(4)), tmp_path)
+    reader = BucketReader()
+    for ref in (one, other):
+        list(reader.read(ref))
+    reader.keep({other.path})
+    mapped = Path("/proc/self/maps").read_text()
+    assert other.path in mapped
+    mine = [line for line in mapped.splitlines() if one.path in line]
+    assert all("rw-s" in line for line in mine), "the writer's own mapping is the only one left"
+
+
+def test_a_file_goes_with_its_writer(tmp_path: Path) -> None:
+    file, _ref = written(bucket_of(a=torch.zeros(4)), tmp_path)
+    assert len(leftovers(tmp_path)) == 1
+    del file
     assert not leftovers(tmp_path)
 
 
-def test_a_rank_without_the_gathered_tensors_cannot_send(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="b: only the rank"), write_bucket(bucket_of(a=torch.zeros(4), b=None), tmp_path):
-        pass
-    assert not leftovers(tmp_path)
+def test_a_rank_without_the_gathered_tensors_cannot_send() -> None:
+    with pytest.raises(ValueError, match="b: only the rank"):
+        manifest(bucket_of(a=torch.zeros(4), b=None))
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    with write_bucket(bucket_of(a=torch.zeros(64)), tmp_path) as ref:
-        os.truncate(ref.path, 16)
+def test_a_truncated_file_is_refused_also_once_it_is_mapped(tmp_path: Path) -> None:
+    _file, ref = written(bucket_of(a=torch.zeros(64)), tmp_path)
+    reader = BucketReader()
+    list(reader.read(ref))
+    os.truncate(ref.path, 16)
+    for each in (reader, BucketReader()):
         with pytest.raises(ValueError, match="holds 16 bytes, its manifest says 256"):
-            dict(read_bucket(ref))
+            list(each.read(ref))
 
 
 def test_a_manifest_that_points_past_the_file_is_refused(tmp_path: Path) -> None:
-    with write_bucket(bucket_of(a=torch.zeros(64)), tmp_path) as ref:
-        beyond = BucketRef(path=ref.path, size=ref.size, nbytes=ref.nbytes, entries=(replace(ref.entries[0], offset=128),))
-        with pytest.raises(ValueError, match="offset"):
-            dict(read_bucket(beyond))
+    _file, ref = written(bucket_of(a=torch.zeros(64)), tmp_path)
+    beyond = BucketRef(path=ref.path, size=ref.size, nbytes=ref.nbytes, entries=(replace(ref.entries[0], offset=128),))
+    with pytest.raises(ValueError, match="offset"):
+        list(BucketReader().read(beyond))
 
 
 def test_files_of_a_killed_process_are_swept_and_those_of_a_live_one_are_not(tmp_path: Path) -> None:
     program = """
-import sys, time, torch
-from types import SimpleNamespace
+import sys, time
 from pathlib import Path
-from megatron_async_rl.weights.shared_memory import write_bucket
-with write_bucket(SimpleNamespace(names=("a",), tensors=(torch.zeros(4),)), Path(sys.argv[1])):
-    print("written", flush=True)
-    time.sleep(60)
+from megatron_async_rl.weights.shared_memory import BucketFile
+file = BucketFile(Path(sys.argv[1]), 64)
+print("written", flush=True)
+time.sleep(60)
 """
     child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
