@@ -111,6 +111,14 @@ def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None
     _beating.start()
 
 
+def stop() -> None:
+    """Ends the heartbeat, for a process that outlives the run; its state file goes."""
+    global _beating
+    if _beating is not None:
+        _beating.leave()
+        _beating = None
+
+
 def join(name: str | None = None) -> None:
     """In a process that a watched one started, directly or through Ray: begins its heartbeat. Elsewhere, nothing.
 
@@ -164,7 +172,7 @@ class _Heart(threading.Thread):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._stack = os.open(self._path.with_suffix(".stack"), flags, 0o644)
         faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True, chain=False)
-        atexit.register(self._leave)
+        atexit.register(self.leave)
         self._movement = Movement(folder.parent)
         self._beat()
 
@@ -191,7 +199,7 @@ class _Heart(threading.Thread):
         elif movement.still_s < 2 * BEAT_S or movement.allowed_s > 0:
             faulthandler.dump_traceback_later(end_after_s + movement.allowed_s, exit=True, file=self._stack)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         if os.getpid() != self.pid:  # a fork inherits the exit handlers, and not the thread
             return
         self._stopped = True

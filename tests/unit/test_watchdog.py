@@ -1,0 +1,250 @@
+"""When nothing moves, the run says who waits for what, on every process, and who most likely holds up the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async_rl.observe import stall
+from megatron_async_rl.observe import watchdog as watchdog_module
+from megatron_async_rl.observe.deadline import DeadlineExceeded
+from megatron_async_rl.observe.movement import ProcessState
+from megatron_async_rl.observe.processes import RUN_ID_VARIABLE, of_run
+from megatron_async_rl.observe.stack import places
+from megatron_async_rl.observe.stall import View, gather, gather_if_timed_out, read_summary, suspects
+from megatron_async_rl.observe.watchdog import Watchdog
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from megatron_async_rl.observe import watch
+watch.BEAT_S = 0.1
+watch.start(Path(sys.argv[1]), sys.argv[2])
+"""
+WAITS = """
+with watch.doing("wait", "the batch for version 3", 9.0):
+    watch.progress("optimizer steps", 3)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+SAMPLES = """
+def sample_on():
+    watch.fact("in flight", lambda: 12)
+    print("ready", flush=True)
+    time.sleep(60)
+sample_on()
+"""
+MOVES = """
+print("ready", flush=True)
+while True:
+    watch.progress("samples")
+    time.sleep(0.1)
+"""
+STARTS = """
+with watch.phase("starting vLLM", float(sys.argv[3])):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+HOLDS_THE_INTERPRETER = """
+def multiply():
+    print("ready", flush=True)
+    10 ** (10 ** 8)
+multiply()
+"""
+
+
+@dataclass
+class RunOfProcesses:
+    """A run whose processes are these little programs."""
+
+    folder: Path
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, name: str, code: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROGRAM + code, str(self.folder), name, *arguments]
+        environment = {**os.environ, RUN_ID_VARIABLE: self.identity}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        self.started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    def watchdog(self, timeout_s: float, *, ranks: int = 1, start_s: float = 60) -> Watchdog:
+        return Watchdog(self.folder, self.identity, timeout_s=timeout_s, start_s=start_s, ranks=ranks)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunOfProcesses]:
+    """With clocks that are ten and three times as fast."""
+    monkeypatch.setattr(watchdog_module, "LOOK_S", 0.1)
+    monkeypatch.setattr(stall, "SILENT_S", 1.5)
+    processes = RunOfProcesses(tmp_path)
+    yield processes
+    for process in processes.started:
+        process.kill()
+        process.wait(10)
+        if process.stdout:
+            process.stdout.close()
+
+
+def look_for(watchdog: Watchdog, seconds: float) -> stall.Stall | None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if (found := watchdog.look()) is not None:
+            return found
+        time.sleep(0.1)
+    return None
+
+
+def test_a_standstill_shows_every_process_and_names_the_stopped_one(run: RunOfProcesses) -> None:
+    rank, engine = run.start("rank 0", WAITS), run.start("engine-0", SAMPLES)
+    time.sleep(0.4)  # a heartbeat with what they do
+    engine.send_signal(signal.SIGSTOP)
+    found = look_for(run.watchdog(1.0), 15)
+    assert found is not None
+    assert found.suspects == (f"engine-0 (pid {engine.pid}) is stopped (T): it does not run until SIGCONT.",)
+    assert "watchdog.timeout_s: 1" in found.headline
+    for words in (
+        f"rank 0 (pid {rank.pid}): sleeping",
+        "waits for the batch for version 3 (",
+        " of 9 s)",
+        "optimizer steps 3",
+        f"engine-0 (pid {engine.pid}): stopped",
+        "in flight 12",
+        "in <string>",
+    ):
+        assert words in found.text
+    assert read_summary(run.folder) == found.text
+    whole = (run.folder / stall.FILE).read_text()
+    assert whole.startswith(found.text)
+    assert "most recent call first" in whole
+
+
+def test_a_run_moves_while_any_process_of_it_does(run: RunOfProcesses) -> None:
+    run.start("rank 0", WAITS)
+    run.start("engine-0", MOVES)
+    assert look_for(run.watchdog(1.0), 2.5) is None
+
+
+def test_a_phase_may_last_as_long_as_it_said_and_no_longer(run: RunOfProcesses) -> None:
+    run.start("rank 0", WAITS)
+    run.start("engine-0", STARTS, "2")
+    watchdog, began = run.watchdog(0.5), time.monotonic()
+    found = look_for(watchdog, 15)
+    assert found is not None
+    assert 1.5 < time.monotonic() - began < 6
+    assert "engine-0" in found.suspects[0]
+
+
+def test_ranks_that_never_appear_count_under_the_limit_of_the_start(run: RunOfProcesses) -> None:
+    run.start("rank 0", WAITS)
+    found = look_for(run.watchdog(0.5, ranks=2, start_s=1.5), 10)
+    assert found is not None
+    assert "rollout.start_timeout_s: 1.5" in found.headline
+
+
+def test_a_process_that_is_stuck_in_one_call_is_named_with_its_place(run: RunOfProcesses) -> None:
+    run.start("rank 0", WAITS)
+    stuck = run.start("engine-0", HOLDS_THE_INTERPRETER)
+    time.sleep(stall.SILENT_S + 0.5)
+    found = gather(run.folder, "Nothing moved.", still_s=6)
+    assert f"engine-0 (pid {stuck.pid}) does not answer" in found.suspects[0]
+    assert "multiply" in found.suspects[0]
+
+
+def test_the_dead_and_stopped_processes_without_a_state_are_named(run: RunOfProcesses) -> None:
+    run.start("rank 0", WAITS)
+    engine = run.start("engine-0", SAMPLES)
+    other = subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_ID_VARIABLE: run.identity})
+    try:
+        engine.kill()
+        engine.wait(10)
+        other.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        found = gather(run.folder, "Nothing moved.", still_s=2, others=of_run(run.identity))
+    finally:
+        other.kill()
+        other.wait(10)
+    assert f"engine-0 (pid {engine.pid}) is dead." in found.suspects
+    assert f"sleep (pid {other.pid}) is stopped." in found.suspects
+
+
+def test_only_a_missed_deadline_takes_the_picture(tmp_path: Path) -> None:
+    gather_if_timed_out(tmp_path, ValueError("a bad tensor"), 5)
+    assert read_summary(tmp_path) is None
+    gather_if_timed_out(tmp_path, DeadlineExceeded("rank 0", "engine-0 to pause", 5.0), 5)
+    assert (read_summary(tmp_path) or "").startswith(
+        "DeadlineExceeded: rank 0 waited 5.0 s for engine-0 to pause, which did not come."
+    )
+
+
+def view(name: str, condition: str | None = "sleeping", silent_s: float = 0.3, **activities: float) -> View:
+    kinds = [{"kind": kind, "name": f"{kind} of {name}", "since_s": s, "deadline_s": None} for kind, s in activities.items()]
+    return View(
+        state=ProcessState(name=name, pid=1, host="h", time=0.0, activities=kinds), condition=condition, silent_s=silent_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("views", "named"),
+    [
+        ([view("rank 0", wait=9), view("rank 1", "stopped"), view("engine-0", None)], ["rank 1"]),
+        ([view("rank 0", wait=9), view("controller", None, silent_s=10), view("engine-0", silent_s=20)], ["controller"]),
+        # It died long before the others stood still: they went on without it.
+        ([view("rank 0", wait=9), view("engine-1", None, silent_s=500), view("engine-0", silent_s=20)], ["engine-0"]),
+        ([view("rank 0", wait=9), view("rank 1", "disk-sleep", silent_s=20), view("engine-0")], ["rank 1"]),
+        ([view("rank 0", wait=9), view("controller", wait=9), view("engine-0", work=9, wait=1)], ["engine-0"]),
+        ([view("rank 0", wait=9), view("controller", wait=9), view("engine-0", work=1, wait=1), view("core")], ["core"]),
+    ],
+)
+def test_the_surest_evidence_alone_is_named(views: list[View], named: list[str]) -> None:
+    sentences = suspects(views, still_s=10)
+    assert [sentence.split(" (pid")[0] for sentence in sentences] == named
+
+
+def test_of_a_stack_the_frames_of_this_package_are_shown_and_its_heartbeat_is_not() -> None:
+    root = "/x/megatron_async_rl"
+    dump = f'''Thread 0x00007f01 (most recent call first):
+  File "/y/time.py", line 1 in sleep
+  File "{root}/observe/watch.py", line 9 in run
+Thread 0x00007f02 (most recent call first):
+  File "/home/me/slow_reward.py", line 12 in never
+  File "{root}/rollout/scoring.py", line 85 in _call
+  File "{root}/rollout/scoring.py", line 70 in _work
+  File "/y/threading.py", line 975 in run
+Thread 0x00007f03 (most recent call first):
+  File "{root}/rollout/scoring.py", line 69 in _work
+Thread 0x00007f04 (most recent call first):
+  File "{root}/rollout/scoring.py", line 69 in _work
+
+Current thread 0x00007f05 (most recent call first):
+  File "/y/selectors.py", line 468 in select
+'''
+    assert places(dump) == [
+        "y/selectors.py:468 select",
+        "me/slow_reward.py:12 never < rollout/scoring.py:85 _call < rollout/scoring.py:70 _work",
+        "rollout/scoring.py:69 _work (2 threads)",
+    ]
+
+
+def test_the_launcher_ends_stopped_processes_too_and_at_once(run: RunOfProcesses) -> None:
+    from megatron_async_rl.launch import KILL_GRACE_S, _kill_leftovers
+
+    stopped = run.start("engine-0", SAMPLES)
+    stopped.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    began = time.monotonic()
+    _kill_leftovers(run.identity)
+    assert time.monotonic() - began < KILL_GRACE_S
+    assert not psutil.pid_exists(stopped.pid)
