@@ -146,6 +146,13 @@ def _lines(view: View, blocks: str) -> list[tuple[str, Text, Text]]:
         skips = view.latest("gac/skips") or 0
         value = f"cosine {cosine:+.3f} {REGIMES[int(regime)]}" if cosine is not None else REGIMES[int(regime)]
         add("gradient", value, f"{skips:.0f} steps skipped so far" if skips else "", REGIME_STYLES[int(regime)])
+    if (busy := view.latest("engine/busy_share")) is not None:
+        versions = view.rows[-1].get("engine/versions")
+        alive = int(view.latest("engine/alive") or 0)
+        engines = len(versions) if isinstance(versions, list) else alive
+        restarts = view.latest("engine/restarts") or 0
+        aside = f"{restarts:.0f} restarts so far" if restarts else ""
+        add("engines", f"{busy:.0%} busy  {alive} of {engines} alive", aside, "" if alive == engines else "yellow")
     if (speed := view.tokens_per_s) is not None:
         publish = view.latest("time/publish_s")
         sampled = total(view.recent, "tokens/generated") > 0

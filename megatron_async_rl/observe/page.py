@@ -10,7 +10,9 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from megatron_async_rl.observe import colours
-from megatron_async_rl.observe.colours import AMBER, AXIS, BLUE, GREEN, GRID, INK, MUTED, PURPLE, RED
+from megatron_async_rl.observe.colours import AMBER, BLUE, GREEN, INK, MUTED, PURPLE, RED
+from megatron_async_rl.observe.page_fleet import activity_figure, fleet_figures
+from megatron_async_rl.observe.page_frame import CONFIG, draw_curve, figure_of
 from megatron_async_rl.observe.record import Record
 from megatron_async_rl.observe.series import column, histograms, numbers, smooth
 from megatron_async_rl.observe.summary import IN_A_STEP, REGIMES
@@ -44,6 +46,7 @@ SAMPLED: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
             ("ratio/logp_diff_lag0_max", "largest at lag 0", GREEN),
         ),
     ),
+    ("Drift of the policy since the oldest sample", "L2 norm", (("staleness/drift", "lag × update", RED),)),
     ("Clipped tokens", "share", (("clip/positive", "positive advantage", GREEN), ("clip/negative", "negative advantage", RED))),
 )
 ALWAYS: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
@@ -60,18 +63,25 @@ def write(record: Record, path: Path) -> None:
     groups = ALWAYS if record.supervised else SAMPLED + ALWAYS
     for title, unit, curves in groups:
         if any(len(column(record.rows, key)[0]) for key, _, _ in curves):
-            figure = _figure(record, title, unit, from_zero=title in FROM_ZERO)
+            figure = figure_of(record, title, unit, from_zero=title in FROM_ZERO)
             for key, name, colour in curves:
-                _curve(figure, record, key, name, colour)
+                draw_curve(figure, record, key, name, colour)
             panels.append(figure)
-    panels.insert(len(panels) if record.supervised else 4, _time(record))
-    drawn = "\n".join(
+    time_at = len(panels) if record.supervised else 4
+    panels[time_at:time_at] = [_time(record), *fleet_figures(record)]
+    if record.activity is not None:
+        wide = activity_figure(record, record.activity)
+        timeline = f'<section class="panel wide">{wide.to_html(full_html=False, include_plotlyjs=False, config=CONFIG)}</section>'
+    else:
+        timeline = ""
+    drawn = timeline + "\n".join(
         f'<section class="panel">{figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG)}</section>'
         for figure in panels
     )
     path.write_text(
         PAGE.replace("@TITLE@", html.escape(record.run_dir.name))
         .replace("@HEADLINE@", html.escape(record.headline))
+        .replace("@DROPPED@", f'<p class="dropped">{html.escape(record.dropped.sentence)}.</p>' if record.dropped else "")
         .replace("@TABLES@", _tables(record))
         .replace("@PANELS@", drawn)
         .replace("@WHERE@", html.escape(str(record.run_dir)))
@@ -80,68 +90,9 @@ def write(record: Record, path: Path) -> None:
     )
 
 
-CONFIG = {"displayModeBar": False, "responsive": True}
-
-
-def _figure(record: Record, title: str, unit: str, *, from_zero: bool = False) -> go.Figure:
-    figure = go.Figure()
-    first, last = numbers(record.rows, "step")[[0, -1]]
-    margin = max(1.0, 0.015 * (last - first))
-    ticks = {"dtick": 1} if last - first < 8 else {}
-    extent = [first - margin, last + margin]
-    axis = {
-        "gridcolor": GRID,
-        "linecolor": AXIS,
-        "zeroline": False,
-        "tickfont": {"size": 11, "color": MUTED},
-        "automargin": True,
-    }
-    figure.update_layout(
-        title={
-            "text": f"<b>{title}</b>",
-            "font": {"size": 15, "color": INK},
-            "x": 0.0,
-            "xref": "paper",
-            "xanchor": "left",
-            "y": 0.97,
-            "yanchor": "top",
-        },
-        height=340,
-        margin={"l": 60, "r": 20, "t": 72, "b": 48},
-        paper_bgcolor="white",
-        plot_bgcolor="white",
-        hovermode="x unified",
-        font={"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "color": MUTED},
-        legend={"orientation": "h", "x": 0.0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
-        xaxis=axis | {"title": {"text": "optimizer step", "font": {"size": 12}}, "tickformat": ",d", "range": extent, **ticks},
-        yaxis=axis
-        | {
-            "title": {"text": unit, "font": {"size": 12}},
-            "rangemode": "tozero" if from_zero else "normal",
-            "exponentformat": "e",
-        },
-    )
-    return figure
-
-
-def _curve(figure: go.Figure, record: Record, key: str, name: str, colour: str) -> None:
-    """Raw values over their trend, a wide light line."""
-    steps, values = column(record.rows, key)
-    if not len(steps):
-        return
-    trend = smooth(values)
-    if trend is not None:
-        figure.add_scatter(
-            x=steps, y=trend, mode="lines", line={"color": colour, "width": 6}, opacity=0.3, name=f"{name}, trend",
-            showlegend=False, hoverinfo="skip",
-        )  # fmt: skip
-    mode = "lines+markers" if len(steps) < 30 else "lines"
-    figure.add_scatter(x=steps, y=values, mode=mode, line={"color": colour, "width": 1.3}, name=name, showlegend=True)
-
-
 def _reward(record: Record) -> go.Figure:
-    figure = _figure(record, "Reward", "mean reward of a sample")
-    _curve(figure, record, "reward/mean", "trained on", BLUE)
+    figure = figure_of(record, "Reward", "mean reward of a sample")
+    draw_curve(figure, record, "reward/mean", "trained on", BLUE)
     ends = figure.layout.xaxis.range
     marks = ((record.summary.before, ends[0], "before", "diamond-open"), (record.summary.after, ends[1], "after", "diamond"))
     for accuracy, step, when, symbol in marks:
@@ -155,7 +106,7 @@ def _reward(record: Record) -> go.Figure:
 
 
 def _lag(record: Record) -> go.Figure:
-    figure = _figure(record, "Lag of the tokens trained on", "weight versions behind")
+    figure = figure_of(record, "Lag of the tokens trained on", "weight versions behind")
     steps, shares = histograms(record.rows, "lag/histogram")
     if shares.size:
         figure.add_heatmap(
@@ -184,14 +135,14 @@ def _lag(record: Record) -> go.Figure:
 
 
 def _ess(record: Record) -> go.Figure:
-    figure = _figure(record, "Effective sample size", "share of the samples (1 = on-policy)")
-    _curve(figure, record, "ratio/ess_ratio", "ESS", PURPLE)
+    figure = figure_of(record, "Effective sample size", "share of the samples (1 = on-policy)")
+    draw_curve(figure, record, "ratio/ess_ratio", "ESS", PURPLE)
     figure.update_yaxes(range=[0.0, 1.04])
     return figure
 
 
 def _cosine(record: Record) -> go.Figure:
-    figure = _figure(record, "Cosine of consecutive gradients", "cosine")
+    figure = figure_of(record, "Cosine of consecutive gradients", "cosine")
     rows = [row for row in record.rows if "gac/cosine" in row]
     steps, cosines = column(rows, "gac/cosine")
     codes = numbers(rows, "gac/regime")
@@ -226,7 +177,7 @@ def _cosine(record: Record) -> go.Figure:
 
 
 def _time(record: Record) -> go.Figure:
-    figure = _figure(record, "What a step's time goes into", "seconds per step")
+    figure = figure_of(record, "What a step's time goes into", "seconds per step")
     steps, whole = column(record.rows, "time/step_s")
     rows = [row for row in record.rows if "time/step_s" in row]
     parts = {name: np.nan_to_num(numbers(rows, key)) for name, key in IN_A_STEP.items()}
@@ -264,6 +215,8 @@ PAGE = """<!doctype html>
   main { max-width: 1360px; margin: 0 auto; padding: 28px 24px 48px; }
   h1 { margin: 0; font-size: 26px; }
   .headline { margin: 4px 0 22px; color: #6b7785; font-size: 15px; }
+  .dropped { margin: -12px 0 22px; color: #c8372d; }
+  .wide { grid-column: 1 / -1; }
   .cards { columns: 3; column-gap: 16px; margin-bottom: 4px; }
   .slot { break-inside: avoid; padding-bottom: 14px; }
   .panels { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
@@ -284,6 +237,7 @@ PAGE = """<!doctype html>
 <main>
 <h1>@TITLE@</h1>
 <p class="headline">@HEADLINE@</p>
+@DROPPED@
 <div class="cards">
 @TABLES@
 </div>

@@ -9,9 +9,12 @@ from typing import Any
 
 import yaml
 
+from megatron_async_rl.observe.activity import Activity, recent_activity
+from megatron_async_rl.observe.dropped import Dropped, compare_dropped
 from megatron_async_rl.observe.read import Row, read_metrics
 from megatron_async_rl.observe.status import Status, read_status
 from megatron_async_rl.observe.summary import Summary, span, summarise_run
+from megatron_async_rl.observe.timeline import read_timeline
 
 
 class ReportError(Exception):
@@ -26,6 +29,9 @@ class Record:
     config: Mapping[str, Any]
     """RUN/config.yaml as it is written there; empty when there is none."""
     summary: Summary
+    activity: Activity | None
+    """What each process did in the last steps."""
+    dropped: Dropped | None
 
     @property
     def supervised(self) -> bool:
@@ -74,13 +80,22 @@ class Record:
             result.append(("held-out accuracy after", f"{summary.after:.3f}"))
         if summary.lag_mean is not None and not self.supervised:
             result.append(("lag of a token", f"mean {summary.lag_mean:.2f}, largest {summary.lag_max} versions"))
+        drift = next((row["staleness/drift"] for row in reversed(self.rows) if "staleness/drift" in row), None)
+        if drift is not None:
+            result.append(("staleness drift, last step", f"{drift:.3g}"))
         result += [(f"gradients {name}", f"{count:,}") for name, count in summary.regimes.items()]
         counts = {"generated": summary.generated, "trained on": summary.trained}
         speed = [(f"tokens {name}", f"{count:,}") for name, count in counts.items() if count]
         speed.append(("throughput", f"{summary.tokens_per_s:,.0f} tokens/s"))
         speed.append(("time per step", f"{summary.in_steps_s / summary.steps:.2f} s"))
         speed += [(f"of it {name}", f"{share:.1%}") for name, share in summary.shares.items() if share >= 0.0005]
+        if summary.busy_share is not None:
+            speed.append(("engines busy", f"{summary.busy_share:.1%}"))
+        if summary.alive is not None and (summary.restarts or summary.alive[0] < summary.alive[1]):
+            speed.append(("engines alive", f"{summary.alive[0]} of {summary.alive[1]}, {summary.restarts} restarts"))
         tables = [("Result", result), ("Speed", speed)]
+        if self.activity is not None:
+            tables.append((f"The last {len(self.activity.steps)} steps", self.activity.in_words()))
         for title, keys in CONFIG_TABLES.items():
             found = [(key, _plain(value)) for key in keys if (value := _get(config, key)) is not None]
             if found:
@@ -133,7 +148,15 @@ def read_record(run_dir: Path) -> Record:
         raise ReportError(f"{run_dir} has no finished step to report: metrics.jsonl is missing or empty, {state}")
     config_file = run_dir / "config.yaml"
     config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}
-    return Record(run_dir=run_dir, rows=rows, status=status, config=config or {}, summary=summarise_run(rows, status))
+    return Record(
+        run_dir=run_dir,
+        rows=rows,
+        status=status,
+        config=config or {},
+        summary=summarise_run(rows, status),
+        activity=recent_activity(rows, read_timeline(run_dir)),
+        dropped=compare_dropped(rows),
+    )
 
 
 def _get(config: Mapping[str, Any], dotted: str) -> Any:

@@ -60,6 +60,32 @@ def smooth(values: Floats) -> Floats | None:
     return np.divide(weighted, weights, out=np.full(len(values), np.nan), where=weights > 1e-12)
 
 
+def per_engine(rows: Sequence[Row], key: str) -> tuple[Floats, Floats]:
+    """(steps [rows with it], values [engines, rows with it]) of a key with a number for each engine, NaN where there is none.
+
+    `engine/versions` come as versions behind the row's own, NaN for an engine that is gone.
+    """
+    having = [(row, values) for row in rows if isinstance(values := row.get(key), list)]
+    table = np.full((max((len(values) for _, values in having), default=0), len(having)), np.nan)
+    for index, (row, values) in enumerate(having):
+        table[: len(values), index] = values
+        if key == "engine/versions":
+            table[:, index] = np.where(table[:, index] >= 0, row["version"] - table[:, index], np.nan)
+    return np.array([row["step"] for row, _ in having], dtype=np.float64), table
+
+
+def doubling_bins(histograms: Sequence[Sequence[int]]) -> tuple[list[str], list[Floats]]:
+    """Names of the bins from the first to the last that any of these `doubling counts` uses, and each one's shares in them."""
+    used = [index for counts in histograms for index, count in enumerate(counts) if count]
+    bins = range(min(used), max(used) + 1) if used else range(0)
+    names = [f"{2**index:,}" + (f"–{2 ** (index + 1) - 1:,}" if index else "") for index in bins]
+    shares = []
+    for counts in histograms:
+        inside = np.array([counts[index] if index < len(counts) else 0 for index in bins], dtype=np.float64)
+        shares.append(inside / max(1.0, inside.sum()))
+    return names, shares
+
+
 def histograms(rows: Sequence[Row], key: str) -> tuple[Floats, Floats]:
     """(steps [rows with it], share of counts [bins, rows with it]) of a key of counts; each column sums to 1."""
     having = [(row["step"], counts) for row in rows if isinstance(counts := row.get(key), list)]

@@ -115,6 +115,15 @@ def test_a_supervised_run_shows_its_loss_and_no_lag(terminal: Run) -> None:
         assert absent not in terminal.shown
 
 
+def test_the_panel_says_how_busy_the_engines_are_and_how_many_are_left(terminal: Run) -> None:
+    progress = Progress(terminal.dir, 50, terminal.console)
+    engines = {"engine/busy_share": 0.875, "engine/versions": [1, -1], "engine/alive": 1, "engine/restarts": 3}
+    terminal.step(1, **engines)
+    progress.close()
+    assert "88% busy  1 of 2 alive" in terminal.shown
+    assert "3 restarts so far" in terminal.shown
+
+
 def test_a_silent_run_says_so(terminal: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     terminal.say("training")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_async_rl.observe.activity import recent_activity
 from megatron_async_rl.observe.metrics import MetricsLog
+from megatron_async_rl.observe.read import Row
 from megatron_async_rl.observe.record import read_record
 from megatron_async_rl.observe.report import ReportError, write_report
-from megatron_async_rl.observe.series import smooth
+from megatron_async_rl.observe.series import per_engine, smooth
 from megatron_async_rl.observe.status import Status, write_status
 from megatron_async_rl.observe.summary import span
+from megatron_async_rl.observe.timeline import Span
 
 CONFIG = {
     "model": {"path": "/models/<tiny>", "dtype": "float32"},
@@ -52,6 +56,44 @@ def sampled_run(run_dir: Path, steps: int, config: dict[str, object] | None = No
     return run_dir
 
 
+def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
+    """Two engines, the second of which is gone in the end; each step takes ten seconds from second 1000 on."""
+    log = MetricsLog(run_dir, tensorboard=False, first_step=1)
+    for step in range(1, steps + 1):
+        engines = {
+            "engine/busy_share": 0.5,
+            "engine/busy_shares": [0.75, 0.25],
+            "engine/versions": [step, step - 1 if step < steps else -1],
+            "engine/in_flight": [4, 2],
+            "engine/tokens": [300, 100],
+            "engine/alive": 2 if step < steps else 1,
+            "engine/restarts": 3,
+        }
+        drops = {
+            "dropped/responses": step,
+            "dropped/length_mean": 60.0,
+            "dropped/reward_mean": 0.25,
+            "dropped/length_histogram": [0, 0, 0, 0, 0, step],
+            "flow/dropped_late": step,
+        }
+        trained = {"response/length_mean": 20.0, "reward/mean": 0.5, "trained/length_histogram": [0, 0, 0, 4, 4]}
+        others = {"ratio/ess_ratio": 0.9, "lag/mean": 0.5, "lag/histogram": [1, 1], "time/step_s": 10.0, "staleness/drift": 0.5}
+        log.log(step, {**engines, **trained, **others, **(drops if dropped and step % 2 else {})})
+    log.close()
+    file = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row | {"time": 1000.0 + 10.0 * row["step"]}) + "\n" for row in rows))
+    spans = {"rank 0": (("waiting", "batch", 4.0), ("training", "", 6.0)), "engine-0": (("busy", "", 9.0), ("loading", "", 1.0))}
+    (run_dir / "timeline").mkdir()
+    for track, parts in spans.items():
+        at, lines = 1000.0, []
+        for state, waiting_for, seconds in parts * steps:
+            lines.append(json.dumps({"state": state, "for": waiting_for, "start": at, "end": at + seconds}))
+            at += seconds
+        (run_dir / "timeline" / f"{track}.jsonl").write_text("\n".join(lines) + "\n")
+    return run_dir
+
+
 def supervised_run(run_dir: Path, steps: int) -> Path:
     log = MetricsLog(run_dir, tensorboard=False, first_step=1)
     for step in range(1, steps + 1):
@@ -84,6 +126,75 @@ def test_a_run_of_any_length_has_a_sheet_and_a_page(tmp_path: Path, steps: int) 
     for title in ("Reward", "Lag of the tokens trained on", "Effective sample size", "Cosine of consecutive gradients"):
         assert f"<b>{title}" in page.replace("\\u003cb\\u003e", "<b>")
     assert "held-out accuracy 0.310 → 0.910" in page
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("steps", [1, 40])
+def test_a_run_whose_engines_were_counted_shows_what_each_did(tmp_path: Path, steps: int) -> None:
+    html_path, png_path = write_report(fleet_run(tmp_path / "fleet", steps))
+    assert png_size(png_path)[1] > 2000
+    page = page_without_plotly(html_path).replace("\\u003cb\\u003e", "<b>")
+    for title in ("What each process did", "Engines busy, mean 50%", "In flight per engine", "Weights of each engine"):
+        assert f"<b>{title}" in page
+    record = read_record(tmp_path / "fleet")
+    assert record.dropped is not None
+    assert record.dropped.sentence in page
+    tables = {title: dict(facts) for title, facts in record.facts()}
+    assert tables["Speed"]["engines busy"] == "50.0%"
+    assert tables["Speed"]["engines alive"] == "1 of 2, 3 restarts"
+    assert tables["Result"]["staleness drift, last step"] == "0.5"
+    assert tables[f"The last {min(steps, 12)} steps"] == {
+        "rank 0": "training 60%, waiting for batch 40%",
+        "engine-0": "busy 90%, loading 10%",
+    }
+
+
+def test_what_was_dropped_stands_against_what_was_trained_on(tmp_path: Path) -> None:
+    run = fleet_run(tmp_path / "dropping", 5)
+    dropped = read_record(run).dropped
+    assert dropped is not None
+    assert dropped.sentence == (
+        "9 responses were dropped (5 groups late): mean length 60.0 tokens against 20.0, mean reward 0.250 against 0.500 "
+        "of those trained on"
+    )
+    assert read_record(fleet_run(tmp_path / "waiting", 5, dropped=False)).dropped is None
+
+
+def test_counts_that_a_resume_began_again_are_added_up(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
+    drops = {"dropped/responses": 1, "dropped/length_mean": 9.0}
+    for step, late in enumerate((2, 5, 1, 1), start=1):
+        log.log(step, {"flow/dropped_late": late, "flow/dropped_equal": 1, **drops})
+    dropped = read_record(tmp_path).dropped
+    assert dropped is not None
+    assert dropped.groups == {"late": 6, "of equal reward": 1}
+
+
+def test_versions_of_engines_are_told_as_versions_behind_and_a_gone_engine_has_none() -> None:
+    rows: list[Row] = [
+        {"step": 4, "version": 4, "engine/versions": [4, 2]},
+        {"step": 5, "version": 5, "engine/versions": [5, -1]},
+    ]
+    steps, behind = per_engine(rows, "engine/versions")
+    assert steps.tolist() == [4, 5]
+    np.testing.assert_array_equal(behind, [[0, 0], [2, np.nan]])
+
+
+def test_the_timeline_shown_is_that_of_the_last_steps_and_of_no_time_the_run_was_stopped(tmp_path: Path) -> None:
+    tracks = {"rank 0": [Span(track="rank 0", state="training", start=0.0, end=1e6)]}
+
+    def ended(stopped_s: float) -> list[Row]:
+        return [{"step": i, "time": 10.0 * i + (stopped_s if i > 27 else 0), "time/step_s": 10.0} for i in range(1, 31)]
+
+    rows = ended(0.0)
+    shown = recent_activity(rows, tracks)
+    assert shown is not None
+    assert ([step for step, _ in shown.steps], shown.start, shown.end) == (list(range(19, 31)), 180.0, 300.0)
+    shown = recent_activity(ended(9000.0), tracks)
+    assert shown is not None
+    assert ([step for step, _ in shown.steps], shown.start, shown.end) == ([28, 29, 30], 9270.0, 9300.0)
+    assert shown.tracks["rank 0"] == [Span(track="rank 0", state="training", start=9270.0, end=9300.0)]
+    assert recent_activity(rows, {}) is None
 
 
 def test_the_page_opens_offline(tmp_path: Path) -> None:
