@@ -11,15 +11,18 @@ import time
 import traceback
 from pathlib import Path
 
-from megatron_async_rl.circle import Feed, State, open_feed
+from megatron_async_rl.circle.feed import Feed, State, open_feed
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow.eval_schedule import EvalSchedule
 from megatron_async_rl.flow.law import max_lag
 from megatron_async_rl.flow.summary import summarise
 from megatron_async_rl.observe.deadline import name_this_process
+from megatron_async_rl.observe.evaluations import EvalLog
 from megatron_async_rl.observe.logs import redirect_output
 from megatron_async_rl.observe.metrics import MetricsLog
 from megatron_async_rl.observe.status import Status, write_status
+from megatron_async_rl.observe.timeline import Timeline
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
@@ -50,47 +53,62 @@ class Run:
         self.version = 0 if resumed is None else int(resumed["version"])
         self.saved_version = self.version if resumed is not None else -1
         self.data_state: State | None = None if resumed is None else resumed["data"]
-        self.accuracy: dict[str, float] = {} if resumed is None else dict(resumed["accuracy"])
+        means: dict[int, float] = {} if resumed is None else resumed["evaluated"]
+        self.schedule = EvalSchedule(every=config.eval.every, steps=config.run.steps, means=means) if config.eval else None
+        self.evaluated: dict[str, float] = {}
         self.feed: Feed | None = None
         self.log: MetricsLog | None = None
+        self.eval_log: EvalLog | None = None
+        self.timeline: Timeline | None = None
         if layout.rank == 0:
             self.say("starting", "Ray, engines and controller" if config.rollout else "data")
-            self.log = MetricsLog(self.directory, tensorboard=config.observe.tensorboard, first_step=self.version + 1)
+            self.timeline = Timeline(self.directory, "rank 0")
+            self.log = MetricsLog(
+                self.directory,
+                tensorboard=config.observe.tensorboard,
+                first_step=self.version + 1,
+                prometheus_port=config.observe.prometheus_port,
+            )
+            if self.schedule is not None:
+                self.eval_log = EvalLog(self.directory, means)
             self.feed = open_feed(config, layout.device_type, self.version, self.data_state)
 
     def train(self) -> None:
         self.publish()
-        self.evaluate("before")
+        self.evaluate()
         self.say("training")
         while self.version < self.config.run.steps:
-            started = time.monotonic()
+            started = self.now("waiting", "batch")
             batch = self.layout.from_rank_zero(lambda: self.feed.next_batch(self.version) if self.feed else None)
             if batch is None:
                 self.save()
                 self.say("stopped")
                 return
-            got = time.monotonic()
+            got = self.now("training")
             metrics = self.policy.train_step(batch)
-            trained = time.monotonic()
+            trained = self.now("publishing")
             self.version += 1
             self.publish()
             ended = time.monotonic()
+            self.evaluate()
             if self.feed is not None and self.log is not None:
                 times = {"time/wait_batch_s": got - started, "time/train_s": trained - got}
                 times |= {"time/publish_s": ended - trained, "time/step_s": ended - started}
-                lag_bound = max_lag(self.config.flow.async_ratio)
-                self.log.log(self.version, {**metrics, **summarise(batch, lag_bound), **self.feed.metrics(), **times})
+                seen = summarise(batch, max_lag(self.config.flow.async_ratio), metrics.get("update/norm"))
+                self.log.log(self.version, {**metrics, **seen, **self.feed.metrics(), **self.evaluated, **times})
+                self.evaluated = {}
                 self.say("training")
             if self.config.checkpoint.every and self.version % self.config.checkpoint.every == 0:
                 self.save()
-        self.evaluate("after")
+        self.take_evaluations(wait=True)
         self.save()
         self.say("exporting", "Hugging Face checkpoint")
         export_hf(self.exporter, self.config.model.path, self.directory / "hf")
         self.say("finished")
 
     def publish(self) -> None:
-        """Collective: the gather runs on every rank, rank 0 sends. A supervised run has nobody to send to."""
+        """Collective: the gather runs on every rank, rank 0 stages; the engines load while the loop goes on. A supervised run
+        has nobody to send to."""
         if self.config.rollout is not None:
             buckets = self.exporter.buckets(self.config.weights.bucket_mib * 2**20)
             if self.feed is None:
@@ -99,22 +117,34 @@ class Run:
             else:
                 self.feed.publish(self.version, buckets)
         if self.feed is not None:
-            self.data_state = self.feed.advance(self.version)
+            self.data_state = self.feed.position()
 
-    def evaluate(self, when: str) -> None:
-        if self.config.eval is None or when in self.accuracy or self.feed is None:
+    def evaluate(self) -> None:
+        if self.schedule is None or self.feed is None:
             return
-        self.say("evaluating", f"held-out prompts, {when} training")
-        self.accuracy[when] = self.feed.evaluate(self.version)
+        if self.schedule.due(self.version):
+            self.now("evaluating")
+            self.say("evaluating", f"held-out prompts, version {self.version}")
+            self.feed.evaluate(self.version)
+        self.take_evaluations(wait=False)
+
+    def take_evaluations(self, *, wait: bool) -> None:
+        if self.schedule is None or self.feed is None:
+            return
+        for result in self.feed.evaluated(wait=wait):
+            self.evaluated = self.schedule.record(result)
+            if self.eval_log is not None:
+                self.eval_log.append(result.as_json())
 
     def save(self) -> None:
         if self.saved_version == self.version:
             return
+        self.now("checkpointing")
         self.say("checkpointing")
         state = {
             "version": self.version,
             "data": self.data_state,
-            "accuracy": self.accuracy,
+            "evaluated": self.schedule.means if self.schedule else {},
             "model_path": str(self.config.model.path),
         }
         self.policy.save(self.directory / "checkpoint", self.version, state, keep=self.config.checkpoint.keep)
@@ -132,14 +162,22 @@ class Run:
                     step=self.version,
                     steps=self.config.run.steps,
                     time=time.time(),
-                    before=self.accuracy.get("before"),
-                    after=self.accuracy.get("after"),
+                    before=self.schedule.before if self.schedule else None,
+                    after=self.schedule.after if self.schedule else None,
                     error=error,
                     log=log,
                 ),
             )
 
+    def now(self, state: str, waiting_for: str = "") -> float:
+        """What the run does from now on, in rank 0's timeline; the time, in monotonic seconds."""
+        if self.timeline is not None:
+            self.timeline.enter(state, waiting_for)
+        return time.monotonic()
+
     def close(self) -> None:
+        if self.timeline is not None:
+            self.timeline.close()
         if self.feed is not None:
             self.feed.close()
         if self.log is not None:

@@ -1,0 +1,119 @@
+"""Starts engines again that died or stopped answering, in a thread of rank 0.
+
+    engine i is lost --> kill what is left of it --> start another --> feed it the staged weights --> replace i
+
+Invariants:
+- a new engine samples only after it has proved the weights it was fed (weights/publish.py);
+- each place in the fleet gets `rollout.restarts` new engines, then it is given up: the run goes on with the others, and says so;
+- training never waits for it: while an engine starts, the others answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_async_rl.observe.deadline import ray_get
+from megatron_async_rl.observe.events import note
+from megatron_async_rl.rollout.actor import kill_engine, start_engine
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.weights.publish import Publisher, RayEngine, WeightMismatch
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+
+
+class EngineKeeper:
+    """`handles`: of the running engines, in the order of `specs`; a restarted engine's takes the place of the old one.
+
+    `evaluators`: how many, at the end of `specs`, only evaluate: those are not restarted. `turn`: whoever wants that no engine
+    comes up holds it.
+    """
+
+    def __init__(
+        self,
+        controller: Any,
+        publisher: Publisher,
+        specs: Sequence[EngineSpec],
+        handles: list[Any],
+        *,
+        evaluators: int,
+        run_dir: Path,
+        timeout_s: float,
+        turn: threading.Lock,
+    ) -> None:
+        self._controller = controller
+        self._publisher = publisher
+        self._specs = specs
+        self._handles = handles
+        self._last_training = len(specs) - evaluators
+        self._run_dir = run_dir
+        self._timeout_s = timeout_s
+        self._turn = turn
+        self._restarts: Counter[int] = Counter()
+        self._given_up: set[int] = set()
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine keeper", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises what ended the keeper, if something did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Returns at once; an engine that is being started is stopped with the others."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        import ray
+
+        try:
+            pending = self._controller.lost.remote()
+            while not self._stop.is_set():
+                done, _ = ray.wait([pending], timeout=POLL_S)
+                if done and not self._stop.is_set():
+                    index, reason = ray.get(pending)
+                    pending = self._controller.lost.remote()
+                    self._replace(index, reason)
+        except BaseException as error:
+            if not self._stop.is_set():
+                log.exception("the engine keeper failed")
+                self._failure = error
+
+    def _replace(self, index: int, reason: str) -> None:
+        spec = self._specs[index]
+        self._publisher.remove(spec.name)
+        kill_engine(self._handles[index])
+        while index < self._last_training and self._restarts[index] < spec.rollout.restarts and not self._stop.is_set():
+            self._restarts[index] += 1
+            which = f"restart {self._restarts[index]} of {spec.rollout.restarts}"
+            note(self._run_dir, f"{spec.name} is lost and its prompts are asked again; {which}. Why: {reason}")
+            try:
+                handle = start_engine(spec)
+            except Exception as error:  # noqa: BLE001 - whatever it is, another may start
+                reason = str(error)
+                continue
+            self._handles[index] = handle
+            with self._turn:
+                try:
+                    version = self._publisher.bring_up(RayEngine(spec.name, handle))
+                except WeightMismatch:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
+                    reason = str(error)
+                    kill_engine(handle)
+                    continue
+                ray_get(self._controller.replace.remote(index, handle), "the controller to take a new engine", self._timeout_s)
+            note(self._run_dir, f"{spec.name} is back, with the weights of version {version}, proven")
+            return
+        self._given_up.add(index)
+        left = sum(1 for other in range(self._last_training) if other not in self._given_up)
+        note(self._run_dir, f"{spec.name} is lost for good; {left} of {self._last_training} engines are left. Why: {reason}")
+        ray_get(self._controller.give_up.remote(index), "the controller to give an engine up", self._timeout_s)

@@ -1,0 +1,97 @@
+"""Held-out evaluation during a run, as rank 0 asks for it: on the training engines, or on engines of its own beside training.
+
+Invariants:
+- the weights that are evaluated stay in their engines until the evaluation is over: training engines get no others before
+  the loop goes on, evaluation engines are given weights only here;
+- one evaluation at a time; results come in the order of versions;
+- an evaluation beside training that fails for want of engines is noted, and training goes on without it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow.errors import EngineFailed
+from megatron_async_rl.flow.evaluation import EvalResult
+from megatron_async_rl.observe.deadline import ray_get, waiting
+from megatron_async_rl.observe.events import note
+from megatron_async_rl.samples import Prompt
+from megatron_async_rl.weights.publish import Publisher, PublishFailed, RayEngine
+
+DAY_S = 86400.0
+"""Longest evaluation. Whether it moves is the controller's to watch: it ends an evaluation of which nothing comes."""
+
+
+class Evaluator:
+    """`engines`: that only evaluate; none: the controller's training engines do."""
+
+    def __init__(
+        self, config: Config, controller: Any, publisher: Publisher, engines: Sequence[RayEngine], prompts: Sequence[Prompt]
+    ) -> None:
+        self._config = config
+        self._controller = controller
+        self._publisher = publisher
+        self._engines = engines
+        self._prompts = list(prompts)
+        self._results: list[EvalResult] = []
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def separate(self) -> bool:
+        return bool(self._engines)
+
+    def begin(self, version: int) -> None:
+        """`version` is staged and, where the training engines evaluate, delivered: then it blocks until the result is there."""
+        self._finish()
+        if not self.separate:
+            self._results.append(self._evaluate(version))
+            return
+        self._thread = threading.Thread(
+            target=self._beside_training, args=(version,), name=f"evaluation of {version}", daemon=True
+        )
+        self._thread.start()
+
+    def results(self, *, wait: bool) -> list[EvalResult]:
+        """Since the last call; with `wait`, also that of the evaluation that is going on. Raises what ended it."""
+        if wait:
+            self._finish()
+        if self._failure is not None:
+            raise self._failure
+        results, self._results = self._results, []
+        return results
+
+    def _finish(self) -> None:
+        if self._thread is not None:
+            with waiting("the evaluation before", DAY_S):
+                self._thread.join(DAY_S)
+            self._thread = None
+
+    def _beside_training(self, version: int) -> None:
+        try:
+            for engine in self._engines:
+                if self._publisher.bring_up(engine) != version:
+                    raise RuntimeError(f"{engine.name} was to evaluate version {version}, and other weights are staged")
+                self._publisher.remove(engine.name)
+            self._results.append(self._evaluate(version))
+        except (EngineFailed, PublishFailed) as error:
+            note(self._config.run.dir, f"version {version} is not evaluated: {error}")
+        except BaseException as error:  # noqa: BLE001 - raised in the loop's thread
+            self._failure = error
+
+    def _evaluate(self, version: int) -> EvalResult:
+        evaluation = self._config.eval
+        assert evaluation is not None
+        call = self._controller.evaluate.remote(
+            self._prompts,
+            evaluation.samples_per_prompt,
+            version,
+            self._config.watchdog.timeout_s,
+            evaluation.pass_at,
+            evaluation.pass_reward,
+        )
+        result: EvalResult = ray_get(call, f"the evaluation of version {version}", DAY_S)
+        return result
