@@ -20,12 +20,12 @@ from typing import Any
 
 import ray
 
+from megatron_async_rl.circle.engine_keeper import EngineKeeper
+from megatron_async_rl.circle.evaluator import Evaluator
 from megatron_async_rl.circle.feed import State
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.prompts import PromptSource, read_prompts
 from megatron_async_rl.data.tokenizer import load_tokenizer
-from megatron_async_rl.circle.engine_keeper import EngineKeeper
-from megatron_async_rl.circle.evaluator import Evaluator
 from megatron_async_rl.flow.actor import ControllerSpec, start_controller
 from megatron_async_rl.flow.evaluation import EvalResult
 from megatron_async_rl.flow.fleet_summary import EngineCounts, engine_metrics, flow_metrics
