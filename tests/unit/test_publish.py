@@ -271,3 +271,20 @@ def test_an_update_in_fault_is_refused_before_any_engine_pauses(tmp_path: Path, 
     assert diary.lines == []
     with pytest.raises(ValueError, match="staged is None"):
         publisher.deliver(4)
+
+
+def test_a_version_whose_staging_failed_on_the_way_is_given_to_nobody_nor_is_the_one_before(tmp_path: Path) -> None:
+    publisher, diary, _ = fleet(tmp_path, {})
+    publisher.publish(1, buckets(2))
+
+    def broken() -> Iterator[Bucket]:
+        yield from buckets(1, value=2.0)
+        raise KeyError("a rank is gone")
+
+    with pytest.raises(KeyError):
+        publisher.stage(2, broken())
+    for version in (1, 2):
+        with pytest.raises(ValueError, match="staged is None"):
+            publisher.deliver(version)
+    with pytest.raises(RuntimeError, match="no weights are staged"):
+        publisher.bring_up(LoopEngine("engine-1", diary))
