@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_async_rl.observe import watch
 from megatron_async_rl.observe.deadline import name_this_process
 from megatron_async_rl.observe.logs import find_cause, redirect_output, tail
 from megatron_async_rl.rollout.lifetime import PARENT
@@ -68,6 +69,7 @@ class EngineActor:
     def __init__(self, spec: EngineSpec) -> None:
         redirect_output(spec.log)
         name_this_process(spec.name)
+        watch.join(spec.name)
         os.environ.update(environment(spec))
         self._spec = spec
         self._engine: RolloutEngine | None = None
@@ -76,7 +78,9 @@ class EngineActor:
         from megatron_async_rl.rollout.engine import RolloutEngine
 
         self._engine = RolloutEngine(self._spec)
-        await self._engine.start()
+        with watch.phase("starting vLLM", self._spec.rollout.start_timeout_s):
+            await self._engine.start()
+        watch.fact("engine", self._engine.describe)
 
     async def generate_group(self, index: int, prompt: Prompt, n: int, admitted_version: int) -> Group:
         return await self._running().generate_group(index, prompt, n, admitted_version)
@@ -142,7 +146,8 @@ def start_engines(specs: Sequence[EngineSpec]) -> list[Any]:
         for spec, start in zip(specs, starting, strict=True):
             left = spec.rollout.start_timeout_s - (time.monotonic() - begun)
             try:
-                ray.get(start, timeout=max(left, 0.001))
+                with watch.doing("wait", f"{spec.name} to start", max(left, 0.001)):
+                    ray.get(start, timeout=max(left, 0.001))
             except ray.exceptions.GetTimeoutError:
                 limit = f"rollout.start_timeout_s: {spec.rollout.start_timeout_s:g}"
                 raise EngineStartError(_failure(spec, f"did not start within {limit}")) from None
@@ -179,7 +184,8 @@ def stop_engines(handles: Sequence[Any], timeout_s: float) -> None:
 
     stopping = [handle.stop.remote() for handle in handles]
     if stopping:
-        ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
+        with watch.doing("wait", "the engines to stop", timeout_s):
+            ray.wait(stopping, num_returns=len(stopping), timeout=timeout_s)
     for handle in handles:
         ray.kill(handle)
 

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from megatron_async_rl.data.tokenizer import load_tokenizer
+from megatron_async_rl.observe import watch
 from megatron_async_rl.rollout.busy import BusyClock
 from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
 from megatron_async_rl.rollout.outbox import Outbox
@@ -199,11 +200,20 @@ class RolloutEngine:
     async def _while_alive(self, what: str, call: Awaitable[Result]) -> Result:
         """Awaits `call`, which vLLM leaves unanswered for ever when its process ends. Raises EngineDied then."""
         task = asyncio.ensure_future(call)
-        while not (await asyncio.wait((task,), timeout=ALIVE_POLL_S))[0]:
-            if self._vllm().errored:
-                task.cancel()
-                raise EngineDied(self.spec, f"it was to {what}")
+        with watch.doing("wait", f"vLLM to {what}"):
+            while not (await asyncio.wait((task,), timeout=ALIVE_POLL_S))[0]:
+                if self._vllm().errored:
+                    task.cancel()
+                    raise EngineDied(self.spec, f"it was to {what}")
         return task.result()
+
+    def describe(self) -> str:
+        """One line on how it stands, for whoever asks why nothing moves. Called from another thread."""
+        responses = self._started()
+        return (
+            f"{self._phase.state}, version {self._version}, {responses.running} responses running, the oldest for "
+            f"{responses.oldest_s:.0f} s, vLLM silent for {self._pulse.silent_s:.0f} s"
+        )
 
     def _vllm(self) -> AsyncLLM:
         if self._llm is None:

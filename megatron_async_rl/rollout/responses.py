@@ -76,6 +76,11 @@ class Responses:
     def running(self) -> int:
         return len(self._running)
 
+    @property
+    def oldest_s(self) -> float:
+        """Seconds since the longest-running response was taken; 0 when there is none."""
+        return max((time.time() - entry.started_at for entry in self._running.copy().values()), default=0.0)
+
     async def submit(self, requests: Sequence[Request], outbox: Outbox | None = None) -> None:
         """Raises ValueError, before any is taken, for a request that is running or whose prefix leaves nothing to sample."""
         ids = [request.id for request in requests]

@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from megatron_async_rl.observe import watch
 from megatron_async_rl.rollout.rewards import Reward
 from megatron_async_rl.samples import Prompt
 
@@ -76,6 +77,7 @@ class Scorer:
         while (job := self._jobs.get()) is not None:
             job.started_at = time.monotonic()
             scored = self._call(job)
+            watch.progress("rewards")
             if job.abandoned:
                 return  # its place was taken when it timed out
             try:
@@ -85,7 +87,8 @@ class Scorer:
 
     def _call(self, job: _Job) -> Scored:
         try:
-            reward = float(self._reward(job.prompt, job.response))
+            with watch.doing("work", f"the reward of a response to prompt {job.prompt.id}", self._timeout_s):
+                reward = float(self._reward(job.prompt, job.response))
         except Exception as error:  # noqa: BLE001 - the caller's code: whatever it raises is this sample's error
             return Scored(reward=0.0, error=f"{type(error).__name__}: {error}")
         if not math.isfinite(reward):

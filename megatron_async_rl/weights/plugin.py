@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_async_rl.rollout.core_watch import watch_this_process
 from megatron_async_rl.rollout.lifetime import die_with_the_actor
 
 ENTRY_POINT = "mar_shared_memory"
@@ -32,6 +33,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     die_with_the_actor()
+    watch_this_process()
     for transport in TRANSPORTS.values():
         if transport.backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(transport.backend, transport.module, transport.receiver)
