@@ -64,20 +64,30 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def plan(config: ConfigFile, overrides: Overrides = None) -> None:
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    measured_in: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="A run whose measured rates to reckon with, else run.dir.")
+    ] = None,
+) -> None:
     """Show what a config comes to here: layout, memory, batch, staleness. Starts nothing; exit code 2 if it cannot run."""
     from megatron_async_rl.check import check
     from megatron_async_rl.config.load import load
     from megatron_async_rl.config.machine import this_machine
     from megatron_async_rl.plan_screen import show_plan, show_problems
 
+    if measured_in is not None and not (measured_in / "metrics.jsonl").is_file():
+        _refuse(f"--from {measured_in}: holds no metrics.jsonl\n  fix: name a run directory, the `run.dir` of its config")
     loaded = load(config, overrides or ())
+    if measured_in is None and (loaded.run.dir / "metrics.jsonl").is_file():
+        measured_in = loaded.run.dir
     machine = this_machine()
     planned = check(loaded, all_data=False, machine=machine)
     if planned.problems:
         show_problems(planned.problems, str(config), console(stderr=True))
         raise typer.Exit(USER_ERROR)
-    show_plan(planned, loaded, machine, console())
+    show_plan(planned, loaded, machine, console(), measured_in)
 
 
 @app.command()
