@@ -175,7 +175,7 @@ def sizes_of(tree: Mapping[str, Any]) -> dict[str, int]:
 
 
 def planning_rule(config: Config, measured: float | None) -> str:
-    """S·η·G and T·η·G of arXiv 2607.01083, with `measured` for G: training is stable while they stay below the rule's two radii."""
+    """S·η·G and T·η·G of arXiv 2607.01083, with `measured` for G; stable while they stay below the two radii of the rule."""
     lag, steps, lr = max_lag(config.flow.async_ratio), config.run.steps, config.policy.optimizer.lr
     if isinstance(config.flow.selection, Replay):
         return "drift      S·η·G has no bound: with replay the largest lag S has none"
