@@ -8,7 +8,7 @@ import pytest
 
 from megatron_async_rl.flow.fleet_summary import EngineCounts, engine_metrics, flow_metrics
 from megatron_async_rl.flow.summary import length_histogram, summarise, summarise_dropped
-from megatron_async_rl.samples import Prompt
+from megatron_async_rl.samples import Group, Prompt, TrainBatch
 from tests.train_batches import make_sample, ragged_batch
 
 FRESH = EngineCounts(alive=True, version=3, in_flight=5, tokens=1000, busy_s=40.0, restarts=0)
@@ -54,10 +54,10 @@ def test_what_was_dropped_has_its_lengths_and_the_rewards_that_did_not_fail() ->
 
 
 def test_the_planning_rules_drift_is_the_oldest_start_times_the_updates_length() -> None:
-    batch = ragged_batch(version=3)
-    oldest = max(3 - sample.start_version for sample in batch.samples())
-    assert oldest > 0
-    assert summarise(batch, 3, update_norm=0.02)["staleness/drift"] == pytest.approx(0.02 * oldest)
+    prompt = Prompt(id="p", text="", token_ids=(1,))
+    samples = tuple(make_sample(prompt, f"0-{start}", [5], versions=[start]) for start in (1, 3))
+    batch = TrainBatch(version=4, groups=(Group(index=0, prompt=prompt, samples=samples),))
+    assert summarise(batch, 3, update_norm=0.02)["staleness/drift"] == pytest.approx(0.02 * 3)
     assert "staleness/drift" not in summarise(batch, 3)
 
 
