@@ -159,7 +159,7 @@ class Controller:
                 self._fail(reward_failed([sample]))
         unwanted = self._scheduler.answered(sample, request.group)
         if unwanted:
-            self._fleet.cut(unwanted, request.group)
+            self._fleet.cut(unwanted)
         self._admit()
         self._progress.set()
 

@@ -2,9 +2,10 @@
 
 Invariants:
 - a request is with one engine at a time; what an engine that is lost had not answered goes to the front of the queue again;
-- an engine never holds more than `capacity` requests, so a slow one cannot hoard;
+- an engine never holds more than `capacity` requests (routing.py);
 - training and evaluation requests go to the engines of their kind; without evaluation engines both kinds share;
-- an engine that raises, or whose vLLM is silent for `unresponsive_s`, is lost, and nothing it says later is heard.
+- an engine that raises, answers what it was not asked, or whose vLLM is silent for `unresponsive_s`, is lost: nothing it says
+  later is heard, and nothing that fails later of it touches the engine that took its place.
 """
 
 from __future__ import annotations
@@ -12,27 +13,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megatron_async_rl.flow.engines import EngineClient
 from megatron_async_rl.flow.errors import EngineFailed
+from megatron_async_rl.flow.routing import Router
+from megatron_async_rl.observe import watch
 from megatron_async_rl.samples.requests import Cut, EngineReport, Request
 from megatron_async_rl.samples.types import Sample
 
 log = logging.getLogger(__name__)
 
+A = TypeVar("A", Sample, Cut)
 Kind = Literal["training", "evaluation"]
 REPORT_S = 1.0
-"""Longest time between two reports of an engine that has nothing to say."""
-
-AFFINITY_LEAST = 8
-"""Requests by which an engine that knows the prompt may be fuller than the least loaded one, at the least."""
-
-GROUPS_REMEMBERED = 4096
-"""Newest groups whose engine is remembered, for its prefix cache."""
+"""Longest time between two reports of an engine that has nothing to say; a quarter of `unresponsive_s` where that is less."""
 
 
 @dataclass(eq=False)
@@ -74,16 +72,16 @@ class Fleet:
             raise ValueError("a fleet needs at least one engine")
         kinds: list[tuple[Kind, EngineClient]] = [("training", e) for e in engines] + [("evaluation", e) for e in evaluators]
         self.slots = [Slot(index, kind, client) for index, (kind, client) in enumerate(kinds)]
-        self._capacity = capacity
+        self._router = Router(capacity)
         self._unresponsive_s = unresponsive_s
         self._on_sample = on_sample
         self._on_cut = on_cut
         self._on_lost = on_lost
         self._on_error = on_error
-        self._queues: dict[Kind, deque[Request]] = {"training": deque(), "evaluation": deque()}
+        self._queues: dict[Kind, OrderedDict[str, Request]] = {"training": OrderedDict(), "evaluation": OrderedDict()}
         self._evaluations: dict[str, asyncio.Future[Sample]] = {}
-        self._last: OrderedDict[int, int] = OrderedDict()
         self._background: set[asyncio.Task[None]] = set()
+        self._stopped = False
         self.moved_at = time.monotonic()
         """When an engine last answered a request."""
 
@@ -91,7 +89,7 @@ class Fleet:
 
     def put(self, requests: Sequence[Request]) -> None:
         """Hands training requests out, in order, as engines have room."""
-        self._queues["training"].extend(requests)
+        self._queues["training"].update((request.id, request) for request in requests)
         self._dispatch()
 
     async def run(self, requests: Sequence[Request], *, on: Kind) -> list[Sample]:
@@ -103,26 +101,30 @@ class Fleet:
         for request, future in zip(requests, futures, strict=True):
             self._evaluations[request.id] = future
         try:
-            self._queues[on if self._engines_for(on) else "training"].extendleft(reversed(requests))
+            self._put_first(requests, on if any(slot.kind == on for slot in self.slots) else "training")
             self._dispatch()
             return list(await asyncio.gather(*futures))
         finally:
-            self._forget({request.id for request in requests})
+            self._forget([request.id for request in requests])
 
-    def cut(self, ids: Sequence[str], group: int) -> None:
-        """Stops training requests of `group`: those that wait here at once, the others on their engines."""
-        wanted = set(ids)
-        waiting = [request for request in self._queues["training"] if request.group == group and request.id in wanted]
-        if waiting:
-            gone = {request.id for request in waiting}
-            self._queues["training"] = deque(r for r in self._queues["training"] if r.id not in gone)
-            for request in waiting:
-                self._on_cut(Cut(id=request.id, prefix=request.prefix), request)
-        for slot in self._engines_for("training"):
-            held = [request for request in slot.held if request in wanted]
-            if held:
+    def cut(self, ids: Sequence[str]) -> None:
+        """Stops training requests: those that wait here at once, the others on their engines."""
+        queue = self._queues["training"]
+        for request in [queue.pop(one) for one in ids if one in queue]:
+            self._tell(self._on_cut, Cut(id=request.id, prefix=request.prefix), request)
+        self._stop_held(ids)
+
+    def _stop_held(self, ids: Iterable[str]) -> None:
+        for slot in self.slots:
+            held = [one for one in ids if one in slot.held]
+            if slot.alive and held:
                 slot.cutting.update(held)
                 self._spawn(self._send(slot, slot.client.cut(held), "cut requests"))
+
+    def _put_first(self, requests: Sequence[Request], kind: Kind) -> None:
+        for request in reversed(requests):
+            self._queues[kind][request.id] = request
+            self._queues[kind].move_to_end(request.id, last=False)
 
     def waiting(self) -> int:
         """Requests that no engine has yet."""
@@ -151,20 +153,22 @@ class Fleet:
 
     def lose(self, index: int, reason: str) -> None:
         """The engine takes part no longer; what it held is asked again."""
-        slot = self.slots[index]
-        if not slot.alive:
+        self._lose(self.slots[index], reason)
+
+    def _lose(self, slot: Slot, reason: str) -> None:
+        if not slot.alive or self._stopped:
             return
         slot.alive, slot.lost = False, reason
         if slot.pump is not None and slot.pump is not asyncio.current_task():
             slot.pump.cancel()
         held, slot.held = list(slot.held.values()), {}
         again = [request for request in held if request.id not in slot.cutting]
-        log.error("engine %d is lost, %d requests are asked again: %s", index, len(again), reason)
-        self._queues[slot.kind].extendleft(reversed(again))
+        log.error("engine %d is lost, %d requests are asked again: %s", slot.index, len(again), reason)
+        self._put_first(again, slot.kind)
         for request in held:
             if request.id in slot.cutting and request.group >= 0:
-                self._on_cut(Cut(id=request.id, prefix=request.prefix), request)
-        self._on_lost(index, reason)
+                self._tell(self._on_cut, Cut(id=request.id, prefix=request.prefix), request)
+        self._on_lost(slot.index, reason)
         self._dispatch()
 
     def fail(self, error: BaseException) -> None:
@@ -174,6 +178,8 @@ class Fleet:
                 future.set_exception(error)
 
     async def stop(self) -> None:
+        """Hears and sends nothing more."""
+        self._stopped = True
         tasks = [slot.pump for slot in self.slots if slot.pump is not None] + list(self._background)
         for task in tasks:
             task.cancel()
@@ -187,87 +193,94 @@ class Fleet:
         batches: dict[int, list[Request]] = {}
         for kind, queue in self._queues.items():
             slots = self._engines_for(kind)
-            while queue and (slot := self._choose(slots, queue[0])) is not None:
-                request = queue.popleft()
+            while queue:
+                request = next(iter(queue.values()))
+                slot = self._router.choose(slots, request.group)
+                if slot is None:
+                    break
+                del queue[request.id]
                 slot.held[request.id] = request
-                self._last[request.group] = slot.index
-                while len(self._last) > GROUPS_REMEMBERED:
-                    self._last.popitem(last=False)
                 batches.setdefault(slot.index, []).append(request)
         for index, requests in batches.items():
             slot = self.slots[index]
             self._spawn(self._send(slot, slot.client.submit(requests), "take requests"))
 
-    def _choose(self, slots: Sequence[Slot], request: Request) -> Slot | None:
-        """The least loaded engine with room; among nearly equals the one that has the group's prompt in its cache."""
-        free = [slot for slot in slots if len(slot.held) < self._capacity]
-        if not free:
-            return None
-        least = min(free, key=lambda slot: (len(slot.held), slot.index))
-        last = self._last.get(request.group)
-        near = next((slot for slot in free if slot.index == last), None)
-        slack = max(AFFINITY_LEAST, self._capacity // 16)
-        return near if near is not None and len(near.held) <= len(least.held) + slack else least
-
-    def _forget(self, ids: set[str]) -> None:
-        for request in ids:
-            self._evaluations.pop(request, None)
-        for kind, queue in self._queues.items():
-            self._queues[kind] = deque(request for request in queue if request.id not in ids)
-        for slot in self.slots:
-            held = [request for request in slot.held if request in ids]
-            if slot.alive and held:
-                slot.cutting.update(held)
-                self._spawn(self._send(slot, slot.client.cut(held), "cut requests"))
+    def _forget(self, ids: Sequence[str]) -> None:
+        futures = {one: self._evaluations.pop(one) for one in ids}
+        left = [one for one, future in futures.items() if not future.done() or future.cancelled() or future.exception()]
+        for queue in self._queues.values():
+            for one in left:
+                queue.pop(one, None)
+        self._stop_held(left)
 
     # Answers
 
     async def _pump(self, slot: Slot) -> None:
+        reason = await self._listen(slot)
+        if reason:
+            self._lose(slot, reason)
+
+    async def _listen(self, slot: Slot) -> str:
+        """Takes in reports until the engine is of no more use; returns why."""
+        wait = min(REPORT_S, self._unresponsive_s / 4)
         while slot.alive:
             try:
-                report = await asyncio.wait_for(slot.client.report(REPORT_S), self._unresponsive_s)
+                report = await asyncio.wait_for(slot.client.report(wait), self._unresponsive_s)
             except TimeoutError:
-                self.lose(slot.index, f"it did not answer for {self._unresponsive_s:g} s (rollout.unresponsive_s)")
-                return
+                return f"it did not answer for {self._unresponsive_s:g} s (rollout.unresponsive_s)"
             except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
-                self.lose(slot.index, f"{type(error).__name__}: {error}")
-                return
+                return f"{type(error).__name__}: {error}"
+            if not slot.alive or self._stopped:
+                break
             if report.silent_s > self._unresponsive_s:
-                self.lose(slot.index, f"its vLLM process did not answer for {report.silent_s:.0f} s (rollout.unresponsive_s)")
-                return
-            try:
-                self._take(slot, report)
-            except Exception as error:
-                log.exception("the report of engine %d could not be taken in", slot.index)
-                self._on_error(error)
-                return
+                return f"its vLLM process did not answer for {report.silent_s:.0f} s (rollout.unresponsive_s)"
+            reason = self._take(slot, report)
+            if reason:
+                return reason
+        return ""
 
-    def _take(self, slot: Slot, report: EngineReport) -> None:
+    def _take(self, slot: Slot, report: EngineReport) -> str:
+        """Hands on what the engine says; returns why it cannot be trusted, where it answers what it was not asked."""
         slot.report = report
         if report.finished or report.cut:
             self.moved_at = time.monotonic()
         for sample in report.finished:
-            request = slot.held.pop(sample.id, None)
-            slot.cutting.discard(sample.id)
+            request = slot.held.get(sample.id)
             if request is None or sample.prompt.id != request.prompt.id:
-                self.lose(slot.index, f"it answered {sample.id}, prompt {sample.prompt.id}, which it was not asked")
-                return
+                return f"it answered {sample.id}, prompt {sample.prompt.id}, which it was not asked"
+            self._release(slot, sample.id)
             if request.group >= 0:
-                self._on_sample(sample, request)
+                self._tell(self._on_sample, sample, request)
             elif (future := self._evaluations.get(request.id)) is not None and not future.done():
                 future.set_result(sample)
         for cut in report.cut:
-            request = slot.held.pop(cut.id, None)
-            slot.cutting.discard(cut.id)
-            if request is not None and request.group >= 0:
-                self._on_cut(cut, request)
+            request = slot.held.get(cut.id)
+            if request is None or cut.id not in slot.cutting:
+                return f"it cut {cut.id}, which it was not told to"
+            self._release(slot, cut.id)
+            if request.group >= 0:
+                self._tell(self._on_cut, cut, request)
         self._dispatch()
+        return ""
+
+    def _tell(self, receive: Callable[[A, Request], None], answer: A, request: Request) -> None:
+        try:
+            receive(answer, request)
+        except Exception as error:  # the receiver broke: nothing can go on, and somebody must be told
+            log.exception("the answer to request %s could not be taken in", request.id)
+            self._on_error(error)
+
+    @staticmethod
+    def _release(slot: Slot, request: str) -> None:
+        del slot.held[request]
+        slot.cutting.discard(request)
 
     async def _send(self, slot: Slot, call: Awaitable[None], what: str) -> None:
         try:
-            await asyncio.wait_for(call, self._unresponsive_s)
+            with watch.doing("wait", f"engine {slot.index} to {what}", self._unresponsive_s):
+                await asyncio.wait_for(call, self._unresponsive_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
-            self.lose(slot.index, f"it failed to {what}: {type(error).__name__}: {error}")
+            self._lose(slot, f"it failed to {what}: {type(error).__name__}: {error}")
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

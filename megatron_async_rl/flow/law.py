@@ -37,6 +37,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import cache
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag
@@ -49,12 +50,12 @@ class StalenessViolated(RuntimeError):
 
 def max_lag(async_ratio: float) -> int:
     """Largest version_now - start_version that any consumed sample may have."""
-    return math.ceil(_exact(async_ratio))
+    return math.ceil(as_written(async_ratio))
 
 
 def admitted_limit(version: int, prompts_per_step: int, async_ratio: float, fresh_steps: int = 0) -> int:
     """Groups that may have been admitted, in all, by the time the engines hold `version` (0 for a new run)."""
-    ahead = math.ceil(_exact(async_ratio) * prompts_per_step) if version >= fresh_steps else 0
+    ahead = math.ceil(as_written(async_ratio) * prompts_per_step) if version >= fresh_steps else 0
     return (version + 1) * prompts_per_step + ahead
 
 
@@ -68,27 +69,30 @@ def holds(deadlines: Iterable[int], step: int, prompts_per_step: int) -> bool:
     return all(due >= step and place < (due - step + 1) * prompts_per_step for place, due in enumerate(sorted(deadlines)))
 
 
-def check_lags(groups: Sequence[Group], version: int, flow: FlowConfig, first: int) -> None:
+def check_lags(groups: Sequence[Group], version: int, flow: FlowConfig, first: int, fresh_steps: int = 0) -> None:
     """Raises StalenessViolated unless every sample may train `version`.
 
-    `first`: the version that the run, or its resume, began with: what exact_lag makes before the first update waits less.
+    `first`: the version that the run, or its resume, began with. What exact_lag makes under the first version that is not fresh
+    waits less.
     """
-    bound = max_lag(flow.async_ratio)
     exact = isinstance(flow.selection, ExactLag)
     for sample in (sample for group in groups for sample in group.samples):
-        lag, mixed = version - sample.start_version, sample.versions[0] != sample.versions[-1]
-        if lag > bound:
+        start, last = sample.start_version, int(sample.versions[-1])
+        due = deadline(start, flow.async_ratio, fresh_steps)
+        if version > due:
             raise StalenessViolated(
-                f"sample {sample.id} starts at version {sample.start_version}, {lag} behind {version}; "
-                f"flow.async_ratio {flow.async_ratio:g} permits {bound}"
+                f"sample {sample.id} starts at version {start}, {version - start} behind {version}; "
+                f"flow.async_ratio {flow.async_ratio:g} permits {due - start}"
+                + (f" in the run's {fresh_steps} fresh steps" if start < fresh_steps else "")
             )
-        if exact and (mixed or (lag != bound and sample.start_version != first)):
+        if exact and (start != last or (version != due and start != max(first, fresh_steps))):
             raise StalenessViolated(
-                f"sample {sample.id} has tokens of versions {sample.versions[0]} to {sample.versions[-1]} and trains {version}; "
-                f"flow.selection: exact_lag wants all of them to be of version {version - bound}"
+                f"sample {sample.id} has tokens of versions {start} to {last} and trains {version}; flow.selection: exact_lag "
+                f"wants all of them to be of one version, {due - start} before"
             )
 
 
-def _exact(async_ratio: float) -> Fraction:
+@cache
+def as_written(ratio: float) -> Fraction:
     """The decimal the user wrote: in binary, 1.1 * 10 is above 11 and would admit one group too many."""
-    return Fraction(repr(float(async_ratio)))
+    return Fraction(repr(float(ratio)))

@@ -28,7 +28,8 @@ from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
 log = logging.getLogger(__name__)
 
 FILTER_PATIENCE = 10
-"""Batches' worth of groups that are dropped for one batch; after that equal groups are taken, so that no run waits for ever."""
+"""Batches' worth of groups that are dropped for one that is kept; after that equal groups are kept as well, so that no run waits
+for ever. Counted by what is kept, not consumed: far ahead of the trainer, many batches are made before one trains."""
 
 Place = tuple[int, Prompt]
 """A group's number and its prompt."""
@@ -68,7 +69,7 @@ class Scheduler:
         self._waiting: dict[int, _Entry] = {}
         self._answering: dict[int, _Entry] = {}
         self._returned: deque[_Entry] = deque()
-        self._order = self._filtered_for_batch = self._open = self._ready = 0
+        self._order = self._kept = self._filtered = self._open = self._ready = 0
         self._dropped: list[Sample] = []
         self._replay = ReplayStore(flow.selection, seed) if isinstance(flow.selection, Replay) else None
         self._counts: Counter[str] = Counter()
@@ -182,13 +183,15 @@ class Scheduler:
         self._order += 1
         self._ready += 1
         rewards = {sample.reward for sample in entry.samples if sample.valid}
-        if not self._flow.filter_equal_groups or len(rewards) > 1:
-            return
-        if self._filtered_for_batch >= FILTER_PATIENCE * self._flow.prompts_per_step:
+        if self._flow.filter_equal_groups and len(rewards) <= 1:
+            if self._filtered < FILTER_PATIENCE * self._flow.prompts_per_step:
+                self._filtered += 1
+                self._drop(entry, "dropped_equal")
+                return
             log.warning("group %d is trained on although its rewards are equal: too few others are left", entry.index)
-            return
-        self._filtered_for_batch += 1
-        self._drop(entry, "dropped_equal")
+        self._kept += 1
+        if self._kept % self._flow.prompts_per_step == 0:
+            self._filtered = 0
 
     def _close(self, entry: _Entry) -> None:
         if entry.open:
@@ -257,12 +260,11 @@ class Scheduler:
             )
             for entry in taken
         )
-        check_lags(groups, version, self._flow, first=self._base)
+        check_lags(groups, version, self._flow, first=self._base, fresh_steps=self._fresh_steps)
         for entry in taken:
             del self._waiting[entry.index]
         self._counts["consumed"] += len(taken)
         self._ready -= len(taken)
-        self._filtered_for_batch = 0
         if self._replay is not None:
             groups, replayed = self._replay.exchange(groups, version, self._flow.group_size)
             self._counts["replayed"] += replayed

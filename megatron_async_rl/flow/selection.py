@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol, TypeVar
 
+from megatron_async_rl.flow.law import as_written
+
 
 class Waiting(Protocol):
     """A group that is neither consumed nor dropped."""
@@ -44,7 +46,7 @@ def windowed(groups: Sequence[G], count: int, step: int, window: float) -> list[
     for last in sorted(due):
         seen += due[last]
         owed[last] = seen - (last - step) * count
-    candidates = [group for group in groups[: math.ceil((1 + window) * count)] if group.finished is not None]
+    candidates = [group for group in groups[: math.ceil((1 + as_written(window)) * count)] if group.finished is not None]
     taken: list[G] = []
     for group in sorted(candidates, key=lambda candidate: candidate.finished or 0):
         if len(taken) == count:

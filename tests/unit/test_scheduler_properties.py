@@ -1,0 +1,326 @@
+"""The scheduler under a random world: engines that answer in any order with any weights they may hold, fail and are asked again,
+load new weights late, and trainers that stop and resume. Whatever happens, the law holds, the counts balance, nothing starves."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.config.selection import ExactLag, OldestFirst, Replay, Windowed
+from megatron_async_rl.flow.law import admitted_limit, holds
+from megatron_async_rl.flow.scheduler import Scheduler
+from megatron_async_rl.samples import Prompt, Sample, TrainBatch
+from megatron_async_rl.samples.requests import Cut, Prefix, Request
+
+RATIOS = st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, 2.0, 2.4, 3.0])
+
+
+@st.composite
+def flows(draw: st.DrawFn) -> FlowConfig:
+    """Every setting that config/flow_composition.py lets through, at a small size."""
+    kind = draw(st.sampled_from([OldestFirst, Windowed, ExactLag, Replay]))
+    ratio = draw(RATIOS)
+    selection: OldestFirst | Windowed | ExactLag | Replay = OldestFirst()
+    if kind is Windowed:
+        selection = Windowed(window=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0])))
+    if kind is ExactLag:
+        ratio = float(draw(st.integers(0, 3)))
+        selection = ExactLag(lag=int(ratio))
+    if kind is Replay:
+        selection = Replay(recent=draw(st.sampled_from([0.0, 0.5, 1.0])), per_prompt=draw(st.integers(1, 4)))
+    paced = kind in (ExactLag, Replay)
+    extra = draw(st.integers(0, 2))
+    size = draw(st.integers(1, 2))
+    return FlowConfig(
+        prompts_per_step=draw(st.integers(1, 3)),
+        group_size=size,
+        async_ratio=ratio,
+        selection=selection,
+        late="drop" if not paced and ratio > 0 and draw(st.booleans()) else "wait",
+        extra_responses=extra,
+        requeue_cut=extra > 0 and not paced and draw(st.booleans()),
+        filter_equal_groups=kind is not Replay and size > 1 and draw(st.booleans()),
+    )
+
+
+class World(RuleBasedStateMachine):
+    """`newest`: the version the trainer has made last. Engines hold versions from what the scheduler knows of up to that."""
+
+    @initialize(flow=flows(), steps=st.none() | st.integers(1, 12), fresh=st.integers(0, 3), base=st.sampled_from([0, 0, 2]))
+    def begin(self, flow: FlowConfig, steps: int | None, fresh: int, base: int) -> None:
+        self.steps = None if steps is None else base + steps
+        self.fresh = fresh
+        self.prompts = 0
+        self.begin_at(base, flow, 0, [])
+
+    def begin_at(self, version: int, flow: FlowConfig, next_index: int, pending: list[tuple[int, Prompt]]) -> None:
+        self.flow, self.base, self.newest, self.engines = flow, version, version, version
+        self.scheduler = Scheduler(flow, steps=self.steps, fresh_steps=self.fresh, seed=1)
+        self.scheduler.start(version, next_index, pending)
+        self.wanted: dict[str, Request] = {}
+        self.cutting: dict[str, Request] = {}
+        self.began: dict[str, tuple[int, int]] = {}
+        """Per request that an engine has begun: versions of its first and its latest token."""
+        self.answered = self.cut = self.asked = 0
+        self.dropped: list[str] = []
+        self.trained: list[str] = []
+
+    def source(self) -> Prompt:
+        self.prompts += 1
+        return Prompt(id=f"p{self.prompts % 5}", text="", token_ids=(1,))
+
+    # The engines
+
+    def admit_one(self) -> None:
+        for request in self.scheduler.admit(self.source):
+            assert request.id not in self.wanted
+            self.wanted[request.id] = request
+            self.asked += 1
+
+    @precondition(lambda self: self.scheduler.room())
+    @rule(count=st.integers(1, 20))
+    def admit(self, count: int) -> None:
+        while count and self.scheduler.room():
+            self.admit_one()
+            count -= 1
+
+    def sampled(self, request: Request, last: int) -> tuple[int, int]:
+        first = self.began[request.id][0] if request.id in self.began else last
+        self.began[request.id] = first, last
+        return first, last
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def an_engine_samples_some_tokens(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(list((self.wanted | self.cutting).values())))
+        earliest = self.began[request.id][1] if request.id in self.began else self.engines
+        self.sampled(request, data.draw(st.integers(max(earliest, self.engines), self.newest)))
+
+    def versions(self, request: Request) -> list[int]:
+        before = [] if request.prefix is None else request.prefix.versions.tolist()
+        return [*before, *self.sampled(request, max(self.engines, self.began.get(request.id, (0, 0))[1]))]
+
+    def answer(self, request: Request, reward: float | None) -> None:
+        versions = self.versions(request)
+        sample = Sample(
+            id=request.id,
+            prompt=request.prompt,
+            response_ids=np.arange(len(versions), dtype=np.int32) + self.answered % 3,
+            behavior_logprobs=np.zeros(len(versions), dtype=np.float32),
+            versions=np.array(versions, dtype=np.int32),
+            loss_mask=np.ones(len(versions), dtype=np.uint8),
+            text="",
+            finish_reason="stop",
+            reward=reward or 0.0,
+            reward_error="no idea" if reward is None else None,
+        )
+        (self.wanted if request.id in self.wanted else self.cutting).pop(request.id)
+        self.answered += 1
+        for unwanted in self.scheduler.answered(sample, request.group):
+            self.cutting[unwanted] = self.wanted.pop(unwanted)
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 0.0, 1.0, None]))
+    def a_response_finishes(self, data: st.DataObject, reward: float | None) -> None:
+        self.answer(data.draw(st.sampled_from(list(self.wanted.values()))), reward)
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data(), rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=8))
+    def several_responses_of_a_group_finish(self, data: st.DataObject, rewards: list[float]) -> None:
+        group = data.draw(st.sampled_from(sorted({request.group for request in self.wanted.values()})))
+        for request, reward in zip([r for r in self.wanted.values() if r.group == group], rewards, strict=False):
+            if request.id in self.wanted:
+                self.answer(request, reward)
+
+    def stop(self, request: Request, prefix: Prefix | None) -> None:
+        del self.cutting[request.id]
+        self.cut += 1
+        self.scheduler.was_cut(Cut(id=request.id, prefix=prefix), request.group)
+
+    @precondition(lambda self: self.cutting)
+    @rule(data=st.data(), quicker=st.booleans())
+    def an_engine_answers_a_cut(self, data: st.DataObject, quicker: bool) -> None:
+        request = data.draw(st.sampled_from(list(self.cutting.values())))
+        if quicker:
+            self.answer(request, 1.0)
+        else:
+            self.cut_one(request)
+
+    def cut_one(self, request: Request) -> None:
+        """Where it stands: with no token of its own where no engine has begun it."""
+        if request.id not in self.began:
+            self.stop(request, request.prefix)
+            return
+        versions = np.array(self.versions(request), dtype=np.int32)
+        zeros = np.zeros(len(versions), dtype=np.int32)
+        self.stop(request, Prefix(response_ids=zeros, behavior_logprobs=zeros.astype(np.float32), versions=versions))
+
+    @precondition(lambda self: self.wanted or self.cutting)
+    @rule(data=st.data())
+    def an_engine_is_lost(self, data: st.DataObject) -> None:
+        """What it was sampling begins again elsewhere; what it was to cut is as it was when it was asked."""
+        held = data.draw(st.sets(st.sampled_from(sorted(self.wanted | self.cutting))))
+        for request in held:
+            self.began.pop(request, None)
+            if request in self.cutting:
+                self.stop(self.cutting[request], self.cutting[request].prefix)
+
+    @precondition(lambda self: self.engines < self.newest)
+    @rule(data=st.data())
+    def the_last_engine_loads_new_weights(self, data: st.DataObject) -> None:
+        self.engines = data.draw(st.integers(self.engines, self.newest))
+        self.scheduler.advance(self.engines)
+
+    # The trainer
+
+    @property
+    def over(self) -> bool:
+        return self.steps is not None and self.newest >= self.steps
+
+    @precondition(lambda self: not self.over)
+    @rule()
+    def the_trainer_asks_for_a_batch(self) -> None:
+        before = dict(self.scheduler._waiting)
+        batch = self.scheduler.take(self.newest)
+        trained = set() if batch is None else {group.index for group in batch.groups}
+        dropped = [entry for index, entry in before.items() if index not in self.scheduler._waiting and index not in trained]
+        assert not dropped or (batch is not None and self.flow.late == "drop"), "dropping is for a batch that it makes possible"
+        assert all(entry.finished is None and entry.deadline <= self.newest for entry in dropped)
+        if batch is not None:
+            self.train(batch)
+
+    def train(self, batch: TrainBatch) -> None:
+        version, flow = batch.version, self.flow
+        assert len(batch.groups) == flow.prompts_per_step
+        assert [len(group.samples) for group in batch.groups] == [flow.group_size] * flow.prompts_per_step
+        self.newest += 1
+        if isinstance(flow.selection, Replay):
+            return
+        self.trained += [sample.id for sample in batch.samples()]
+        lags = [version - sample.start_version for sample in batch.samples()]
+        assert 0 <= min(lags) <= max(lags) <= (math.ceil(flow.async_ratio) if version >= self.fresh else 0)
+        if isinstance(flow.selection, ExactLag):
+            first = max(self.base, self.fresh)
+            for sample, lag in zip(batch.samples(), lags, strict=True):
+                assert sample.versions[0] == sample.versions[-1]
+                assert version < self.fresh or sample.start_version == first or lag == flow.selection.lag
+
+    @precondition(lambda self: not self.over)
+    @rule(reward=st.sampled_from([0.0, 1.0, None]))
+    def whenever_everything_is_answered_and_loaded_the_next_batch_is_there(self, reward: float | None) -> None:
+        self.engines = self.newest
+        self.scheduler.advance(self.newest)
+        while self.scheduler.room() or self.wanted or self.cutting:
+            while self.scheduler.room():
+                self.admit_one()
+            for request in list(self.wanted.values()):
+                if request.id in self.wanted:
+                    self.answer(request, reward)
+            for request in list(self.cutting.values()):
+                self.stop(request, request.prefix)
+        batch = self.scheduler.take(self.newest)
+        assert batch is not None, self.scheduler.counts()
+        self.train(batch)
+
+    @rule(seed=st.integers(0, 2**32), times=st.integers(1, 60))
+    def much_happens(self, seed: int, times: int) -> None:
+        """Any of the above, many times: what goes wrong only after a long history is found here, what is simple by the rules."""
+        chance = random.Random(seed)
+        often = chance.choice((0.05, 0.3, 1.0))
+        slow = chance.randrange(2, 5)
+        for _ in range(times):
+            match chance.choice(("admit", "sample", "answer", "answer", "answer", "cut", "lose", "load", "train")):
+                case "admit" if self.scheduler.room():
+                    self.admit_one()
+                case "sample" if self.wanted:
+                    request = chance.choice(list(self.wanted.values()))
+                    self.sampled(request, max(self.engines, self.began.get(request.id, (0, 0))[1]))
+                case "answer" if self.wanted:
+                    at = chance.choice(sorted(self.wanted))
+                    if self.wanted[at].group % slow or chance.random() < often:
+                        self.answer(self.wanted[at], chance.choice((0.0, 1.0, 1.0, None)))
+                case "cut" if self.cutting:
+                    self.cut_one(chance.choice(list(self.cutting.values())))
+                case "lose" if self.wanted:
+                    self.began.pop(chance.choice(sorted(self.wanted)), None)
+                case "load" if self.engines < self.newest:
+                    self.engines = chance.randint(self.engines, self.newest)
+                    self.scheduler.advance(self.engines)
+                case "train" if not self.over:
+                    self.the_trainer_asks_for_a_batch()
+            self.everything_holds()
+
+    def everything_holds(self) -> None:
+        self.the_budget_law_holds()
+        self.every_group_that_waits_can_still_train_in_time()
+        self.the_counts_balance()
+        self.no_response_trains_twice_or_after_it_was_dropped()
+
+    @precondition(lambda self: self.newest > self.base)
+    @rule(flow=st.one_of(st.none(), st.none(), flows()))
+    def the_run_stops_and_resumes(self, flow: FlowConfig | None) -> None:
+        """With what is pending and nothing else; under other settings, too."""
+        pending, consumed = self.scheduler.pending(), self.scheduler.counts()["consumed"]
+        assert [index for index, _ in pending] == sorted(index for index, _ in pending)
+        assert consumed == (self.newest - self.base) * self.flow.prompts_per_step
+        self.begin_at(self.newest, flow or self.flow, self.scheduler.next_index, pending)
+        assert self.scheduler.pending() == pending
+
+    # What always holds
+
+    @invariant()
+    def the_budget_law_holds(self) -> None:
+        counts, flow = self.scheduler.counts(), self.flow
+        dropped = counts["dropped_equal"] + counts["dropped_late"]
+        limit = admitted_limit(self.engines - self.base, flow.prompts_per_step, flow.async_ratio, self.fresh - self.base)
+        assert counts["admitted"] - dropped <= limit
+        if self.steps is not None:
+            assert counts["admitted"] - dropped <= (self.steps - self.base) * flow.prompts_per_step
+
+    @invariant()
+    def every_group_that_waits_can_still_train_in_time(self) -> None:
+        due = [entry.deadline for entry in self.scheduler._waiting.values()]
+        assert holds(due, self.newest, self.flow.prompts_per_step)
+
+    @invariant()
+    def the_counts_balance(self) -> None:
+        counts = self.scheduler.counts()
+        dropped = counts["dropped_equal"] + counts["dropped_late"]
+        assert counts["admitted"] == counts["consumed"] + dropped + counts["running"] + counts["ready"]
+        assert counts["running"] == len(self.scheduler.running())
+        assert counts["open"] == len(self.wanted) + len(self.cutting)
+        assert self.asked == counts["asked"] == self.answered + self.cut + counts["open"]
+        assert counts["cut"] == self.cut
+        assert 0 <= counts["surplus"] <= self.answered
+
+    @invariant()
+    def no_response_trains_twice_or_after_it_was_dropped(self) -> None:
+        self.dropped += [sample.id for sample in self.scheduler.drain_dropped()]
+        used = [*self.trained, *self.dropped]
+        assert len(set(used)) == len(used)
+
+
+World.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+TestWorld = World.TestCase
+
+
+@settings(max_examples=150)
+@given(
+    flow=flows(),
+    steps=st.none() | st.integers(1, 30),
+    fresh=st.sampled_from([0, 0, 3]),
+    base=st.sampled_from([0, 2]),
+    seed=st.integers(0, 2**32),
+)
+def test_long_histories(flow: FlowConfig, steps: int | None, fresh: int, base: int, seed: int) -> None:
+    world = World()
+    world.begin(flow, steps, fresh, base)
+    world.much_happens(seed, 600)
+    if not world.over:
+        world.whenever_everything_is_answered_and_loaded_the_next_batch_is_there(1.0)
