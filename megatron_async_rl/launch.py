@@ -1,8 +1,9 @@
 """Starts a run's ranks on this machine, shows it living, and ends it whole.
 
 The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which asks the ranks to stop
-by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills. Whatever way the run ends, no process
-that it started stays behind: each carries the run's id in its environment and is found by it.
+by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills. A run in which nothing moves any more is
+ended too, and with it stands who waited for what. Whatever way the run ends, no process that it started stays behind: each
+carries the run's id in its environment and is found by it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -23,14 +25,21 @@ from rich.console import Console
 
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.observe import stall, watch
 from megatron_async_rl.observe.logs import find_cause, is_echo
+from megatron_async_rl.observe.movement import FOLDER, LAUNCHER
+from megatron_async_rl.observe.processes import RUN_ID_VARIABLE, STOPPED, of_run
 from megatron_async_rl.observe.progress import Progress, print_summary
 from megatron_async_rl.observe.report import write_report
-from megatron_async_rl.observe.status import read_status
+from megatron_async_rl.observe.status import Status, read_status, write_status
+from megatron_async_rl.observe.watchdog import Watchdog
 
-RUN_ID_VARIABLE = "MEGATRON_ASYNC_RL_RUN_ID"
 POLL_S = 0.25
 KILL_GRACE_S = 10.0
+CLOSING_S = 30.0
+"""What a rank that failed may take to stop its engines and itself."""
+START_S = 600.0
+"""Longest start of a run without engines; with engines their `rollout.start_timeout_s` counts."""
 INTERRUPTED = 130
 
 
@@ -58,12 +67,24 @@ def launch(config: Config, console: Console) -> int:
         return 0
     _prepare_directory(config)
     run_id = uuid.uuid4().hex
+    watch.start(run_dir, LAUNCHER)
     process = _start_ranks(config, run_id)
     progress = Progress(run_dir, config.run.steps, console)
+    watchdog = Watchdog(
+        run_dir,
+        run_id,
+        timeout_s=config.watchdog.timeout_s,
+        start_s=config.rollout.start_timeout_s if config.rollout is not None else START_S,
+        ranks=config.policy.parallel.ranks,
+    )
+    standstill = None
     try:
-        exit_code = _watch(process, progress, run_dir, console)
+        exit_code, standstill = _watch(process, progress, watchdog, run_dir, console)
     finally:
         _kill_leftovers(run_id)
+        if standstill is not None:  # now that no rank writes a status of its own
+            _record_failure(run_dir, f"Stalled: {standstill.error}")
+        watch.stop()
         progress.close()
     if exit_code == 0:
         ended = read_status(run_dir)
@@ -93,6 +114,8 @@ def _prepare_directory(config: Config) -> None:
     resolved.write_text(text)
     for log in (run_dir / "logs").glob("*.log"):
         log.rename(log.with_suffix(".log.old"))
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+    (run_dir / stall.FILE).unlink(missing_ok=True)
 
 
 def _start_ranks(config: Config, run_id: str) -> subprocess.Popen[bytes]:
@@ -118,8 +141,12 @@ def _start_ranks(config: Config, run_id: str) -> subprocess.Popen[bytes]:
         )
 
 
-def _watch(process: subprocess.Popen[bytes], progress: Progress, run_dir: Path, console: Console) -> int:
+def _watch(
+    process: subprocess.Popen[bytes], progress: Progress, watchdog: Watchdog, run_dir: Path, console: Console
+) -> tuple[int, stall.Stall | None]:
+    """The exit code, and what held the run up, if it stood still."""
     stops = 0
+    earlier, failed_at = read_status(run_dir), float("inf")
     with _interrupts() as interrupts:
         while process.poll() is None:
             progress.update()
@@ -127,12 +154,25 @@ def _watch(process: subprocess.Popen[bytes], progress: Progress, run_dir: Path, 
                 stops = len(interrupts)
                 if stops > 1:
                     console.print("Killed. The last checkpoint is intact; the same command resumes from it.")
-                    return INTERRUPTED
+                    return INTERRUPTED, None
                 (run_dir / "stop").touch()
                 console.print("Stopping after this step, with a checkpoint. Ctrl-C again kills at once.")
+            status = read_status(run_dir)
+            if status is not None and status != earlier and status.phase == "failed":
+                failed_at = min(failed_at, time.monotonic())
+                if time.monotonic() - failed_at > CLOSING_S:
+                    return 1, None
+            elif (standstill := watchdog.look()) is not None:
+                return 1, standstill
             time.sleep(POLL_S)
     progress.update()
-    return 0 if process.returncode == 0 else 1
+    return (0 if process.returncode == 0 else 1), None
+
+
+def _record_failure(run_dir: Path, error: str) -> None:
+    last = read_status(run_dir) or Status(phase="starting", step=0, steps=0, time=0.0)
+    log = str(run_dir / stall.FILE)
+    write_status(run_dir, replace(last, phase="failed", time=time.time(), error=error, log=log))
 
 
 @contextlib.contextmanager
@@ -150,28 +190,24 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def _kill_leftovers(run_id: str) -> None:
-    """Kills every process of this user whose environment carries the run's id."""
-
-    def belongs(process: psutil.Process) -> bool:
-        try:
-            return process.pid != os.getpid() and process.environ().get(RUN_ID_VARIABLE) == run_id
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            return False
-
+    """Kills every process of the run. A stopped one would not see that it is asked to end."""
     for send in (psutil.Process.terminate, psutil.Process.kill):
-        alive = [process for process in psutil.process_iter() if belongs(process)]
+        alive = of_run(run_id)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
-                send(process)
+                (psutil.Process.kill if process.status() in STOPPED else send)(process)
         psutil.wait_procs(alive, timeout=KILL_GRACE_S)
 
 
 def _explain_failure(run_dir: Path, console: Console) -> None:
-    """The cause and its file. Rank 0's own words are the fullest, unless what it met was another process's death."""
+    """The cause and its file. Rank 0's own words are the fullest, unless what it met was another process's death.
+
+    When a wait missed its deadline, also who waited for what.
+    """
     status, cause = read_status(run_dir), find_cause(run_dir / "logs")
     own = status.error if status is not None and status.phase == "failed" else None
     if own and (cause is None or not is_echo(own)):
-        message, place = own, str(run_dir / "logs" / "rank_0.log")
+        message, place = own, (status.log if status is not None else None) or str(run_dir / "logs" / "rank_0.log")
     elif cause is not None:
         message, place = cause.message, f"{cause.file}:{cause.line}"
     else:
@@ -179,3 +215,7 @@ def _explain_failure(run_dir: Path, console: Console) -> None:
     console.print("[red bold]The run failed:[/] ", end="")
     console.print(message, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Log: {place}", markup=False, highlight=False, soft_wrap=True)
+    picture = stall.read_summary(run_dir)
+    if picture is not None:
+        console.print(f"\nWho waited for what (stacks: {run_dir / stall.FILE}):", markup=False, highlight=False, soft_wrap=True)
+        console.print(picture, markup=False, highlight=False, soft_wrap=True)

@@ -17,10 +17,12 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.eval_schedule import EvalSchedule
 from megatron_async_rl.flow.law import max_lag
 from megatron_async_rl.flow.summary import summarise
+from megatron_async_rl.observe import watch
 from megatron_async_rl.observe.deadline import name_this_process
 from megatron_async_rl.observe.evaluations import EvalLog
 from megatron_async_rl.observe.logs import redirect_output
 from megatron_async_rl.observe.metrics import MetricsLog
+from megatron_async_rl.observe.stall import gather_if_timed_out
 from megatron_async_rl.observe.status import Status, write_status
 from megatron_async_rl.observe.timeline import Timeline
 from megatron_async_rl.policy import device
@@ -30,6 +32,8 @@ from megatron_async_rl.weights.convert import export_hf
 from megatron_async_rl.weights.export import WeightExporter
 
 COLLECTIVE_GRACE_S = 60.0
+END_ALONE = 1.5
+"""Of watchdog.timeout_s: after it a rank of a run that does not move ends itself, where no launcher watches."""
 
 
 class Run:
@@ -103,7 +107,8 @@ class Run:
         self.take_evaluations(wait=True)
         self.save()
         self.say("exporting", "Hugging Face checkpoint")
-        export_hf(self.exporter, self.config.model.path, self.directory / "hf")
+        with watch.phase("exporting the model", quiet_s(self.config)):
+            export_hf(self.exporter, self.config.model.path, self.directory / "hf")
         self.say("finished")
 
     def publish(self) -> None:
@@ -147,7 +152,8 @@ class Run:
             "evaluated": self.schedule.means if self.schedule else {},
             "model_path": str(self.config.model.path),
         }
-        self.policy.save(self.directory / "checkpoint", self.version, state, keep=self.config.checkpoint.keep)
+        with watch.phase("saving a checkpoint", quiet_s(self.config)):
+            self.policy.save(self.directory / "checkpoint", self.version, state, keep=self.config.checkpoint.keep)
         self.saved_version = self.version
         self.say("training")
 
@@ -171,6 +177,7 @@ class Run:
 
     def now(self, state: str, waiting_for: str = "") -> float:
         """What the run does from now on, in rank 0's timeline; the time, in monotonic seconds."""
+        watch.enter("wait" if waiting_for else "work", f"the {waiting_for}" if waiting_for else state)
         if self.timeline is not None:
             self.timeline.enter(state, waiting_for)
         return time.monotonic()
@@ -187,8 +194,12 @@ class Run:
 def collective_deadline_s(config: Config) -> float:
     """Deadline of a collective. Other ranks wait in one while rank 0 starts engines or waits for a batch; those waits have
     deadlines and words of their own, so this one comes after them."""
-    starting = config.rollout.start_timeout_s if config.rollout is not None else 0.0
-    return max(config.watchdog.timeout_s, starting) + COLLECTIVE_GRACE_S
+    return quiet_s(config) + COLLECTIVE_GRACE_S
+
+
+def quiet_s(config: Config) -> float:
+    """How long a start, a checkpoint or an export may show no progress."""
+    return max(config.watchdog.timeout_s, config.rollout.start_timeout_s if config.rollout is not None else 0.0)
 
 
 def main(config_path: Path) -> int:
@@ -196,16 +207,20 @@ def main(config_path: Path) -> int:
     rank = device.launched_rank()
     redirect_output(config.run.dir / "logs" / f"rank_{rank}.log")
     name_this_process(f"rank {rank}")
+    watch.start(config.run.dir, f"rank {rank}", end_after_s=END_ALONE * config.watchdog.timeout_s)
     device_type = device.install(config.policy.device)
-    layout = initialise(config.policy.parallel, device_type, timeout_s=collective_deadline_s(config))
+    with watch.phase("joining the other ranks", quiet_s(config)):
+        layout = initialise(config.policy.parallel, device_type, timeout_s=collective_deadline_s(config))
     run = None
     try:
-        run = Run(config, layout)
+        with watch.phase("starting model and engines", quiet_s(config)):
+            run = Run(config, layout)
         run.train()
     except BaseException as error:
         traceback.print_exc()
         if run is not None:
             run.say("failed", error=f"{type(error).__name__}: {error}")
+        gather_if_timed_out(config.run.dir, error, config.watchdog.timeout_s)
         raise
     finally:
         if run is not None:

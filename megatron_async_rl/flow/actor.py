@@ -12,6 +12,8 @@ from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.flow.controller import Controller, Source
 from megatron_async_rl.flow.engines import RayEngine
 from megatron_async_rl.flow.evaluation import EvalResult
+from megatron_async_rl.observe import watch
+from megatron_async_rl.observe.deadline import name_this_process
 from megatron_async_rl.samples.types import Prompt, Sample, TrainBatch
 
 NAME = "controller"
@@ -41,6 +43,9 @@ class ControllerActor:
         package_log = logging.getLogger("megatron_async_rl")
         package_log.addHandler(handler)
         package_log.setLevel(logging.INFO)
+        name_this_process(NAME)
+        watch.join(NAME)
+        watch.fact("flow", self._describe)
         self._controller = Controller(
             source,
             [RayEngine(engine) for engine in engines],
@@ -61,12 +66,14 @@ class ControllerActor:
         self._controller.advance(version)
 
     async def next_batch(self, version: int, timeout_s: float) -> TrainBatch:
-        return await self._controller.next_batch(version, timeout_s)
+        with watch.doing("wait", f"responses for the batch of version {version}", timeout_s):
+            return await self._controller.next_batch(version, timeout_s)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], n: int, version: int, timeout_s: float, pass_at: Sequence[int], pass_reward: float
     ) -> EvalResult:
-        return await self._controller.evaluate(prompts, n, version, timeout_s, pass_at=pass_at, pass_reward=pass_reward)
+        with watch.doing("wait", f"the evaluation of version {version}", timeout_s):
+            return await self._controller.evaluate(prompts, n, version, timeout_s, pass_at=pass_at, pass_reward=pass_reward)
 
     async def lost(self) -> tuple[int, str]:
         return await self._controller.lost()
@@ -94,6 +101,15 @@ class ControllerActor:
 
     async def stop(self) -> None:
         await self._controller.stop()
+
+    def _describe(self) -> str:
+        stats = self._controller.stats()
+        engines = "; ".join(
+            f"engine {index}: {'version ' + str(one.version) if one.alive else 'lost'}, {one.in_flight} in flight"
+            for index, one in enumerate(stats["engines"])
+        )
+        oldest = f"the oldest for {stats['oldest_in_flight_s']:.0f} s"
+        return f"version {stats['version']}, {stats['waiting']} waiting, {stats['buffer']} ready, {oldest}; {engines}"
 
 
 def start_controller(source: Source, engines: Sequence[Any], spec: ControllerSpec, evaluators: Sequence[Any] = ()) -> Any:

@@ -42,8 +42,8 @@ def read_threads(dump: str) -> list[tuple[Frame, ...]]:
 def places(dump: str) -> list[str]:
     """Where the threads with code of ours are, and the main thread: `innermost < ours < the caller of ours`, equal ones once."""
     threads = read_threads(dump)
-    shown = [_place(frames) for frames in threads[-1:]]
-    shown += [_place(frames) for frames in threads[:-1] if any(frame.ours for frame in frames) and not _is_heartbeat(frames)]
+    shown = [_place(frames) for frames in threads[-1:] if not _watches(frames)]
+    shown += [_place(frames) for frames in threads[:-1] if any(frame.ours for frame in frames) and not _watches(frames)]
     counted = Counter(shown)
     return [text if count == 1 else f"{text} ({count} threads)" for text, count in counted.items()][:THREADS]
 
@@ -54,5 +54,7 @@ def _place(frames: tuple[Frame, ...]) -> str:
     return " < ".join(map(str, chosen))
 
 
-def _is_heartbeat(frames: tuple[Frame, ...]) -> bool:
-    return any(frame.ours and frame.file.endswith("observe/watch.py") and frame.function == "run" for frame in frames)
+def _watches(frames: tuple[Frame, ...]) -> bool:
+    """The heartbeat's own thread, and one that is taking the picture."""
+    watching = (("observe/watch.py", "run"), ("observe/stall.py", "gather"))
+    return any(frame.ours and (frame.file.rpartition(OURS)[2], frame.function) in watching for frame in frames)

@@ -26,10 +26,11 @@ from megatron_async_rl.observe.stack import places
 FILE = "stall.txt"
 STACKS_S = 2.0
 """Longest wait for the stacks."""
+GATHER_S = STACKS_S + 1.0
 SILENT_S = 5.0
 """A heartbeat comes every second; one that is this late means that the process does not come to run Python."""
 _STACKS = "\nStacks\n"
-_TIMED_OUT = re.compile(r"time[ds]? ?-?out|did not come|do(?:es)? not answer|no answer|unresponsive", re.IGNORECASE)
+_TIMED_OUT = re.compile(r"time[ds]? ?-?out|did not come|d(?:o|oes|id) not answer|no answer|unresponsive", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,9 @@ def gather(run_dir: Path, headline: str, *, still_s: float, others: Iterable[psu
 
     `still_s`: for how long nothing has moved; `others`: processes that may have no state file, such as Ray's own.
     """
-    states = [state for state in read_states(run_dir) if state.name != LAUNCHER]
-    stacks = _stacks(run_dir, [state for state in states if state.host == socket.gethostname()])
+    stacks = _stacks(run_dir, [state for state in read_states(run_dir) if state.host == socket.gethostname()])
     views = [_view(state, stacks.get(state.name, "")) for state in read_states(run_dir) if state.name != LAUNCHER]
+    views.sort(key=lambda view: (not view.state.name.startswith("rank "), view.state.name))
     known = {view.state.pid for view in views}
     unwatched = [process for process in others if process.pid not in known and condition(process.pid) in STOPPED]
     found = (*suspects(views, still_s), *(f"{_name(process)} (pid {process.pid}) is stopped." for process in unwatched))
@@ -79,9 +80,13 @@ def gather(run_dir: Path, headline: str, *, still_s: float, others: Iterable[psu
 
 
 def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -> None:
-    """To be called where `error` ends the run, before anything is torn down: if it is a wait that ended, the picture is taken."""
+    """To be called where `error` ends a rank, before anything is torn down: if it is a wait that ended, the picture is taken."""
     words = f"{type(error).__name__}: {error}"
-    if type(error).__name__ != "RankZeroFailed" and (isinstance(error, TimeoutError) or _TIMED_OUT.search(words)):
+    if not isinstance(error, TimeoutError) and not _TIMED_OUT.search(words):
+        return
+    if type(error).__name__ == "RankZeroFailed":
+        time.sleep(GATHER_S)  # rank 0 gathers; when this rank ends, torchrun ends rank 0
+    else:
         gather(run_dir, f"{words.splitlines()[0]}.", still_s=timeout_s)
 
 
@@ -130,26 +135,27 @@ def _view(state: ProcessState, stack: str) -> View:
 def _lines(view: View) -> list[str]:
     state = view.state
     lines = [f"{view.title}: {view.condition or 'dead'}, last heartbeat {view.silent_s:.1f} s ago"]
-    lines += [f"    {_activity(one)}" for kind in ("wait", "work", "phase") for one in state.of_kind(kind)[:4]]
+    lines += [f"    {_activity(one, view.silent_s)}" for kind in ("wait", "work", "phase") for one in state.of_kind(kind)[:4]]
     if len(state.activities) > 8:
         lines.append(f"    ({len(state.activities)} waits and works in all)")
-    marks = [f"{mark} {count} ({age:.0f} s ago)" for mark, (count, age) in state.progress.items() if mark != "phases"]
+    shown = {mark: value for mark, value in state.progress.items() if mark not in ("phases", "loop")}
+    marks = [f"{mark} {count} ({age + view.silent_s:.0f} s ago)" for mark, (count, age) in shown.items()]
     facts = [f"{key} {value}" for key, value in state.facts.items()]
     lines += [f"    {', '.join(marks + facts)}"] if marks or facts else []
     return lines + [f"    in {place}" for place in places(view.stack)]
 
 
-def _activity(one: dict[str, Any]) -> str:
+def _activity(one: dict[str, Any], silent_s: float) -> str:
     verb = {"wait": "waits for", "work": "is busy with", "phase": "is"}[one["kind"]]
     limit = f" of {one['deadline_s']:.0f}" if one["deadline_s"] is not None else ""
-    return f"{verb} {one['name']} ({one['since_s']:.1f}{limit} s)"
+    return f"{verb} {one['name']} ({one['since_s'] + silent_s:.1f}{limit} s)"
 
 
 def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
     """What each process wrote within STACKS_S of being asked; nothing for one that cannot."""
     asked: dict[str, Path] = {}
     for state in states:
-        if condition(state.pid, state.time) is None or not handles(state.pid, signal.SIGUSR1):
+        if condition(state.pid, state.time) in (None, *STOPPED) or not handles(state.pid, signal.SIGUSR1):
             continue
         path = run_dir / FOLDER / f"{state.name}.stack"
         with contextlib.suppress(OSError):

@@ -58,6 +58,7 @@ class _Process:
 
 
 _log = logging.getLogger(__name__)
+_MAIN = -1
 _numbers = itertools.count()
 _process = _Process()
 _beating: _Heart | None = None
@@ -84,6 +85,12 @@ def working(name: str) -> Any:
 def phase(name: str, allowed_s: float) -> Any:
     """`with phase("building the model", 600):` the whole run may be without progress for `allowed_s` seconds of it."""
     return doing("phase", name, allowed_s)
+
+
+def enter(kind: Kind, name: str) -> None:
+    """From now on, until the next call, this process's main loop does `name`: a step of it done, so progress."""
+    _process.activities[_MAIN] = Activity(kind, name, time.monotonic(), None)
+    progress("loop")
 
 
 def progress(mark: str, n: int = 1) -> None:

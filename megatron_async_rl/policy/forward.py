@@ -19,6 +19,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_async_rl.observe import watch
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.policy.pipeline import stage_messages
@@ -103,6 +104,7 @@ class Schedule:
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         def step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro_batch = next(batches)
+            watch.progress("micro-batches")
             output = chunk(micro_batch.tokens, micro_batch.position_ids, None)
             return output, partial(loss, micro_batch)
 
