@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeVar
 
 from megatron_async_rl.flow.engines import EngineClient
@@ -119,7 +120,7 @@ class Fleet:
             held = [one for one in ids if one in slot.held]
             if slot.alive and held:
                 slot.cutting.update(held)
-                self._spawn(self._send(slot, slot.client.cut(held), "cut requests"))
+                self._spawn(self._send(slot, partial(slot.client.cut, held), "cut requests"))
 
     def _put_first(self, requests: Sequence[Request], kind: Kind) -> None:
         for request in reversed(requests):
@@ -203,7 +204,7 @@ class Fleet:
                 batches.setdefault(slot.index, []).append(request)
         for index, requests in batches.items():
             slot = self.slots[index]
-            self._spawn(self._send(slot, slot.client.submit(requests), "take requests"))
+            self._spawn(self._send(slot, partial(slot.client.submit, requests), "take requests"))
 
     def _forget(self, ids: Sequence[str]) -> None:
         futures = {one: self._evaluations.pop(one) for one in ids}
@@ -225,7 +226,8 @@ class Fleet:
         wait = min(REPORT_S, self._unresponsive_s / 4)
         while slot.alive:
             try:
-                report = await asyncio.wait_for(slot.client.report(wait), self._unresponsive_s)
+                with watch.doing("wait", f"a report of engine {slot.index}", self._unresponsive_s):
+                    report = await asyncio.wait_for(slot.client.report(wait), self._unresponsive_s)
             except TimeoutError:
                 return f"it did not answer for {self._unresponsive_s:g} s (rollout.unresponsive_s)"
             except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
@@ -275,10 +277,10 @@ class Fleet:
         del slot.held[request]
         slot.cutting.discard(request)
 
-    async def _send(self, slot: Slot, call: Awaitable[None], what: str) -> None:
+    async def _send(self, slot: Slot, call: Callable[[], Awaitable[None]], what: str) -> None:
         try:
             with watch.doing("wait", f"engine {slot.index} to {what}", self._unresponsive_s):
-                await asyncio.wait_for(call, self._unresponsive_s)
+                await asyncio.wait_for(call(), self._unresponsive_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
             self._lose(slot, f"it failed to {what}: {type(error).__name__}: {error}")
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from megatron_async_rl.observe import watch
 from megatron_async_rl.observe.deadline import DeadlineExceeded, this_process
 from megatron_async_rl.observe.remote import remote_cause
 from megatron_async_rl.weights.engine_client import EngineClient
@@ -70,6 +71,7 @@ class Delivery:
             self._ask("wake up", lambda engine: engine.wake(None))
         else:
             self._ask("resume", lambda engine: engine.resume())
+        watch.progress("weight deliveries")
         ended = time.monotonic()
         self.paused_s = {engine.name: ended - began for engine in self._engines}
         return self
@@ -80,7 +82,9 @@ class Delivery:
         answers = {}
         for engine, pending in calls:
             try:
-                answers[engine.name] = pending.result(timeout=max(0.0, self._deadline - time.monotonic()))
+                left = max(0.0, self._deadline - time.monotonic())
+                with watch.doing("wait", f"{engine.name} to {phase}", left):
+                    answers[engine.name] = pending.result(timeout=left)
             except Exception as error:  # noqa: BLE001 - it is the reason
                 if isinstance(error, TimeoutError) and not pending.done():
                     error = DeadlineExceeded(this_process(), f"{engine.name} to {phase}", self._timeout_s)

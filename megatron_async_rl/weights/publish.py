@@ -232,8 +232,9 @@ class Publisher:
     @contextmanager
     def _holding_files(self, name: str) -> Iterator[None]:
         longest_s = self._longest_s
-        if not self._files.acquire(timeout=longest_s):
-            raise DeadlineExceeded(this_process(), name, longest_s)
+        with waiting(name, longest_s):
+            if not self._files.acquire(timeout=longest_s):
+                raise DeadlineExceeded(this_process(), name, longest_s)
         try:
             yield
         finally:
