@@ -246,6 +246,7 @@ class Fleet:
         slot.report = report
         if report.finished or report.cut:
             self.moved_at = time.monotonic()
+            watch.progress("responses", len(report.finished) + len(report.cut))
         for sample in report.finished:
             request = slot.held.get(sample.id)
             if request is None or sample.prompt.id != request.prompt.id:
