@@ -226,7 +226,8 @@ class WatchdogConfig(Strict):
     """No wait without an end."""
 
     timeout_s: PositiveFloat = 600.0
-    """Longest wait for one named thing (a batch, a weight load, a rank) before the run ends with an error."""
+    """Longest time without progress anywhere in the run, and longest wait for one named thing (a batch, a weight load, a rank),
+    before the run ends and says who waited for what. Starts, checkpoints and exports may take rollout.start_timeout_s."""
 
 
 class ObserveConfig(Strict):
