@@ -110,10 +110,12 @@ class RolloutFeed:
         pending = self._controller.next_batch.remote(version, self._timeout_s)
         # The controller has a deadline, from the newest response on, and knows what is missing; here it only has to be there.
         with waiting(f"the batch for version {version} from the controller", self._timeout_s):
-            while not ray.wait([pending], timeout=STOP_POLL_S)[0]:
+            there = False
+            while not there:
                 if self._stop.exists():
                     return None
                 self._check()
+                there = bool(ray.wait([pending], timeout=STOP_POLL_S)[0])
         batch: TrainBatch = self._call(f"batch for version {version}", pending)
         if self._colocated:
             self._sleep()
@@ -231,6 +233,7 @@ def _engine_specs(config: Config, device_type: str) -> list[EngineSpec]:
             seed=config.run.seed,
             device="cuda" if device_type == "cuda" else "cpu",
             log_dir=config.run.dir / "logs",
+            run_dir=config.run.dir,
             first_version=-1,
         )
         for index in range(config.rollout.engines + evaluators)
