@@ -48,10 +48,27 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
         listed.append(Process(f"rank {rank}", f"torchrun: tensor {tensor}, pipeline {pipeline}, data {data}", place))
     if rollout is not None:
         listed.append(Process("controller", "Ray actor: prompts, admission, batches", "1 thread"))
-        for engine in range(rollout.engines):
-            place = f"GPU {parallel.ranks + engine}" if device == "cuda" else "1 thread"
-            listed.append(Process(f"engine {engine}", "Ray actor: vLLM and its core process, rewards", place))
+        for engine in range(_engines(config)):
+            kind = "Ray actor: vLLM and its core process, rewards"
+            if rollout.tensor > 1:
+                kind = f"Ray actor: vLLM, its core process and {rollout.tensor} workers, rewards"
+            listed.append(Process(f"engine {engine}", kind, _engine_place(config, device, engine)))
     return tuple(listed)
+
+
+def _engines(config: Config) -> int:
+    """Of training, and those that do nothing but evaluate."""
+    engines = config.rollout.engines if config.rollout else 0
+    return engines + (config.eval.engines if config.eval else 0)
+
+
+def _engine_place(config: Config, device: Device, engine: int) -> str:
+    assert config.rollout is not None
+    tensor = config.rollout.tensor
+    if device == "cpu":
+        return "1 thread" if tensor == 1 else f"{tensor} threads"
+    first = engine * tensor + (0 if config.rollout.placement == "colocated" else config.policy.parallel.ranks)
+    return f"GPU {first}" if tensor == 1 else f"GPU {first}-{first + tensor - 1}"
 
 
 def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) -> list[Problem]:
@@ -81,12 +98,38 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         fix = "set it to auto or cpu, or see `mar doctor` for what keeps CUDA away"
         found.append(Problem(key="policy.device", what="cuda, but this machine shows no GPU", fix=fix))
     if machine.gpus and device_of(config, machine) == "cuda":
-        engines = config.rollout.engines if config.rollout else 0
-        wanted = parallel.ranks + engines
-        if wanted > len(machine.gpus):
-            what = f"{parallel.ranks} ranks and {engines} engines need {wanted} GPUs, this machine shows {len(machine.gpus)}"
-            found.append(Problem(key=f"{PARALLEL}.ranks", what=what, fix="lower policy.parallel.ranks or rollout.engines"))
+        found += _gpu_problems(config, machine)
     return found
+
+
+def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
+    ranks, rollout = config.policy.parallel.ranks, config.rollout
+    tensor = rollout.tensor if rollout else 1
+    colocated = rollout is not None and rollout.placement == "colocated"
+    engines = _engines(config) * tensor
+    wanted = max(ranks, engines) if colocated else ranks + engines
+    if wanted <= len(machine.gpus):
+        return []
+    held = f"{_engines(config)} engines" + (f" of {tensor} GPUs" if tensor > 1 else "")
+    shared = " on the same devices" if colocated else ""
+    what = f"{ranks} ranks and {held}{shared} need {wanted} GPUs, this machine shows {len(machine.gpus)}"
+    fix = "lower policy.parallel.ranks, rollout.engines" + (" or rollout.tensor" if tensor > 1 else "")
+    return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
+
+
+def _engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    if config.rollout is None:
+        return []
+    tensor = config.rollout.tensor
+    counts = [(shape.heads, "attention heads"), (shape.kv_heads, "key-value heads")]
+    if not shape.experts:
+        counts.append((shape.intermediate, "MLP columns"))
+    wrong = [f"{count} {noun}" for count, noun in counts if count % tensor]
+    if not wrong:
+        return []
+    fitting = [one for one in range(1, shape.kv_heads + 1) if not any(count % one for count, _ in counts)]
+    what = f"{tensor} does not divide the model's {' and '.join(wrong)}"
+    return [Problem(key="rollout.tensor", what=what, fix=f"set it to one of: {', '.join(map(str, fitting))}")]
 
 
 def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
@@ -113,7 +156,7 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
                 fix=f"set it to one of: {', '.join(map(str, fitting[:12]))}",
             )
         )
-    return found + _virtual_problems(config, shape) + _expert_problems(config, shape)
+    return found + _virtual_problems(config, shape) + _expert_problems(config, shape) + _engine_problems(config, shape)
 
 
 def _virtual_problems(config: Config, shape: ModelShape) -> list[Problem]:

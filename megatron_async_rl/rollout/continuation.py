@@ -3,8 +3,8 @@
 Invariants:
 - the tokens of a prefix keep their log-probs and versions; what is sampled comes after them;
 - a continuation draws with a seed of its own: with that of the first part it would repeat the first part's draws;
-- a stop string ends a response wherever it stands, also across the end of the prefix, which vLLM takes for a prompt
-  and does not search.
+- a stop string ends a response wherever it stands in the text we decode: also across the end of the prefix, which vLLM takes
+  for a prompt and does not search, and where vLLM's tokenizer puts the tokens together differently from ours.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def first(tokens: Prefix, length: int) -> Prefix:
 
 
 def stopped_length(ids: Sequence[int], prefix: int, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int | None:
-    """Tokens up to and with the one that completes a stop string; None without one. None of `stop` is in the first `prefix`."""
+    """Tokens up to and with the one that first completes a string of `stop`, None without. The first `prefix` complete none."""
 
     def stopped(length: int) -> bool:
         text = decode(ids[:length])
         return any(string in text for string in stop)
 
-    if not prefix or not stop or not stopped(len(ids)):
+    if not stop or not stopped(len(ids)):
         return None
     lengths = range(prefix + 1, len(ids) + 1)
     return lengths[bisect_left(lengths, True, key=stopped)]

@@ -272,6 +272,21 @@ def test_ranks_and_engines_each_take_a_gpu(file):
     assert planned.problems == ()
     assert sorted(process.device for process in planned.processes if "GPU" in process.device) == [f"GPU {i}" for i in range(8)]
     assert keys(plan(file, *overrides, "rollout.engines=5", machine=NODE)) == ["policy.parallel.ranks"]
+    shared = plan(file, *overrides, "rollout.engines=8", "rollout.placement=colocated", machine=NODE)
+    assert shared.problems == ()
+
+
+def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
+    overrides = ("policy.device=auto", "policy.parallel.ranks=4", "rollout.tensor=2", "rollout.engines=2")
+    planned = plan(file, *overrides, machine=NODE)
+    assert planned.problems == ()
+    assert [process.device for process in planned.processes if "engine" in process.name] == ["GPU 4-5", "GPU 6-7"]
+    (problem,) = plan(file, *overrides[:3], "rollout.engines=3", machine=NODE).problems
+    assert problem.what == "4 ranks and 3 engines of 2 GPUs need 10 GPUs, this machine shows 8"
+    (problem,) = plan(file, "rollout.tensor=3").problems
+    assert problem.key == "rollout.tensor"
+    assert "3 does not divide the model's 4 attention heads and 2 key-value heads" in problem.what
+    assert problem.fix == "set it to one of: 1, 2"
 
 
 def test_the_whole_model_must_fit_into_shared_memory(file):

@@ -1,0 +1,63 @@
+"""A response that begins with tokens sampled before: its draws are its own, and what stops a response stops it too."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from megatron_async_rl.rollout.continuation import joined, sample_seed, stopped_length
+from megatron_async_rl.samples.requests import Prefix
+
+STOP = ("the end", "\n\n")
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(chr(one) for one in ids)
+
+
+def ids(text: str) -> list[int]:
+    return [ord(one) for one in text]
+
+
+def tokens(*values: int, version: int = 0) -> Prefix:
+    count = len(values)
+    return Prefix(
+        response_ids=np.array(values, np.int32),
+        behavior_logprobs=np.full(count, -0.5, np.float32),
+        versions=np.full(count, version, np.int32),
+    )
+
+
+def test_seeds_depend_on_the_run_the_place_and_the_prefix_and_nothing_else() -> None:
+    places = [(run, group, k, prefix) for run in (0, 1) for group in (-1, 0, 1, 11) for k in (0, 1, 11) for prefix in (0, 1, 11)]
+    seeds = [sample_seed(*place) for place in places]
+    assert seeds == [sample_seed(*place) for place in places]
+    assert len(set(seeds)) == len(places)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("text", "prefix", "length"),
+    [
+        ("this is the end of it", 10, 15),
+        ("this is the end of it", 14, 15),
+        ("this\n\n", 5, 6),
+        ("this goes on", 4, None),
+        ("this is the end of it", 0, 15),
+    ],
+    ids=["across", "its last token alone is new", "another one", "none", "without a prefix"],
+)
+def test_a_stop_string_ends_the_response_wherever_it_stands(text: str, prefix: int, length: int | None) -> None:
+    assert stopped_length(ids(text), prefix, STOP, decode) == length
+
+
+def test_what_was_sampled_comes_after_the_prefix() -> None:
+    both = joined(tokens(1, 2, version=3), tokens(4, version=5))
+    assert both is not None
+    assert both.response_ids.tolist() == [1, 2, 4]
+    assert both.versions.tolist() == [3, 3, 5]
+    assert both.start_version == 3
+    only = tokens(7)
+    assert joined(None, only) is only
+    assert joined(only, None) is only
+    assert joined(None, None) is None
