@@ -121,8 +121,7 @@ class Controller:
                 raise self._failure
             batch = self._scheduler.take(version)
             if batch is not None:
-                for group in batch.groups:
-                    self._admitted_at.pop(group.index, None)
+                self._admitted_at = {index: self._admitted_at[index] for index, _ in self._scheduler.running()}
                 self._admit()
                 return batch
             self._progress.clear()
@@ -209,6 +208,8 @@ class Controller:
         self, prompts: Sequence[Prompt], n: int, version: int, timeout_s: float, *, pass_at: Sequence[int], pass_reward: float
     ) -> EvalResult:
         """Held-out prompts, `n` responses each, sampled as in training. See evaluation.evaluate."""
+        if self._failure is not None:
+            raise self._failure
         separate = [slot for slot in self._fleet.slots if slot.kind == "evaluation"]
         if separate and all(slot.index in self._given_up for slot in separate):
             raise all_lost(self._fleet, "evaluation")
