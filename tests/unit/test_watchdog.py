@@ -189,6 +189,20 @@ def test_only_a_missed_deadline_takes_the_picture(tmp_path: Path) -> None:
     )
 
 
+class RankZeroFailed(RuntimeError):
+    """What other ranks meet when rank 0 failed (policy/parallel.py)."""
+
+
+def test_other_ranks_stay_while_rank_0_takes_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "GATHER_S", 0.3)
+    began = time.monotonic()
+    gather_if_timed_out(tmp_path, RankZeroFailed("EngineFailed: engine 0: it did not answer for 8 s"), 5)
+    assert time.monotonic() - began >= 0.3
+    assert read_summary(tmp_path) is None
+    gather_if_timed_out(tmp_path, RankZeroFailed("ValueError: a bad tensor"), 5)
+    assert time.monotonic() - began < 0.55
+
+
 def view(name: str, condition: str | None = "sleeping", silent_s: float = 0.3, **activities: float) -> View:
     kinds = [{"kind": kind, "name": f"{kind} of {name}", "since_s": s, "deadline_s": None} for kind, s in activities.items()]
     return View(
