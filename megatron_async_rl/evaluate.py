@@ -84,10 +84,6 @@ def ask(named: Path, config_file: Path | None, overrides: Sequence[str], out: Pa
         raise _refused(subject, "rollout", "the config has none: a supervised run's config does not say how to sample", fix)
     if data is None:
         raise _refused(subject, "data.eval", "the config names no held-out prompts", "add data.eval=FILE.jsonl to the command")
-    if max(evaluation.pass_at, default=1) > evaluation.samples_per_prompt:
-        what = f"pass@{max(evaluation.pass_at)} needs as many responses per prompt; there are {evaluation.samples_per_prompt}"
-        fix = f"add eval.samples_per_prompt={max(evaluation.pass_at)} to the command"
-        raise _refused(subject, "eval.pass_at", what, fix)
     model = named if subject.checkpoint is None else config.model.path
     return Question(
         subject=subject,
@@ -137,15 +133,14 @@ def _step(checkpoint: Path) -> int:
 
 
 def _config(subject: Subject, file: Path | None, overrides: Sequence[str]) -> Config:
-    """The named config, or the one of the run that the checkpoint is in, with the model that is evaluated."""
+    """The named config, or the one of the run that the checkpoint is in."""
     if file is None:
         run = subject.named.parent if subject.checkpoint is None else subject.checkpoint.parent.parent
         file = run / "config.yaml"
         if not file.is_file() or not (run / "metrics.jsonl").is_file():
             what = f"{run} is not a run's folder: no config.yaml of a run is beside the model"
             raise _refused(subject, "--config", what, "name the config that says how to sample: --config CONFIG")
-    model = [] if subject.checkpoint is not None else [f"model.path={json.dumps(str(subject.named))}"]
-    return load(file, [*model, *overrides])
+    return load(file, overrides)
 
 
 def _prompts(subject: Subject, config: Config, rollout: RolloutConfig, model: Path, data: Path) -> list[Prompt]:
@@ -231,7 +226,7 @@ def _sample(question: Question, model: Path, console: Console) -> EvalResult:
     engines: list[Any] = []
     try:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        join_ray(trainer_gpus=0)
+        join_ray(trainer_gpus=0, quiet=True)
         engines = start_engines(specs)
         with sampling_progress(console, len(question.prompts)) as on_progress:
             return asyncio.run(_evaluate(question, engines, on_progress))

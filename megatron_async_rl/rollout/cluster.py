@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 OBJECT_STORE_BYTES = 256 * 2**20
 
 
-def join_ray(trainer_gpus: int) -> None:
+def join_ray(trainer_gpus: int, *, quiet: bool = False) -> None:
     """The cluster named by RAY_ADDRESS, or one of our own on this machine that ends with this process.
 
-    `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must not hand out.
+    `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must not hand out. `quiet`: Ray says
+    on this terminal only what went wrong.
     """
     import ray
 
+    level = logging.ERROR if quiet else logging.INFO
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False)
+        ray.init(log_to_driver=False, logging_level=level)
         return
     if trainer_gpus:
         import torch
@@ -27,6 +30,7 @@ def join_ray(trainer_gpus: int) -> None:
         address="local",
         include_dashboard=False,
         log_to_driver=False,
+        logging_level=level,
         object_store_memory=OBJECT_STORE_BYTES,
         num_cpus=os.cpu_count(),
     )
