@@ -73,4 +73,6 @@ def _cut(spans: Sequence[Span], start: float, end: float) -> list[Span]:
 
 
 def _name(state: str, waiting_for: str) -> str:
-    return f"{state} for {waiting_for}" if waiting_for else state
+    if not waiting_for:
+        return state
+    return f"{state} for {waiting_for}" if state == "waiting" else f"{state} (waits for {waiting_for})"

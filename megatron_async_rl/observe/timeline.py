@@ -22,7 +22,7 @@ FOLDER = "timeline"
 
 RANK = ("training", "publishing", "evaluating", "checkpointing", "waiting")
 ENGINE = ("busy", "loading", "paused", "asleep", "idle")
-"""`busy` has responses to sample and samples; `paused` has some and does not; `loading` takes new weights; `idle` has none."""
+"""`busy` samples; `idle` has nothing to sample; `loading` takes new weights; `paused` and `asleep` may not sample."""
 WAITING = frozenset({"waiting", "paused", "asleep", "idle"})
 """The states in which a process does no work."""
 

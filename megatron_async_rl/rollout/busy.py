@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 
 class BusyClock:
-    """`now`: seconds of a clock that never goes back."""
+    """`turned`: told how many responses are in vLLM, whenever that or the pause changed. `now`: seconds of a clock that never
+    goes back."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, turned: Callable[[int], None] = lambda responses: None, now: Callable[[], float] = time.monotonic) -> None:
+        self._turned = turned
         self._now = now
         self._sampling = 0
         self._paused = False
@@ -40,3 +42,4 @@ class BusyClock:
         elif not runs and self._since is not None:
             self._seconds += self._now() - self._since
             self._since = None
+        self._turned(self._sampling)

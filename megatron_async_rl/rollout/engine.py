@@ -24,6 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.observe import watch
 from megatron_async_rl.rollout.busy import BusyClock
+from megatron_async_rl.rollout.diary import Diary
 from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
 from megatron_async_rl.rollout.outbox import Outbox
 from megatron_async_rl.rollout.phase import Phase
@@ -54,8 +55,9 @@ class RolloutEngine:
         reward = spec.rollout.reward
         self._tokenizer = load_tokenizer(spec.model_path)
         self._scorer = Scorer(load_reward(reward.name), timeout_s=reward.timeout_s)
-        self._busy = BusyClock()
         self._phase = Phase(spec.name)
+        self._diary = Diary(spec.run_dir, spec.name, self._phase)
+        self._busy = BusyClock(self._diary.turned)
         self._version = spec.first_version
         self._llm: AsyncLLM | None = None
         self._responses: Responses | None = None
@@ -123,6 +125,7 @@ class RolloutEngine:
         a parameter.
         """
         self._phase.require_loadable()
+        self._diary.load()
         engine = self._vllm()
         load = engine.collective_rpc("load_weight_bucket", args=(plain(bucket), version, first, last))
         answers = await self._while_alive(f"load weights of version {version}", load)
@@ -181,6 +184,7 @@ class RolloutEngine:
         if self._llm is not None:
             self._llm.shutdown(timeout=STOP_S)
             self._llm = None
+        self._diary.close()
 
     async def _stop_sampling(self, what: str) -> None:
         if not self._phase.runs:

@@ -22,6 +22,8 @@ class EngineSpec:
     """The run's seed; every response's own seed derives from it."""
     device: Literal["cpu", "cuda"]
     log_dir: Path
+    run_dir: Path | None = None
+    """Of the run in whose timeline the engine writes what it does; null: in none."""
     first_version: int = 0
     """-1: weights that nobody vouches for. Sampling from them is an error until the first update numbers them."""
     threads: int = 1
