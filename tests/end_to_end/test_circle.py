@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_async_rl.observe.timeline import read_timeline
 from tests.end_to_end.conftest import Workplace, alive, started_by, wait_until
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
@@ -104,6 +106,19 @@ def test_the_run_ends_with_accuracies_and_a_report(interrupted: dict[str, object
     run = Path(str(interrupted["run"]))
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "plotly" in (run / "report.html").read_text().lower()
+
+
+def test_the_run_says_what_each_process_did_and_how_busy_its_engine_was(interrupted: dict[str, object]) -> None:
+    tracks = read_timeline(Path(str(interrupted["run"])))
+    assert {"training", "publishing", "waiting"} <= {span.state for span in tracks["rank 0"]}
+    assert {"busy", "loading"} <= {span.state for span in tracks["engine-0"]}
+    for spans in tracks.values():
+        assert all(before.end <= after.start + 1e-3 for before, after in itertools.pairwise(spans))
+    rows = interrupted["rows"]
+    assert all(0 <= row["engine/busy_share"] <= 1 and len(row["engine/versions"]) == 1 for row in rows)  # type: ignore[attr-defined]
+    assert max(row["engine/busy_share"] for row in rows) > 0.1  # type: ignore[attr-defined]
+    generated = sum(row["tokens/generated"] for row in rows)  # type: ignore[attr-defined]
+    assert sum(row["engine/tokens"][0] for row in rows) >= generated > 0  # type: ignore[attr-defined]
 
 
 def test_a_converted_checkpoint_is_the_exported_model_and_loads_in_transformers(
