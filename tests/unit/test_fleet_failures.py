@@ -1,4 +1,4 @@
-"""Engines that raise, wedge, fall silent or answer what they were not asked: every request is answered exactly once all the same."""
+"""Engines that raise, wedge, fall silent or answer what they were not asked: every request is answered once all the same."""
 
 from __future__ import annotations
 

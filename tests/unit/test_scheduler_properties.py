@@ -63,6 +63,9 @@ class World(RuleBasedStateMachine):
         self.flow, self.base, self.newest, self.engines = flow, version, version, version
         self.scheduler = Scheduler(flow, steps=self.steps, fresh_steps=self.fresh, seed=1)
         self.scheduler.start(version, next_index, pending)
+        self.left, self.admitted = pending, set[int]()
+        self.places: dict[int, Prompt] = {}
+        """Admitted by this run, from the source or a former run, and not consumed; dropped ones stay in it."""
         self.wanted: dict[str, Request] = {}
         self.cutting: dict[str, Request] = {}
         self.began: dict[str, tuple[int, int]] = {}
@@ -78,7 +81,11 @@ class World(RuleBasedStateMachine):
     # The engines
 
     def admit_one(self) -> None:
-        for request in self.scheduler.admit(self.source):
+        requests = self.scheduler.admit(self.source)
+        if all(request.prefix is None for request in requests):
+            self.places[requests[0].group] = requests[0].prompt
+            self.admitted.add(requests[0].group)
+        for request in requests:
             assert request.id not in self.wanted
             self.wanted[request.id] = request
             self.asked += 1
@@ -200,6 +207,8 @@ class World(RuleBasedStateMachine):
         assert len(batch.groups) == flow.prompts_per_step
         assert [len(group.samples) for group in batch.groups] == [flow.group_size] * flow.prompts_per_step
         self.newest += 1
+        for group in batch.groups:
+            self.places.pop(group.index, None)
         if isinstance(flow.selection, Replay):
             return
         self.trained += [sample.id for sample in batch.samples()]
@@ -246,7 +255,11 @@ class World(RuleBasedStateMachine):
                     if self.wanted[at].group % slow or chance.random() < often:
                         self.answer(self.wanted[at], chance.choice((0.0, 1.0, 1.0, None)))
                 case "cut" if self.cutting:
-                    self.cut_one(chance.choice(list(self.cutting.values())))
+                    request = chance.choice(list(self.cutting.values()))
+                    if chance.random() < 0.3:
+                        self.answer(request, 0.0)
+                    else:
+                        self.cut_one(request)
                 case "lose" if self.wanted:
                     self.began.pop(chance.choice(sorted(self.wanted)), None)
                 case "load" if self.engines < self.newest:
@@ -267,7 +280,9 @@ class World(RuleBasedStateMachine):
     def the_run_stops_and_resumes(self, flow: FlowConfig | None) -> None:
         """With what is pending and nothing else; under other settings, too."""
         pending, consumed = self.scheduler.pending(), self.scheduler.counts()["consumed"]
-        assert [index for index, _ in pending] == sorted(index for index, _ in pending)
+        waiting = {index: prompt for index, prompt in self.places.items() if index in self.scheduler._waiting}
+        asked_before = [(index, prompt) for index, prompt in self.left if index not in self.admitted]
+        assert pending == sorted([*waiting.items(), *asked_before], key=lambda place: place[0])
         assert consumed == (self.newest - self.base) * self.flow.prompts_per_step
         self.begin_at(self.newest, flow or self.flow, self.scheduler.next_index, pending)
         assert self.scheduler.pending() == pending

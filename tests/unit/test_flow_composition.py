@@ -1,0 +1,100 @@
+"""Which settings of flow, engines and evaluation go together: what is refused, with the key to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from megatron_async_rl.config.schema import Config
+from tests.written_run import config_tree
+
+EXACT = {"selection": {"name": "exact_lag", "lag": 2}, "async_ratio": 2}
+REINFORCE = {"objective": {"loss": "reinforce", "advantage": "reinforce_pp"}}
+SFT = {"objective": {"loss": "sft", "advantage": "none"}, "rollout": None}
+
+
+def build(flow: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, **sections: Any) -> Config:
+    tree = config_tree()
+    tree["flow"] |= flow or {}
+    tree["rollout"] |= rollout or {}
+    return Config.model_validate(yaml.safe_load(yaml.safe_dump({**tree, **sections})))
+
+
+@pytest.mark.parametrize(
+    ("flow", "sections", "reason"),
+    [
+        (EXACT | {"async_ratio": 1}, {}, "set flow.async_ratio: 2"),
+        (EXACT | {"late": "drop"}, {}, "exact_lag waits for every response"),
+        (EXACT | {"requeue_cut": True, "extra_responses": 1}, {}, "exact_lag waits for every response"),
+        ({"selection": "replay", "late": "drop"}, {}, "replay stores every group that finishes"),
+        ({"selection": "replay", "filter_equal_groups": True}, {}, "replay stores every group that finishes"),
+        (
+            {"selection": "replay"},
+            {"objective": {"loss": "decoupled_ppo", "proximal": "snapshot"}},
+            "replay trains on samples of any age",
+        ),
+        ({"requeue_cut": True}, {}, "set extra_responses"),
+        ({"late": "drop", "async_ratio": 0}, {}, "set async_ratio above 0"),
+        ({"selection": "windowed", "group_size": 1, "async_ratio": 0}, SFT, "sft trains on given responses in their order"),
+        ({"extra_responses": 1, "group_size": 1, "async_ratio": 0}, SFT, "sft trains on given responses in their order"),
+        ({}, {"eval": {"samples_per_prompt": 2, "pass_at": [4]}}, "set eval.samples_per_prompt to at least 4"),
+        ({"filter_equal_groups": True, "group_size": 1}, REINFORCE, "set flow.group_size to at least 2"),
+    ],
+)
+def test_what_cannot_flow_is_refused_with_the_reason(flow: dict[str, Any], sections: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        build(flow, **sections)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sections", "reason"),
+    [
+        ({"unresponsive_s": 60}, {"watchdog": {"timeout_s": 60}}, "must be below watchdog.timeout_s: 60"),
+        ({"placement": "colocated"}, {"eval": {"engines": 1}}, "set eval.engines: 0"),
+    ],
+)
+def test_engines_that_cannot_do_it_are_refused_with_the_reason(
+    rollout: dict[str, Any], sections: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        build(None, rollout, **sections)
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [
+        EXACT,
+        EXACT | {"filter_equal_groups": True, "extra_responses": 1},
+        {"selection": "windowed", "late": "drop", "async_ratio": 0.5},
+        {"selection": {"name": "replay", "recent": 0.2}, "extra_responses": 1},
+        {"extra_responses": 2, "requeue_cut": True, "async_ratio": 1.5, "filter_equal_groups": True},
+        {"selection": {"name": "windowed", "window": 0}, "async_ratio": 0},
+    ],
+)
+def test_the_others_go_together(flow: dict[str, Any]) -> None:
+    assert build(flow).flow.selection.name in ("oldest_first", "windowed", "exact_lag", "replay")
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [
+        {"selection": {"name": "exact_lag", "lag": -1}, "async_ratio": 0},
+        {"selection": {"name": "windowed", "window": -0.5}},
+        {"selection": {"name": "replay", "recent": 1.5}},
+        {"selection": {"name": "replay", "per_prompt": 0}},
+        {"selection": "newest_first"},
+        {"selection": {"name": "windowed", "windw": 1.0}},
+        {"extra_responses": -1},
+        {"async_ratio": -0.5},
+        {"async_ratio": float("inf")},
+        {"async_ratio": float("nan")},
+        {"selection": {"name": "windowed", "window": float("inf")}},
+        {"selection": {"name": "replay", "inverse_temperature": float("inf")}},
+    ],
+)
+def test_values_out_of_range_are_refused_where_they_stand(flow: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"flow|selection"):
+        build(flow)
