@@ -26,6 +26,7 @@ from rich.console import Console
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.observe import stall, watch
+from megatron_async_rl.observe.events import EventReader
 from megatron_async_rl.observe.logs import find_cause, is_echo
 from megatron_async_rl.observe.movement import FOLDER, LAUNCHER
 from megatron_async_rl.observe.processes import RUN_ID_VARIABLE, STOPPED, of_run
@@ -147,9 +148,12 @@ def _watch(
     """The exit code, and what held the run up, if it stood still."""
     stops = 0
     earlier, failed_at = read_status(run_dir), float("inf")
+    events = EventReader(run_dir)
     with _interrupts() as interrupts:
         while process.poll() is None:
             progress.update()
+            for text in events.new():
+                console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
             if len(interrupts) > stops:
                 stops = len(interrupts)
                 if stops > 1:

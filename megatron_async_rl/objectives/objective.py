@@ -24,7 +24,7 @@ from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
 from megatron_async_rl.objectives.kl import kl_estimate
 from megatron_async_rl.objectives.method import Column
-from megatron_async_rl.objectives.proximal import proximal_logp, surveyed_for_proximal
+from megatron_async_rl.objectives.proximal import proximal_logp, proximal_metrics, surveyed_for_proximal
 from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
 from megatron_async_rl.objectives.shaping import kl_penalty, shaped_rewards, token_rewards
 from megatron_async_rl.objectives.targets import StepTargets, valid_samples, whole_batch
@@ -87,7 +87,7 @@ class Objective:
             starts=tuple(accumulate((sample.length for sample in samples), initial=0)),
             denominators=Denominators.of(whole, kept_only=config.renormalize),
             corrected=self._correct_whole,
-            metrics={**whole.decided.scalars, **value_metrics(whole)},
+            metrics={**whole.decided.scalars, **value_metrics(whole), **proximal_metrics(whole, config.proximal)},
         )
 
     @property

@@ -76,6 +76,11 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
                 "nats",
                 "The same over responses sampled wholly by the version trained: it should be rounding.",
             ),
+            "ratio/prox_diff_max": Key(
+                "nats",
+                "`proximal: ewma` or `snapshot`: largest |logp_prox - logp_behavior| of a token. With `snapshot` and "
+                "`rollout.in_flight: recompute` it should be rounding.",
+            ),
         },
     ),
     "Loss terms": (

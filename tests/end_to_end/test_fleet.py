@@ -1,0 +1,112 @@
+"""A fleet of two engines in a real run: one dies, comes back with proven weights, dies again for good; the run goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.conftest import Workplace, alive, started_by, wait_until
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
+
+UNRESPONSIVE_S = 4.0
+
+
+@pytest.fixture(scope="module")
+def troubled(workplace: Workplace) -> dict[str, object]:
+    """Engine 0 is killed, restarted, then stopped like a wedged process; with one restart allowed, engine 1 goes on alone."""
+    config = workplace.config(
+        "fleet",
+        run={"dir": "runs/fleet", "steps": 100000},
+        flow={"async_ratio": 2},
+        rollout={
+            "engines": 2,
+            "restarts": 1,
+            "unresponsive_s": UNRESPONSIVE_S,
+            "reward": {"name": "flaky_reward:varied"},
+            "in_flight": "recompute",
+            "sampling": {"max_tokens": 24},
+        },
+        objective={"advantage": "none", "proximal": "snapshot", "loss": "decoupled_ppo", "snapshots": 3},
+        policy={"parallel": {"ranks": 1, "tensor": 1}, "optimizer": {"lr": 1e-4}},
+        checkpoint={"every": 0},
+    )
+    run = workplace.folder / "runs" / "fleet"
+    process = workplace.start("train", str(config))
+    wait_until(lambda: len(workplace.metrics("fleet")) >= 2, process)
+    core_of(process, run, 0).kill()
+    wait_until(lambda: any("engine-0 is back" in text for text in events(run)), process)
+    back_at = len(workplace.metrics("fleet"))
+    wait_until(lambda: len(workplace.metrics("fleet")) >= back_at + 3, process)
+    core_of(process, run, 0).send_signal(signal.SIGSTOP)
+    wait_until(lambda: any("lost for good" in text for text in events(run)), process)
+    alone_at = len(workplace.metrics("fleet"))
+    wait_until(lambda: len(workplace.metrics("fleet")) >= alone_at + 3, process)
+    processes = started_by(process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    return {
+        "code": process.returncode,
+        "output": output,
+        "rows": workplace.metrics("fleet"),
+        "events": events(run),
+        "back_at": back_at,
+        "alone_at": alone_at,
+        "left": alive(processes),
+        "run": run,
+    }
+
+
+def events(run: Path) -> list[str]:
+    path = run / "events.jsonl"
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def core_of(process: object, run: Path, index: int) -> psutil.Process:
+    """vLLM's process under the actor of engine `index`."""
+    cores = [other for other in started_by(process) if "EngineCore" in " ".join(other.cmdline())]  # type: ignore[arg-type]
+    (core,) = [other for other in cores if str(run / "logs" / f"engine-{index}.log") in {f.path for f in other.open_files()}]
+    return core
+
+
+def test_the_run_goes_on_after_every_loss_and_stops_cleanly(troubled: dict[str, object]) -> None:
+    assert troubled["code"] == 130, troubled["output"]
+    assert troubled["left"] == []
+
+
+def test_the_loss_the_return_and_the_end_of_an_engine_are_said_to_the_user(troubled: dict[str, object]) -> None:
+    said = " ".join(troubled["events"])  # type: ignore[arg-type]
+    assert "engine-0 is lost and its prompts are asked again; restart 1 of 1" in said
+    assert "engine-0 is back, with the weights of version" in said
+    assert "engine-0 is lost for good; 1 of 2 engines are left" in said
+    assert "did not answer" in said
+    assert "1 of 2 engines are left" in str(troubled["output"])
+
+
+def test_a_restarted_engine_samples_with_the_current_weights(troubled: dict[str, object]) -> None:
+    rows = troubled["rows"]
+    after = [row for row in rows if row["step"] > troubled["back_at"]]  # type: ignore[attr-defined, operator]
+    used = [row for row in after if row["engine/tokens"][0] > 0]
+    assert used, "the restarted engine took part"
+    assert max(row["ratio/logp_diff_lag0_max"] for row in rows if "ratio/logp_diff_lag0_max" in row) < 1e-5  # type: ignore[attr-defined]
+    assert max(row["engine/restarts"] for row in rows) == 1  # type: ignore[attr-defined]
+
+
+def test_every_token_has_the_log_prob_of_the_version_it_carries(troubled: dict[str, object]) -> None:
+    """The trainer's snapshot of that version says so, for responses that span updates too: each update has them recomputed."""
+    rows = troubled["rows"]
+    assert max(row["response/mixed_versions"] for row in rows) > 0  # type: ignore[attr-defined]
+    assert max(row["ratio/logp_diff_max"] for row in rows) > 1e-4, "the weights did move"  # type: ignore[attr-defined]
+    assert 0 < max(row["ratio/prox_diff_max"] for row in rows) < 1e-5  # type: ignore[attr-defined]
+
+
+def test_no_step_is_missing_and_the_law_holds_throughout(troubled: dict[str, object]) -> None:
+    rows = troubled["rows"]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))  # type: ignore[attr-defined, arg-type]
+    assert max(row["lag/start_max"] for row in rows) <= 2  # type: ignore[attr-defined]
+    assert rows[-1]["engine/alive"] == 1  # type: ignore[index]
+    assert all(row["flow/consumed"] == 4 * row["step"] for row in rows)  # type: ignore[attr-defined]
