@@ -228,7 +228,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
         },
     ),
     "Engines": (
-        "Since the last step, or when the step ended. Lists have one number for each engine, the first for engine 0.",
+        "Since the last step, or when it ended, as far as the engines had reported, which they do every second at least. Lists "
+        "have one number for each engine, the first for engine 0.",
         {
             "engine/busy_share": Key("share", "Time an engine sampled, mean over engines: at least one response, not paused."),
             "engine/busy_shares": Key("share", "The same of each engine.", "per engine"),
