@@ -191,6 +191,8 @@ class RolloutFeed:
         values: dict[str, MetricValue] = {"tokens/generated": stats["tokens"] - self._tokens_reported}
         values |= flow_metrics(stats) | summarise_dropped(dropped)
         values |= engine_metrics(stats["engines"][: self._rollout.engines], self._counts, now - self._counted_at)
+        held = self._publisher.versions
+        values["engine/versions"] = [held.get(name, -1) for name, index in self._names.items() if index < self._rollout.engines]
         self._tokens_reported = stats["tokens"]
         self._counted_at, self._counts = now, stats["engines"][: self._rollout.engines]
         if self._published is not None:
