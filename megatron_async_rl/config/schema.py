@@ -181,7 +181,8 @@ class FlowConfig(Strict):
     extra_responses: NonNegativeInt = 0
     """Responses asked per prompt beyond group_size; the first group_size to finish make the group, the others are cut."""
     requeue_cut: bool = False
-    """With extra_responses: cut responses are continued in one more group of their prompt, while the law permits."""
+    """With extra_responses: cut responses are continued in one more group of their prompt, while the law permits:
+    with a whole async_ratio new prompts take every place, so give it a fraction, such as 1.5."""
     filter_equal_groups: bool = False
     """DAPO's dynamic sampling (arXiv 2503.14476): a group whose rewards are all equal is dropped, and one more prompt is asked in
     its place; up to ten batches' worth for one batch, then such groups are taken as they are."""

@@ -32,18 +32,18 @@ class Router:
     """`capacity`: requests that one engine holds at most."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._slack = max(AFFINITY_LEAST, capacity // 16)
         self._last: OrderedDict[int, int] = OrderedDict()
 
     def choose(self, places: Sequence[P], group: int) -> P | None:
         """Null where none has room. Remembers where the group went."""
         least = min(places, key=lambda place: (len(place.held), place.index), default=None)
-        if least is None or len(least.held) >= self._capacity:
+        if least is None or len(least.held) >= self.capacity:
             return None
         last = self._last.get(group)
         near = None if last is None else next((place for place in places if place.index == last), None)
-        if near is not None and len(near.held) < min(self._capacity, len(least.held) + self._slack + 1):
+        if near is not None and len(near.held) < min(self.capacity, len(least.held) + self._slack + 1):
             return near
         self._last[group] = least.index
         if len(self._last) > GROUPS_REMEMBERED:
