@@ -30,7 +30,9 @@ from megatron_async_rl.flow.actor import ControllerSpec, start_controller
 from megatron_async_rl.flow.evaluation import EvalResult
 from megatron_async_rl.flow.fleet_summary import EngineCounts, engine_metrics, flow_metrics
 from megatron_async_rl.flow.summary import MetricValue, summarise_dropped
+from megatron_async_rl.observe import watch
 from megatron_async_rl.observe.deadline import ray_get, waiting
+from megatron_async_rl.observe.processes import RUN_ID_VARIABLE
 from megatron_async_rl.rollout.actor import start_engines, stop_engines
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt, TrainBatch
@@ -256,7 +258,9 @@ def join_ray(trainer_gpus: int) -> None:
     `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must not hand out.
     """
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False)
+        # Actors on a cluster that was there before inherit nothing: by these they are watched, and found at the end.
+        inherited = {name: os.environ[name] for name in (RUN_ID_VARIABLE, watch.INHERITED) if name in os.environ}
+        ray.init(log_to_driver=False, runtime_env={"env_vars": inherited})
         return
     if trainer_gpus:
         import torch
