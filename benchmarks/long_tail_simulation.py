@@ -1,8 +1,8 @@
 """How full engines are when response lengths have a long tail: a discrete-event simulation around the real scheduler and routing.
 
 Model: an engine has `slots`, each makes one token per unit of time whatever the others do; a request waits until a slot is free.
-The trainer takes `train_time` for a batch; new weights are on the engines as soon as it is done. Everything else, who is asked when,
-what is cut, what trains, is decided by `flow.scheduler.Scheduler` and `flow.routing.Router`, as in a run.
+The trainer takes `train_time` for a batch; new weights are on the engines as soon as it is done. Everything else, who is asked
+when, what is cut, what trains, is decided by `flow.scheduler.Scheduler` and `flow.routing.Router`, as in a run.
 
 With `barrier`, nothing is asked before everything asked before is answered: a batch at a time, with training overlapped.
 """
@@ -190,7 +190,7 @@ class _Run:
             self.queue.remove(waiting)
             self.scheduler.was_cut(Cut(id=request, prefix=waiting.prefix), group)
             return
-        asked, prefix, missing = self.end(request)
+        _, prefix, missing = self.end(request)
         if self.length[request] == 0:
             self.scheduler.was_cut(Cut(id=request, prefix=None), group)
             return
