@@ -1,0 +1,87 @@
+"""Qwen3 models of 1, 10 and 100 million parameters with random weights, and one engine that serves such a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+SHAPES = {
+    1: {"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate_size": 384, "vocab_size": 2048},
+    10: {"hidden_size": 320, "layers": 6, "heads": 10, "kv_heads": 5, "intermediate_size": 1024, "vocab_size": 8192},
+    100: {"hidden_size": 768, "layers": 10, "heads": 12, "kv_heads": 6, "intermediate_size": 2304, "vocab_size": 32768},
+}
+"""Key: million parameters, roughly."""
+BUCKET_BYTES = 256 * 2**20
+"""The default of weights.bucket_mib."""
+
+
+def save(directory: Path, millions: int, dtype: str) -> Path:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = SHAPES[millions]
+    config = Qwen3Config(
+        vocab_size=shape["vocab_size"],
+        hidden_size=shape["hidden_size"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        head_dim=shape["hidden_size"] // shape["heads"],
+        intermediate_size=shape["intermediate_size"],
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    vocabulary = {f"w{i}": i for i in range(shape["vocab_size"])}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w1"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+
+
+def buckets(tensors: dict[str, Any]) -> Iterator[SimpleNamespace]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > BUCKET_BYTES:
+            yield SimpleNamespace(names=tuple(names), tensors=tuple(tensors[n] for n in names))
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    yield SimpleNamespace(names=tuple(names), tensors=tuple(tensors[n] for n in names))
+
+
+def spec(model: Path, dtype: str, logs: Path) -> Any:
+    from megatron_async_rl.config.schema import RewardConfig, RolloutConfig, SamplingConfig
+    from megatron_async_rl.rollout.spec import EngineSpec
+
+    return EngineSpec(
+        index=0,
+        model_path=model,
+        dtype=dtype,
+        rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=16), reward=RewardConfig(name="arithmetic"), kv_cache_gib=0.25),
+        seed=0,
+        device="cpu",
+        log_dir=logs,
+    )
+
+
+def join_ray() -> None:
+    import ray
+
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20, num_cpus=2)
