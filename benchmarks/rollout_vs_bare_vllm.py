@@ -8,7 +8,6 @@ Ratio = ours / bare.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import subprocess
@@ -60,25 +59,30 @@ def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
     import ray
 
     from megatron_async_rl.rollout.actor import start_engines, stop_engines
+    from megatron_async_rl.samples.requests import Request
 
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
     (engine,) = start_engines([spec(args, logs)])
 
-    async def one_round(number: int) -> int:
-        calls = [engine.generate_group.remote(number * args.prompts + i, prompt, GROUP, 0) for i, prompt in enumerate(asked)]
-        groups = await asyncio.gather(*calls)
-        return sum(sample.length for group in groups for sample in group.samples)
+    def one_round(number: int) -> int:
+        numbered = enumerate(asked, start=number * args.prompts)
+        requests = [Request(group=group, k=k, prompt=prompt) for group, prompt in numbered for k in range(GROUP)]
+        ray.get(engine.submit.remote(requests))
+        came: list[Any] = []
+        while len(came) < len(requests):
+            came += ray.get(engine.report.remote(10.0)).finished
+        return sum(sample.length for sample in came)
 
-    async def rounds() -> dict[str, float]:
-        await one_round(0)
+    def rounds() -> dict[str, float]:
+        one_round(0)
         started, tokens = time.perf_counter(), 0
         for number in range(1, args.rounds + 1):
-            tokens += await one_round(number)
+            tokens += one_round(number)
         seconds = time.perf_counter() - started
         return {"tokens_per_s": tokens / seconds, "tokens": tokens, "seconds": seconds}
 
     asked = prompts(args)
-    result = asyncio.run(rounds())
+    result = rounds()
     stop_engines([engine], timeout_s=15)
     ray.shutdown()
     return result

@@ -20,7 +20,6 @@ from megatron_async_rl.observe.deadline import name_this_process
 from megatron_async_rl.observe.logs import find_cause, redirect_output, tail
 from megatron_async_rl.rollout.lifetime import PARENT
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples import Group, Prompt
 from megatron_async_rl.samples.requests import EngineReport, Request
 from megatron_async_rl.weights.plugin import ENTRY_POINT
 
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from megatron_async_rl.rollout.engine import RolloutEngine
     from megatron_async_rl.weights.shared_memory import BucketRef
 
-MAX_CALLS = 100_000
-"""Calls an actor may hold at once. Each group in flight is one; the control calls must always get through."""
+MAX_CALLS = 1000
+"""Calls an actor may hold at once: each batch of requests is one, and the control calls must always get through."""
 
 
 class EngineStartError(RuntimeError):
@@ -81,9 +80,6 @@ class EngineActor:
         with watch.phase("starting vLLM", self._spec.rollout.start_timeout_s):
             await self._engine.start()
         watch.fact("engine", self._engine.describe)
-
-    async def generate_group(self, index: int, prompt: Prompt, n: int, admitted_version: int) -> Group:
-        return await self._running().generate_group(index, prompt, n, admitted_version)
 
     async def submit(self, requests: Sequence[Request]) -> None:
         await self._running().submit(requests)

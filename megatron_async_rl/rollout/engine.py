@@ -26,14 +26,12 @@ from megatron_async_rl.observe import watch
 from megatron_async_rl.rollout.busy import BusyClock
 from megatron_async_rl.rollout.diary import Diary
 from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
-from megatron_async_rl.rollout.outbox import Outbox
 from megatron_async_rl.rollout.phase import Phase
 from megatron_async_rl.rollout.pulse import EngineDied, Pulse
 from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.rewards import load_reward
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples import Group, Prompt, Sample
 from megatron_async_rl.samples.requests import EngineReport, Request
 from megatron_async_rl.weights.receive import plain
 from megatron_async_rl.weights.shared_memory import BucketRef
@@ -94,20 +92,6 @@ class RolloutEngine:
             tokens=responses.tokens,
             busy_s=self._busy.seconds,
             silent_s=self._pulse.silent_s,
-        )
-
-    async def generate_group(self, index: int, prompt: Prompt, n: int, admitted_version: int) -> Group:
-        """`n` independent responses to `prompt`, each scored as soon as it ends."""
-        outbox = Outbox()
-        await self._started().submit([Request(group=index, k=k, prompt=prompt) for k in range(n)], outbox)
-        samples: list[Sample] = []
-        while len(samples) < n:
-            samples += (await outbox.take(60.0))[0]
-        return Group(
-            index=index,
-            prompt=prompt,
-            samples=tuple(sorted(samples, key=lambda s: int(s.id.rpartition("-")[2]))),
-            admitted_version=admitted_version,
         )
 
     async def pause(self) -> None:

@@ -42,7 +42,6 @@ from megatron_async_rl.samples.requests import Cut, Prefix, Request
 @dataclass(eq=False)
 class _Running:
     request: Request
-    outbox: Outbox
     started_at: float = field(default_factory=time.time)
     in_vllm: str | None = None
     """vLLM's own id of the request, once it has it."""
@@ -81,7 +80,7 @@ class Responses:
         """Seconds since the longest-running response was taken; 0 when there is none."""
         return max((time.time() - entry.started_at for entry in self._running.copy().values()), default=0.0)
 
-    async def submit(self, requests: Sequence[Request], outbox: Outbox | None = None) -> None:
+    async def submit(self, requests: Sequence[Request]) -> None:
         """Raises ValueError, before any is taken, for a request that is running or whose prefix leaves nothing to sample."""
         ids = [request.id for request in requests]
         twice = [one for one, count in Counter([*ids, *self._running]).items() if count > 1]
@@ -89,7 +88,7 @@ class Responses:
             raise ValueError(f"{self._spec.name} was given requests twice: {', '.join(twice[:8])}")
         for request in requests:
             require_room(request, self._spec.rollout.sampling.max_tokens)
-        entries = [_Running(request, outbox or self.outbox) for request in requests]
+        entries = [_Running(request) for request in requests]
         self._running |= dict(zip(ids, entries, strict=True))
         for entry in entries:
             await self._hand_over(entry)
@@ -118,7 +117,7 @@ class Responses:
         try:
             answer = await self._llm.add_request(f"{self._spec.index}-{self._numbered}", tokens_input(ids), parameters)
         except Exception as error:
-            entry.outbox.fail(error)
+            self.outbox.fail(error)
             raise
         entry.in_vllm = answer.request_id
         if entry.cut:
@@ -137,15 +136,15 @@ class Responses:
                 entry.in_vllm = None
             self._end(entry, await self._outcome(entry, completion))
         except EngineDeadError:
-            entry.outbox.fail(EngineDied(self._spec, f"it worked on {len(self._running)} responses"))
+            self.outbox.fail(EngineDied(self._spec, f"it worked on {len(self._running)} responses"))
         except Exception as error:  # noqa: BLE001 - the reader of the outbox raises it
-            entry.outbox.fail(error)
+            self.outbox.fail(error)
         finally:
             answer.close()
 
     def _end(self, entry: _Running, outcome: Sample | Cut) -> None:
         self._running.pop(entry.request.id, None)
-        entry.outbox.put(outcome)
+        self.outbox.put(outcome)
 
     async def _outcome(self, entry: _Running, completion: CompletionOutput) -> Sample | Cut:
         """Raises RuntimeError for a response that vLLM ended for a reason of its own."""

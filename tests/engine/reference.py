@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +16,10 @@ VOCABULARY = 512
 """Large, so that a random model ends its responses late."""
 
 
-def save_checkpoint(directory: Path, *, seed: int) -> Path:
+def save_checkpoint(directory: Path, *, seed: int, kv_heads: int = 1) -> Path:
     """A tiny Qwen3 with a word-level tokenizer `w0 w1 ...`; id 0 ends a sequence."""
     # 32 is the smallest head of vLLM's attention on a CPU.
-    shape = {"hidden_size": 64, "heads": 2, "kv_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
+    shape = {"hidden_size": 64, "heads": 2, "kv_heads": kv_heads, "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
     save_tiny_model(directory, "qwen3", tied=True, seed=seed, **shape)
     tokens = {f"w{i}": i for i in range(VOCABULARY)}
     special = {
@@ -36,6 +38,8 @@ def save_checkpoint(directory: Path, *, seed: int) -> Path:
         "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "w1"},
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    # Else vLLM reads it as the model family's own tokenizer, whose text has no spaces.
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return directory
 
 
@@ -52,6 +56,12 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logprobs_over(self, cache: Any, inputs: Sequence[int], sampled: Sequence[int], temperature: float) -> Tensor:
+        """[len(sampled)] log-probs of the last tokens after `inputs`, which attend to `cache` and are added to it."""
+        logits = self._model(torch.tensor([list(inputs)]), past_key_values=cache, use_cache=True).logits[0, -len(sampled) :]
+        return torch.log_softmax(logits.float() / temperature, dim=-1).gather(1, torch.tensor(sampled)[:, None])[:, 0]
 
     @torch.no_grad()
     def logprobs(self, prompt_ids: tuple[int, ...], response_ids: list[int], temperature: float) -> Tensor:

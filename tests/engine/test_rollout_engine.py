@@ -12,45 +12,39 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-import torch
 
-from megatron_async_rl.config.schema import RolloutConfig
-from megatron_async_rl.rollout.actor import EngineStartError, start_engines, stop_engines
-from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.requests import Request
-from megatron_async_rl.weights.publish import Publisher, PublishFailed, PublishReport, RayEngine, WeightMismatch
-from tests.engine.asking import sampled
-from tests.engine.reference import VOCABULARY, Reference, checkpoint_weights, save_checkpoint
+from megatron_async_rl.rollout.actor import EngineStartError, start_engines
+from megatron_async_rl.samples import Sample
+from megatron_async_rl.samples.requests import Cut, Prefix
+from megatron_async_rl.weights.publish import PublishFailed, WeightMismatch
+from tests.engine.asking import cut, outcomes, report, sampled, submit
+from tests.engine.reference import checkpoint_weights, save_checkpoint
+from tests.engine.running import TOLERANCE, Engines, buckets, prompt_of, running
 
 pytestmark = pytest.mark.engine
 
-TOLERANCE = 1e-5
 CHECKPOINTS = 4
 SHORT, LONG = 0, 1
-"""engine-0: temperature 0.7, 24 tokens; engine-1: temperature 1.0, 400 tokens."""
 TEMPERATURES = (0.7, 1.0)
 MAX_TOKENS = (24, 400)
+STOPS = (["19 w", "never"], [])
+"""A token after one whose number ends in 19."""
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    import ray
-
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-    try:
-        running = Engines(tmp_path_factory.mktemp("engines"))
-        try:
-            yield running
-        finally:
-            stop_engines(running.handles, timeout_s=20)
-    finally:
-        ray.shutdown()
+    root = tmp_path_factory.mktemp("engines")
+    settings = [
+        {"sampling": {"temperature": temperature, "max_tokens": tokens, "stop": stop}}
+        for temperature, tokens, stop in zip(TEMPERATURES, MAX_TOKENS, STOPS, strict=True)
+    ]
+    checkpoints = [save_checkpoint(root / f"model-{seed}", seed=seed) for seed in range(CHECKPOINTS)]
+    with running(lambda: Engines(root, settings, checkpoints)) as engines:
+        yield engines
 
 
 @pytest.mark.parametrize("engine", [SHORT, LONG], ids=["temperature 0.7", "temperature 1.0"])
@@ -127,11 +121,89 @@ def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_wei
         switch = int(np.argmax(sample.versions == old + 1))
         assert engines.difference(LONG, sample, old, upto=switch) < TOLERANCE
         first_new = sample.behavior_logprobs[switch : switch + 1]
-        under_old = engines.references[engines.of_version[old]].logprobs(
+        under_old = engines.reference(old).logprobs(
             sample.prompt.token_ids, sample.response_ids.tolist()[: switch + 1], TEMPERATURES[LONG]
         )[-1]
         assert abs(float(first_new[0]) - float(under_old)) > TOLERANCE, "the switch is where the stamps say"
     print(f"publish with {len(both)} responses in flight: {report}")
+
+
+def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_other_weights(engines: Engines) -> None:
+    handle, old = engines.handles[LONG], engines.version
+    asked = engines.asked([prompt_of(7, seed) for seed in range(6)], 1)
+    submit(handle, asked)
+    time.sleep(0.3)
+    ids = [request.id for request in asked]
+    cut(handle, [*ids, "no-such-request"])
+    cuts = [outcome for outcome in outcomes(handle, ids) if isinstance(outcome, Cut)]
+    assert len(cuts) >= 3
+    again = {sample.id: sample for sample in sampled(handle, asked)}
+    engines.publish(0)
+    rest = {request.id: request for request in asked}
+    prefixes = {answer.id: answer.prefix for answer in cuts if answer.prefix is not None}
+    assert prefixes
+    for sample in sampled(handle, [replace(rest[one], prefix=prefix) for one, prefix in prefixes.items()]):
+        prefix = prefixes[sample.id]
+        length = len(prefix.response_ids)
+        assert prefix.response_ids.tolist() == again[sample.id].response_ids[:length].tolist(), (
+            "what the uncut response began with"
+        )
+        assert sample.response_ids[:length].tolist() == prefix.response_ids.tolist()
+        assert sample.behavior_logprobs[:length].tolist() == prefix.behavior_logprobs.tolist()
+        assert sample.versions.tolist() == [old] * length + [old + 1] * (sample.length - length)
+        assert engines.difference(LONG, sample, old, upto=length) < TOLERANCE
+        assert engines.difference(LONG, sample, old + 1, since=length) < TOLERANCE
+        assert length < sample.length <= MAX_TOKENS[LONG]
+        assert len(sample.text.split()) == sample.length - (sample.finish_reason == "stop")
+
+
+def test_a_request_cut_before_its_first_token_keeps_its_prefix_and_nothing_else(engines: Engines) -> None:
+    handle, client = engines.handles[LONG], engines.clients[LONG]
+    fresh, continued = engines.asked([prompt_of(7)], 2)
+    begun = Prefix(
+        response_ids=np.array([5, 6], np.int32), behavior_logprobs=np.zeros(2, np.float32), versions=np.zeros(2, np.int32)
+    )
+    before = report(handle, 0.1)
+    client.pause().result(timeout=30)
+    submit(handle, [fresh, replace(continued, prefix=begun)])
+    assert report(handle, 0.1).running == 2
+    cut(handle, [fresh.id, continued.id])
+    first, second = outcomes(handle, [fresh.id, continued.id])
+    client.resume().result(timeout=30)
+    assert isinstance(first, Cut)
+    assert isinstance(second, Cut)
+    assert first.prefix is None
+    assert second.prefix is not None
+    assert second.prefix.response_ids.tolist() == [5, 6]
+    after = report(handle, 0.1)
+    assert (after.running, after.tokens, after.busy_s) == (0, before.tokens, before.busy_s)
+
+
+def test_a_stop_string_ends_a_response_also_across_the_end_of_its_prefix(engines: Engines) -> None:
+    samples = [sample for group in engines.groups(SHORT, [prompt_of(3, seed) for seed in range(20)], 4) for sample in group]
+    stopped = [sample for sample in samples if "19 w" in sample.text]
+    assert stopped
+    for sample in stopped:
+        assert sample.finish_reason == "stop"
+        assert "19 w" not in " ".join(sample.text.split()[:-1])
+    begun = Prefix(
+        response_ids=np.array([5, 119], np.int32), behavior_logprobs=np.zeros(2, np.float32), versions=np.zeros(2, np.int32)
+    )
+    asked = [replace(request, prefix=begun) for request in engines.asked([prompt_of(3)], 2)]
+    assert [(sample.length, sample.finish_reason) for sample in sampled(engines.handles[SHORT], asked)] == [(3, "stop")] * 2
+
+
+def test_requests_that_cannot_be_answered_are_refused_before_any_is_taken(engines: Engines) -> None:
+    handle = engines.handles[SHORT]
+    asked = engines.asked([prompt_of(3)], 2)
+    full = Prefix(
+        response_ids=np.full(24, 5, np.int32), behavior_logprobs=np.zeros(24, np.float32), versions=np.zeros(24, np.int32)
+    )
+    with pytest.raises(ValueError, match=f"given requests twice: {asked[0].id}"):
+        submit(handle, [*asked, asked[0]])
+    with pytest.raises(ValueError, match=r"prefix of 24 tokens and rollout\.sampling\.max_tokens is 24: nothing is left"):
+        submit(handle, [asked[0], replace(asked[1], prefix=full)])
+    assert report(handle, 0.1).running == 0
 
 
 def test_rewards_that_raise_are_nan_or_hang_are_recorded_and_disturb_nobody(engines: Engines) -> None:

@@ -49,13 +49,3 @@ def test_a_token_without_its_own_logprob_is_refused(flat: SimpleNamespace | None
 
     with pytest.raises(RuntimeError, match=why):
         sampled_logprobs(completion(logprobs=flat))  # type: ignore[arg-type]
-
-
-def test_seeds_depend_on_the_run_and_the_place_and_nothing_else() -> None:
-    from megatron_async_rl.rollout.continuation import sample_seed
-
-    places = [(run, group, sample) for run in (0, 1) for group in (-1, 0, 1, 11) for sample in (0, 1, 11)]
-    seeds = [sample_seed(*place) for place in places]
-    assert seeds == [sample_seed(*place) for place in places]
-    assert len(set(seeds)) == len(places)
-    assert all(0 <= seed < 2**63 for seed in seeds)

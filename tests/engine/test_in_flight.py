@@ -1,0 +1,224 @@
+"""What an update does to the responses that run through it, and engines that sleep, fall silent, die and come back.
+
+Two real engines: one keeps the key-value cache through an update, the other recomputes it, over two workers. The tests share
+them and run in order; every one that loads weights takes the next version.
+"""
+
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from megatron_async_rl.observe.remote import remote_cause
+from megatron_async_rl.rollout.actor import kill_engine, start_engine
+from megatron_async_rl.samples import Sample
+from megatron_async_rl.weights.engine_client import RayEngine
+from tests.engine.asking import outcomes, report, submit
+from tests.engine.reference import save_checkpoint
+from tests.engine.running import TOLERANCE, Engines, buckets, prompt_of, running
+from tests.parallel.torchrun import run_ranks
+
+pytestmark = pytest.mark.engine
+
+KEEP, RECOMPUTE = 0, 1
+BOTH = pytest.mark.parametrize("engine", [KEEP, RECOMPUTE], ids=["keep", "recompute, two workers"])
+TEMPERATURE = 1.0
+MAX_TOKENS = 600
+UPDATES = 3
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    root = tmp_path_factory.mktemp("in_flight")
+    sampling = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
+    settings = [{"sampling": sampling}, {"sampling": sampling, "in_flight": "recompute", "tensor": 2}]
+    checkpoints = [save_checkpoint(root / f"model-{seed}", seed=seed, kv_heads=2) for seed in range(UPDATES + 1)]
+    with running(lambda: Engines(root, settings, checkpoints)) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def through_updates(engines: Engines) -> dict[int, list[Sample]]:
+    """Responses of each engine that were sampled by four different weights."""
+    asked = engines.asked([prompt_of(20, seed) for seed in range(6)], 2)
+    for handle in engines.handles:
+        submit(handle, asked)
+    for checkpoint in range(1, UPDATES + 1):
+        time.sleep(0.3)
+        engines.publish(checkpoint)
+    found = {}
+    for engine, handle in enumerate(engines.handles):
+        samples = [sample for sample in outcomes(handle, [r.id for r in asked]) if isinstance(sample, Sample)]
+        found[engine] = [s for s in samples if len(set(s.versions.tolist())) == UPDATES + 1]
+        assert len(found[engine]) >= 2, [s.versions.tolist() for s in samples]
+    return found
+
+
+def spans(sample: Sample) -> list[tuple[int, int, int]]:
+    """(version, first token, end) of each run of tokens that one version sampled."""
+    edges = [0, *(np.flatnonzero(np.diff(sample.versions)) + 1).tolist(), sample.length]
+    return [(int(sample.versions[start]), start, end) for start, end in pairwise(edges)]
+
+
+def apart(sample: Sample, start: int, end: int, reference: torch.Tensor) -> float:
+    return float((torch.from_numpy(sample.behavior_logprobs[start:end].copy()) - reference).abs().max())
+
+
+def alone(engines: Engines, sample: Sample, version: int, start: int, end: int) -> torch.Tensor:
+    """Log-probs of tokens start to end under one version, which has read the prompt and the response so far itself."""
+    ids = sample.response_ids.tolist()
+    return engines.reference(version).logprobs(sample.prompt.token_ids, ids[:end], TEMPERATURE)[start:]
+
+
+def test_recomputed_every_token_has_the_logprob_of_the_weights_that_sampled_it(
+    engines: Engines, through_updates: dict[int, list[Sample]]
+) -> None:
+    for sample in through_updates[RECOMPUTE]:
+        for version, start, end in spans(sample):
+            assert apart(sample, start, end, alone(engines, sample, version, start, end)) < TOLERANCE
+            if version:
+                assert apart(sample, start, end, alone(engines, sample, version - 1, start, end)) > 0.1
+
+
+def test_recomputed_they_are_the_trainers_too(engines: Engines, through_updates: dict[int, list[Sample]], tmp_path: Path) -> None:
+    samples = through_updates[RECOMPUTE][:2]
+    (tmp_path / "samples").write_bytes(pickle.dumps(samples))
+    arguments = [tmp_path / "samples", str(TEMPERATURE), tmp_path / "logprobs", *engines.checkpoints]
+    run_ranks(1, "tests.engine.trainer_program", arguments)
+    found = pickle.loads((tmp_path / "logprobs").read_bytes())
+    for row, sample in enumerate(samples):
+        for version, start, end in spans(sample):
+            under = torch.from_numpy(found[str(engines.checkpoints[engines.of_version[version]])][row])
+            assert apart(sample, start, end, under[start:end]) < TOLERANCE
+
+
+def test_kept_every_token_has_the_logprob_of_its_weights_over_the_cache_of_the_weights_before(
+    engines: Engines, through_updates: dict[int, list[Sample]]
+) -> None:
+    from transformers import DynamicCache
+
+    for sample in through_updates[KEEP]:
+        ids, cache = sample.response_ids.tolist(), DynamicCache()
+        for version, start, end in spans(sample):
+            # The step that samples a token reads the one before it: that one's keys and values are of the same weights.
+            inputs = [*sample.prompt.token_ids, *ids][0 if start == 0 else len(sample.prompt.token_ids) + start - 1 :]
+            inputs = inputs[: len(inputs) - (sample.length - end) - 1]
+            over = engines.reference(version).logprobs_over(cache, inputs, ids[start:end], TEMPERATURE)
+            assert apart(sample, start, end, over) < TOLERANCE
+            by_itself = apart(sample, start, end, alone(engines, sample, version, start, end))
+            assert by_itself < TOLERANCE if start == 0 else by_itself > TOLERANCE
+
+
+@BOTH
+def test_a_pause_changes_no_draw(engines: Engines, engine: int) -> None:
+    """Recomputed, a response is read again from its beginning; its seed's generator must stand where it stood."""
+    asked = engines.asked([prompt_of(30)], 4, index=900)
+    client, answers = engines.clients[engine], []
+    for pauses in (0, 3):
+        submit(engines.handles[engine], asked)
+        for _ in range(pauses):
+            time.sleep(0.1)
+            client.pause().result(timeout=30)
+            client.resume().result(timeout=30)
+        came = outcomes(engines.handles[engine], [request.id for request in asked])
+        answers.append([s.response_ids.tolist() for s in came if isinstance(s, Sample)])
+    assert answers[0] == answers[1]
+    assert max(len(response) for response in answers[0]) > 100
+
+
+@BOTH
+def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_then_goes_on(
+    engines: Engines, engine: int
+) -> None:
+    handle, client = engines.handles[engine], engines.clients[engine]
+    asked = engines.asked([prompt_of(10, seed) for seed in range(4)], 1)
+    submit(handle, asked)
+    client.sleep().result(timeout=30)
+    asleep, later = report(handle, 0.3), report(handle, 0.3)
+    assert later.state == "asleep"
+    assert (later.running, later.finished) == (asleep.running, ())
+    assert later.busy_s == asleep.busy_s
+    assert later.silent_s < 5
+    version = engines.version + 1
+    for call, refusal in (
+        (client.pause, "was to pause, and is asleep"),
+        (client.resume, "was to resume, and is asleep"),
+        (client.sleep, "was to sleep, and is asleep"),
+        (lambda: client.wake(("cache",)), "cannot wake cache"),
+    ):
+        refused(call, refusal)
+    engines.publisher.stage(version, buckets(engines.checkpoints[0]))
+    (ref,) = engines.publisher._staged.buckets
+    refused(lambda: client.load_bucket(ref, version, True, True), "its weights are asleep: wake them first")
+    client.wake(("weights",)).result(timeout=30)
+    refused(lambda: client.wake(("weights",)), "was to wake, and weights is awake")
+    client.load_bucket(ref, version, True, True).result(timeout=30)
+    assert report(handle, 0.1).state == "asleep"
+    client.wake(None).result(timeout=30)
+    refused(lambda: client.load_bucket(ref, version + 1, True, True), "is running: pause it first")
+    refused(lambda: client.wake(None), "was to wake, and it is awake")
+    engines.of_version[version] = 0
+    if engine == RECOMPUTE:
+        engines.version = version
+    for sample in outcomes(handle, [request.id for request in asked if request.id not in {s.id for s in asleep.finished}]):
+        assert isinstance(sample, Sample)
+        assert sample.versions[-1] == version
+
+
+def refused(call: Any, why: str) -> None:
+    with pytest.raises(Exception, match=why):
+        call().result(timeout=30)
+
+
+def test_a_dead_engine_says_so_and_one_in_its_place_is_fed_with_what_is_staged(engines: Engines) -> None:
+    import ray
+
+    handle, spec = engines.handles[KEEP], engines.specs[KEEP]
+    asked = engines.asked([prompt_of(8)], 2)
+    submit(handle, asked)
+    core_of(engines, KEEP).kill()
+    with pytest.raises(ray.exceptions.RayTaskError) as failure:
+        outcomes(handle, [request.id for request in asked])
+    assert f"the vLLM process of engine-0 died while it worked on 2 responses; see {spec.log}" in str(remote_cause(failure.value))
+    kill_engine(handle)
+    engines.handles[KEEP] = start_engine(spec)
+    assert "EngineDeadError" in spec.log.with_name("engine-0.log.1").read_text()
+    assert "EngineDeadError" not in spec.log.read_text()
+    engines.version += 1
+    engines.of_version[engines.version] = 2
+    engines.publisher.stage(engines.version, buckets(engines.checkpoints[2]))
+    engines.publisher.bring_up(RayEngine(spec.name, engines.handles[KEEP]))
+    for (sample,) in engines.groups(KEEP, [prompt_of(8, seed) for seed in range(2)], 1):
+        assert set(sample.versions.tolist()) == {engines.version}
+        assert engines.difference(KEEP, sample, engines.version) < TOLERANCE
+
+
+def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_kill(engines: Engines) -> None:
+    core = core_of(engines, RECOMPUTE)
+    actor = core.parent()
+    assert actor is not None
+    processes = [actor, *actor.children(recursive=True)]
+    assert sum("Worker_TP" in process.name() for process in processes) == 2
+    assert report(engines.handles[RECOMPUTE], 0.1).silent_s < 2
+    core.send_signal(signal.SIGSTOP)
+    time.sleep(2.5)
+    assert report(engines.handles[RECOMPUTE], 0.1).silent_s > 2
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    kill_engine(engines.handles[RECOMPUTE])
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
+
+
+def core_of(engines: Engines, engine: int) -> psutil.Process:
+    """vLLM's own process, which names itself in each line of the log."""
+    log = engines.specs[engine].log.read_text()
+    return next(p for p in psutil.process_iter() if p.name() == "VLLM::EngineCore" and f"pid={p.pid})" in log)
