@@ -112,7 +112,7 @@ class Controller:
     async def next_batch(self, version: int, timeout_s: float) -> TrainBatch:
         """The batch that trains `version`, the trainer's; the engines may still hold an older one.
 
-        Raises what ended the flow as soon as it happened, BatchTimeout after `timeout_s` seconds in which no response came,
+        Raises what ended the flow as soon as it happened, BatchTimeout after `timeout_s` seconds in which no response grew,
         naming the groups that are late and their engines, and StalenessViolated should a sample break the law.
         """
         waited_from = time.monotonic()
@@ -141,7 +141,7 @@ class Controller:
         more = [f"and {len(running) - LATE_SHOWN} more"] if len(running) > LATE_SHOWN else []
         held = self._scheduler.version
         return (
-            f"no response for the batch of version {version} came for {timeout_s:g} s; {len(running)} groups are running, the "
+            f"no response grew for the batch of version {version} in {timeout_s:g} s; {len(running)} groups are running, the "
             f"engines hold version {held}\n  " + "\n  ".join(shown + more)
         )
 

@@ -84,7 +84,7 @@ class Fleet:
         self._background: set[asyncio.Task[None]] = set()
         self._stopped = False
         self.moved_at = time.monotonic()
-        """When an engine last answered a request."""
+        """When an engine last answered a request, or a response grew."""
 
     # Requests
 
@@ -244,8 +244,9 @@ class Fleet:
     def _take(self, slot: Slot, report: EngineReport) -> str:
         """Hands on what the engine says; returns why it cannot be trusted, where it answers what it was not asked."""
         slot.report = report
-        if report.finished or report.cut:
+        if report.finished or report.cut or report.sampling:
             self.moved_at = time.monotonic()
+        if report.finished or report.cut:
             watch.progress("responses", len(report.finished) + len(report.cut))
         for sample in report.finished:
             request = slot.held.get(sample.id)

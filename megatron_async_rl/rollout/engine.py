@@ -59,6 +59,7 @@ class RolloutEngine:
         self._version = spec.first_version
         self._llm: AsyncLLM | None = None
         self._responses: Responses | None = None
+        self._sampled = 0
         self._pulse = Pulse(lambda: self._vllm().get_weight_version(), lambda: self._vllm().errored)
         self._watch: asyncio.Task[None] | None = None
 
@@ -83,6 +84,7 @@ class RolloutEngine:
         """As soon as a response was finished or cut, and after `timeout_s` at the latest. Raises what ended the engine."""
         responses = self._started()
         finished, cut = await responses.outbox.take(timeout_s)
+        before, self._sampled = self._sampled, 0 if finished or cut else responses.sampled
         return EngineReport(
             finished=finished,
             cut=cut,
@@ -92,6 +94,7 @@ class RolloutEngine:
             tokens=responses.tokens,
             busy_s=self._busy.seconds,
             silent_s=self._pulse.silent_s,
+            sampling=self._sampled > before,
         )
 
     async def pause(self) -> None:

@@ -80,6 +80,11 @@ class Responses:
         """Seconds since the longest-running response was taken; 0 when there is none."""
         return max((time.time() - entry.started_at for entry in self._running.copy().values()), default=0.0)
 
+    @property
+    def sampled(self) -> int:
+        """Tokens that vLLM has handed over so far of the responses it works on."""
+        return sum(state.detokenizer.num_output_tokens() for state in self._llm.output_processor.request_states.values())
+
     async def submit(self, requests: Sequence[Request]) -> None:
         """Raises ValueError, before any is taken, for a request that is running or whose prefix leaves nothing to sample."""
         ids = [request.id for request in requests]

@@ -78,3 +78,5 @@ class EngineReport:
     """Seconds in which at least one request was running and sampling was not paused."""
     silent_s: float
     """Seconds since vLLM's own process last answered."""
+    sampling: bool = False
+    """Whether a response has grown since the last report; looked at where nothing finished and nothing was cut."""

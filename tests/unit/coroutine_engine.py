@@ -35,6 +35,7 @@ class CoroutineEngine:
         self.refuses: Exception | None = None
         self.wedged = False
         self.silent_s = 0.0
+        self.sampling = False
         self._running: dict[str, asyncio.Task[None]] = {}
         self._start: dict[str, int] = {}
         self._outcomes: list[Sample | Cut] = []
@@ -82,6 +83,7 @@ class CoroutineEngine:
             tokens=0,
             busy_s=0.0,
             silent_s=self.silent_s,
+            sampling=self.sampling,
         )
 
     def fail(self, error: Exception) -> None:

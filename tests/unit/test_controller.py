@@ -161,10 +161,23 @@ def test_a_batch_is_late_only_when_no_response_comes_and_then_it_says_which_grou
         with pytest.raises(BatchTimeout) as caught:
             await controller.next_batch(0, 0.1)
         message = str(caught.value)
-        assert "no response for the batch of version 0 came for 0.1 s; 1 groups are running" in message
+        assert "no response grew for the batch of version 0 in 0.1 s; 1 groups are running" in message
         assert f"group 1 (prompt {expected_prompts(2)[1]}): 0.1 s, on engine 1" in message
         assert "group 0" not in message
         await moving.stop()
+        await controller.stop()
+
+    run(body)
+
+
+def test_a_response_longer_than_the_deadline_is_waited_for_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        monkeypatch.setattr("megatron_async_rl.flow.fleet.REPORT_S", 0.05)
+        engine = CoroutineEngine(lambda request: 0.5)
+        engine.sampling = True
+        controller = Controller(source(), [engine], flow(1, 0.0))
+        controller.start(0)
+        assert len((await controller.next_batch(0, 0.2)).groups) == 1
         await controller.stop()
 
     run(body)

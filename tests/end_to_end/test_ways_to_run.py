@@ -1,0 +1,94 @@
+"""Colocated with an exact lag, a window with over-sampling, and replay: real runs of one loop, apart by settings alone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async_rl.observe.timeline import read_timeline
+from tests.end_to_end.conftest import Workplace
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
+
+STEPS, LAG = 8, 2
+ONE_RANK = {"parallel": {"ranks": 1, "tensor": 1}, "optimizer": {"lr": 1e-3}}
+WAYS: dict[str, dict[str, Any]] = {
+    "exact": {
+        "flow": {"async_ratio": LAG, "selection": {"name": "exact_lag", "lag": LAG}},
+        "rollout": {"placement": "colocated", "reward": {"name": "flaky_reward:varied"}, "sampling": {"max_tokens": 24}},
+    },
+    "window": {
+        "flow": {"async_ratio": 2, "selection": "windowed", "extra_responses": 3, "requeue_cut": True, "late": "drop"},
+        "rollout": {"in_flight": "recompute", "reward": {"name": "flaky_reward:varied"}, "sampling": {"max_tokens": 48}},
+    },
+    "replay": {
+        "flow": {"async_ratio": 1, "selection": {"name": "replay", "recent": 0.3}},
+        "rollout": {"reward": {"name": "flaky_reward:varied"}},
+        "objective": {"loss": "trajectory_balance", "advantage": "none", "reference": {}},
+        "data": {"train": "four.jsonl"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def rows(workplace: Workplace) -> dict[str, list[dict[str, Any]]]:
+    """All at once: most of their time is imports."""
+    lines = (workplace.folder / "train.jsonl").read_text().splitlines(keepends=True)[:4]
+    (workplace.folder / "four.jsonl").write_text("".join(lines))
+    running = {}
+    for name, settings in WAYS.items():
+        config = workplace.config(
+            name, run={"dir": f"runs/{name}", "steps": STEPS}, policy=ONE_RANK, checkpoint={"every": 0}, **settings
+        )
+        running[name] = workplace.start("train", str(config))
+        time.sleep(2.0)
+    said = {name: process.communicate(timeout=300)[0] for name, process in running.items()}
+    for name, process in running.items():
+        assert process.returncode == 0, said[name]
+    return {name: workplace.metrics(name) for name in WAYS}
+
+
+def lags(row: dict[str, Any]) -> list[int]:
+    return np.flatnonzero(row["lag/histogram"]).tolist()
+
+
+def test_every_token_of_an_exact_lag_is_exactly_so_old(rows: dict[str, list[dict[str, Any]]]) -> None:
+    """What the first weights made waits 0, 1, 2, ... updates, as nothing older exists."""
+    assert [lags(row) for row in rows["exact"]] == [[min(step, LAG)] for step in range(STEPS)]
+    assert all(row["response/mixed_versions"] == 0 for row in rows["exact"])
+
+
+def test_colocated_engines_do_not_sample_while_the_policy_trains(
+    workplace: Workplace, rows: dict[str, list[dict[str, Any]]]
+) -> None:
+    spans = read_timeline(workplace.folder / "runs" / "exact")
+    training = [span for span in spans["rank 0"] if span.state == "training"]
+    busy = [span for span in spans["engine-0"] if span.state == "busy"]
+    assert len(training) == STEPS
+    assert sum(span.seconds for span in busy) > 0
+    overlap = sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in training for b in busy)
+    assert overlap < 0.01
+    assert any(span.state == "asleep" for span in spans["engine-0"])
+    assert all(row["ratio/logp_diff_lag0_max"] < 1e-5 for row in rows["exact"])
+
+
+def test_a_window_with_over_sampling_balances_its_counts_within_the_bound(rows: dict[str, list[dict[str, Any]]]) -> None:
+    last = rows["window"][-1]
+    assert last["flow/cut"] > 0
+    assert last["flow/requeued"] > 0
+    assert last["flow/consumed"] == 4 * STEPS
+    assert last["flow/admitted"] >= last["flow/consumed"] + last["flow/dropped_late"] + last["flow/buffer"]
+    assert max(row["lag/start_max"] for row in rows["window"]) <= 2
+
+
+def test_a_continued_response_keeps_the_versions_of_its_beginning(rows: dict[str, list[dict[str, Any]]]) -> None:
+    assert any(row["response/mixed_versions"] > 0 for row in rows["window"])
+
+
+def test_replay_trains_on_stored_responses_of_any_age(rows: dict[str, list[dict[str, Any]]]) -> None:
+    assert rows["replay"][-1]["flow/replayed"] > 0
+    assert max(row["lag/start_max"] for row in rows["replay"]) > 1, "older than the law lets anything enter the store"
+    assert all(row["flow/consumed"] == 4 * row["step"] for row in rows["replay"])
