@@ -35,7 +35,7 @@ taken; what a replay store gives out again later has whatever age it has.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 
@@ -64,9 +64,14 @@ def deadline(version: int, async_ratio: float, fresh_steps: int = 0) -> int:
     return version + (max_lag(async_ratio) if version >= fresh_steps else 0)
 
 
-def holds(deadlines: Iterable[int], step: int, prompts_per_step: int) -> bool:
-    """Whether groups with these deadlines can all be consumed in time, B per step, from `step` on."""
-    return all(due >= step and place < (due - step + 1) * prompts_per_step for place, due in enumerate(sorted(deadlines)))
+def holds(due: Mapping[int, int], step: int, prompts_per_step: int) -> bool:
+    """Whether groups can all be consumed in time, B per step, from `step` on. `due`: how many have which deadline."""
+    by_then = 0
+    for last in sorted(last for last, count in due.items() if count):
+        by_then += due[last]
+        if last < step or by_then > (last - step + 1) * prompts_per_step:
+            return False
+    return True
 
 
 def check_lags(groups: Sequence[Group], version: int, flow: FlowConfig, first: int, fresh_steps: int = 0) -> None:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag, Replay, Windowed
+from megatron_async_rl.flow.admitted import Admitted
 from megatron_async_rl.flow.law import admitted_limit, check_lags, deadline, holds
 from megatron_async_rl.flow.replay import ReplayStore
 from megatron_async_rl.flow.selection import oldest_first, windowed
-from megatron_async_rl.samples.requests import Cut, Prefix, Request
+from megatron_async_rl.samples.requests import Cut, Request
 from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
 
 log = logging.getLogger(__name__)
@@ -33,25 +33,6 @@ for ever. Counted by what is kept, not consumed: far ahead of the trainer, many 
 
 Place = tuple[int, Prompt]
 """A group's number and its prompt."""
-
-
-@dataclass(eq=False)
-class _Entry:
-    """One admitted group."""
-
-    index: int
-    prompt: Prompt
-    version: int
-    """That the engines held when it was admitted; with `follows`, when its cut responses' own group was."""
-    deadline: int
-    follows: bool
-    """It continues responses that were cut from another group of the prompt."""
-    open: set[str]
-    """Requests neither answered nor cut."""
-    samples: list[Sample] = field(default_factory=list)
-    prefixes: list[Prefix] = field(default_factory=list)
-    finished: int | None = None
-    dropped: bool = False
 
 
 class Scheduler:
@@ -66,9 +47,11 @@ class Scheduler:
         self._version: int | None = None
         self._next_index = 0
         self._pending: deque[Place] = deque()
-        self._waiting: dict[int, _Entry] = {}
-        self._answering: dict[int, _Entry] = {}
-        self._returned: deque[_Entry] = deque()
+        self._waiting: dict[int, Admitted] = {}
+        self._answering: dict[int, Admitted] = {}
+        self._returned: deque[Admitted] = deque()
+        self._due: Counter[int] = Counter()
+        self._missing = 0
         self._order = self._kept = self._filtered = self._open = self._ready = 0
         self._dropped: list[Sample] = []
         self._replay = ReplayStore(flow.selection, seed) if isinstance(flow.selection, Replay) else None
@@ -113,18 +96,19 @@ class Scheduler:
         assert self._version is not None
         returned = self._next_returned()
         if returned is not None:
-            entry = _Entry(self._number(), returned.prompt, returned.version, returned.deadline, follows=True, open=set())
+            entry = Admitted(self._number(), returned.prompt, returned.version, returned.deadline, follows=True, open=set())
             prefixes = returned.prefixes
         else:
             index, prompt = self._pending.popleft() if self._pending else (self._number(), source())
             due = deadline(self._version, self._flow.async_ratio, self._fresh_steps)
-            entry = _Entry(index, prompt, self._version, due, follows=False, open=set())
+            entry = Admitted(index, prompt, self._version, due, follows=False, open=set())
             prefixes = []
         asked = self._flow.group_size + self._flow.extra_responses
         continued = [*prefixes, *[None] * asked][:asked]
         requests = [Request(group=entry.index, k=k, prompt=entry.prompt, prefix=p) for k, p in enumerate(continued)]
         entry.open.update(request.id for request in requests)
         self._waiting[entry.index] = self._answering[entry.index] = entry
+        self._due[entry.deadline] += 1
         self._open += asked
         self._counts.update(admitted=1, asked=asked, requeued=len(prefixes))
         return requests
@@ -133,12 +117,12 @@ class Scheduler:
         self._next_index += 1
         return self._next_index - 1
 
-    def _next_returned(self) -> _Entry | None:
+    def _next_returned(self) -> Admitted | None:
         """The oldest group with cut responses that the law still has a place for; those before it are given up."""
         while self._returned:
             returned = self._returned.popleft()
-            due = [entry.deadline for entry in self._waiting.values()]
-            if holds([*due, returned.deadline], self.next_step, self._flow.prompts_per_step):
+            due = self._due + Counter([returned.deadline])
+            if holds(due, self.next_step, self._flow.prompts_per_step):
                 return returned
             self._counts["given_up"] += len(returned.prefixes)
         return None
@@ -170,7 +154,7 @@ class Scheduler:
             entry.prefixes.append(cut.prefix)
         self._close(entry)
 
-    def _take_open(self, request: str, group: int) -> _Entry:
+    def _take_open(self, request: str, group: int) -> Admitted:
         entry = self._answering.get(group)
         if entry is None or request not in entry.open:
             raise RuntimeError(f"response {request} of group {group} came twice, or without being asked for")
@@ -178,10 +162,11 @@ class Scheduler:
         self._open -= 1
         return entry
 
-    def _finish(self, entry: _Entry) -> None:
+    def _finish(self, entry: Admitted) -> None:
         entry.finished = self._order
         self._order += 1
         self._ready += 1
+        self._missing -= 1
         rewards = {sample.reward for sample in entry.samples if sample.valid}
         if self._flow.filter_equal_groups and len(rewards) <= 1:
             if self._filtered < FILTER_PATIENCE * self._flow.prompts_per_step:
@@ -193,17 +178,22 @@ class Scheduler:
         if self._kept % self._flow.prompts_per_step == 0:
             self._filtered = 0
 
-    def _close(self, entry: _Entry) -> None:
+    def _close(self, entry: Admitted) -> None:
         if entry.open:
             return
         del self._answering[entry.index]
         if self._flow.requeue_cut and entry.prefixes and not entry.dropped:
             self._returned.append(entry)
 
-    def _drop(self, entry: _Entry, reason: str) -> None:
-        self._ready -= entry.finished is not None
-        entry.dropped = True
+    def _leaves(self, entry: Admitted) -> None:
         del self._waiting[entry.index]
+        self._due[entry.deadline] -= 1
+
+    def _drop(self, entry: Admitted, reason: str) -> None:
+        self._ready -= entry.finished is not None
+        self._missing -= 1
+        entry.dropped = True
+        self._leaves(entry)
         self._counts[reason] += 1
         self._dropped += entry.samples
 
@@ -223,17 +213,21 @@ class Scheduler:
             raise ValueError(f"asked for the batch that trains version {version}; the next is that of {self.next_step}")
         if self._steps is not None and version >= self._steps:
             raise ValueError(f"the run's {self._steps} steps are consumed: there is no batch for version {version}")
-        if self._ready < self._flow.prompts_per_step or self._must_stand_still(version):
+        count = self._flow.prompts_per_step
+        if self._ready < count or self._missing > 0 or self._must_stand_still(version):
             return None
         taken = self._select(self._waiting.values(), version)
-        if taken is None and self._flow.late == "drop":
+        self._missing = count - len(taken)
+        if self._missing and self._flow.late == "drop":
             late = [entry for entry in self._waiting.values() if entry.finished is None and entry.deadline <= version]
             others = [entry for entry in self._waiting.values() if entry.finished is not None or entry.deadline > version]
             taken = self._select(others, version)
-            for entry in late if taken is not None else ():
+            self._missing = min(self._missing, count - len(taken))
+            for entry in late if len(taken) == count else ():
                 self._drop(entry, "dropped_late")
-        if taken is None:
+        if len(taken) < count:
             return None
+        self._missing = 0
         return self._consume(sorted(taken, key=lambda entry: entry.index), version)
 
     def _must_stand_still(self, version: int) -> bool:
@@ -241,7 +235,7 @@ class Scheduler:
         exact = isinstance(self._flow.selection, ExactLag)
         return exact and (self._version != version or self.room() or self._open > 0)
 
-    def _select(self, waiting: Iterable[_Entry], version: int) -> list[_Entry] | None:
+    def _select(self, waiting: Iterable[Admitted], version: int) -> list[Admitted]:
         """The most urgent come first: that is the order of admission, but for groups that continue cut responses."""
         selection, count = self._flow.selection, self._flow.prompts_per_step
         if self._flow.requeue_cut:
@@ -250,7 +244,7 @@ class Scheduler:
             return windowed(list(waiting), count, version, selection.window)
         return oldest_first(waiting, count)
 
-    def _consume(self, taken: Sequence[_Entry], version: int) -> TrainBatch:
+    def _consume(self, taken: Sequence[Admitted], version: int) -> TrainBatch:
         groups = tuple(
             Group(
                 index=entry.index,
@@ -262,7 +256,7 @@ class Scheduler:
         )
         check_lags(groups, version, self._flow, first=self._base, fresh_steps=self._fresh_steps)
         for entry in taken:
-            del self._waiting[entry.index]
+            self._leaves(entry)
         self._counts["consumed"] += len(taken)
         self._ready -= len(taken)
         if self._replay is not None:

@@ -1,6 +1,8 @@
-"""Which of the groups that wait train at a step. Pure functions; each answers None while the step has to wait.
+"""Which of the groups that wait train at a step. Pure functions; each answers fewer than `count` while the step has to wait.
 
-Invariant: what is left after a batch is taken can still train in time (`law.holds` at the next step), given that it could before.
+Invariants:
+- what is left after a batch is taken can still train in time (`law.holds` at the next step), given that it could before;
+- an answer with k too few stays too short until k groups more have finished or been dropped: nobody needs to ask before.
 """
 
 from __future__ import annotations
@@ -28,17 +30,16 @@ class Waiting(Protocol):
 G = TypeVar("G", bound=Waiting)
 
 
-def oldest_first(groups: Iterable[G], count: int) -> list[G] | None:
-    """The first `count` of `groups`, which come most urgent first, once all of them have finished."""
-    taken = list(islice(groups, count))
-    return taken if len(taken) == count and all(group.finished is not None for group in taken) else None
+def oldest_first(groups: Iterable[G], count: int) -> list[G]:
+    """Those of the first `count` of `groups`, which come most urgent first, that have finished."""
+    return [group for group in islice(groups, count) if group.finished is not None]
 
 
-def windowed(groups: Sequence[G], count: int, step: int, window: float) -> list[G] | None:
+def windowed(groups: Sequence[G], count: int, step: int, window: float) -> list[G]:
     """The `count` that finished first among the first ceil((1 + window) count), without making another late.
 
     `groups` come most urgent first. Of those due by c' at most (c' - step) count can train after this step: the others must be in
-    this batch. Once the first `count` groups have finished there always is an answer, as they alone would be one.
+    this batch. Once the first `count` groups have finished there always is a whole batch, as they alone would be one.
     """
     due = Counter(group.deadline for group in groups)
     owed: dict[int, int] = {}
@@ -56,4 +57,4 @@ def windowed(groups: Sequence[G], count: int, step: int, window: float) -> list[
             taken.append(group)
             for last in owed:
                 owed[last] -= last >= group.deadline
-    return taken if len(taken) == count else None
+    return taken

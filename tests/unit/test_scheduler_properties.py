@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import numpy as np
 from hypothesis import given, settings
@@ -300,7 +301,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def every_group_that_waits_can_still_train_in_time(self) -> None:
-        due = [entry.deadline for entry in self.scheduler._waiting.values()]
+        due = Counter(entry.deadline for entry in self.scheduler._waiting.values())
         assert holds(due, self.newest, self.flow.prompts_per_step)
 
     @invariant()
