@@ -50,6 +50,12 @@ def _long_tail(config: Config) -> Iterator[str]:
         yield "flow.requeue_cut continues the responses that flow.extra_responses cuts, and there are none; set extra_responses"
     if flow.filter_equal_groups and flow.group_size == 1:
         yield "flow.filter_equal_groups compares the rewards of a group, and there is only one; set flow.group_size to at least 2"
+    full = math.ceil(flow.async_ratio) == flow.async_ratio and flow.late == "wait" and not flow.filter_equal_groups
+    if flow.requeue_cut and full:
+        yield (
+            f"flow.requeue_cut would be without effect: with a whole flow.async_ratio, {flow.async_ratio:g}, new prompts take "
+            f"every place that the law has; set async_ratio to a fraction, such as {flow.async_ratio + 0.5:g}"
+        )
     if config.supervised and (flow.extra_responses or flow.late == "drop" or flow.selection.name != "oldest_first"):
         yield "objective.loss: sft trains on given responses in their order: remove flow.selection, late and extra_responses"
     if flow.late == "drop" and math.ceil(flow.async_ratio) == 0:

@@ -21,7 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "rollout": {"placement": "colocated", "reward": {"name": "flaky_reward:varied"}, "sampling": {"max_tokens": 24}},
     },
     "window": {
-        "flow": {"async_ratio": 2, "selection": "windowed", "extra_responses": 3, "requeue_cut": True, "late": "drop"},
+        "flow": {"async_ratio": 1.5, "selection": "windowed", "extra_responses": 3, "requeue_cut": True, "late": "drop"},
         "rollout": {"in_flight": "recompute", "reward": {"name": "flaky_reward:varied"}, "sampling": {"max_tokens": 48}},
     },
     "replay": {

@@ -157,6 +157,21 @@ def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_othe
         assert len(sample.text.split()) == sample.length - (sample.finish_reason == "stop")
 
 
+def test_reports_say_whether_responses_grow_while_none_has_finished(engines: Engines) -> None:
+    import ray
+
+    handle = engines.handles[LONG]
+    asked = engines.asked([prompt_of(5, seed) for seed in range(8)], 1)
+    submit(handle, asked)
+    left, grew = {request.id for request in asked}, []
+    while left:
+        report = ray.get(handle.report.remote(0.05), timeout=60)
+        left -= {sample.id for sample in report.finished}
+        grew.append(report.sampling)
+    assert any(grew)
+    assert not ray.get(handle.report.remote(0.05), timeout=60).sampling
+
+
 def test_a_request_cut_before_its_first_token_keeps_its_prefix_and_nothing_else(engines: Engines) -> None:
     handle, client = engines.handles[LONG], engines.clients[LONG]
     fresh, continued = engines.asked([prompt_of(7)], 2)

@@ -37,6 +37,7 @@ def build(flow: dict[str, Any] | None = None, rollout: dict[str, Any] | None = N
             "replay trains on samples of any age",
         ),
         ({"requeue_cut": True}, {}, "set extra_responses"),
+        ({"requeue_cut": True, "extra_responses": 1, "async_ratio": 2}, {}, "such as 2.5"),
         ({"late": "drop", "async_ratio": 0}, {}, "set async_ratio above 0"),
         ({"selection": "windowed", "group_size": 1, "async_ratio": 0}, SFT, "sft trains on given responses in their order"),
         ({"extra_responses": 1, "group_size": 1, "async_ratio": 0}, SFT, "sft trains on given responses in their order"),

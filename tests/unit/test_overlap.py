@@ -155,7 +155,7 @@ def test_the_planning_rule_names_its_quantities_and_their_product(tmp_path: Path
         (("flow.selection={name: windowed, window: 0.5}",), "while fewer than 6 older ones wait"),
         (("flow.late=drop",), "late       drop: when a group that has to train now is still running, it is dropped"),
         (
-            ("flow.extra_responses=2", "flow.requeue_cut=true"),
+            ("flow.extra_responses=2", "flow.requeue_cut=true", "flow.async_ratio=1.5"),
             "2 more responses are asked of each prompt; those cut are continued",
         ),
         (("flow.extra_responses=2",), "(32 responses)"),
