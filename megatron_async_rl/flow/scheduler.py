@@ -51,7 +51,7 @@ class Scheduler:
         self._answering: dict[int, Admitted] = {}
         self._returned: deque[Admitted] = deque()
         self._due: Counter[int] = Counter()
-        self._missing = 0
+        self._missing = self._limit = 0
         self._order = self._kept = self._filtered = self._open = self._ready = 0
         self._dropped: list[Sample] = []
         self._replay = ReplayStore(flow.selection, seed) if isinstance(flow.selection, Replay) else None
@@ -67,6 +67,7 @@ class Scheduler:
         if self._version is not None:
             raise RuntimeError(f"started already, at version {self._base}")
         self._version = self._base = version
+        self._limit = self._may_admit(version)
         self._next_index = next_index
         self._pending.extend(pending)
 
@@ -77,18 +78,22 @@ class Scheduler:
         if version < self._version:
             raise ValueError(f"weight versions only grow: at {self._version}, asked to advance to {version}")
         self._version = version
+        self._limit = self._may_admit(version)
 
     # Admission
 
-    def room(self) -> bool:
-        """Whether one more group may be admitted now."""
-        assert self._version is not None
-        since, per_step = self._version - self._base, self._flow.prompts_per_step
+    def _may_admit(self, version: int) -> int:
+        """Groups that may be admitted since `start`, dropped ones apart, while the engines hold `version`."""
+        since, per_step = version - self._base, self._flow.prompts_per_step
         limit = admitted_limit(since, per_step, self._flow.async_ratio, self._fresh_steps - self._base)
         if self._steps is not None:
             limit = min(limit, max(self._steps - self._base, 0) * per_step)
+        return limit
+
+    def room(self) -> bool:
+        """Whether one more group may be admitted now."""
         counts = self._counts
-        return counts["admitted"] - counts["dropped_equal"] - counts["dropped_late"] < limit
+        return counts["admitted"] - counts["dropped_equal"] - counts["dropped_late"] < self._limit
 
     def admit(self, source: Callable[[], Prompt]) -> list[Request]:
         """The requests of one more group: of cut responses that wait for a place, of a pending prompt, or of the source's next.

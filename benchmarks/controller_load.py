@@ -1,0 +1,184 @@
+"""The controller under load: engines that are timers, up to 10,000 prompts in flight, on one asyncio loop.
+
+Prints, at each number of prompts in flight: responses per second, of the wall and of the processor without what the timers take
+of it, the ratio of the latter to that with the fewest in flight, and processor time per response.
+Engines answer `--batch` responses a report after a random delay, as fast as the controller takes them in: what is measured is the
+controller. `--selection`, `--extra` and `--requeue` choose what the scheduler has to decide. `--profile` shows where time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import cProfile
+import heapq
+import json
+import pstats
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.samples.requests import Cut, EngineReport, Request
+from megatron_async_rl.samples.types import Prompt, Sample
+
+GROUP = 8
+
+
+class Timers:
+    """An engine whose responses end in random order, `batch` of them each time it is asked; it waits for nothing."""
+
+    def __init__(self, batch: int, seed: int) -> None:
+        self.version = 0
+        self.own_s = 0.0
+        """Processor time of the timers, which is not the controller's."""
+        self._batch = batch
+        self._chance = random.Random(seed)
+        self._due: list[tuple[float, str]] = []
+        self._requests: dict[str, Request] = {}
+        self._cut: list[Cut] = []
+        self._clock = 0.0
+        self._news = asyncio.Event()
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        began = time.process_time()
+        for request in requests:
+            self._requests[request.id] = request
+            heapq.heappush(self._due, (self._clock + self._chance.lognormvariate(0.0, 1.0), request.id))
+        self._news.set()
+        self.own_s += time.process_time() - began
+
+    async def cut(self, ids: Sequence[str]) -> None:
+        self._cut += [Cut(id=one, prefix=None) for one in ids if self._requests.pop(one, None) is not None]
+        self._news.set()
+
+    async def report(self, timeout_s: float) -> EngineReport:
+        if not self._requests and not self._cut:
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), timeout_s)
+        else:
+            await asyncio.sleep(0)
+        began = time.process_time()
+        finished: list[Sample] = []
+        while self._due and len(finished) < self._batch:
+            self._clock, one = heapq.heappop(self._due)
+            request = self._requests.pop(one, None)
+            if request is not None:
+                finished.append(self._sample(request))
+        cut, self._cut = tuple(self._cut), []
+        self.own_s += time.process_time() - began
+        return EngineReport(
+            finished=tuple(finished),
+            cut=cut,
+            state="running",
+            version=self.version,
+            running=len(self._requests),
+            tokens=0,
+            busy_s=0.0,
+            silent_s=0.0,
+        )
+
+    def _sample(self, request: Request) -> Sample:
+        return Sample(
+            id=request.id,
+            prompt=request.prompt,
+            response_ids=np.ones(1, dtype=np.int32),
+            behavior_logprobs=np.zeros(1, dtype=np.float32),
+            versions=np.full(1, self.version, dtype=np.int32),
+            loss_mask=np.ones(1, dtype=np.uint8),
+            text="",
+            finish_reason="stop",
+            reward=float(request.k % 2),
+        )
+
+
+class Prompts:
+    """Without end."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def next(self) -> Prompt:
+        self._count += 1
+        return Prompt(id=f"p{self._count}", text="", token_ids=(1,))
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Any) -> None:
+        return
+
+
+async def measure(in_flight: int, responses: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """`in_flight` prompts: at async_ratio 1 that is two batches."""
+    flow = FlowConfig(
+        prompts_per_step=in_flight // 2,
+        group_size=GROUP,
+        async_ratio=arguments.ratio,
+        selection=arguments.selection,
+        extra_responses=arguments.extra,
+        requeue_cut=arguments.requeue,
+    )
+    engines = [Timers(arguments.batch, seed) for seed in range(arguments.engines)]
+    capacity = -(-2 * in_flight * (GROUP + arguments.extra) // arguments.engines)
+    controller = Controller(Prompts(), list(engines), flow, capacity=capacity)
+    controller.start(0)
+    version = 0
+    wall = processor = own = 0.0
+    before = 0
+    while version < 2 or controller.stats()["samples"] < before + responses:
+        if version == 1:  # everything is in flight from now on
+            before = controller.stats()["samples"]
+            wall, processor, own = time.perf_counter(), time.process_time(), sum(engine.own_s for engine in engines)
+        await controller.next_batch(version, 60.0)
+        version += 1
+        for engine in engines:
+            engine.version = version
+        controller.advance(version)
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    count = controller.stats()["samples"] - before
+    own = sum(engine.own_s for engine in engines) - own
+    await controller.stop()
+    return {
+        "prompts_in_flight": in_flight,
+        "responses": count,
+        "responses_per_s": count / wall,
+        "responses_per_processor_s": count / (processor - own),
+        "processor_us_per_response": (processor - own) / count * 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1_000, 10_000])
+    parser.add_argument("--responses", type=int, default=160_000, help="at each number in flight, at least")
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1, help="responses in one report, at most")
+    parser.add_argument("--selection", default="oldest_first")
+    parser.add_argument("--ratio", type=float, default=1.0)
+    parser.add_argument("--extra", type=int, default=0)
+    parser.add_argument("--requeue", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    rows = []
+    for in_flight in arguments.in_flight:
+        profile = cProfile.Profile() if arguments.profile else None
+        if profile is not None:
+            profile.enable()
+        rows.append(asyncio.run(measure(in_flight, arguments.responses, arguments)))
+        if profile is not None:
+            profile.disable()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    for row in rows:
+        row["ratio_to_fewest"] = row["responses_per_processor_s"] / rows[0]["responses_per_processor_s"]
+    print(json.dumps({"settings": vars(arguments), "figures": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
