@@ -34,6 +34,7 @@ from megatron_async_rl.observe.progress import Progress, print_summary
 from megatron_async_rl.observe.report import write_report
 from megatron_async_rl.observe.status import Status, read_status, write_status
 from megatron_async_rl.observe.watchdog import Watchdog
+from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 POLL_S = 0.25
 KILL_GRACE_S = 10.0
@@ -194,13 +195,15 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def _kill_leftovers(run_id: str) -> None:
-    """Kills every process of the run. A stopped one would not see that it is asked to end."""
+    """Kills every process of the run, and gives back the memory that its weights took. A stopped process would not see that it
+    is asked to end."""
     for send in (psutil.Process.terminate, psutil.Process.kill):
         alive = of_run(run_id)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 (psutil.Process.kill if process.status() in STOPPED else send)(process)
         psutil.wait_procs(alive, timeout=KILL_GRACE_S)
+    remove_stale(SHARED_MEMORY)
 
 
 def _explain_failure(run_dir: Path, console: Console) -> None:

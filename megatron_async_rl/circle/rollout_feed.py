@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -56,6 +57,7 @@ class RolloutFeed:
         self._timeout_s = config.watchdog.timeout_s
         self._stop = config.run.dir / "stop"
         self._colocated = config.rollout.placement == "colocated"
+        self._ends = ExitStack()
         self._engines: list[Any] = []
         self._controller: Any = None
         self._keeper: EngineKeeper | None = None
@@ -79,6 +81,7 @@ class RolloutFeed:
             clients = [RayEngine(spec.name, engine) for spec, engine in zip(specs, self._engines, strict=True)]
             training, evaluating = clients[: config.rollout.engines], clients[config.rollout.engines :]
             self._publisher = Publisher(training, timeout_s=self._timeout_s, update=config.weights.update)
+            self._ends.callback(self._publisher.close)
             self._keeper = EngineKeeper(
                 self._controller,
                 self._publisher,
@@ -211,6 +214,7 @@ class RolloutFeed:
         if self._controller is not None:
             ray.kill(self._controller)
         stop_engines(self._engines, timeout_s=STOP_ENGINES_S)
+        self._ends.close()
         ray.shutdown()
 
     def _check(self) -> None:

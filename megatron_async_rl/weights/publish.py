@@ -30,7 +30,8 @@ from megatron_async_rl.weights.delivery import Delivery
 from megatron_async_rl.weights.delivery import WeightMismatch as WeightMismatch
 from megatron_async_rl.weights.engine_client import EngineClient
 from megatron_async_rl.weights.engine_client import RayEngine as RayEngine
-from megatron_async_rl.weights.shared_memory import NamedTensors, remove_stale
+from megatron_async_rl.weights.shared_memory import NamedTensors
+from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 from megatron_async_rl.weights.staging import StagedWeights
 
 Taken = TypeVar("Taken")
@@ -77,7 +78,7 @@ class Publisher:
         *,
         timeout_s: float,
         update: Literal["rolling", "together"] = "rolling",
-        directory: Path = Path("/dev/shm"),
+        directory: Path = SHARED_MEMORY,
     ) -> None:
         self._timeout_s = timeout_s
         self._update = update

@@ -6,7 +6,7 @@ Invariants:
 - both ends keep a file mapped: new pages of shared memory cost many times the copy itself, and kept ones nothing;
 - a file goes with its `BucketFile`; memory already mapped by a reader stays valid;
 - the writer holds an exclusive `flock` on the file while it lives, so a file nobody holds belongs to a dead
-  process, and `remove_stale` deletes exactly those. Process ids are not used: containers may share the directory.
+  process, and `stale_files.remove_stale` deletes exactly those. Process ids are not used: containers may share the directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-PREFIX = "mar-weights-"
+from megatron_async_rl.weights.stale_files import PREFIX
+
 ALIGNMENT = 64
 """Bytes. Every tensor starts on a cache line, so it can be viewed as any dtype."""
 
@@ -130,25 +131,6 @@ class BucketReader:
     def keep(self, paths: Collection[str]) -> None:
         """Lets go of every other file; its memory is freed with the last view of it."""
         self._mapped = {path: memory for path, memory in self._mapped.items() if path in paths}
-
-
-def remove_stale(directory: Path) -> list[Path]:
-    """Delete the bucket files of dead processes in `directory`; returns what was deleted. Live ones are left alone."""
-    removed = []
-    for path in sorted(directory.glob(f"{PREFIX}*")):
-        try:
-            descriptor = os.open(path, os.O_RDWR)
-        except (FileNotFoundError, PermissionError):  # gone meanwhile, or another user's
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path)
-        except BlockingIOError:
-            pass  # its writer lives
-        finally:
-            os.close(descriptor)
-    return removed
 
 
 def _view(memory: mmap.mmap, entry: TensorEntry) -> Tensor:

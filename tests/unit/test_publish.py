@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatron_async_rl.weights.publish import Publisher, PublishFailed, WeightMismatch
-from megatron_async_rl.weights.shared_memory import PREFIX, BucketRef
+from megatron_async_rl.weights.shared_memory import BucketRef
+from megatron_async_rl.weights.stale_files import PREFIX
 from tests.unit.stand_in_engines import Bucket, Diary, LoopEngine, buckets
 
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from megatron_async_rl.weights.shared_memory import (
-    PREFIX,
     BucketFile,
     BucketReader,
     BucketRef,
     manifest,
     manifest_size,
-    remove_stale,
 )
+from megatron_async_rl.weights.stale_files import PREFIX, remove_stale
 
 
 @dataclass
