@@ -31,8 +31,8 @@ from megatron_async_rl.weights.delivery import WeightMismatch as WeightMismatch
 from megatron_async_rl.weights.engine_client import EngineClient
 from megatron_async_rl.weights.engine_client import RayEngine as RayEngine
 from megatron_async_rl.weights.shared_memory import NamedTensors
-from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 from megatron_async_rl.weights.staging import StagedWeights
+from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 Taken = TypeVar("Taken")
 

@@ -167,7 +167,7 @@ def test_a_failing_reward_ends_the_run_when_the_config_says_so(workplace: Workpl
     assert len(said.splitlines()) < 12
 
 
-def test_the_only_engine_killed_without_a_restart_ends_the_run_with_its_name_and_nothing_left_running(workplace: Workplace) -> None:
+def test_a_killed_engine_that_is_not_restarted_ends_the_run_with_its_name_and_nothing_left_running(workplace: Workplace) -> None:
     config = workplace.config(
         "killed", run={"dir": "runs/killed", "steps": 100000}, checkpoint={"every": 0}, rollout={"restarts": 0}
     )
