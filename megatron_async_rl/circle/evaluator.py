@@ -45,10 +45,19 @@ class Evaluator:
         return bool(self._engines)
 
     def begin(self, version: int) -> None:
-        """`version` is staged and, where the training engines evaluate, delivered: then it blocks until the result is there."""
+        """`version` is staged and, where the training engines evaluate, delivered. Blocks until the result is there, or until the
+        evaluation engines hold the version: the next one may then be staged."""
         self._finish()
         if not self.separate:
             self._results.append(self._evaluate(version))
+            return
+        try:
+            for engine in self._engines:
+                if self._publisher.bring_up(engine) != version:
+                    raise RuntimeError(f"{engine.name} was to evaluate version {version}, and other weights are staged")
+                self._publisher.remove(engine.name)
+        except PublishFailed as error:
+            self._note_missed(version, error)
             return
         self._thread = threading.Thread(
             target=self._beside_training, args=(version,), name=f"evaluation of {version}", daemon=True
@@ -72,15 +81,16 @@ class Evaluator:
 
     def _beside_training(self, version: int) -> None:
         try:
-            for engine in self._engines:
-                if self._publisher.bring_up(engine) != version:
-                    raise RuntimeError(f"{engine.name} was to evaluate version {version}, and other weights are staged")
-                self._publisher.remove(engine.name)
-            self._results.append(self._evaluate(version))
-        except (EngineFailed, PublishFailed) as error:
-            note(self._config.run.dir, f"version {version} is not evaluated: {error}")
+            # A result first, then the list: `results` may have taken the list away meanwhile.
+            result = self._evaluate(version)
+            self._results.append(result)
+        except EngineFailed as error:
+            self._note_missed(version, error)
         except BaseException as error:  # noqa: BLE001 - raised in the loop's thread
             self._failure = error
+
+    def _note_missed(self, version: int, error: Exception) -> None:
+        note(self._config.run.dir, f"version {version} is not evaluated: {error}")
 
     def _evaluate(self, version: int) -> EvalResult:
         evaluation = self._config.eval
