@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,10 +30,9 @@ from megatron_async_rl.flow.actor import ControllerSpec, start_controller
 from megatron_async_rl.flow.evaluation import EvalResult
 from megatron_async_rl.flow.fleet_summary import EngineCounts, engine_metrics, flow_metrics
 from megatron_async_rl.flow.summary import MetricValue, summarise_dropped
-from megatron_async_rl.observe import watch
 from megatron_async_rl.observe.deadline import ray_get, waiting
-from megatron_async_rl.observe.processes import RUN_ID_VARIABLE
 from megatron_async_rl.rollout.actor import start_engines, stop_engines
+from megatron_async_rl.rollout.cluster import join_ray
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt, TrainBatch
 from megatron_async_rl.weights.export import Bucket
@@ -42,7 +40,6 @@ from megatron_async_rl.weights.publish import Publisher, PublishReport, RayEngin
 
 STOP_POLL_S = 0.5
 STOP_ENGINES_S = 15.0
-OBJECT_STORE_BYTES = 256 * 2**20
 LOOKAHEAD = 4
 """An engine is given max_concurrent / LOOKAHEAD requests more than it decodes at a time, so that none of its places is empty."""
 
@@ -254,28 +251,3 @@ def _prompts(config: Config) -> tuple[PromptSource, list[Prompt]]:
     train = read_prompts(config.data.train, tokenizer)
     held_out = read_prompts(config.data.eval, tokenizer) if config.eval is not None and config.data.eval is not None else []
     return PromptSource(train, seed=config.run.seed, shuffle=config.data.shuffle), held_out
-
-
-def join_ray(trainer_gpus: int) -> None:
-    """The cluster named by RAY_ADDRESS, or one of our own on this machine that ends with this process.
-
-    `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must not hand out.
-    """
-    if os.environ.get("RAY_ADDRESS"):
-        # Actors on a cluster that was there before inherit nothing: by these they are watched, and found at the end.
-        inherited = {name: os.environ[name] for name in (RUN_ID_VARIABLE, watch.INHERITED) if name in os.environ}
-        ray.init(log_to_driver=False, runtime_env={"env_vars": inherited})
-        return
-    if trainer_gpus:
-        import torch
-
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[trainer_gpus:])
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        num_cpus=os.cpu_count(),
-    )

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+PATIENCE = timedelta(days=7)
+"""Of ranks that wait for what rank 0 waits for. Rank 0 knows whether that moves, and the watchdog whether rank 0 does."""
+
+
 class RankZeroFailed(RuntimeError):
     """Rank 0 raised while the other ranks waited for its result."""
 
@@ -54,6 +58,8 @@ class Layout:
     ep_group: Any
     world_group: Any
     cpu_group: Any
+    patient_group: Any
+    """The world over gloo, for waits as long as rank 0's."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -77,7 +83,7 @@ class Layout:
         return self.pp_rank == self.pp_size - 1
 
     def from_rank_zero(self, make: Callable[[], T]) -> T:
-        """Collective. `make` runs on rank 0 alone; every rank returns its (pickled) result.
+        """Collective. `make` runs on rank 0 alone, as long as it takes; every rank returns its (pickled) result.
 
         Raises on rank 0 what `make` raised, and RankZeroFailed with its text on the others.
         """
@@ -91,7 +97,7 @@ class Layout:
             except BaseException as error:  # noqa: BLE001 - raised again below, once the other ranks have been told
                 failure = error
                 message = [("failure", f"{type(error).__name__}: {error}")]
-        dist.broadcast_object_list(message, src=0, group=self.cpu_group)
+        dist.broadcast_object_list(message, src=0, group=self.patient_group)
         if failure is not None:
             raise failure
         kind, value = message[0]
@@ -115,7 +121,7 @@ class Layout:
 def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> Layout:
     """Joins the ranks that torchrun started (or a world of one without torchrun). Collective.
 
-    `timeout_s`: deadline of every collective. Raises ValueError when the ranks do not fit `parallel`.
+    `timeout_s`: deadline of every collective but `from_rank_zero`. Raises ValueError when the ranks do not fit `parallel`.
     """
     from megatron.core import parallel_state
 
@@ -170,6 +176,7 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         ep_group=parallel_state.get_expert_model_parallel_group(),
         world_group=dist.group.WORLD,
         cpu_group=dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
+        patient_group=dist.new_group(backend="gloo", timeout=PATIENCE),
     )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
+from megatron_async_rl.observe import watch
+from megatron_async_rl.observe.processes import RUN_ID_VARIABLE
+
 OBJECT_STORE_BYTES = 256 * 2**20
 
 
@@ -18,7 +21,9 @@ def join_ray(trainer_gpus: int, *, quiet: bool = False) -> None:
 
     level = logging.ERROR if quiet else logging.INFO
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level=level)
+        # Actors on a cluster that was there before inherit nothing: by these they are watched, and found at the end.
+        inherited = {name: os.environ[name] for name in (RUN_ID_VARIABLE, watch.INHERITED) if name in os.environ}
+        ray.init(log_to_driver=False, logging_level=level, runtime_env={"env_vars": inherited})
         return
     if trainer_gpus:
         import torch
