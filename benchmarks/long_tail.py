@@ -1,0 +1,158 @@
+"""How full engines are with long-tailed response lengths: scheduling response by response against a batch barrier.
+
+By default a table of simulations (long_tail_simulation.py). `--real`: one real vLLM engine under the real controller, lengths
+drawn log-normal, against a batch at a time: share of the engine's places that are taken, and tokens per second that train, in one
+run. Training takes no time in the real run: the barrier is not charged for it, and asynchrony gains by filling engines alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from long_tail_simulation import LongTail, simulate
+
+from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERATED = ROOT / "examples" / "arithmetic" / "generated"
+
+WAYS: dict[str, dict[str, Any]] = {
+    "barrier": {"async_ratio": 1.0},
+    "synchronous": {"async_ratio": 0.0},
+    "oldest_first, 1": {"async_ratio": 1.0},
+    "windowed, 1": {"async_ratio": 1.0, "selection": "windowed"},
+    "oldest_first, 2": {"async_ratio": 2.0},
+    "windowed, 2": {"async_ratio": 2.0, "selection": "windowed"},
+    "windowed, 1, late groups dropped": {"async_ratio": 1.0, "selection": "windowed", "late": "drop"},
+    "2 of 10 responses cut, 1": {"async_ratio": 1.0, "extra_responses": 2},
+    "2 of 10 responses cut and continued, 1.5": {"async_ratio": 1.5, "extra_responses": 2, "requeue_cut": True},
+}
+
+
+def table(args: argparse.Namespace) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for name, settings in WAYS.items():
+        flow = FlowConfig(prompts_per_step=8, group_size=8, **settings)
+        runs = [simulate(flow, LongTail(), train_time=args.train_time, seed=seed, barrier=name == "barrier") for seed in range(5)]
+        first = next(iter(rows.values()), None)
+        rate = float(np.mean([run.rate for run in runs]))
+        rows[name] = {
+            "occupied": round(float(np.mean([run.occupied for run in runs])), 3),
+            "tokens_per_time": round(rate, 1),
+            "ratio_to_barrier": round(rate / (first["tokens_per_time"] if first else rate), 2),
+            "mean_start_lag": round(float(np.mean([run.lag for run in runs])), 2),
+        }
+    return rows
+
+
+def spec(logs: Path) -> Any:
+    from megatron_async_rl.rollout.spec import EngineSpec
+
+    rollout = RolloutConfig(
+        sampling=SamplingConfig(max_tokens=LONGEST),
+        reward=RewardConfig(name="arithmetic"),
+        max_concurrent=64,
+        kv_cache_gib=0.5,
+    )
+    return EngineSpec(
+        index=0, model_path=GENERATED / "model", dtype="float32", rollout=rollout, seed=1, device="cpu", log_dir=logs
+    )
+
+
+LONGEST = 44
+"""The model has 64 positions."""
+
+
+class DrawnLengths:
+    """vLLM, but every response has a length of its own, drawn in advance by its number."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def add_request(self, name: str, prompt: Any, parameters: Any) -> Any:
+        chance = np.random.default_rng([7, self._asked])
+        self._asked += 1
+        parameters.ignore_eos = True
+        parameters.stop_token_ids = []
+        parameters.max_tokens = LongTail(median=8.0, sigma=1.0, longest=LONGEST).draw(chance)
+        return await self._llm.add_request(name, prompt, parameters)
+
+
+async def real(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
+    from megatron_async_rl.data import PromptSource
+    from megatron_async_rl.data.prompts import read_prompts
+    from megatron_async_rl.data.tokenizer import load_tokenizer
+    from megatron_async_rl.flow.controller import Controller
+    from megatron_async_rl.rollout.engine import RolloutEngine
+
+    engine = RolloutEngine(spec(logs))
+    await engine.start()
+    responses: Any = engine._responses
+    vllm = responses._llm
+    prompts = read_prompts(GENERATED / "train.jsonl", load_tokenizer(GENERATED / "model"), limit=200)
+    rows: dict[str, Any] = {}
+    for name, ratio in (("warm up", 0.0), ("barrier", 0.0), ("oldest_first, 1", 1.0), ("oldest_first, 2", 2.0)):
+        responses._llm = DrawnLengths(vllm)
+        flow = FlowConfig(prompts_per_step=8, group_size=8, async_ratio=ratio)
+        steps = 2 if name == "warm up" else args.steps
+        controller = Controller(PromptSource(prompts, seed=1, shuffle=True), [engine], flow, steps=steps, capacity=64)
+        began = time.time()
+        controller.start(0)
+        samples: list[Any] = []
+        for version in range(steps):
+            samples += list((await controller.next_batch(version, 60.0)).samples())
+            controller.advance(version + 1)
+        wall = time.time() - began
+        await controller.stop()
+        tokens = sum(sample.length for sample in samples)
+        rows[name] = {
+            "occupied": round(sum(sample.finished_at - sample.started_at for sample in samples) / (wall * 64), 3),
+            "tokens_per_s": round(tokens / wall),
+            "tokens": tokens,
+            "seconds": round(wall, 2),
+        }
+    del rows["warm up"]
+    for row in rows.values():
+        row["ratio_to_barrier"] = round(row["tokens_per_s"] / rows["barrier"]["tokens_per_s"], 2)
+    vllm.shutdown()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train-time", type=float, default=200.0, help="of the simulation: tokens that a slot makes meanwhile")
+    parser.add_argument("--real", action="store_true", help="needs the model of examples/arithmetic/prepare.py")
+    parser.add_argument("--steps", type=int, default=20, help="batches of 64 responses in each part of the real run")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.inside:
+        with tempfile.TemporaryDirectory() as logs:
+            print(json.dumps(asyncio.run(real(args, Path(logs)))), flush=True)
+            os._exit(0)
+    if args.real:
+        from megatron_async_rl.rollout.actor import environment
+
+        command = [sys.executable, __file__, *sys.argv[1:], "--inside"]
+        env = {**os.environ, **environment(spec(Path(tempfile.gettempdir())))}
+        out = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
+        print(json.dumps(json.loads(out.splitlines()[-1]), indent=2))
+    else:
+        print(json.dumps(table(args), indent=2))
+
+
+if __name__ == "__main__":
+    main()
