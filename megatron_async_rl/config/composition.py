@@ -147,8 +147,6 @@ def run_refusals(config: Config) -> Iterator[str]:
                 "objective.advantage: opob, mode: exact measures each sequence's gradient on one model replica, and "
                 "policy.parallel.expert > 1 spreads it over several; set it to 1, or mode: cheap"
             )
-    if flow.filter_equal_groups and (flow.group_size == 1 or config.supervised):
-        yield "flow.filter_equal_groups drops groups whose rewards are all equal, and a group of one always is; set it to false"
     if flow.group_size == 1 and loss.compares_group:
         yield f"objective.loss: {loss.name} compares the responses of a group: flow.group_size must be at least 2"
     versions = math.ceil(flow.async_ratio) + 1

@@ -48,8 +48,8 @@ def _long_tail(config: Config) -> Iterator[str]:
     flow = config.flow
     if flow.requeue_cut and not flow.extra_responses:
         yield "flow.requeue_cut continues the responses that flow.extra_responses cuts, and there are none; set extra_responses"
-    if flow.filter_equal_groups and flow.group_size == 1:
-        yield "flow.filter_equal_groups compares the rewards of a group, and there is only one; set flow.group_size to at least 2"
+    if flow.filter_equal_groups and (flow.group_size == 1 or config.supervised):
+        yield "flow.filter_equal_groups drops groups whose rewards are all equal, and a group of one always is; set it to false"
     full = math.ceil(flow.async_ratio) == flow.async_ratio and flow.late == "wait" and not flow.filter_equal_groups
     if flow.requeue_cut and full:
         yield (

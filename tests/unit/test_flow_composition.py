@@ -42,7 +42,7 @@ def build(flow: dict[str, Any] | None = None, rollout: dict[str, Any] | None = N
         ({"selection": "windowed", "group_size": 1, "async_ratio": 0}, SFT, "sft trains on given responses in their order"),
         ({"extra_responses": 1, "group_size": 1, "async_ratio": 0}, SFT, "sft trains on given responses in their order"),
         ({}, {"eval": {"samples_per_prompt": 2, "pass_at": [4]}}, "set eval.samples_per_prompt to at least 4"),
-        ({"filter_equal_groups": True, "group_size": 1}, REINFORCE, "set flow.group_size to at least 2"),
+        ({"filter_equal_groups": True, "group_size": 1}, REINFORCE, "a group of one always is"),
     ],
 )
 def test_what_cannot_flow_is_refused_with_the_reason(flow: dict[str, Any], sections: dict[str, Any], reason: str) -> None:
