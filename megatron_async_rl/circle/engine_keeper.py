@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_async_rl.observe import watch
 from megatron_async_rl.observe.deadline import ray_get
 from megatron_async_rl.observe.events import note
 from megatron_async_rl.rollout.actor import kill_engine, start_engine
@@ -101,7 +102,7 @@ class EngineKeeper:
                 reason = str(error)
                 continue
             self._handles[index] = handle
-            with self._turn:
+            with watch.doing("wait", f"the turn of {spec.name} to come up"), self._turn:
                 try:
                     version = self._publisher.bring_up(RayEngine(spec.name, handle))
                 except WeightMismatch:
