@@ -205,16 +205,19 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
     core = core_of(engines, RECOMPUTE)
     actor = core.parent()
     assert actor is not None
-    processes = [actor, *actor.children(recursive=True)]
-    assert sum("Worker_TP" in process.name() for process in processes) == 2
+    workers = [process for process in core.children() if "Worker_TP" in process.name()]
+    assert len(workers) == 2
     assert report(engines.handles[RECOMPUTE], 0.1).silent_s < 2
     core.send_signal(signal.SIGSTOP)
     time.sleep(2.5)
     assert report(engines.handles[RECOMPUTE], 0.1).silent_s > 2
-    for process in processes:
+    for process in (actor, *actor.children(recursive=True)):
         process.send_signal(signal.SIGSTOP)
+    core.kill()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive, "a worker ends with the process that started it, without a hand of its own"
     kill_engine(engines.handles[RECOMPUTE])
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    _, alive = psutil.wait_procs([actor], timeout=20)
     assert not alive
 
 
