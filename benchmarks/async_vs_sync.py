@@ -1,7 +1,7 @@
 """Wall time per step, asynchronous against synchronous, each side on a core of its own: how much of the overlap is had.
 
-Three runs of one configuration: synchronous (`async_ratio: 0`), and asynchronous at each `--ratios`. The trainer rank runs on core 0,
-the engine's processes on core 1. The synchronous run gives T_gen (waiting for the batch, the weights' delivery included) and
+Runs of one configuration: synchronous (`async_ratio: 0`), and asynchronous at each of `--ratios`. The trainer rank runs on core
+0, the engine's processes on core 1. The synchronous run gives T_gen (waiting for the batch, the weights' delivery included) and
 T_train; no overlap can be faster than max(T_gen, T_train), so
 
     bound = (T_gen + T_train) / max(T_gen, T_train),     share of the bound = (step_sync / step_async) / bound
