@@ -93,20 +93,29 @@ class DrawnLengths:
 
 
 async def real(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
-    from megatron_async_rl.data import PromptSource
-    from megatron_async_rl.data.prompts import read_prompts
-    from megatron_async_rl.data.tokenizer import load_tokenizer
-    from megatron_async_rl.flow.controller import Controller
     from megatron_async_rl.rollout.engine import RolloutEngine
 
     engine = RolloutEngine(spec(logs))
     await engine.start()
+    try:
+        return await parts(engine, args)
+    finally:
+        await engine.stop()
+
+
+async def parts(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
+    from megatron_async_rl.data import PromptSource
+    from megatron_async_rl.data.prompts import read_prompts
+    from megatron_async_rl.data.tokenizer import load_tokenizer
+    from megatron_async_rl.flow.controller import Controller
+
     responses: Any = engine._responses
     vllm = responses._llm
     prompts = read_prompts(GENERATED / "train.jsonl", load_tokenizer(GENERATED / "model"), limit=200)
     rows: dict[str, Any] = {}
     for name, ratio in (("warm up", 0.0), ("barrier", 0.0), ("oldest_first, 1", 1.0), ("oldest_first, 2", 2.0)):
         responses._llm = DrawnLengths(vllm)
+        await vllm.update_weight_version("0")
         flow = FlowConfig(prompts_per_step=8, group_size=8, async_ratio=ratio)
         steps = 2 if name == "warm up" else args.steps
         controller = Controller(PromptSource(prompts, seed=1, shuffle=True), [engine], flow, steps=steps, capacity=64)
@@ -115,6 +124,7 @@ async def real(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
         samples: list[Any] = []
         for version in range(steps):
             samples += list((await controller.next_batch(version, 60.0)).samples())
+            await vllm.update_weight_version(str(version + 1))
             controller.advance(version + 1)
         wall = time.time() - began
         await controller.stop()
@@ -128,7 +138,6 @@ async def real(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
     del rows["warm up"]
     for row in rows.values():
         row["ratio_to_barrier"] = round(row["tokens_per_s"] / rows["barrier"]["tokens_per_s"], 2)
-    vllm.shutdown()
     return rows
 
 
@@ -141,8 +150,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.inside:
         with tempfile.TemporaryDirectory() as logs:
-            print(json.dumps(asyncio.run(real(args, Path(logs)))), flush=True)
-            os._exit(0)
+            print(json.dumps(asyncio.run(asyncio.wait_for(real(args, Path(logs)), 110))), flush=True)
+        return
     if args.real:
         from megatron_async_rl.rollout.actor import environment
 
