@@ -51,7 +51,9 @@ class Scheduler:
         self._answering: dict[int, Admitted] = {}
         self._returned: deque[Admitted] = deque()
         self._due: Counter[int] = Counter()
-        self._missing = self._limit = 0
+        self._limit = 0
+        self._missing = 0
+        """Groups that have to finish, at the least, before another attempt to select a batch can succeed."""
         self._order = self._kept = self._filtered = self._open = self._ready = 0
         self._dropped: list[Sample] = []
         self._replay = ReplayStore(flow.selection, seed) if isinstance(flow.selection, Replay) else None
@@ -196,7 +198,6 @@ class Scheduler:
 
     def _drop(self, entry: Admitted, reason: str) -> None:
         self._ready -= entry.finished is not None
-        self._missing -= 1
         entry.dropped = True
         self._leaves(entry)
         self._counts[reason] += 1
