@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=15)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--ratios", type=float, nargs="+", default=[1.0, 2.0])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
