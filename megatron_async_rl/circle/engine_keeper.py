@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class EngineKeeper:
     """`handles`: of the running engines, in the order of `specs`; a restarted engine's takes the place of the old one.
 
     `evaluators`: how many, at the end of `specs`, only evaluate: those are not restarted. `turn`: whoever wants that no engine
-    comes up holds it.
+    comes up holds it. `on_up`: called once a new engine takes part.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class EngineKeeper:
         run_dir: Path,
         timeout_s: float,
         turn: threading.Lock,
+        on_up: Callable[[], None],
     ) -> None:
         self._controller = controller
         self._publisher = publisher
@@ -56,6 +57,7 @@ class EngineKeeper:
         self._run_dir = run_dir
         self._timeout_s = timeout_s
         self._turn = turn
+        self._on_up = on_up
         self._restarts: Counter[int] = Counter()
         self._given_up: set[int] = set()
         self._stop = threading.Event()
@@ -112,6 +114,7 @@ class EngineKeeper:
                     kill_engine(handle)
                     continue
                 ray_get(self._controller.replace.remote(index, handle), "the controller to take a new engine", self._timeout_s)
+                self._on_up()
             note(self._run_dir, f"{spec.name} is back, with the weights of version {version}, proven")
             return
         self._given_up.add(index)

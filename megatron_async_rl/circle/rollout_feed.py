@@ -62,6 +62,7 @@ class RolloutFeed:
         self._turn = threading.Lock()
         """Held while colocated engines sleep: none may come up meanwhile."""
         self._settled = threading.Event()
+        self._telling = threading.Lock()
         self._published: PublishReport | None = None
         self._failure: BaseException | None = None
         self._tokens_reported = 0.0
@@ -88,6 +89,7 @@ class RolloutFeed:
                 run_dir=config.run.dir,
                 timeout_s=self._timeout_s,
                 turn=self._turn,
+                on_up=self._tell_version,
             )
             self._evaluator = Evaluator(config, self._controller, self._publisher, evaluating, held_out)
         except BaseException:
@@ -141,26 +143,34 @@ class RolloutFeed:
         self._publisher.stage(version, buckets)
         self._settled.clear()
         delivery = self._publisher.deliver(version, asleep=self._asleep)
-        delivery.add_done_callback(lambda done: self._delivered(version, done))
+        delivery.add_done_callback(self._delivered)
         if self._colocated or not self._started:
             self._settle(version)
         if self._asleep:
             self._asleep = False
             self._turn.release()
 
-    def _delivered(self, version: int, delivery: Future[PublishReport]) -> None:
+    def _delivered(self, delivery: Future[PublishReport]) -> None:
         """In the publisher's thread."""
         try:
             self._published = report = delivery.result()
             for name, reason in report.lost.items():
                 self._lose(name, reason)
-            turn = self._controller.advance if self._started else self._controller.start
-            self._call(f"controller to advance to version {version}", turn.remote(version))
-            self._started = True
+            self._tell_version()
         except BaseException as error:  # noqa: BLE001 - raised in the loop's thread
             self._failure = error
         finally:
             self._settled.set()
+
+    def _tell_version(self) -> None:
+        """The controller may reckon with what every engine that is left holds; while none is, with what it knew before."""
+        with self._telling:
+            version = min(self._publisher.versions.values(), default=-1)
+            if version < 0:
+                return
+            turn = self._controller.advance if self._started else self._controller.start
+            self._call(f"controller to advance to version {version}", turn.remote(version))
+            self._started = True
 
     def _lose(self, name: str, reason: str) -> None:
         self._publisher.remove(name)

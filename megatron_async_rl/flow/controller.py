@@ -94,6 +94,7 @@ class Controller:
         self._scheduler.start(version, int(self._resumed.get("next_index", 0)), pending)
         self._fleet.start()
         self._admit()
+        self._progress.set()
 
     def advance(self, version: int) -> None:
         """Every engine holds `version` now, so more may be admitted. Versions only grow; the same one again does nothing."""
@@ -119,7 +120,7 @@ class Controller:
         while True:
             if self._failure is not None:
                 raise self._failure
-            batch = self._scheduler.take(version)
+            batch = self._scheduler.take(version) if self._scheduler.version is not None else None
             if batch is not None:
                 self._admitted_at = {index: self._admitted_at[index] for index, _ in self._scheduler.running()}
                 self._admit()

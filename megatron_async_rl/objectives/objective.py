@@ -87,7 +87,7 @@ class Objective:
             starts=tuple(accumulate((sample.length for sample in samples), initial=0)),
             denominators=Denominators.of(whole, kept_only=config.renormalize),
             corrected=self._correct_whole,
-            metrics={**whole.decided.scalars, **value_metrics(whole), **proximal_metrics(whole, config.proximal)},
+            metrics={**whole.decided.scalars, **value_metrics(whole), **proximal_metrics(whole, surveyed.get("logp_prox"))},
         )
 
     @property

@@ -44,13 +44,13 @@ def proximal_logp(batch: TokenBatch, proximal: Proximal, surveyed: Tensor | None
     return surveyed.double() if surveyed is not None else batch.logp_prox
 
 
-def proximal_metrics(batch: TokenBatch, proximal: Proximal) -> dict[str, float]:
-    """`ratio/prox_diff_max`: largest |logp_prox - logp_behavior| of a trained token, for proximal policies that are surveyed.
+def proximal_metrics(batch: TokenBatch, surveyed: Tensor | None) -> dict[str, float]:
+    """`ratio/prox_diff_max`: largest |logp_prox - logp_behavior| of a trained token, where logp_prox was surveyed.
 
     With `snapshot`, and responses whose cache is recomputed at every update, it is rounding: the trainer and the engine disagree
     about a token, or about the version that sampled it, where it is more.
     """
-    if proximal not in ("ewma", "snapshot") or not batch.mask.any():
+    if surveyed is None or not batch.mask.any():
         return {}
-    difference = (batch.logp_prox - batch.logp_behavior).abs()[batch.mask > 0]
+    difference = (surveyed.double() - batch.logp_behavior).abs()[batch.mask > 0]
     return {"ratio/prox_diff_max": float(difference.max())}

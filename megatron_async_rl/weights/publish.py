@@ -102,9 +102,16 @@ class Publisher:
             return dict(self._versions)
 
     def publish(self, version: int, buckets: Iterable[NamedTensors]) -> PublishReport:
-        """`stage`, `deliver`, and the wait for it."""
+        """`stage`, `deliver`, and the wait for it. Raises PublishFailed where no engine took the weights."""
         self.stage(version, buckets)
-        return self._result(self.deliver(version), f"version {version} to be delivered")
+        report = self._result(self.deliver(version), f"version {version} to be delivered")
+        with self._lock:
+            taken = bool(self._fed)
+        if not taken:
+            raise PublishFailed(
+                f"no engine took the weights of version {version}: {'; '.join(report.lost.values()) or 'there is none left'}"
+            )
+        return report
 
     def stage(self, version: int, buckets: Iterable[NamedTensors]) -> None:
         """Copies the weights in `buckets`, numbered `version`, over those staged before. Waits for the delivery of those.
@@ -123,8 +130,8 @@ class Publisher:
         """Brings what is staged to every engine that does not hold it; returns at once. `asleep`: the engines sleep, and wake
         with the new weights, all together.
 
-        The future raises WeightMismatch, and PublishFailed when no engine took the weights. Raises ValueError for another
-        version than the staged one.
+        The future raises WeightMismatch. That every engine is lost is no error here: one may be brought up. Raises ValueError
+        for another version than the staged one.
         """
         if version != self._staged.version:
             raise ValueError(f"version {version} cannot be delivered: staged is {self._staged.version}")
@@ -168,11 +175,6 @@ class Publisher:
             staged_s, size, tensors = self._staged.seconds, self._staged.nbytes, len(self._staged.digests)
         with self._lock:
             lost = {name: reason for name, reason in lost.items() if name in self._engines}
-            taken = bool(self._fed)
-        if not taken:
-            raise PublishFailed(
-                f"no engine took the weights of version {version}: {'; '.join(lost.values()) or 'there is none left'}"
-            )
         return PublishReport(
             version=version,
             seconds=staged_s + time.monotonic() - started,

@@ -117,8 +117,7 @@ def test_staging_waits_for_an_engine_that_reads_no_longer_than_the_deadline(tmp_
     publisher.stage(1, buckets(1))
     delivered = publisher.deliver(1)
     publisher.stage(2, buckets(1))
-    with pytest.raises(PublishFailed, match="engine-0 to load weights of version 1"):
-        delivered.result(timeout=0)
+    assert "engine-0 to load weights of version 1" in delivered.result(timeout=0).lost["engine-0"]
     engine.answer()
     assert publisher.deliver(2).result(timeout=5).version == 2
 
