@@ -7,10 +7,7 @@ Random models made on the spot; one engine behind Ray, idle; ratios = ours / cop
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -59,21 +56,5 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--millions", type=int, nargs="+", default=list(random_model.SHAPES), choices=list(random_model.SHAPES))
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    random_model.join_ray()
-    results = []
-    for millions in args.millions:
-        for dtype in args.dtypes:
-            with tempfile.TemporaryDirectory() as directory:
-                model = random_model.save(Path(directory), millions, dtype)
-                results.append({"millions": millions, **measure(model, dtype, args.rounds)})
-    print(json.dumps(results, indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    random_model.measure_all(measure, __doc__)

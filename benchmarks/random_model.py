@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,3 +87,21 @@ def join_ray() -> None:
     import ray
 
     ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20, num_cpus=2)
+
+
+def measure_all(measure: Callable[[Path, str, int], dict[str, Any]], about: str | None, directory: str | None = None) -> None:
+    """The command line of a benchmark: `measure(model, dtype, rounds)` for each size and dtype, printed as JSON. Models are made
+    in `directory`."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--millions", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    join_ray()
+    results = []
+    for millions in args.millions:
+        for dtype in args.dtypes:
+            with tempfile.TemporaryDirectory(dir=directory) as made:
+                model = save(Path(made), millions, dtype)
+                results.append({"millions": millions, **measure(model, dtype, args.rounds)})
+    print(json.dumps(results, indent=2))
