@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_async_rl.samples.requests import Prefix
+from megatron_async_rl.samples.requests import Prefix, Request
 from megatron_async_rl.samples.types import Prompt, Sample
 
 
@@ -19,8 +19,8 @@ class Admitted:
     deadline: int
     follows: bool
     """It continues responses that were cut from another group of the prompt."""
-    open: set[str]
-    """Requests neither answered nor cut."""
+    open: dict[str, Request]
+    """Requests neither answered nor cut, by id."""
     samples: list[Sample] = field(default_factory=list)
     prefixes: list[Prefix] = field(default_factory=list)
     finished: int | None = None

@@ -28,6 +28,9 @@ those of alpha = 0. The budget is never above the law's, so all of the above hol
 group admitted at v >= F at v or later: steps 0 .. F - 1 train on lag 0 only. (Versions of the run count: a run resumed at b has
 F - b fresh steps left.)
 
+A run may begin with groups that a former one left: with no more than the budget permits, and only with such deadlines that the
+plan holds at its first step. From there on all of the above holds.
+
 How long a response takes never enters: the bound does not rely on timing. It is a bound on what is trained as soon as it is
 taken; what a replay store gives out again later has whatever age it has.
 """
@@ -35,7 +38,7 @@ taken; what a replay store gives out again later has whatever age it has.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 
@@ -48,6 +51,7 @@ class StalenessViolated(RuntimeError):
     """A sample is older than the law permits. The proof above says this cannot happen: it means a wrong version stamp."""
 
 
+@cache
 def max_lag(async_ratio: float) -> int:
     """Largest version_now - start_version that any consumed sample may have."""
     return math.ceil(as_written(async_ratio))
@@ -74,11 +78,12 @@ def holds(due: Mapping[int, int], step: int, prompts_per_step: int) -> bool:
     return True
 
 
-def check_lags(groups: Sequence[Group], version: int, flow: FlowConfig, first: int, fresh_steps: int = 0) -> None:
+def check_lags(
+    groups: Sequence[Group], version: int, flow: FlowConfig, first_versions: Collection[int], fresh_steps: int = 0
+) -> None:
     """Raises StalenessViolated unless every sample may train `version`.
 
-    `first`: the version that the run, or its resume, began with. What exact_lag makes under the first version that is not fresh
-    waits less.
+    `first_versions`: before which there was too little to wait behind, so that what exact_lag makes under them waits less.
     """
     exact = isinstance(flow.selection, ExactLag)
     for sample in (sample for group in groups for sample in group.samples):
@@ -90,7 +95,7 @@ def check_lags(groups: Sequence[Group], version: int, flow: FlowConfig, first: i
                 f"flow.async_ratio {flow.async_ratio:g} permits {due - start}"
                 + (f" in the run's {fresh_steps} fresh steps" if start < fresh_steps else "")
             )
-        if exact and (start != last or (version != due and start != max(first, fresh_steps))):
+        if exact and (start != last or (version != due and start not in first_versions)):
             raise StalenessViolated(
                 f"sample {sample.id} has tokens of versions {start} to {last} and trains {version}; flow.selection: exact_lag "
                 f"wants all of them to be of one version, {due - start} before"

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from megatron_async_rl.samples.types import Group, Prompt, Sample
 
 
 class ReplayStore:
-    """In host memory, for the life of the process: after a resume it fills again."""
+    """In host memory; `content` goes into checkpoints."""
 
     def __init__(self, settings: Replay, seed: int) -> None:
         self._settings = settings
@@ -33,7 +33,7 @@ class ReplayStore:
         `group_size` responses of each drawn with probability proportional to exp(inverse_temperature x reward), with repetition.
         """
         for group in arrived:
-            self._store(group)
+            self._store(group.prompt, group.samples)
         chance = np.random.default_rng([self._seed, version])
         if chance.random() < self._settings.recent or not self._stored:
             return tuple(arrived), 0
@@ -45,9 +45,18 @@ class ReplayStore:
         )
         return groups, sum(len(group.samples) for group in groups)
 
-    def _store(self, group: Group) -> None:
-        _, samples = self._stored.setdefault(group.prompt.id, (group.prompt, OrderedDict()))
-        for sample in group.samples:
+    def content(self) -> tuple[tuple[Prompt, tuple[Sample, ...]], ...]:
+        """Every prompt with its responses, oldest first."""
+        return tuple((prompt, tuple(samples.values())) for prompt, samples in self._stored.values())
+
+    def load(self, content: Iterable[tuple[Prompt, Iterable[Sample]]]) -> None:
+        """Stores what `content` returned; of what these settings keep fewer of, the newest."""
+        for prompt, samples in content:
+            self._store(prompt, samples)
+
+    def _store(self, prompt: Prompt, arrived: Iterable[Sample]) -> None:
+        _, samples = self._stored.setdefault(prompt.id, (prompt, OrderedDict()))
+        for sample in arrived:
             if sample.valid:
                 key = sample.response_ids.tobytes()
                 samples.pop(key, None)
@@ -55,7 +64,7 @@ class ReplayStore:
         while len(samples) > self._settings.per_prompt:
             samples.popitem(last=False)
         if not samples:
-            del self._stored[group.prompt.id]
+            del self._stored[prompt.id]
 
     def _draw(self, prompt: str, index: int, version: int, count: int, chance: np.random.Generator) -> Group:
         asked, stored = self._stored[prompt]

@@ -12,27 +12,26 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag, Replay, Windowed
 from megatron_async_rl.flow.admitted import Admitted
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, at_rest, cut_at_rest, taken_up
+from megatron_async_rl.flow.equal_groups import EqualGroups
 from megatron_async_rl.flow.law import admitted_limit, check_lags, deadline, holds
 from megatron_async_rl.flow.replay import ReplayStore
 from megatron_async_rl.flow.selection import oldest_first, windowed
 from megatron_async_rl.samples.requests import Cut, Request
 from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
 
-log = logging.getLogger(__name__)
-
-FILTER_PATIENCE = 10
-"""Batches' worth of groups that are dropped for one that is kept; after that equal groups are kept as well, so that no run waits
-for ever. Counted by what is kept, not consumed: far ahead of the trainer, many batches are made before one trains."""
-
 Place = tuple[int, Prompt]
 """A group's number and its prompt."""
+
+COUNTED = (
+    "admitted", "consumed", "dropped_equal", "dropped_late", "asked", "cut", "requeued", "given_up", "surplus", "replayed",
+)  # fmt: skip
 
 
 class Scheduler:
@@ -54,24 +53,49 @@ class Scheduler:
         self._limit = 0
         self._missing = 0
         """Groups that have to finish, at the least, before another attempt to select a batch can succeed."""
-        self._order = self._kept = self._filtered = self._open = self._ready = 0
+        self._first_versions = set[int]()
+        """Nothing older was there when these admitted: what `exact_lag` makes under them waits less."""
+        self._order = self._open = self._ready = 0
         self._dropped: list[Sample] = []
+        self._equal = EqualGroups(flow.prompts_per_step) if flow.filter_equal_groups else None
         self._replay = ReplayStore(flow.selection, seed) if isinstance(flow.selection, Replay) else None
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
 
     @property
     def version(self) -> int | None:
         """Version that every engine holds; null before `start`."""
         return self._version
 
-    def start(self, version: int, next_index: int = 0, pending: Sequence[Place] = ()) -> None:
-        """The engines hold `version`. New groups are numbered from `next_index`, after `pending` ones that a run left behind."""
+    def start(
+        self, version: int, next_index: int = 0, pending: Sequence[Place] = (), buffer: Buffer = EMPTY, oldest: int = 0
+    ) -> list[Request]:
+        """The engines hold `version`. New groups are numbered from `next_index`, after `pending` ones that a run left behind.
+
+        Of its `buffer` everything is taken up that the law and these settings permit and whose tokens come from version `oldest`
+        or newer ones. Returns the requests that are to be asked again for it.
+        """
         if self._version is not None:
             raise RuntimeError(f"started already, at version {self._base}")
         self._version = self._base = version
         self._limit = self._may_admit(version)
         self._next_index = next_index
-        self._pending.extend(pending)
+        fresh = self._fresh_steps
+        self._load(taken_up(buffer, self._flow, version=version, limit=self._limit, fresh_steps=fresh, oldest=oldest))
+        self._pending.extend(place for place in pending if place[0] not in self._waiting)
+        return [request for entry in self._answering.values() for request in entry.open.values()]
+
+    def _load(self, buffer: Buffer) -> None:
+        for entry in buffer.groups:
+            self._enter(entry)
+            if entry.finished is not None:
+                self._ready += 1
+                self._order = max(self._order, entry.finished + 1)
+        self._first_versions = set(buffer.first_versions)
+        self._returned.extend(buffer.returned)
+        if self._equal is not None:
+            self._equal.kept, self._equal.dropped = buffer.equal
+        if self._replay is not None:
+            self._replay.load(buffer.stored)
 
     def advance(self, version: int) -> None:
         """Every engine holds `version` now, so more may be admitted. Versions only grow; the same one again does nothing."""
@@ -103,22 +127,28 @@ class Scheduler:
         assert self._version is not None
         returned = self._next_returned()
         if returned is not None:
-            entry = Admitted(self._number(), returned.prompt, returned.version, returned.deadline, follows=True, open=set())
+            entry = Admitted(self._number(), returned.prompt, returned.version, returned.deadline, follows=True, open={})
             prefixes = returned.prefixes
         else:
             index, prompt = self._pending.popleft() if self._pending else (self._number(), source())
             due = deadline(self._version, self._flow.async_ratio, self._fresh_steps)
-            entry = Admitted(index, prompt, self._version, due, follows=False, open=set())
+            entry = Admitted(index, prompt, self._version, due, follows=False, open={})
             prefixes = []
         asked = self._flow.group_size + self._flow.extra_responses
         continued = [*prefixes, *[None] * asked][:asked]
         requests = [Request(group=entry.index, k=k, prompt=entry.prompt, prefix=p) for k, p in enumerate(continued)]
-        entry.open.update(request.id for request in requests)
-        self._waiting[entry.index] = self._answering[entry.index] = entry
-        self._due[entry.deadline] += 1
-        self._open += asked
-        self._counts.update(admitted=1, asked=asked, requeued=len(prefixes))
+        entry.open.update((request.id, request) for request in requests)
+        self._enter(entry)
+        self._counts["requeued"] += len(prefixes)
         return requests
+
+    def _enter(self, entry: Admitted) -> None:
+        self._waiting[entry.index] = entry
+        if entry.open:
+            self._answering[entry.index] = entry
+        self._due[entry.deadline] += 1
+        self._open += len(entry.open)
+        self._counts.update(admitted=1, asked=len(entry.open))
 
     def _number(self) -> int:
         self._next_index += 1
@@ -165,7 +195,7 @@ class Scheduler:
         entry = self._answering.get(group)
         if entry is None or request not in entry.open:
             raise RuntimeError(f"response {request} of group {group} came twice, or without being asked for")
-        entry.open.remove(request)
+        del entry.open[request]
         self._open -= 1
         return entry
 
@@ -174,16 +204,8 @@ class Scheduler:
         self._order += 1
         self._ready += 1
         self._missing -= 1
-        rewards = {sample.reward for sample in entry.samples if sample.valid}
-        if self._flow.filter_equal_groups and len(rewards) <= 1:
-            if self._filtered < FILTER_PATIENCE * self._flow.prompts_per_step:
-                self._filtered += 1
-                self._drop(entry, "dropped_equal")
-                return
-            log.warning("group %d is trained on although its rewards are equal: too few others are left", entry.index)
-        self._kept += 1
-        if self._kept % self._flow.prompts_per_step == 0:
-            self._filtered = 0
+        if self._equal is not None and self._equal.drops(entry.index, entry.samples):
+            self._drop(entry, "dropped_equal")
 
     def _close(self, entry: Admitted) -> None:
         if entry.open:
@@ -219,9 +241,9 @@ class Scheduler:
             raise ValueError(f"asked for the batch that trains version {version}; the next is that of {self.next_step}")
         if self._steps is not None and version >= self._steps:
             raise ValueError(f"the run's {self._steps} steps are consumed: there is no batch for version {version}")
-        count = self._flow.prompts_per_step
-        if self._ready < count or self._missing > 0 or self._must_stand_still(version):
+        if not self.may_take(version):
             return None
+        count = self._flow.prompts_per_step
         taken = self._select(self._waiting.values(), version)
         self._missing = count - len(taken)
         if self._missing and self._flow.late == "drop":
@@ -235,6 +257,10 @@ class Scheduler:
             return None
         self._missing = 0
         return self._consume(sorted(taken, key=lambda entry: entry.index), version)
+
+    def may_take(self, version: int) -> bool:
+        """Whether it is worth while to try: what keeps a batch from being complete is looked at only when it is."""
+        return self._ready >= self._flow.prompts_per_step and self._missing <= 0 and not self._must_stand_still(version)
 
     def _must_stand_still(self, version: int) -> bool:
         """`exact_lag`: everything that this version makes has to be there before the next weights are."""
@@ -260,7 +286,7 @@ class Scheduler:
             )
             for entry in taken
         )
-        check_lags(groups, version, self._flow, first=self._base, fresh_steps=self._fresh_steps)
+        check_lags(groups, version, self._flow, self._first_versions, self._fresh_steps)
         for entry in taken:
             self._leaves(entry)
         self._counts["consumed"] += len(taken)
@@ -276,6 +302,18 @@ class Scheduler:
         """Admitted and not consumed, oldest first: what a resume has to ask again."""
         own = [(entry.index, entry.prompt) for entry in self._waiting.values() if not entry.follows]
         return sorted([*own, *self._pending], key=lambda place: place[0])
+
+    def buffer(self) -> Buffer:
+        """What waits, and what the replay store holds: a copy, as of now."""
+        whole = [entry for entry in self._answering.values() if entry.finished is not None and not entry.dropped]
+        returned = [cut_at_rest(entry) for entry in (*self._returned, *whole)] if self._flow.requeue_cut else []
+        return Buffer(
+            groups=tuple(at_rest(entry) for entry in self._waiting.values()),
+            returned=tuple(entry for entry in returned if entry.prefixes),
+            stored=self._replay.content() if self._replay is not None else (),
+            equal=(self._equal.kept, self._equal.dropped) if self._equal is not None else (0, 0),
+            first_versions=tuple(self._first_versions),
+        )
 
     @property
     def next_index(self) -> int:
@@ -293,6 +331,4 @@ class Scheduler:
     def counts(self) -> dict[str, int]:
         """Since `start`. Groups: admitted = consumed + dropped_equal + dropped_late + running + ready. Responses: asked, cut,
         requeued, given_up (cut ones that the law had no place for), surplus, replayed; open now."""
-        names = ("admitted", "consumed", "dropped_equal", "dropped_late", "asked", "cut", "requeued", "given_up", "surplus")
-        counts = {name: self._counts[name] for name in (*names, "replayed")}
-        return counts | {"ready": self._ready, "running": len(self._waiting) - self._ready, "open": self._open}
+        return dict(self._counts) | {"ready": self._ready, "running": len(self._waiting) - self._ready, "open": self._open}
