@@ -24,7 +24,7 @@ from megatron_async_rl.weights.engine_client import RayEngine
 from tests.engine.asking import outcomes, report, submit
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import TOLERANCE, Engines, buckets, prompt_of, running
-from tests.parallel.torchrun import run_ranks
+from tests.parallel.ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 

@@ -170,9 +170,8 @@ def run_each(run: Callable[[Path, ParallelConfig, Path], None]) -> None:
     """A program's whole main: `run(material, parallel, file to save to)` for each layout of the command line in turn."""
     material, parallels, output = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     device.install("cpu")
-    # torchrun's store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for name, (port, parallel) in parallels.items():
+        # A store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
         os.environ["MASTER_PORT"] = str(port)
         run(material, ParallelConfig(**parallel), output / f"{name}.pt")
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import pickle
-import random
-import socket
 import tempfile
 from pathlib import Path
 
@@ -17,7 +14,7 @@ import torch
 
 from megatron_async_rl.samples.types import Group, TrainBatch
 from tests.parallel.layout_program import TEMPERATURE
-from tests.parallel.torchrun import run_ranks
+from tests.parallel.ranks import free_ports, run_ranks
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import ragged_batch
 
@@ -108,18 +105,6 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
     except AssertionError as failure:
         return failure
     return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in chosen}
-
-
-def free_ports(count: int) -> list[int]:
-    """Below the range that outgoing connections are given ports from, so that none takes one before its layout's turn comes."""
-    found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        while len(found) < count:
-            port = random.SystemRandom().randrange(15000, 30000)
-            with contextlib.suppress(OSError):
-                stack.enter_context(socket.socket()).bind(("", port))
-                found.append(port)
-    return found
 
 
 def reference_logprobs(model, sample) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_async_rl.samples.types import Prompt, Sample
-from tests.parallel.torchrun import run_ranks
+from tests.parallel.ranks import run_ranks
 from tests.tiny_models import FAMILIES, save_tiny_model
 
 LAYOUTS = {

@@ -140,9 +140,8 @@ def run_layout(name: str, material: Path, parallel: ParallelConfig, checkpoints:
 def main() -> None:
     material, parallels, checkpoints, output, todo = sys.argv[1:]
     device.install("cpu")
-    # torchrun's store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     for name, (port, parallel) in json.loads(parallels).items():
+        # A store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
         os.environ["MASTER_PORT"] = str(port)
         run_layout(name, Path(material), ParallelConfig(**parallel), Path(checkpoints), Path(output), json.loads(todo))
 

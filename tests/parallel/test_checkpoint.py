@@ -1,21 +1,13 @@
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.parallel.models import ALL_LAYOUTS, LOADS_FROM, as_transformers_loads, directory_of, results
-from tests.parallel.torchrun import ROOT
+from tests.parallel.ranks import run_alone
 
 pytestmark = pytest.mark.parallel
 
-CONVERT = """
-import sys
-from pathlib import Path
-from megatron_async_rl.weights.convert import convert
-convert(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
 FOREIGN = [layout for layout, other in LOADS_FROM.items() if other]
 
 
@@ -80,8 +72,6 @@ def test_a_save_after_a_killed_one_works_and_clears_what_it_left():
 def test_convert_writes_a_checkpoint_of_any_layout_as_a_hugging_face_directory(layout, tmp_path):
     results(layout)
     checkpoint = directory_of(layout) / "checkpoint"
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CONVERT, checkpoint, tmp_path / "hf"], check=True, cwd=ROOT, timeout=120
-    )
+    run_alone("tests.parallel.convert_program", [checkpoint, tmp_path / "hf"])
     assert_same(as_transformers_loads(tmp_path / "hf", tmp_path / "again"), saved(layout)["at_save"])
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.combinations import label, pairwise
 from tests.parallel.composition_program import VOCABULARY
-from tests.parallel.torchrun import run_ranks
+from tests.parallel.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.parallel

@@ -10,8 +10,8 @@ import torch
 
 from tests.parallel import layouts
 from tests.parallel.parameter_state_program import MODELS
+from tests.parallel.ranks import free_ports, run_ranks
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
-from tests.parallel.torchrun import run_ranks
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.parallel
@@ -23,7 +23,7 @@ CHECKPOINTED = ["tensor", "data_distributed_optimizer", "pipeline"]
 
 def run(names, checkpoints, *, save=False, load=()):
     output = layouts.temporary()
-    ports = layouts.free_ports(len(names))
+    ports = free_ports(len(names))
     arguments = {name: (port, layouts.LAYOUTS[name]) for name, port in zip(names, ports, strict=True)}
     todo = json.dumps({"save": save, "load": list(load)})
     run_ranks(

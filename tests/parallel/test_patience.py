@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parallel.torchrun import run_ranks
+from tests.parallel.ranks import run_ranks
 
 pytestmark = pytest.mark.parallel
 

@@ -1,0 +1,8 @@
+"""`mar convert`, without its command line. Arguments: a checkpoint, and the directory to write."""
+
+import sys
+from pathlib import Path
+
+from megatron_async_rl.weights.convert import convert
+
+convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,15 @@
+"""What the process imports that ranks are forked from: all that takes long. It starts no thread, so that it may be forked."""
+
+import atexit
+import gc
+import os
+
+import megatron_async_rl.policy.policy
+import megatron_async_rl.weights.convert
+import megatron_async_rl.weights.export  # noqa: F401
+
+# Megatron collects garbage at every save: nothing of the above is any.
+gc.collect()
+gc.freeze()
+# At an orderly end triton's bindings list everything they leaked, after pytest's summary.
+atexit.register(os._exit, 0)

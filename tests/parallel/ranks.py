@@ -1,0 +1,95 @@
+"""Starts ranks on this machine and waits for them; a failure shows the end of what they wrote.
+
+    tests --> a process that has imported Megatron (once) --> fork --> rank 0, rank 1, ...
+
+Ranks find each other by the variables that torchrun sets, and are processes as under torchrun, but for one thing: each would
+import Megatron there, which takes seconds where most programs of these tests take less. Runs of `mar train` use torchrun itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import runpy
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from pathlib import Path
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["tests.parallel.preloaded"])
+
+
+def run_ranks(nproc: int, program: str, args: Sequence[str | Path] = (), timeout: float = 180.0) -> str:
+    """Runs `program` (a module's name) on `nproc` ranks; returns their output, raises AssertionError if any fails."""
+    (port,) = free_ports(1)
+    world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return _run(program, args, [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)], timeout)
+
+
+def run_alone(program: str, args: Sequence[str | Path] = (), timeout: float = 180.0) -> str:
+    """As `run_ranks`, for one process that is nobody's rank."""
+    return _run(program, args, [{}], timeout)
+
+
+def free_ports(count: int) -> list[int]:
+    """Below the range that outgoing connections are given ports from, so that none takes one before its turn comes."""
+    found: list[int] = []
+    with contextlib.ExitStack() as stack:
+        while len(found) < count:
+            port = random.SystemRandom().randrange(15000, 30000)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("", port))
+                found.append(port)
+    return found
+
+
+def _run(program: str, args: Sequence[str | Path], variables: Sequence[dict[str, object]], timeout: float) -> str:
+    with tempfile.TemporaryDirectory(prefix="mar-ranks-") as folder:
+        log = Path(folder) / "output"
+        log.touch()
+        ranks = [
+            _forks.Process(target=_be, args=(program, [str(arg) for arg in args], environment, log), daemon=True)
+            for environment in variables
+        ]
+        for rank in ranks:
+            rank.start()
+        try:
+            ended = _wait(ranks, timeout)
+            codes = {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        output = log.read_text(errors="replace")
+    assert ended, f"{len(ranks)} processes of {program} did not finish within {timeout} s:\n{output[-6000:]}"
+    assert not codes, f"{len(ranks)} processes of {program}: exit codes {codes}:\n{output[-6000:]}"
+    return output
+
+
+def _wait(ranks: Sequence[multiprocessing.process.BaseProcess], timeout: float) -> bool:
+    """Until all have ended or one has failed, which the others would wait for. False when that took too long."""
+    deadline = time.monotonic() + timeout
+    running = list(ranks)
+    while running:
+        if not connection.wait([rank.sentinel for rank in running], max(0.0, deadline - time.monotonic())):
+            return False
+        if any(rank.exitcode for rank in running):
+            return True
+        running = [rank for rank in running if rank.exitcode is None]
+    return True
+
+
+def _be(program: str, args: list[str], environment: dict[str, object], log: Path) -> None:
+    """A forked process's whole life."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ |= {name: str(value) for name, value in environment.items()}
+    sys.argv = [program, *args]
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
