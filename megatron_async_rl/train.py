@@ -9,11 +9,14 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from megatron_async_rl.circle.feed import Feed, State, open_feed
+from megatron_async_rl.circle.feed import Feed, Position, open_feed
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.eval_schedule import EvalSchedule
 from megatron_async_rl.flow.law import max_lag
 from megatron_async_rl.flow.summary import summarise
@@ -26,6 +29,7 @@ from megatron_async_rl.observe.stall import gather_if_timed_out
 from megatron_async_rl.observe.status import Status, write_status
 from megatron_async_rl.observe.timeline import Timeline
 from megatron_async_rl.policy import device
+from megatron_async_rl.policy.checkpoint import read_file
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.weights.convert import export_hf
@@ -56,7 +60,6 @@ class Run:
         resumed = self.policy.load(self.directory / "checkpoint")
         self.version = 0 if resumed is None else int(resumed["version"])
         self.saved_version = self.version if resumed is not None else -1
-        self.data_state: State | None = None if resumed is None else resumed["data"]
         means: dict[int, float] = {} if resumed is None else resumed["evaluated"]
         self.schedule = EvalSchedule(every=config.eval.every, steps=config.run.steps, means=means) if config.eval else None
         self.evaluated: dict[str, float] = {}
@@ -75,7 +78,13 @@ class Run:
             )
             if self.schedule is not None:
                 self.eval_log = EvalLog(self.directory, means)
-            self.feed = open_feed(config, layout.device_type, self.version, self.data_state)
+            self.feed = open_feed(config, layout.device_type, self.version, self.saved_position(resumed))
+
+    def saved_position(self, resumed: Mapping[str, Any] | None) -> Position | None:
+        if resumed is None:
+            return None
+        buffer = read_file(self.directory / "checkpoint", buffer_file.NAME)
+        return Position(state=resumed["data"], buffer=buffer, oldest=self.policy.others.oldest(self.version))
 
     def train(self) -> None:
         self.publish()
@@ -121,8 +130,6 @@ class Run:
                     pass
             else:
                 self.feed.publish(self.version, buckets)
-        if self.feed is not None:
-            self.data_state = self.feed.position()
 
     def evaluate(self) -> None:
         if self.schedule is None or self.feed is None:
@@ -146,14 +153,17 @@ class Run:
             return
         self.now("checkpointing")
         self.say("checkpointing")
+        # Nothing is handed out that has not trained, so the position is that of this version.
+        position = self.feed.position() if self.feed is not None else None
         state = {
             "version": self.version,
-            "data": self.data_state,
+            "data": position.state if position else None,
             "evaluated": self.schedule.means if self.schedule else {},
             "model_path": str(self.config.model.path),
         }
         with watch.phase("saving a checkpoint", quiet_s(self.config)):
-            self.policy.save(self.directory / "checkpoint", self.version, state, keep=self.config.checkpoint.keep)
+            files = {buffer_file.NAME: position.buffer} if position and position.buffer is not None else {}
+            self.policy.save(self.directory / "checkpoint", self.version, state, keep=self.config.checkpoint.keep, files=files)
         self.saved_version = self.version
         self.say("training")
 

@@ -1,15 +1,15 @@
 """What feeds the policy, as rank 0 sees it: the circle of engines, controller and publisher, or given data.
 
 Both feeds keep one contract with the loop:
-- `position()` says that everything handed out before was trained on; what it returns is the data position to checkpoint
-  with the weights of that version;
-- `next_batch(version)` returns None once `RUN/stop` exists; a batch asked for but not trained on is in no position
-  that was returned, so a resume issues its prompts again.
+- `position()` is asked for only when everything that was handed out is trained on; it is what to checkpoint with the weights of
+  that version;
+- `next_batch(version)` returns None once `RUN/stop` exists and no batch is taken: one that is taken is handed out, and trains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_async_rl.config.schema import Config
@@ -21,7 +21,15 @@ from megatron_async_rl.flow.summary import MetricValue
 from megatron_async_rl.samples import TrainBatch
 from megatron_async_rl.weights.export import Bucket
 
-State = Mapping[str, Any]
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where the data stands. `state`: plain JSON. `buffer`: what waits (flow/buffer_file.py); null where nothing can.
+    `oldest`: the oldest version whose tokens may train when the run goes on."""
+
+    state: Mapping[str, Any]
+    buffer: bytes | None = None
+    oldest: int = 0
 
 
 class Feed(Protocol):
@@ -31,7 +39,7 @@ class Feed(Protocol):
     def publish(self, version: int, buckets: Iterator[Bucket]) -> None:
         """Takes the weights `version`; the engines get them while the loop goes on."""
 
-    def position(self) -> State: ...
+    def position(self) -> Position: ...
 
     def evaluate(self, version: int) -> None:
         """Begins to evaluate `version`, published before, on the held-out prompts. Training engines: blocks until it is done."""
@@ -45,19 +53,19 @@ class Feed(Protocol):
     def close(self) -> None: ...
 
 
-def open_feed(config: Config, device_type: str, version: int, state: State | None) -> Feed:
-    """The feed that `config` asks for, at `version`, from the data position `state` (None: the beginning)."""
+def open_feed(config: Config, device_type: str, version: int, position: Position | None) -> Feed:
+    """The feed that `config` asks for, at `version`, from `position` (None: the beginning)."""
     if config.supervised:
-        return SupervisedFeed(config, state)
+        return SupervisedFeed(config, position)
     from megatron_async_rl.circle.rollout_feed import RolloutFeed
 
-    return RolloutFeed(config, device_type, version, state)
+    return RolloutFeed(config, device_type, version, position)
 
 
 class SupervisedFeed:
     """Given responses; no engines, nobody to publish to or to evaluate."""
 
-    def __init__(self, config: Config, state: State | None) -> None:
+    def __init__(self, config: Config, position: Position | None) -> None:
         tokenizer = load_tokenizer(config.model.path)
         self._stop = config.run.dir / "stop"
         self._source = SupervisedSource(
@@ -68,8 +76,8 @@ class SupervisedFeed:
             shuffle=config.data.shuffle,
             max_context=None,
         )
-        if state is not None:
-            self._source.load_state(state)
+        if position is not None:
+            self._source.load_state(position.state)
 
     def next_batch(self, version: int) -> TrainBatch | None:
         return None if self._stop.exists() else self._source.next_batch(version)
@@ -77,8 +85,8 @@ class SupervisedFeed:
     def publish(self, version: int, buckets: Iterator[Bucket]) -> None:
         raise RuntimeError("a supervised run has no engines to publish to")
 
-    def position(self) -> State:
-        return self._source.state()
+    def position(self) -> Position:
+        return Position(state=self._source.state())
 
     def evaluate(self, version: int) -> None:
         raise RuntimeError("a supervised run has no engines to sample with")

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ import ray
 
 from megatron_async_rl.circle.engine_keeper import EngineKeeper
 from megatron_async_rl.circle.evaluator import Evaluator
-from megatron_async_rl.circle.feed import State
+from megatron_async_rl.circle.feed import Position
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.prompts import PromptSource, read_prompts
 from megatron_async_rl.data.tokenizer import load_tokenizer
@@ -47,7 +48,7 @@ LOOKAHEAD = 4
 class RolloutFeed:
     """See feed.Feed."""
 
-    def __init__(self, config: Config, device_type: str, version: int, state: State | None) -> None:
+    def __init__(self, config: Config, device_type: str, version: int, position: Position | None) -> None:
         assert config.rollout is not None
         self._config = config
         self._rollout = config.rollout
@@ -70,12 +71,14 @@ class RolloutFeed:
         source, held_out = _prompts(config)
         specs = _engine_specs(config, device_type)
         self._names = {spec.name: spec.index for spec in specs}
-        join_ray(config.policy.parallel.ranks if device_type == "cuda" and not self._colocated else 0)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        join_ray(ranks_here if device_type == "cuda" and not self._colocated else 0)
         try:
             self._engines = start_engines(specs)
             self._controller = self._start_controller(source)
-            if state is not None:
-                self._call("controller to take up its position", self._controller.load_state.remote(state))
+            if position is not None:
+                loading = self._controller.load_position.remote(position.state, position.buffer, position.oldest)
+                self._call("controller to take up its position", loading)
             clients = [RayEngine(spec.name, engine) for spec, engine in zip(specs, self._engines, strict=True)]
             training, evaluating = clients[: config.rollout.engines], clients[config.rollout.engines :]
             self._publisher = Publisher(training, timeout_s=self._timeout_s, update=config.weights.update)
@@ -111,17 +114,20 @@ class RolloutFeed:
         return start_controller(source, self._engines[: rollout.engines], spec, self._engines[rollout.engines :])
 
     def next_batch(self, version: int) -> TrainBatch | None:
+        if self._stop.exists():
+            return None
         pending = self._controller.next_batch.remote(version, self._timeout_s)
         # The controller has a deadline, from the newest response on, and knows what is missing; here it only has to be there.
         with waiting(f"the batch for version {version} from the controller", self._timeout_s):
             there = False
             while not there:
                 if self._stop.exists():
-                    return None
+                    self._call("controller to hand out no more", self._controller.withdraw.remote())
+                    break
                 self._check()
                 there = bool(ray.wait([pending], timeout=STOP_POLL_S)[0])
-        batch: TrainBatch = self._call(f"batch for version {version}", pending)
-        if self._colocated:
+        batch: TrainBatch | None = self._call(f"batch for version {version}", pending)
+        if batch is not None and self._colocated:
             self._sleep()
         return batch
 
@@ -184,9 +190,9 @@ class RolloutFeed:
                 raise TimeoutError
         self._check()
 
-    def position(self) -> State:
-        position: State = self._call("controller's position", self._controller.state.remote())
-        return position
+    def position(self) -> Position:
+        state, buffer = self._call("controller's position", self._controller.position.remote())
+        return Position(state=state, buffer=buffer)
 
     def evaluate(self, version: int) -> None:
         if not self._evaluator.separate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.flow.buffer import EMPTY
+from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.controller import Controller, Source
 from megatron_async_rl.flow.engines import RayEngine
 from megatron_async_rl.flow.evaluation import EvalResult
@@ -65,9 +68,12 @@ class ControllerActor:
     async def advance(self, version: int) -> None:
         self._controller.advance(version)
 
-    async def next_batch(self, version: int, timeout_s: float) -> TrainBatch:
+    async def next_batch(self, version: int, timeout_s: float) -> TrainBatch | None:
         with watch.doing("wait", f"responses for the batch of version {version}", timeout_s):
             return await self._controller.next_batch(version, timeout_s)
+
+    async def withdraw(self) -> None:
+        self._controller.withdraw()
 
     async def evaluate(
         self, prompts: Sequence[Prompt], n: int, version: int, timeout_s: float, pass_at: Sequence[int], pass_reward: float
@@ -87,11 +93,14 @@ class ControllerActor:
     async def give_up(self, index: int) -> None:
         self._controller.give_up(index)
 
-    async def state(self) -> dict[str, Any]:
-        return self._controller.state()
+    async def position(self) -> tuple[dict[str, Any], bytes]:
+        """The state, and the buffer as a file's content, of one moment; engines are listened to while it is written."""
+        state, buffer = self._controller.state(), self._controller.buffer()
+        return state, await asyncio.to_thread(written, buffer)
 
-    async def load_state(self, state: Mapping[str, Any]) -> None:
-        self._controller.load_state(state)
+    async def load_position(self, state: Mapping[str, Any], buffer: bytes | None, oldest: int) -> None:
+        """`buffer`: null where the checkpoint has none. Raises BufferBroken."""
+        self._controller.load_state(state, read(buffer) if buffer is not None else EMPTY, oldest)
 
     async def stats(self) -> dict[str, Any]:
         return self._controller.stats()
@@ -113,8 +122,10 @@ class ControllerActor:
 
 
 def start_controller(source: Source, engines: Sequence[Any], spec: ControllerSpec, evaluators: Sequence[Any] = ()) -> Any:
-    """Starts the actor and returns its handle. `engines`: handles of rollout engine actors; Ray must be initialised."""
+    """Starts the actor on this machine and returns its handle. `engines`: handles of engine actors; Ray must be initialised."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     remote_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000)(ControllerActor)
-    return remote_class.options(name=NAME).remote(source, list(engines), list(evaluators), spec)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return remote_class.options(name=NAME, scheduling_strategy=here).remote(source, list(engines), list(evaluators), spec)

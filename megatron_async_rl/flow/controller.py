@@ -6,7 +6,8 @@
 
 Invariants:
 - what is decided is decided by the scheduler (scheduler.py), who does it by the fleet (fleet.py); here they are put together;
-- `state()` has the prompts that are admitted and not consumed: a resume asks them again, so nothing is lost;
+- `state()` has the prompts that are admitted and not consumed, `buffer()` what there already is of their responses: a resume
+  goes on with the buffer and asks for the rest again, so nothing is lost and nothing made twice;
 - an engine that is lost is reported once through `lost`; whoever restarts engines says `replace` or `give_up`;
 - what goes wrong for good (no engine left, a reward that must not fail) ends the next `next_batch` at once, with its cause;
 - held-out evaluation uses the same fleet and touches neither the source nor the scheduler.
@@ -21,11 +22,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.flow.buffer import EMPTY, Buffer
+from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of
 from megatron_async_rl.flow.engines import EngineClient
 from megatron_async_rl.flow.errors import BatchTimeout, reward_failed
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet, all_lost
-from megatron_async_rl.flow.fleet_summary import EngineCounts
+from megatron_async_rl.flow.fleet_summary import engine_counts
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples.requests import Cut, Request
 from megatron_async_rl.samples.types import Prompt, Sample, TrainBatch
@@ -79,6 +82,9 @@ class Controller:
             on_error=self._fail,
         )
         self._resumed: Mapping[str, Any] = {}
+        self._left_behind = EMPTY
+        self._oldest = 0
+        self._withdrawn = False
         self._failure: BaseException | None = None
         self._progress = asyncio.Event()
         self._lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
@@ -90,9 +96,13 @@ class Controller:
 
     def start(self, version: int) -> None:
         """The engines hold `version`: begin admitting. After `load_state`, continues with what the run had not consumed."""
-        pending = [(int(index), _prompt(fields)) for index, fields in self._resumed.get("pending", [])]
-        self._scheduler.start(version, int(self._resumed.get("next_index", 0)), pending)
+        pending = [(int(index), prompt_of(fields)) for index, fields in self._resumed.get("pending", [])]
+        next_index = int(self._resumed.get("next_index", 0))
+        requests = self._scheduler.start(version, next_index, pending, self._left_behind, self._oldest)
+        self._left_behind = EMPTY
+        self._admitted_at = {index: time.monotonic() for index, _ in self._scheduler.running()}
         self._fleet.start()
+        self._fleet.put(requests)
         self._admit()
         self._progress.set()
 
@@ -110,14 +120,16 @@ class Controller:
         if requests:
             self._fleet.put(requests)
 
-    async def next_batch(self, version: int, timeout_s: float) -> TrainBatch:
-        """The batch that trains `version`, the trainer's; the engines may still hold an older one.
+    async def next_batch(self, version: int, timeout_s: float) -> TrainBatch | None:
+        """The batch that trains `version`, the trainer's; the engines may still hold an older one. Null after `withdraw`.
 
         Raises what ended the flow as soon as it happened, BatchTimeout after `timeout_s` seconds in which no response grew,
         naming the groups that are late and their engines, and StalenessViolated should a sample break the law.
         """
         waited_from = time.monotonic()
         while True:
+            if self._withdrawn:
+                return None
             if self._failure is not None:
                 raise self._failure
             batch = self._scheduler.take(version) if self._scheduler.version is not None else None
@@ -130,6 +142,11 @@ class Controller:
             if left <= 0:
                 raise BatchTimeout(self._lateness(version, timeout_s))
             await _at_most(self._progress.wait(), left)
+
+    def withdraw(self) -> None:
+        """No batch is handed out any more: what was taken before is all that may train. Engines and admission go on."""
+        self._withdrawn = True
+        self._progress.set()
 
     def _lateness(self, version: int, timeout_s: float) -> str:
         now = time.monotonic()
@@ -160,13 +177,17 @@ class Controller:
         unwanted = self._scheduler.answered(sample, request.group)
         if unwanted:
             self._fleet.cut(unwanted)
-        self._admit()
-        self._progress.set()
+        self._go_on()
 
     def _was_cut(self, cut: Cut, request: Request) -> None:
         self._scheduler.was_cut(cut, request.group)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """The trainer is woken only where there may be a batch: not for each of a batch's responses."""
         self._admit()
-        self._progress.set()
+        if self._scheduler.may_take(self._scheduler.next_step):
+            self._progress.set()
 
     def _was_lost(self, index: int, reason: str) -> None:
         self._lost.put_nowait((index, reason))
@@ -228,10 +249,10 @@ class Controller:
         )
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON: the source's position, and the prompts that came from it and are not consumed, to be asked again."""
+        """Plain JSON: the source's position, and the prompts that came from it and are not consumed."""
         if self._scheduler.version is None and self._resumed:
             return dict(self._resumed)
-        pending = [[index, _fields(prompt)] for index, prompt in self._scheduler.pending()]
+        pending = [[index, prompt_fields(prompt)] for index, prompt in self._scheduler.pending()]
         counts = self._scheduler.counts()
         consumed = int(self._resumed.get("consumed", 0)) + counts["consumed"]
         return {
@@ -241,12 +262,17 @@ class Controller:
             "pending": pending,
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Before `start` only. Raises ValueError where the saved position belongs to other data."""
+    def buffer(self) -> Buffer:
+        """What there is of the responses to the prompts in `state()`, of the same moment if nothing is awaited in between."""
+        return self._scheduler.buffer() if self._scheduler.version is not None else self._left_behind
+
+    def load_state(self, state: Mapping[str, Any], buffer: Buffer = EMPTY, oldest: int = 0) -> None:
+        """Before `start` only. `oldest`: the oldest version whose tokens may train. Raises ValueError where the saved position
+        belongs to other data."""
         if self._scheduler.version is not None:
             raise RuntimeError("load_state after start")
         self._source.load_state(state["source"])
-        self._resumed = state
+        self._resumed, self._left_behind, self._oldest = state, buffer, oldest
 
     def stats(self) -> dict[str, Any]:
         """Counts since `start`: of the scheduler, of responses, and `engines`: EngineCounts of each place in the fleet."""
@@ -260,17 +286,7 @@ class Controller:
             "buffer": counts["ready"],
             "oldest_in_flight_s": now - oldest,
             "version": self._scheduler.version,
-            "engines": [
-                EngineCounts(
-                    alive=slot.alive,
-                    version=slot.report.version if slot.report else -1,
-                    in_flight=len(slot.held),
-                    tokens=slot.report.tokens if slot.report else 0,
-                    busy_s=slot.report.busy_s if slot.report else 0.0,
-                    restarts=slot.restarts,
-                )
-                for slot in self._fleet.slots
-            ],
+            "engines": [engine_counts(slot) for slot in self._fleet.slots],
             **self._totals,
         }
 
@@ -288,11 +304,3 @@ async def _at_most(wait: Any, seconds: float) -> None:
         await asyncio.wait_for(wait, seconds)
     except TimeoutError:
         return
-
-
-def _fields(prompt: Prompt) -> dict[str, Any]:
-    return {"id": prompt.id, "text": prompt.text, "token_ids": list(prompt.token_ids), "fields": dict(prompt.fields)}
-
-
-def _prompt(fields: Mapping[str, Any]) -> Prompt:
-    return Prompt(id=fields["id"], text=fields["text"], token_ids=tuple(fields["token_ids"]), fields=fields["fields"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_async_rl.flow.fleet import Slot
 from megatron_async_rl.flow.summary import MetricValue
 
 COUNTS = (
@@ -34,6 +35,18 @@ class EngineCounts:
     tokens: int
     busy_s: float
     restarts: int
+
+
+def engine_counts(slot: Slot) -> EngineCounts:
+    report = slot.report
+    return EngineCounts(
+        alive=slot.alive,
+        version=report.version if report else -1,
+        in_flight=len(slot.held),
+        tokens=report.tokens if report else 0,
+        busy_s=report.busy_s if report else 0.0,
+        restarts=slot.restarts,
+    )
 
 
 def flow_metrics(counts: Mapping[str, float]) -> dict[str, MetricValue]:

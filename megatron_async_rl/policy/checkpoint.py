@@ -3,7 +3,7 @@
     DIR/latest                    the name of the newest complete checkpoint
     DIR/step_00000012/sharded/    the model, and the optimizer's state and others' that goes with its parameters
                                   (parameter_state.py), Megatron's dist_checkpointing: loads on any parallel layout
-    DIR/step_00000012/state.pt    the run's own state, from rank 0
+    DIR/step_00000012/state.pt    the run's own state, from rank 0; other files of the run by names that it chose
     DIR/step_00000012/rank_3.pt   what only makes sense to rank 3 of the same layout: RNG
     DIR/step_00000012/about.json  step, layout, dtype, vocabulary, the source model directory, names of the parameter state,
                                   and Adam's step count
@@ -91,6 +91,12 @@ def newest(directory: Path) -> Path | None:
     return path
 
 
+def read_file(directory: Path, name: str) -> bytes | None:
+    """What was saved as `files[name]` with the newest checkpoint; None where it has no such file."""
+    path = newest(directory)
+    return (path / name).read_bytes() if path is not None and (path / name).exists() else None
+
+
 def about(path: Path) -> dict[str, Any]:
     """about.json of one checkpoint."""
     content: dict[str, Any] = json.loads((path / "about.json").read_text())
@@ -107,11 +113,13 @@ def save(
     parameter_state: Mapping[str, ModelTensors],
     layout: Layout,
     keep: int,
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Saves step `step` and keeps the newest `keep` checkpoints. Collective over the world; returns the checkpoint.
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
     parameter_state: by name, model tensors of this rank's parameters; the same names on every rank.
+    files: name and content of what rank 0 wants beside it; see read_file.
     Raises FileExistsError when `latest` already names this step.
     """
     final = directory / f"step_{step:08d}"
@@ -146,6 +154,8 @@ def save(
 
     def commit() -> None:
         (unfinished / "state.pt").write_bytes(payload)
+        for name, held in (files or {}).items():
+            (unfinished / name).write_bytes(held)
         (unfinished / "about.json").write_text(json.dumps(description, indent=1))
         _sync_tree(unfinished)
         os.rename(unfinished, final)

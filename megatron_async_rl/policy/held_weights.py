@@ -26,8 +26,7 @@ class SnapshotMissing(ValueError):
         kept = ", ".join(map(str, held)) or "none"
         super().__init__(
             f"the batch needs the weights of version {version} at version {current}, and those kept are of versions: "
-            f"{kept}; set objective.snapshots (now {size}) to at least {current - version + 1}. A resumed run begins with its "
-            "own version only and cannot train on responses that were sampled before it was stopped"
+            f"{kept}; set objective.snapshots (now {size}) to at least {current - version + 1}."
         )
 
 
@@ -119,6 +118,17 @@ class Snapshots:
         _, oldest = self._held.popitem(last=False)
         oldest.update()
         self._held[version] = oldest
+
+    @property
+    def lasting(self) -> Mapping[int, HeldWeights]:
+        """Those that are still kept when the next version begins."""
+        count = min(len(self._held), self._size - 1)
+        return dict(list(self._held.items())[len(self._held) - count :])
+
+    def load(self, version: int, tensors: ModelTensors) -> None:
+        """Keeps `tensors` as the weights of `version`, which is newer than those kept."""
+        self.begin(version)
+        self._held[version].load(tensors)
 
     def of(self, version: int, *, current: int) -> HeldWeights:
         """Raises SnapshotMissing."""

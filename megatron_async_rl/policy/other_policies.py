@@ -8,9 +8,8 @@ proximal snapshot   the weights of the newest `snapshots` versions, each kept wh
 
 Invariants:
 - only what the objective's survey or a control asks for is kept;
-- what moves is in the checkpoint; a reference that does not move is read again from its model directory, so it is the one the
-  run started with although the model in training is a resumed one. Snapshots are not in it: a resumed run asks its prompts
-  again, so its first batch knows no older version;
+- what moves is in the checkpoint, and so are the snapshots that the next step may need; a reference that does not move is read
+  again from its model directory, so it is the one the run started with although the model in training is a resumed one;
 - a step that was skipped moves nothing.
 """
 
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
     from megatron_async_rl.policy.parameter_state import ModelTensors
 
 log = logging.getLogger(__name__)
+
+PAST = "past_weights_"
+"""And a version: the name of its weights in a checkpoint."""
 
 SAME_ARCHITECTURE = (
     "model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
@@ -102,8 +104,10 @@ class OtherPolicies:
         return self.trained.restored_after() if after and self.trained is not None else nullcontext()
 
     def parameter_state(self) -> dict[str, ModelTensors]:
-        """What moves, by name: model tensors of this rank."""
-        return {name: held.tensors for name, held in self._moving().items()}
+        """What moves and what is past, by name: model tensors of this rank."""
+        past = self.past.lasting if self.past is not None else {}
+        held = self._moving() | {f"{PAST}{version}": weights for version, weights in past.items()}
+        return {name: weights.tensors for name, weights in held.items()}
 
     def load(self, saved: Checkpoint, *, warn: bool) -> None:
         """After the model was loaded: what `parameter_state` returned. What is missing starts anew; warn: say so. Collective."""
@@ -118,6 +122,12 @@ class OtherPolicies:
                 log.warning("the checkpoint holds no %s: it starts from %s", name.replace("_", " "), start)
         if self.past is not None:
             self.past.clear()
+            for version in sorted(int(name.removeprefix(PAST)) for name in saved.names if name.startswith(PAST)):
+                self.past.load(version, saved.read(f"{PAST}{version}"))
+
+    def oldest(self, version: int) -> int:
+        """The oldest version whose tokens the step that trains `version` can take."""
+        return 0 if self.past is None else min((*self.past.lasting, version))
 
     def _moving(self) -> dict[str, HeldWeights]:
         moves = self._ema is not None or self._refresh_every is not None

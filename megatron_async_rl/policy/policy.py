@@ -174,8 +174,17 @@ class Policy:
         self.schedule.reduce()
         return measured.metrics(targets.whole)
 
-    def save(self, directory: Path, version: int, state: Mapping[str, Any], *, keep: int) -> Path:
-        """Saves weights, optimizer, schedule, controls and the run's own `state` (rank 0's) as a checkpoint of `version`.
+    def save(
+        self,
+        directory: Path,
+        version: int,
+        state: Mapping[str, Any],
+        *,
+        keep: int,
+        files: Mapping[str, bytes] | None = None,
+    ) -> Path:
+        """Saves weights, optimizer, schedule, controls and the run's own `state` and `files` (rank 0's) as a checkpoint of
+        `version`.
 
         Keeps the newest `keep` checkpoints of `directory`; returns the new one. Raises as `checkpoint.save` does.
         """
@@ -199,6 +208,7 @@ class Policy:
             },
             layout=self.layout,
             keep=keep,
+            files=files,
         )
 
     def load(self, directory: Path) -> dict[str, Any] | None:

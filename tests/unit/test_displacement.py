@@ -227,12 +227,13 @@ def test_the_displacement_is_from_the_weighted_mean_of_the_past_weights():
     assert torch.equal(found, torch.cat([part.flatten() for part in way]))
 
 
-def test_there_is_nothing_to_save():
+def test_only_the_past_weights_that_the_next_step_may_need_are_saved():
     run = Run(noisy(3), DisplacementControl())
     for starts in ((), (0,), (1,)):
         run.take(*starts)
     control = run.step.controls["displacement"]
-    assert (control.state_dict(), control.shard_state(), run.others.parameter_state()) == ({}, {}, {})
+    assert (control.state_dict(), control.shard_state()) == ({}, {})
+    assert list(run.others.parameter_state()) == [f"past_weights_{version}" for version in (0, 1, 2)]
 
 
 def test_a_batch_older_than_the_weights_kept_is_refused_with_the_key_to_change():

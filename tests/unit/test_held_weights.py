@@ -102,6 +102,32 @@ def test_a_version_that_is_not_kept_is_refused_with_the_key_and_the_number_that_
         kept.of(3, current=6)
 
 
+def test_a_checkpoint_has_the_snapshots_that_the_next_version_may_need_and_gives_them_back():
+    config = ObjectiveConfig(proximal="snapshot", snapshots=3)
+    kept, model = others(config)
+    for version in range(5):
+        fill(model, float(version))
+        kept.begin(version)
+    state = kept.parameter_state()
+    assert sorted(state) == ["past_weights_3", "past_weights_4"], "2 gives its place to 5"
+    saved = SimpleNamespace(names=dict.fromkeys(state), read=lambda name: [dict(chunk) for chunk in state[name]])
+    for size, expected in ((3, [3, 4, 5]), (2, [4, 5]), (1, [5])):
+        again, model = others(config.model_copy(update={"snapshots": size}))
+        fill(model, 5.0)
+        again.begin(0)
+        again.load(saved, warn=False)
+        assert again.oldest(5) == expected[0]
+        again.begin(5)
+        assert list(again.past.versions) == expected
+        for version in expected:
+            assert all(t.eq(version).all() for t in again.past.of(version, current=5).tensors[0].values())
+
+
+def test_without_past_weights_any_version_will_do_and_with_none_saved_only_the_present_one():
+    assert others(ObjectiveConfig(proximal="recompute"))[0].oldest(7) == 0
+    assert others(SNAPSHOT)[0].oldest(7) == 7
+
+
 def others(config, source=Path()):
     model = SimpleNamespace(chunks=[chunk()], source=source, bridge=None)
     return OtherPolicies(config, Objective(config).needs, model), model.chunks[0]

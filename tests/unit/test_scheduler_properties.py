@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 from hypothesis import given, settings
@@ -14,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag, OldestFirst, Replay, Windowed
+from megatron_async_rl.flow.buffer import EMPTY, Buffer
+from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.law import admitted_limit, holds
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples import Prompt, Sample, TrainBatch
@@ -58,22 +61,32 @@ class World(RuleBasedStateMachine):
         self.steps = None if steps is None else base + steps
         self.fresh = fresh
         self.prompts = 0
+        self.dropped: list[str] = []
+        self.trained: list[str] = []
         self.begin_at(base, flow, 0, [])
+        self.first_versions = {max(base, fresh)}
 
-    def begin_at(self, version: int, flow: FlowConfig, next_index: int, pending: list[tuple[int, Prompt]]) -> None:
+    def begin_at(
+        self,
+        version: int,
+        flow: FlowConfig,
+        next_index: int,
+        pending: list[tuple[int, Prompt]],
+        buffer: Buffer = EMPTY,
+        oldest: int = 0,
+    ) -> None:
         self.flow, self.base, self.newest, self.engines = flow, version, version, version
         self.scheduler = Scheduler(flow, steps=self.steps, fresh_steps=self.fresh, seed=1)
-        self.scheduler.start(version, next_index, pending)
-        self.left, self.admitted = pending, set[int]()
-        self.places: dict[int, Prompt] = {}
+        requests = self.scheduler.start(version, next_index, pending, buffer, oldest)
+        self.left, self.admitted = pending, set(self.scheduler._waiting)
+        self.places = {entry.index: entry.prompt for entry in self.scheduler._waiting.values() if not entry.follows}
         """Admitted by this run, from the source or a former run, and not consumed; dropped ones stay in it."""
-        self.wanted: dict[str, Request] = {}
+        self.wanted = {request.id: request for request in requests}
         self.cutting: dict[str, Request] = {}
         self.began: dict[str, tuple[int, int]] = {}
         """Per request that an engine has begun: versions of its first and its latest token."""
-        self.answered = self.cut = self.asked = 0
-        self.dropped: list[str] = []
-        self.trained: list[str] = []
+        self.answered = self.cut = 0
+        self.asked = len(requests)
 
     def source(self) -> Prompt:
         self.prompts += 1
@@ -216,10 +229,9 @@ class World(RuleBasedStateMachine):
         lags = [version - sample.start_version for sample in batch.samples()]
         assert 0 <= min(lags) <= max(lags) <= (math.ceil(flow.async_ratio) if version >= self.fresh else 0)
         if isinstance(flow.selection, ExactLag):
-            first = max(self.base, self.fresh)
             for sample, lag in zip(batch.samples(), lags, strict=True):
                 assert sample.versions[0] == sample.versions[-1]
-                assert version < self.fresh or sample.start_version == first or lag == flow.selection.lag
+                assert version < self.fresh or sample.start_version in self.first_versions or lag == flow.selection.lag
 
     @precondition(lambda self: not self.over)
     @rule(reward=st.sampled_from([0.0, 1.0, None]))
@@ -245,7 +257,7 @@ class World(RuleBasedStateMachine):
         often = chance.choice((0.05, 0.3, 1.0))
         slow = chance.randrange(2, 5)
         for _ in range(times):
-            match chance.choice(("admit", "sample", "answer", "answer", "answer", "cut", "lose", "load", "train")):
+            match chance.choice(("admit", "sample", "answer", "answer", "answer", "cut", "lose", "load", "train", "resume")):
                 case "admit" if self.scheduler.room():
                     self.admit_one()
                 case "sample" if self.wanted:
@@ -268,6 +280,8 @@ class World(RuleBasedStateMachine):
                     self.scheduler.advance(self.engines)
                 case "train" if not self.over:
                     self.the_trainer_asks_for_a_batch()
+                case "resume" if chance.random() < 0.1:
+                    self.the_run_stops_and_goes_on_with_its_buffer()
             self.everything_holds()
 
     def everything_holds(self) -> None:
@@ -280,13 +294,42 @@ class World(RuleBasedStateMachine):
     @rule(flow=st.one_of(st.none(), st.none(), flows()))
     def the_run_stops_and_resumes(self, flow: FlowConfig | None) -> None:
         """With what is pending and nothing else; under other settings, too."""
+        self.begin_at(self.newest, flow or self.flow, self.scheduler.next_index, self.all_pending())
+        self.first_versions = {max(self.newest, self.fresh)}
+
+    def all_pending(self) -> list[tuple[int, Prompt]]:
         pending, consumed = self.scheduler.pending(), self.scheduler.counts()["consumed"]
         waiting = {index: prompt for index, prompt in self.places.items() if index in self.scheduler._waiting}
         asked_before = [(index, prompt) for index, prompt in self.left if index not in self.admitted]
         assert pending == sorted([*waiting.items(), *asked_before], key=lambda place: place[0])
         assert consumed == (self.newest - self.base) * self.flow.prompts_per_step
-        self.begin_at(self.newest, flow or self.flow, self.scheduler.next_index, pending)
+        return pending
+
+    @rule()
+    def the_run_stops_and_goes_on_with_its_buffer(self) -> None:
+        """All that had come is there again, and all that had not is asked again."""
+        before, pending = self.scheduler, self.all_pending()
+        whole = {entry.index for entry in before._waiting.values() if entry.finished is not None}
+        missing = sorted(one.id for one in self.wanted.values() if one.group in before._waiting and one.group not in whole)
+        saved = before.buffer()
+        self.begin_at(self.newest, self.flow, before.next_index, pending, read(written(saved)))
+        again = self.scheduler.buffer()
+        assert contents(again) == contents(saved)
+        assert sorted(self.wanted) == missing
         assert self.scheduler.pending() == pending
+        assert again.equal == saved.equal
+        if isinstance(self.flow.selection, ExactLag) and self.steps is None:
+            assert set(again.first_versions) <= self.first_versions, "what is checked is not checked less"
+
+    @rule(flow=flows(), oldest=st.integers(0, 5))
+    def the_run_goes_on_under_other_settings(self, flow: FlowConfig, oldest: int) -> None:
+        """With what of its buffer they permit; the rest is asked again. `oldest`: counted back from the present version."""
+        pending, saved = self.all_pending(), self.scheduler.buffer()
+        self.begin_at(self.newest, flow, self.scheduler.next_index, pending, saved, self.newest - oldest)
+        assert self.scheduler.pending() == pending, "nothing is lost"
+        tokens = [version for sample in finished(self.scheduler.buffer()) for version in sample.versions.tolist()]
+        assert min(tokens, default=self.newest) >= self.newest - oldest
+        self.first_versions |= {max(self.newest, self.fresh)}
 
     # What always holds
 
@@ -320,6 +363,21 @@ class World(RuleBasedStateMachine):
         self.dropped += [sample.id for sample in self.scheduler.drain_dropped()]
         used = [*self.trained, *self.dropped]
         assert len(set(used)) == len(used)
+
+
+def finished(buffer: Buffer) -> Iterator[Sample]:
+    return (sample for group in buffer.groups for sample in group.samples)
+
+
+def contents(buffer: Buffer) -> list[object]:
+    """By ids, in the order in which groups are due, finished, and were stored."""
+    groups = sorted(buffer.groups, key=lambda g: (g.deadline, g.index))
+    return [
+        [(g.index, g.version, g.deadline, g.follows, [s.id for s in g.samples], sorted(g.open)) for g in groups],
+        [g.index for g in sorted(buffer.groups, key=lambda g: -1 if g.finished is None else g.finished)],
+        [(g.prompt.id, g.deadline, [p.versions.tolist() for p in g.prefixes]) for g in buffer.returned],
+        [(prompt.id, [sample.id for sample in samples]) for prompt, samples in buffer.stored],
+    ]
 
 
 World.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
