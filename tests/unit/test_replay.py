@@ -122,3 +122,28 @@ def test_what_trains_again_has_its_own_id_its_old_versions_and_the_place_of_what
     assert (again.index, again.prompt.id, again.admitted_version) == (7, "a", 2)
     assert [one.id for one in again.samples] == ["a-1-2@9.7-0", "a-1-2@9.7-1", "a-1-2@9.7-2"]
     assert all(one.start_version == 2 for one in again.samples)
+
+
+def test_a_store_that_was_saved_draws_what_the_one_that_went_on_draws() -> None:
+    def arrived(version: int) -> list[Group]:
+        return [group(i, *(sample(f"p{i}", 10 * version + k, reward=k, version=version) for k in range(3))) for i in range(4)]
+
+    def ids(drawn: tuple[tuple[Group, ...], int]) -> list[list[str]]:
+        return [[one.id for one in each.samples] for each in drawn[0]]
+
+    through, saved = store(recent=0.3, per_prompt=5), store(recent=0.3, per_prompt=5)
+    for version in range(4):
+        through.exchange(arrived(version), version, 3)
+        saved.exchange(arrived(version), version, 3)
+    resumed = store(recent=0.3, per_prompt=5)
+    resumed.load(saved.content())
+    for version in range(4, 20):
+        assert ids(resumed.exchange(arrived(version), version, 3)) == ids(through.exchange(arrived(version), version, 3))
+
+
+def test_a_smaller_store_takes_up_the_newest_of_what_was_saved() -> None:
+    large, small = store(), store(per_prompt=2)
+    large.exchange([group(0, *(sample("a", token) for token in (4, 9, 2, 7)))], 0, 1)
+    small.load(large.content())
+    ((_, left),) = small.content()
+    assert [int(one.response_ids[0]) for one in left] == [2, 7]

@@ -1,0 +1,306 @@
+"""What a checkpoint holds of the flow: every field comes back, and as much of it is taken up as the law permits."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import math
+import pickle
+import zipfile
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async_rl.flow.admitted import Admitted
+from megatron_async_rl.flow.buffer import Buffer
+from megatron_async_rl.flow.buffer_file import COLUMNS, BufferBroken, read, written
+from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.requests import Cut, Prefix, Request
+from tests.unit.coroutine_engine import prefix
+from tests.unit.scheduler_desk import Desk, indices
+
+CHAT = Prompt(
+    id="p", text="«1 + 1»\n\ud83d", token_ids=(5, 70000), fields={"answer": "2", "numbers": [1, 1.5, None], "of": {"a": True}}
+)
+CHANGED = Prompt(id="p", text="1 + 2", token_ids=(5, 6), fields={})
+
+
+def sample(name: str, prompt: Prompt, versions: list[int], **more: Any) -> Sample:
+    length = len(versions)
+    given = {
+        "response_ids": np.arange(length, dtype=np.int32) * 70000,
+        "behavior_logprobs": np.nextafter(np.float32(-0.1), np.float32(0)) * np.arange(1, length + 1, dtype=np.float32),
+        "versions": np.array(versions, dtype=np.int32),
+        "loss_mask": np.arange(length, dtype=np.uint8) % 2,
+        "text": f"{name} \x00 é",
+        "finish_reason": "length",
+        "reward": 0.1 + 0.2,
+    }
+    return Sample(id=name, prompt=prompt, **{**given, **more})
+
+
+def full() -> Buffer:
+    rewarded = np.array([0.25, -1.5, 3.0], dtype=np.float32)
+    steps = sample("3-0", CHAT, [1, 1, 2], reward=1.75, step_rewards=rewarded, weight=0.3, engine=7, started_at=1.1e9 + 1 / 3)
+    failed = sample("3-2", CHAT, [2], reward=math.nan, reward_error="ValueError: no", finished_at=1e-300, finish_reason="stop")
+    begun = Prefix(
+        response_ids=np.array([9, 8], dtype=np.int32),
+        behavior_logprobs=np.array([-0.3, -1e-30], dtype=np.float32),
+        versions=np.array([0, 1], dtype=np.int32),
+    )
+    asked = [Request(group=4, k=0, prompt=CHANGED, prefix=begun), Request(group=4, k=2, prompt=CHANGED)]
+    running = {request.id: request for request in asked}
+    return Buffer(
+        groups=(
+            Admitted(3, CHAT, version=1, deadline=3, follows=False, open={}, samples=[steps, failed], finished=11),
+            Admitted(4, CHANGED, version=0, deadline=2, follows=True, open=running, samples=[sample("4-1", CHANGED, [2, 2])]),
+        ),
+        returned=(Admitted(2, CHAT, version=0, deadline=2, follows=False, open={}, prefixes=[begun, begun]),),
+        stored=((CHAT, (sample("0-0", CHAT, [0]), sample("1-1", CHANGED, [0, 0]))), (CHANGED, ())),
+        equal=(17, 3),
+        first_versions=(0, 40),
+    )
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Field by field, down to types, array dtypes and bits."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, np.ndarray):
+        return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+    if dataclasses.is_dataclass(expected):
+        return all(same(getattr(found, f.name), getattr(expected, f.name)) for f in dataclasses.fields(expected))
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return found == expected or (isinstance(expected, float) and math.isnan(found) and math.isnan(expected))
+
+
+def test_every_field_comes_back_as_it_was() -> None:
+    assert same(read(written(full())), full())
+    assert same(read(written(Buffer())), Buffer())
+
+
+def test_what_is_read_does_not_keep_the_rest_in_memory() -> None:
+    array = read(written(full())).groups[0].samples[0].response_ids
+    assert array.base is None
+
+
+def test_prompts_are_stored_once() -> None:
+    long = Prompt(id="long", text="x" * 10000, token_ids=(1,) * 1000)
+    stored = tuple(sample(f"0-{k}", dataclasses.replace(long), [0]) for k in range(50))
+    assert len(written(Buffer(stored=((long, stored),)))) < 50000
+
+
+def test_arrays_of_other_types_are_refused_and_not_converted() -> None:
+    wide = sample("0-0", CHAT, [0], response_ids=np.array([2**40]))
+    with pytest.raises(TypeError, match="int64"):
+        written(Buffer(stored=((CHAT, (wide,)),)))
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("code of the file was run",))
+
+
+def test_a_damaged_file_says_so_and_what_to_do_and_no_code_in_it_is_run() -> None:
+    whole = written(full())
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    armed = io.BytesIO()
+    np.savez(armed, about=np.array([Bomb()], dtype=object), **{name: np.zeros(0) for name in COLUMNS})
+    short = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(whole)) as source, zipfile.ZipFile(short, "w") as target:
+        for name in source.namelist():
+            array = np.load(io.BytesIO(source.read(name)))
+            with target.open(name, "w") as file:
+                np.save(file, array[:-1] if name == "versions.npy" else array)
+    for content in (b"", b"no", pickle.dumps(Bomb()), whole[:-30], bytes(flipped), armed.getvalue(), short.getvalue()):
+        with pytest.raises(BufferBroken, match=r"buffer\.npz .* remove the file"):
+            read(content)
+
+
+# What is taken up
+
+
+def busy(**more: Any) -> Desk:
+    """At version 1: 2 is whole, 3 has one response, nothing of 4 and 5 has come."""
+    desk = Desk(2, 1.0, **more)
+    desk.admit()
+    desk.finish(0, 1, 2)
+    desk.answer("3-1")
+    assert desk.take(0) == [0, 1]
+    desk.scheduler.advance(1)
+    desk.admit()
+    return desk
+
+
+def test_only_what_is_missing_is_asked_again_under_its_own_id_and_deadline() -> None:
+    desk = busy()
+    assert desk.resume(1) == ["3-0", "4-0", "4-1", "5-0", "5-1"]
+    assert not desk.scheduler.room()
+    desk.answer("3-0", versions=(1,))
+    batch = desk.scheduler.take(1)
+    assert batch is not None
+    assert [sample.id for sample in batch.samples()] == ["2-0", "2-1", "3-0", "3-1"]
+    assert [sample.start_version for sample in batch.samples()] == [0, 0, 1, 0]
+    assert [group.admitted_version for group in batch.groups] == [0, 0]
+    desk.scheduler.advance(2)
+    assert [request.group for request in desk.admit()] == [6, 6, 7, 7], "numbers go on"
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept", "again"),
+    [
+        ({}, [2, 3, 4, 5], []),
+        ({"group_size": 3}, [], [2, 3, 4, 5]),
+        ({"async_ratio": 0.0}, [4, 5], [2, 3]),
+        ({"prompts_per_step": 1}, [2, 4], [3, 5]),
+        ({"async_ratio": 0.5}, [2, 3, 4], [5]),
+        ({"async_ratio": 3.0, "prompts_per_step": 5}, [2, 3, 4, 5], []),
+        ({"oldest": 1}, [4, 5], [2, 3]),
+        ({"steps": 2}, [2, 3], [4, 5]),
+    ],
+    ids=str,
+)
+def test_what_the_settings_do_not_permit_is_asked_again_and_said_with_numbers(
+    changed: dict[str, Any], kept: list[int], again: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = busy()
+    with caplog.at_level(logging.WARNING):
+        desk.resume(1, **changed)
+    assert [group.index for group in desk.scheduler.buffer().groups] == kept
+    assert [index for index, _ in desk.scheduler.pending()] == [2, 3, 4, 5]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (1 if again else 0)
+    assert not again or f"goes on with {len(kept)} of the 4 groups" in said[0]
+
+
+def exact(lag: int, **more: Any) -> Desk:
+    return Desk(1, float(lag), selection={"name": "exact_lag", "lag": lag}, **more)
+
+
+def lags_of(desk: Desk, first: int, last: int) -> list[int]:
+    """Of the steps first..last-1, each made by the version that it trains, as far as something is asked."""
+    found = []
+    for version in range(first, last):
+        desk.scheduler.advance(version)
+        desk.admit()
+        for one in sorted(desk.asked):
+            desk.answer(one, versions=(version,))
+        desk.asked = {}
+        batch = desk.scheduler.take(version)
+        assert batch is not None
+        found.append(version - batch.groups[0].samples[0].start_version)
+    return found
+
+
+@pytest.mark.parametrize("stops", [(), (1,), (2,), (3,), (5,), (1, 2, 4, 6), (5, 6)])
+def test_an_exact_lag_is_exact_over_any_resume(stops: tuple[int, ...]) -> None:
+    desk, version, found = exact(3), 0, []
+    for stop in (*stops, 8):
+        found += lags_of(desk, version, stop)
+        version = stop
+        desk.resume(stop)
+    assert found == [0, 1, 2, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("changed", [{"lag": 2}, {"lag": 4}, {"group_size": 3}, {"prompts_per_step": 2}, {"oldest": 4}])
+def test_an_exact_lag_takes_up_everything_or_nothing(changed: dict[str, Any]) -> None:
+    desk = exact(3)
+    lags_of(desk, 0, 5)
+    if "lag" in changed:
+        lag = changed["lag"]
+        changed = {"async_ratio": float(lag), "selection": {"name": "exact_lag", "lag": lag}}
+    desk.resume(5, **changed)
+    assert desk.scheduler.buffer().groups == ()
+    if "group_size" not in changed:
+        lag = int(desk.settings["async_ratio"])
+        assert lags_of(desk, 5, 12) == [min(step, lag) for step in range(7)], "as at the beginning of a run"
+
+
+def test_an_exact_lag_begins_anew_where_a_finished_run_is_made_longer() -> None:
+    desk = exact(2, steps=4)
+    assert lags_of(desk, 0, 4) == [0, 1, 2, 2]
+    desk.resume(4, steps=8)
+    assert lags_of(desk, 4, 8) == [0, 1, 2, 2]
+
+
+def test_what_was_not_exact_is_not_taken_up_as_if_it_were() -> None:
+    desk = busy()
+    desk.resume(1, selection={"name": "exact_lag", "lag": 1})
+    assert desk.scheduler.buffer().groups == (), "3-0 would be of another version than 3-1"
+
+
+def test_cut_responses_are_continued_over_a_resume_and_those_being_cut_as_they_were_asked() -> None:
+    desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
+    desk.admit()
+    desk.finish(0, 1)
+    desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0, 0, 1)), 0)
+    assert desk.take(0) == [0, 1]
+    desk.scheduler.advance(1)
+    assert "1-2" not in desk.resume(1), "what is not wanted is not asked again, though its cut was not answered"
+    (continued,) = [request for request in desk.admit() if request.prefix is not None]
+    assert continued.prefix is not None
+    assert (continued.id, continued.prefix.versions.tolist()) == ("5-0", [0, 0, 1])
+    again = desk.resume(1)
+    assert "5-0" in again
+    assert same(desk.asked["5-0"].prefix, continued.prefix), "a response that continues another begins again with it"
+    desk.answer("5-1", "5-2", versions=(1,))
+    desk.answer("2-0", "2-1", "3-0", "3-1")
+    assert desk.take(1) == [2, 3]
+    desk.resume(2)
+    returned = desk.scheduler.buffer().returned
+    assert [same(one.prefixes, [continued.prefix]) for one in returned] == [True]
+    desk.resume(2, oldest=1)
+    assert desk.scheduler.buffer().returned == (), "its first tokens are older than the weights that are known"
+
+
+def test_patience_with_equal_rewards_goes_on_where_it_was() -> None:
+    desk = Desk(1, 0.0, filter_equal_groups=True)
+    for group in range(11):
+        desk.admit()
+        if group == 6:
+            desk.resume(0)
+        desk.answer(f"{group}-0", f"{group}-1", reward=0.5)
+    assert desk.take(0) == [10]
+
+
+def test_order_of_finishing_goes_on_where_it_was() -> None:
+    desk = Desk(1, 2.0, selection="windowed")
+    desk.admit()
+    desk.finish(1)
+    desk.resume(0)
+    desk.finish(0)
+    batch = desk.scheduler.take(0)
+    assert batch is not None
+    assert indices(batch) == [1]
+
+
+def test_replay_draws_over_a_resume_what_it_would_have_drawn() -> None:
+    def ids(stop: int | None) -> list[list[str]]:
+        desk = Desk(2, 0.0, selection={"name": "replay", "recent": 0.3, "per_prompt": 3})
+        found = []
+        for version in range(12):
+            if version == stop:
+                desk.resume(version)
+            desk.scheduler.advance(version)
+            for request in desk.admit():
+                desk.answer(request.id, versions=(version,))
+            batch = desk.scheduler.take(version)
+            assert batch is not None
+            found.append([sample.id for sample in batch.samples()])
+        return found
+
+    through = ids(None)
+    assert sum("@" in one for taken in through[7:] for one in taken) > 8, "it is replay that is looked at"
+    assert ids(7) == through
+    desk = Desk(2, 0.0, selection={"name": "replay", "recent": 0.3})
+    desk.admit()
+    desk.finish(0, 1)
+    desk.take(0)
+    desk.resume(1, selection="oldest_first")
+    assert desk.scheduler.buffer().stored == (), "a run without replay has no use for it"
