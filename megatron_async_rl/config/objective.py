@@ -87,8 +87,8 @@ class ObjectiveConfig(Strict):
     ewma_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
     """Decay per step of `proximal: ewma`."""
     snapshots: PositiveInt = 8
-    """Past weight versions that `proximal: snapshot` and the control `displacement` keep in host memory; at least the largest
-    lag + 1."""
+    """Past weight versions that `proximal: snapshot` and the control `displacement` keep in host memory and in checkpoints; at
+    least the largest lag + 1."""
     aggregation: Aggregation | None = None
     """How token losses become one number; the denominators are those of the whole optimizer-step batch. null: the loss's own."""
     norm_length: PositiveInt | None = None
