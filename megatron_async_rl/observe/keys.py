@@ -218,7 +218,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "flow/in_flight": Key("responses", "Given to an engine and not yet finished."),
             "flow/waiting": Key("responses", "Admitted and not yet given to an engine."),
             "flow/buffer": Key("groups", "Complete and waiting to be trained on."),
-            "flow/admitted": Key("groups", "Admitted since the run was started or resumed, those that the resume took up included."),
+            "flow/admitted": Key("groups", "Admitted since the run was started or resumed; what a resume took up counts."),
             "flow/consumed": Key("groups", "Trained on, since then too."),
             "flow/dropped_equal": Key("groups", "Dropped by `flow.filter_equal_groups`, since then too."),
             "flow/dropped_late": Key("groups", "Dropped by `flow.late: drop`, since then too."),
