@@ -174,6 +174,7 @@ class _Heart(threading.Thread):
         self._path = folder / f"{name.replace('/', '_')}.json"
         self._end_after_s = end_after_s
         self._stopped = False
+        self._writing = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         # Appending, so that whoever asks for a stack may empty the file first.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -190,11 +191,14 @@ class _Heart(threading.Thread):
 
     def _beat(self) -> None:
         partial = self._path.with_suffix(f".{self.pid}.partial")
-        try:
-            partial.write_text(json.dumps({"name": self._process_name, **state()}))
-            os.replace(partial, self._path)
-        except OSError as error:  # a full disk is the run's failure to report, where it writes something it needs
-            _log.warning("the state of %s was not written: %s", self._process_name, error)
+        with self._writing:
+            if self._stopped:
+                return
+            try:
+                partial.write_text(json.dumps({"name": self._process_name, **state()}))
+                os.replace(partial, self._path)
+            except OSError as error:  # a full disk is the run's failure to report, where it writes something it needs
+                _log.warning("the state of %s was not written: %s", self._process_name, error)
         if self._end_after_s is not None:
             self._put_off_the_end(self._movement, self._end_after_s)
 
@@ -209,6 +213,7 @@ class _Heart(threading.Thread):
     def leave(self) -> None:
         if os.getpid() != self.pid:  # a fork inherits the exit handlers, and not the thread
             return
-        self._stopped = True
+        with self._writing:
+            self._stopped = True
         faulthandler.cancel_dump_traceback_later()
         self._path.unlink(missing_ok=True)
