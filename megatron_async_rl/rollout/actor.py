@@ -125,6 +125,7 @@ def start_engines(specs: Sequence[EngineSpec]) -> list[Any]:
     `rollout.start_timeout_s`; the engines that did start are stopped first.
     """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     handles = []
     for spec in specs:
@@ -134,6 +135,8 @@ def start_engines(specs: Sequence[EngineSpec]) -> list[Any]:
             "num_gpus": spec.rollout.tensor if spec.device == "cuda" else 0,
             "max_concurrency": MAX_CALLS,
             "name": None,
+            # New weights come through this machine's shared memory.
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         }
         handles.append(ray.remote(EngineActor).options(**options).remote(spec))
     starting = [handle.start.remote() for handle in handles]
