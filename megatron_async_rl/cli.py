@@ -33,6 +33,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; e
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as policy.optimizer.lr=1e-4.")
 ]
+NodeCount = Annotated[int, typer.Option("--nnodes", min=1, help="Machines of the run, alike; `mar train` runs on each.")]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -42,24 +43,38 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nnodes: NodeCount = 1,
+    node_rank: Annotated[int, typer.Option("--node-rank", min=0, help="Which of the machines this is; 0 has the engines.")] = 0,
+    rdzv_endpoint: Annotated[
+        str, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Of node 0, with --nnodes above 1: a free port.")
+    ] = "",
+) -> None:
     """Run a config to its end; Ctrl-C stops after the step, and the same command resumes."""
     from megatron_async_rl.check import check
     from megatron_async_rl.config.load import load
+    from megatron_async_rl.config.machine import this_machine
     from megatron_async_rl.launch import RunDirectoryError, launch
+    from megatron_async_rl.nodes import Nodes, NodesError
     from megatron_async_rl.plan_screen import show_problems
 
     _let_children_import_from_here()
+    try:
+        nodes = Nodes(nnodes, node_rank, rdzv_endpoint)
+    except NodesError as error:
+        _refuse(error)
     loaded = load(config, overrides or ())
-    plan = check(loaded, all_data=True)
+    plan = check(loaded, all_data=True, machine=this_machine(nnodes))
     if plan.problems:
         show_problems(plan.problems, str(config), console(stderr=True))
         raise typer.Exit(USER_ERROR)
     for warning in plan.warnings:
         console().print(f"note: {warning}", markup=False, highlight=False)
     try:
-        raise typer.Exit(launch(loaded, console()))
-    except RunDirectoryError as error:
+        raise typer.Exit(launch(loaded, console(), nodes))
+    except (RunDirectoryError, NodesError) as error:
         _refuse(error)
 
 
@@ -70,6 +85,7 @@ def plan(
     measured_in: Annotated[
         Path | None, typer.Option("--from", metavar="RUN", help="A run whose measured rates to reckon with, else run.dir.")
     ] = None,
+    nnodes: NodeCount = 1,
 ) -> None:
     """Show what a config comes to here: layout, memory, batch, staleness. Starts nothing; exit code 2 if it cannot run."""
     from megatron_async_rl.check import check
@@ -82,7 +98,7 @@ def plan(
     loaded = load(config, overrides or ())
     if measured_in is None and (loaded.run.dir / "metrics.jsonl").is_file():
         measured_in = loaded.run.dir
-    machine = this_machine()
+    machine = this_machine(nnodes)
     planned = check(loaded, all_data=False, machine=machine)
     if planned.problems:
         show_problems(planned.problems, str(config), console(stderr=True))

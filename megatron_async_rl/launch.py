@@ -1,4 +1,4 @@
-"""Starts a run's ranks on this machine, shows it living, and ends it whole.
+"""Starts a run's ranks on this machine, shows it living, and ends it whole. Over several machines, one launcher runs on each.
 
 The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which asks the ranks to stop
 by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills. A run in which nothing moves any more is
@@ -25,10 +25,11 @@ from rich.console import Console
 
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.nodes import Nodes, meet
 from megatron_async_rl.observe import stall, watch
 from megatron_async_rl.observe.events import EventReader
 from megatron_async_rl.observe.logs import find_cause, is_echo
-from megatron_async_rl.observe.movement import FOLDER, LAUNCHER
+from megatron_async_rl.observe.movement import FOLDER
 from megatron_async_rl.observe.processes import RUN_ID_VARIABLE, STOPPED, of_run
 from megatron_async_rl.observe.progress import Progress, print_summary
 from megatron_async_rl.observe.report import write_report
@@ -49,8 +50,8 @@ class RunDirectoryError(Exception):
     """The run directory cannot be used as the config asks."""
 
 
-def launch(config: Config, console: Console) -> int:
-    """Runs `config` to its end, to Ctrl-C or to its failure; returns the process exit code.
+def launch(config: Config, console: Console, nodes: Nodes) -> int:
+    """Runs `config`, this machine's share of it, to its end, to Ctrl-C or to its failure; returns the process exit code.
 
     0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not go on without it).
     """
@@ -67,31 +68,38 @@ def launch(config: Config, console: Console) -> int:
         )
         print_summary(run_dir, console)
         return 0
-    _prepare_directory(config)
-    run_id = uuid.uuid4().hex
-    watch.start(run_dir, LAUNCHER)
-    process = _start_ranks(config, run_id)
+    start_s = config.rollout.start_timeout_s if config.rollout is not None else START_S
+    if nodes.rank == 0:
+        _prepare_directory(config)
+    if nodes.count > 1:
+        console.print(f"node {nodes.rank} of {nodes.count}: waiting for the others, up to {start_s:g} s")
+    start = meet(nodes, config, start_s)
+    run_id = uuid.uuid4().hex  # each machine ends its own processes
+    process = _start_ranks(config, run_id, nodes, start)
     progress = Progress(run_dir, config.run.steps, console)
     watchdog = Watchdog(
         run_dir,
         run_id,
         timeout_s=config.watchdog.timeout_s,
-        start_s=config.rollout.start_timeout_s if config.rollout is not None else START_S,
+        start_s=start_s,
         ranks=config.policy.parallel.ranks,
+        node=nodes.rank,
+        nodes=nodes.count,
     )
     standstill = None
     try:
-        exit_code, standstill = _watch(process, progress, watchdog, run_dir, console)
+        exit_code, standstill = _watch(process, progress, watchdog, run_dir, console, nodes)
     finally:
         _kill_leftovers(run_id)
         if standstill is not None:  # now that no rank writes a status of its own
-            _record_failure(run_dir, f"Stalled: {standstill.error}")
+            _record_failure(run_dir, standstill.error)
         watch.stop()
         progress.close()
     if exit_code == 0:
         ended = read_status(run_dir)
         if ended is not None and ended.phase == "finished":
-            write_report(run_dir)
+            if nodes.rank == 0:
+                write_report(run_dir)
             print_summary(run_dir, console)
             return 0
         console.print(
@@ -120,7 +128,7 @@ def _prepare_directory(config: Config) -> None:
     (run_dir / stall.FILE).unlink(missing_ok=True)
 
 
-def _start_ranks(config: Config, run_id: str) -> subprocess.Popen[bytes]:
+def _start_ranks(config: Config, run_id: str, nodes: Nodes, start: str) -> subprocess.Popen[bytes]:
     run_dir = config.run.dir
     environment = dict(os.environ)
     environment[RUN_ID_VARIABLE] = run_id
@@ -131,27 +139,27 @@ def _start_ranks(config: Config, run_id: str) -> subprocess.Popen[bytes]:
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={config.policy.parallel.ranks}",
+        *nodes.torchrun(config.policy.parallel.ranks, start),
         "-m",
         "megatron_async_rl.train",
         str(run_dir / "config.yaml"),
     ]
-    with open(run_dir / "logs" / "torchrun.log", "wb") as log:
+    name = "torchrun.log" if nodes.rank == 0 else f"torchrun_{nodes.rank}.log"
+    with open(run_dir / "logs" / name, "wb") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
 
 
 def _watch(
-    process: subprocess.Popen[bytes], progress: Progress, watchdog: Watchdog, run_dir: Path, console: Console
+    process: subprocess.Popen[bytes], progress: Progress, watchdog: Watchdog, run_dir: Path, console: Console, nodes: Nodes
 ) -> tuple[int, stall.Stall | None]:
     """The exit code, and what held the run up, if it stood still."""
     stops = 0
     earlier, failed_at = read_status(run_dir), float("inf")
     events = EventReader(run_dir)
     with _interrupts() as interrupts:
-        while process.poll() is None:
+        while process.poll() is None or (process.returncode == 0 and nodes.rank > 0 and not _over(run_dir)):
             progress.update()
             for text in events.new():
                 console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
@@ -172,6 +180,12 @@ def _watch(
             time.sleep(POLL_S)
     progress.update()
     return (0 if process.returncode == 0 else 1), None
+
+
+def _over(run_dir: Path) -> bool:
+    """Whether rank 0 has said how the run ended."""
+    status = read_status(run_dir)
+    return status is not None and status.phase in ("finished", "stopped", "failed")
 
 
 def _record_failure(run_dir: Path, error: str) -> None:

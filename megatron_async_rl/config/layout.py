@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,12 +40,14 @@ def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int]:
 def processes(config: Config, device: Device, machine: Machine) -> tuple[Process, ...]:
     """Every process of a run, in the order in which they start; empty for a layout that does not divide."""
     parallel, rollout = config.policy.parallel, config.rollout
-    if parallel.ranks % (parallel.tensor * parallel.pipeline):
+    if parallel.ranks % (parallel.tensor * parallel.pipeline) or parallel.ranks % machine.nodes:
         return ()
     listed = []
+    share = parallel.ranks // machine.nodes
     for rank in range(parallel.ranks):
         tensor, data, pipeline = rank_coordinates(config, rank)
-        place = f"GPU {rank}" if device == "cuda" else "1 thread"
+        place = f"GPU {rank % share}" if device == "cuda" else "1 thread"
+        place += f" of node {rank // share}" if machine.nodes > 1 else ""
         listed.append(Process(f"rank {rank}", f"torchrun: tensor {tensor}, pipeline {pipeline}, data {data}", place))
     if rollout is not None:
         listed.append(Process("controller", "Ray actor: prompts, admission, batches", "1 thread"))
@@ -52,7 +55,7 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
             kind = "Ray actor: vLLM and its core process, rewards"
             if rollout.tensor > 1:
                 kind = f"Ray actor: vLLM, its core process and {rollout.tensor} workers, rewards"
-            listed.append(Process(f"engine {engine}", kind, _engine_place(config, device, engine)))
+            listed.append(Process(f"engine {engine}", kind, _engine_place(config, device, engine, share)))
     return tuple(listed)
 
 
@@ -62,12 +65,13 @@ def _engines(config: Config) -> int:
     return engines + (config.eval.engines if config.eval else 0)
 
 
-def _engine_place(config: Config, device: Device, engine: int) -> str:
+def _engine_place(config: Config, device: Device, engine: int, ranks: int) -> str:
+    """Behind the `ranks` ranks of its node."""
     assert config.rollout is not None
     tensor = config.rollout.tensor
     if device == "cpu":
         return "1 thread" if tensor == 1 else f"{tensor} threads"
-    first = engine * tensor + (0 if config.rollout.placement == "colocated" else config.policy.parallel.ranks)
+    first = engine * tensor + (0 if config.rollout.placement == "colocated" else ranks)
     return f"GPU {first}" if tensor == 1 else f"GPU {first}-{first + tensor - 1}"
 
 
@@ -82,6 +86,14 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
                 key=f"{PARALLEL}.ranks",
                 what=f"{parallel.ranks} ranks do not divide into tensor {tensor} x pipeline {pipeline} = {cell}",
                 fix=f"set ranks to a multiple of {cell}, or lower tensor or pipeline",
+            )
+        )
+    if parallel.ranks % machine.nodes:
+        found.append(
+            Problem(
+                key=f"{PARALLEL}.ranks",
+                what=f"{parallel.ranks} ranks do not divide over {machine.nodes} nodes (--nnodes)",
+                fix=f"set ranks to a multiple of {math.lcm(cell, machine.nodes)}, or change --nnodes",
             )
         )
     if parallel.sequence and tensor == 1:
@@ -103,7 +115,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
 
 
 def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
-    ranks, rollout = config.policy.parallel.ranks, config.rollout
+    ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     tensor = rollout.tensor if rollout else 1
     colocated = rollout is not None and rollout.placement == "colocated"
     engines = _engines(config) * tensor
@@ -112,7 +124,8 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
         return []
     held = f"{_engines(config)} engines" + (f" of {tensor} GPUs" if tensor > 1 else "")
     shared = " on the same devices" if colocated else ""
-    what = f"{ranks} ranks and {held}{shared} need {wanted} GPUs, this machine shows {len(machine.gpus)}"
+    each = " a node" if machine.nodes > 1 else ""
+    what = f"{ranks} ranks{each} and {held}{shared} need {wanted} GPUs, this machine shows {len(machine.gpus)}"
     fix = "lower policy.parallel.ranks, rollout.engines" + (" or rollout.tensor" if tensor > 1 else "")
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
 

@@ -23,17 +23,21 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """`memory` and `shared_memory` in bytes: what may be used in all, and what is free in /dev/shm (0: there is none)."""
+    """`memory` and `shared_memory` in bytes: what may be used in all, and what is free in /dev/shm (0: there is none).
+
+    `nodes`: machines like this one that the run has. Each has the same number of ranks, and the first has the engines.
+    """
 
     cores: int
     memory: int
     shared_memory: int
     gpus: tuple[Gpu, ...]
+    nodes: int = 1
 
 
-def this_machine() -> Machine:
+def this_machine(nodes: int = 1) -> Machine:
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
-    return Machine(cores=usable_cores(), memory=_usable_memory(), shared_memory=shared, gpus=_gpus())
+    return Machine(cores=usable_cores(), memory=_usable_memory(), shared_memory=shared, gpus=_gpus(), nodes=nodes)
 
 
 def usable_cores() -> int:

@@ -35,7 +35,7 @@ _KILLED = re.compile(
 
 _SECONDARY_TYPES = re.compile(
     r"(?:^|\.)(?:ChildFailedError|SignalException|ActorDiedError|RayActorError|ActorUnavailableError|WorkerCrashedError"
-    r"|OwnerDiedError|EngineDeadError|KeyboardInterrupt|SystemExit|RankZeroFailed|CancelledError|GeneratorExit"
+    r"|OwnerDiedError|EngineDeadError|KeyboardInterrupt|SystemExit|RankZeroFailed|NodeEnded|CancelledError|GeneratorExit"
     r"|BrokenPipeError|ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|EOFError"
     r"|DistBackendError|DistNetworkError)$"
 )

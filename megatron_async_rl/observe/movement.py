@@ -14,8 +14,8 @@ from typing import Any
 
 FOLDER = "watch"
 """Of state files, in the run's directory."""
-LAUNCHER = "launcher"
-"""Name of the launcher's own state."""
+LAUNCHER = "launcher "
+"""How the names of the launchers' own states begin; the number of the node follows."""
 FRESH_S = 10.0
 """A process whose state changed within so many seconds is alive and runs Python."""
 
@@ -32,6 +32,10 @@ class ProcessState:
     activities: list[dict[str, Any]] = field(default_factory=list)
     progress: dict[str, tuple[int, float]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_launcher(self) -> bool:
+        return self.name.startswith(LAUNCHER)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """The longest-lasting first."""
@@ -76,7 +80,7 @@ class Movement:
         for state in self.states:
             key, counts = (state.name, state.pid), {mark: count for mark, (count, _) in state.progress.items()}
             known = self._counts.get(key)
-            if known is None and state.name != LAUNCHER:
+            if known is None and not state.is_launcher:
                 self._move(f"the start of {state.name}")
             for mark in counts:
                 if known is not None and counts[mark] != known.get(mark, 0):
@@ -93,7 +97,7 @@ class Movement:
         return self._now - self._beats[name][1] if name in self._beats else 0.0
 
     def launcher_watches(self) -> bool:
-        return any(state.name == LAUNCHER and self.silent_s(LAUNCHER) < FRESH_S for state in self.states)
+        return any(state.is_launcher and self.silent_s(state.name) < FRESH_S for state in self.states)
 
     def _move(self, what: str) -> None:
         self._moved_at = self._now

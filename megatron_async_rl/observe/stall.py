@@ -1,16 +1,13 @@
 """Who waits for what, on every process of a run: gathered when nothing moves any more, or when a wait missed its deadline.
 
-Invariant: gathering changes nothing in the run, ends within seconds whatever the processes do, and asks nothing of them but
-what the kernel and a signal handler can answer: a stopped process and one that is stuck in one call are in the picture too.
+Invariant: gathering changes nothing in the run, and ends within seconds whatever the processes and the other machines do
+(observe/views.py); every process that has a state is in the picture.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,14 +16,15 @@ from typing import Any
 
 import psutil
 
-from megatron_async_rl.observe.movement import FOLDER, LAUNCHER, ProcessState, read_states
-from megatron_async_rl.observe.processes import STOPPED, condition, handles
+from megatron_async_rl.observe.movement import read_states
+from megatron_async_rl.observe.processes import STOPPED
 from megatron_async_rl.observe.stack import places
+from megatron_async_rl.observe.views import ANSWER_S, STACKS_S, View, ask_other_machines, look_here, tell, unseen
 
 FILE = "stall.txt"
-STACKS_S = 2.0
-"""Longest wait for the stacks."""
-GATHER_S = STACKS_S + 1.0
+GATHER_S = STACKS_S + ANSWER_S + 1.0
+"""Longest time that the picture takes."""
+POLL_S = 0.1
 SILENT_S = 5.0
 """A heartbeat comes every second; one that is this late means that the process does not come to run Python."""
 _STACKS = "\nStacks\n"
@@ -34,48 +32,47 @@ _TIMED_OUT = re.compile(r"time[ds]? ?-?out|did not come|d(?:o|oes|id) not answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
-    """One process, from outside."""
-
-    state: ProcessState
-    condition: str | None
-    """The kernel's word; None: it is gone."""
-    silent_s: float
-    stack: str = ""
-
-    @property
-    def title(self) -> str:
-        return f"{self.state.name} (pid {self.state.pid})"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Stall:
-    """`headline`: what happened; `suspects`: sentences; `text`: a screenful with every process."""
+    """`headline`: what happened; `suspects`: sentences; `text`: a screenful with every process; `kind`: as an error's name."""
 
     headline: str
     suspects: tuple[str, ...]
     text: str
+    kind: str = "Stalled"
 
     @property
     def error(self) -> str:
-        return " ".join([self.headline, *self.suspects])
+        return f"{self.kind}: " + " ".join([self.headline, *self.suspects])
 
 
-def gather(run_dir: Path, headline: str, *, still_s: float, others: Iterable[psutil.Process] = ()) -> Stall:
-    """Looks at every process of the run and writes `RUN/stall.txt`, stacks included.
+def gather(
+    run_dir: Path,
+    headline: str,
+    *,
+    still_s: float,
+    others: Iterable[psutil.Process] = (),
+    lost: Sequence[str] = (),
+    ends_run: bool = False,
+) -> Stall:
+    """Looks at every process of the run, on every machine, and writes `RUN/stall.txt`, stacks included.
 
-    `still_s`: for how long nothing has moved; `others`: processes that may have no state file, such as Ray's own.
+    `still_s`: for how long nothing has moved; `others`: processes of this machine that may have no state file, such as Ray's own;
+    `lost`: sentences on machines that are gone; `ends_run`: the run is being ended for it, on the other machines too.
     """
-    stacks = _stacks(run_dir, [state for state in read_states(run_dir) if state.host == socket.gethostname()])
-    views = [_view(state, stacks.get(state.name, "")) for state in read_states(run_dir) if state.name != LAUNCHER]
+    here = look_here(run_dir, others, ends=headline if ends_run else None)
+    tell(run_dir, here)
+    sights = [here, *ask_other_machines(run_dir, at_the_end=ends_run)]
+    seen = {view.state.name: view for sight in sights for view in sight.views}
+    states = [state for state in read_states(run_dir) if not state.is_launcher]
+    views = [*seen.values(), *(unseen(state) for state in states if state.name not in seen)]
     views.sort(key=lambda view: (not view.state.name.startswith("rank "), view.state.name))
-    known = {view.state.pid for view in views}
-    unwatched = [process for process in others if process.pid not in known and condition(process.pid) in STOPPED]
-    found = (*suspects(views, still_s), *(f"{_name(process)} (pid {process.pid}) is stopped." for process in unwatched))
+    found = (*lost, *suspects(views, still_s), *(sentence for sight in sights for sentence in sight.stopped))
     lines = [headline, *found, "", *(line for view in views for line in _lines(view))]
     stall = Stall(headline=headline, suspects=found, text="\n".join(lines))
     every = "\n".join(f"\n{view.title}\n{view.stack or '  no stack came'}" for view in views)
-    (run_dir / FILE).write_text(stall.text + "\n" + _STACKS + every + "\n")
+    partial = run_dir / f"{FILE}.{os.getpid()}.partial"
+    partial.write_text(stall.text + "\n" + _STACKS + every + "\n")
+    os.replace(partial, run_dir / FILE)
     return stall
 
 
@@ -85,7 +82,9 @@ def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -
     if not isinstance(error, TimeoutError) and not _TIMED_OUT.search(words):
         return
     if type(error).__name__ == "RankZeroFailed":
-        time.sleep(GATHER_S)  # rank 0 gathers; when this rank ends, torchrun ends rank 0
+        deadline = time.monotonic() + GATHER_S  # rank 0 gathers; when this rank ends, torchrun ends rank 0
+        while not (run_dir / FILE).exists() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
     else:
         gather(run_dir, f"{words.splitlines()[0]}.", still_s=timeout_s)
 
@@ -121,17 +120,6 @@ def _innermost(view: View) -> str:
     return next(iter(places(view.stack)), "a place that it did not tell")
 
 
-def _view(state: ProcessState, stack: str) -> View:
-    here = state.host == socket.gethostname()
-    there = "on another machine"
-    return View(
-        state=state,
-        condition=condition(state.pid, state.time) if here else there,
-        silent_s=max(0.0, time.time() - state.time),
-        stack=stack,
-    )
-
-
 def _lines(view: View) -> list[str]:
     state = view.state
     lines = [f"{view.title}: {view.condition or 'dead'}, last heartbeat {view.silent_s:.1f} s ago"]
@@ -149,35 +137,3 @@ def _activity(one: dict[str, Any], silent_s: float) -> str:
     verb = {"wait": "waits for", "work": "is busy with", "phase": "is"}[one["kind"]]
     limit = f" of {one['deadline_s']:.0f}" if one["deadline_s"] is not None else ""
     return f"{verb} {one['name']} ({one['since_s'] + silent_s:.1f}{limit} s)"
-
-
-def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
-    """What each process wrote within STACKS_S of being asked; nothing for one that cannot."""
-    asked: dict[str, Path] = {}
-    for state in states:
-        if condition(state.pid, state.time) in (None, *STOPPED) or not handles(state.pid, signal.SIGUSR1):
-            continue
-        path = run_dir / FOLDER / f"{state.name}.stack"
-        with contextlib.suppress(OSError):
-            os.truncate(path, 0)
-            os.kill(state.pid, signal.SIGUSR1)
-            asked[state.name] = path
-    deadline = time.monotonic() + STACKS_S
-    while time.monotonic() < deadline and not all(_size(path) for path in asked.values()):
-        time.sleep(0.05)
-    time.sleep(0.1)  # the last one may be writing
-    return {name: path.read_text(errors="replace") for name, path in asked.items() if _size(path)}
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return str(process.name())
-    except psutil.Error:
-        return "a process"

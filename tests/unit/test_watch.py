@@ -125,10 +125,10 @@ def test_without_a_launcher_a_process_of_a_run_that_does_not_move_ends_itself(tm
 def test_a_moving_run_and_one_that_a_launcher_watches_are_not_ended(tmp_path: Path, start: Start) -> None:
     moving = start("for _ in range(40):\n    watch.progress('samples')\n    time.sleep(0.1)", "--end-after=2.5")
     watched = start("time.sleep(4)", "--end-after=2.5", "--in=watched")
-    launcher = tmp_path / "watched" / "watch" / "launcher.json"
+    launcher = tmp_path / "watched" / "watch" / "launcher 0.json"
     launcher.parent.mkdir(parents=True, exist_ok=True)
     while watched.poll() is None or moving.poll() is None:
-        launcher.write_text(json.dumps({"name": "launcher", "pid": 1, "host": "here", "time": time.time()}))
+        launcher.write_text(json.dumps({"name": "launcher 0", "pid": 1, "host": "here", "time": time.time()}))
         time.sleep(0.2)
     assert (moving.returncode, watched.returncode) == (0, 0)
 

@@ -21,7 +21,8 @@ from megatron_async_rl.observe.deadline import DeadlineExceeded
 from megatron_async_rl.observe.movement import ProcessState
 from megatron_async_rl.observe.processes import RUN_ID_VARIABLE, of_run
 from megatron_async_rl.observe.stack import places
-from megatron_async_rl.observe.stall import View, gather, gather_if_timed_out, read_summary, suspects
+from megatron_async_rl.observe.stall import gather, gather_if_timed_out, read_summary, suspects
+from megatron_async_rl.observe.views import View
 from megatron_async_rl.observe.watchdog import Watchdog
 
 PROGRAM = """

@@ -1,0 +1,126 @@
+"""Launchers of several machines meet in the run's directory before anything starts, or say what does not fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_async_rl.nodes import Nodes, NodesError
+
+ENDPOINT = "node0:29500"
+CONFIG = """
+run: {dir: run, steps: 5}
+model: {path: model}
+data: {train: train.jsonl}
+objective: {loss: sft, advantage: none}
+flow: {prompts_per_step: 4, group_size: 1, async_ratio: 0}
+policy: {parallel: {ranks: 2, tensor: 2}}
+"""
+LAUNCHER = """
+import sys
+from pathlib import Path
+from megatron_async_rl.config.load import dump, load
+from megatron_async_rl.nodes import Nodes, NodesError, meet
+from megatron_async_rl.observe import watch
+watch.BEAT_S = 0.1
+config = load(Path(sys.argv[1]), sys.argv[5:])
+nodes = Nodes(int(sys.argv[2]), int(sys.argv[3]), "node0:29500")
+if nodes.rank == 0:
+    config.run.dir.mkdir(exist_ok=True)
+    (config.run.dir / "config.yaml").write_text(dump(config))
+try:
+    print(meet(nodes, config, float(sys.argv[4])), flush=True)
+except NodesError as error:
+    sys.exit(str(error))
+sys.stdin.read()
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start(count, rank, timeout_s, *overrides)`: a launcher that meets the others, prints the id of the start and stays."""
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(count: int, rank: int, timeout_s: float, *overrides: str) -> subprocess.Popen[str]:
+        numbers = map(str, (count, rank, timeout_s))
+        command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "config.yaml"), *numbers, *overrides]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """What it says last, once it has ended."""
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    return error
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_nodes_meet_whoever_comes_first_and_agree_on_the_start(start: Start, first: int) -> None:
+    nodes = {first: start(2, first, 60)}
+    nodes[1 - first] = start(2, 1 - first, 60)
+    assert len(agreed := line(nodes[0])) > 32
+    assert line(nodes[1]) == agreed
+
+
+def test_node_0_names_the_nodes_that_did_not_come(start: Start, tmp_path: Path) -> None:
+    error = said(start(3, 0, 0.5))
+    assert "nodes 1, 2 of 3 did not come within 0.5 s" in error
+    assert str(tmp_path / "run") in error
+
+
+def test_a_node_is_not_deceived_by_what_a_killed_launcher_left(start: Start, tmp_path: Path) -> None:
+    watch = tmp_path / "run" / "watch"
+    watch.mkdir(parents=True)
+    left = {"name": "launcher 0", "pid": 1, "host": "h", "time": time.time(), "facts": {"start": "old", "nodes": 2}}
+    (watch / "launcher 0.json").write_text(json.dumps(left))
+    assert "node 0 did not come within 1 s" in said(start(2, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("count", "overrides", "words"),
+    [
+        (3, [], "--nnodes 3, but node 0 ("),
+        (2, ["run.steps=6"], "`steps: 6` here, `steps: 5` there"),
+    ],
+)
+def test_a_node_that_was_started_otherwise_says_how(start: Start, count: int, overrides: list[str], words: str) -> None:
+    start(2, 0, 60)
+    assert words in said(start(count, 1, 60, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((2, 2, ENDPOINT), "the last is number 1"), ((2, 1), "--rdzv-endpoint is missing"), ((2, 1, "node0"), "HOST:PORT")],
+)
+def test_what_cannot_be_is_refused(arguments: tuple[int, int, str], words: str) -> None:
+    with pytest.raises(NodesError, match=words):
+        Nodes(*arguments)
+
+
+def test_each_node_starts_its_share_of_the_ranks() -> None:
+    second = Nodes(2, 1, "[fd00::1]:29500").torchrun(8, "abc")
+    assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--rdzv-id=abc", "--master-port=29500"} <= set(second)
+    assert "--master-addr=[fd00::1]" in second
+    assert Nodes().torchrun(8, "abc") == ["--standalone", "--nproc-per-node=8"]
