@@ -8,6 +8,7 @@ import resource
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,21 @@ def test_ranks_and_engines_each_take_a_gpu(file):
     assert keys(plan(file, *overrides, "rollout.engines=5", machine=NODE)) == ["policy.parallel.ranks"]
     shared = plan(file, *overrides, "rollout.engines=8", "rollout.placement=colocated", machine=NODE)
     assert shared.problems == ()
+
+
+def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_engines(file):
+    overrides = ("policy.device=auto", "policy.parallel.ranks=8", "policy.parallel.tensor=2", "rollout.engines=4")
+    assert keys(plan(file, *overrides, machine=NODE)) == ["policy.parallel.ranks"]
+    two = replace(NODE, nodes=2)
+    planned = plan(file, *overrides, machine=two)
+    assert planned.problems == ()
+    places = [process.device for process in planned.processes if "GPU" in process.device]
+    assert places == [f"GPU {i} of node {node}" for node in (0, 1) for i in range(4)] + [f"GPU {i}" for i in range(4, 8)]
+    (problem,) = plan(file, *overrides, "rollout.engines=5", machine=two).problems
+    assert problem.what == "4 ranks a node and 5 engines need 9 GPUs, this machine shows 8"
+    (problem,) = plan(file, "policy.parallel.ranks=1", machine=replace(LAPTOP, nodes=2)).problems
+    assert problem.what == "1 ranks do not divide over 2 nodes (--nnodes)"
+    assert problem.fix == "set ranks to a multiple of 2, or change --nnodes"
 
 
 def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
