@@ -53,6 +53,10 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "OMP_NUM_THREADS": str(spec.threads),
             "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles parts of its sampler at the first request even in eager mode
             "KMP_BLOCKTIME": "1",  # ms a thread spins after a parallel region; the trainer may want the core
+            # New memory costs several times what copying to it does, and every update needs as much as the one before freed:
+            # so the C library keeps what is freed, large blocks too.
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
         }
         if spec.rollout.tensor > 1:  # binding wants a NUMA node for each worker
             values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

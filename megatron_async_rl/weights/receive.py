@@ -5,22 +5,20 @@ Invariants:
 - a digest is taken of every tensor as `load_weights` consumes it, so it attests what this worker was given, not what was sent;
 - an update ends only when every parameter of the model was loaded in it. A fused parameter (qkv, gate_up) counts as
   loaded when each of its parts came;
-- loading goes through vLLM's layer-wise reload, which redoes the kernels' packing of the weights. It does so only for layers
-  that received a tensor; a tied output layer receives none, so its packing is redone here.
+- what the kernels made of the old weights is made anew (`reload.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_async_rl.weights.digest import tensor_digest
+from megatron_async_rl.weights.reload import reload_of
 from megatron_async_rl.weights.shared_memory import BucketReader, BucketRef, TensorEntry
 
 
@@ -47,7 +45,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 def plain(ref: BucketRef) -> dict[str, Any]:
     """The keyword arguments of `BucketInfo` for `ref`."""
-    return asdict(ref)
+    return {**vars(ref), "entries": [vars(entry) for entry in ref.entries]}
 
 
 def missing_parameters(
@@ -69,20 +67,6 @@ def missing_parameters(
     return sorted(missing)
 
 
-def tied_layers(model: torch.nn.Module) -> list[Any]:
-    """Layers whose `weight` is also the weight of a layer before them."""
-    owners: set[int] = set()
-    tied = []
-    for layer in model.modules():
-        weight = layer._parameters.get("weight")
-        if weight is None or not weight.numel():  # on a CPU, packing leaves an empty weight behind
-            continue
-        if id(weight) in owners:
-            tied.append(layer)
-        owners.add(id(weight))
-    return tied
-
-
 class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     """Loads full tensors under Hugging Face names from bucket files in shared memory."""
 
@@ -92,8 +76,9 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parameters = frozenset(name for name, _ in self.model.named_parameters())
-        self._tied = tied_layers(self.model)
+        self._reload = reload_of(self.model, self.model_config)
         self._loaded: set[str] = set()
+        self._incomplete: list[str] = []
         self._version = -1
         self._reader = BucketReader()
         self._paths: set[str] = set()
@@ -112,23 +97,20 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._loaded = set()
         self._paths = set()
         self.digests = {}
-        initialize_layerwise_reload(self.model)
+        self._reload.begin()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         self._paths.add(update_info.path)
-        loaded = self.model.load_weights(self._attested(update_info.ref()))
-        self._loaded |= loaded
+        self._loaded |= self._reload.load(self._attested(update_info.ref()))
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        for layer in self._tied:
-            layer.quant_method.process_weights_after_loading(layer)
+        self._incomplete = self._reload.end()
         self._reader.keep(self._paths)
 
     def require_complete(self) -> None:
-        """Raises RuntimeError when the update that just ended left out a parameter of the model."""
+        """Raises RuntimeError when the update that just ended left out a parameter of the model, or part of one."""
         fused = getattr(self.model, "packed_modules_mapping", {})
-        missing = missing_parameters(self._parameters, self._loaded, self.digests.keys(), fused)
+        missing = missing_parameters(self._parameters, self._loaded, self.digests.keys(), fused) or self._incomplete
         if missing:
             raise RuntimeError(
                 f"the update to version {self._version} brought {len(self.digests)} tensors and left out {len(missing)}: "

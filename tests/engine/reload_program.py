@@ -1,0 +1,115 @@
+"""What vLLM's own model computes after updates, against what it computed when it had just read the same checkpoint.
+
+Arguments: where to write the answer, then `A:B` or `A:B:both`, checkpoints of one shape. The engine starts with A and is updated
+to B, A, B, in the way it chooses; with `both`, to A and B by vLLM's layer-wise reload then.
+The answer: for each A by name, for each state [way of the update, which checkpoint (0: A), log-probs and other outputs].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import torch
+from safetensors.torch import load_file
+from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from megatron_async_rl.weights.plugin import TRANSPORTS, WORKER_EXTENSION, register
+from megatron_async_rl.weights.receive import plain
+from megatron_async_rl.weights.reload import LayerwiseReload
+from megatron_async_rl.weights.staging import StagedWeights
+
+OWN = [(1, False), (0, False), (1, False)]
+LAYERWISE = [(0, True), (1, True)]
+PROMPT = [5, 17, 80, 3, 42, 9]
+
+
+def main() -> None:
+    register()
+    answer = {}
+    for pair in sys.argv[2:]:
+        first, second, *both = pair.split(":")
+        answer[Path(first).name] = states([Path(first), Path(second)], [*OWN, *(LAYERWISE if both else [])])
+    Path(sys.argv[1]).write_text(json.dumps(answer))
+
+
+def states(checkpoints: list[Path], updates: list[tuple[int, bool]]) -> list[tuple[str, int, list[float]]]:
+    engine = LLM(
+        str(checkpoints[0]),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        kv_cache_memory_bytes=2**26,
+        max_logprobs=-1,
+        enable_prefix_caching=False,
+        weight_transfer_config=WeightTransferConfig(backend=TRANSPORTS["shared_memory"].backend),
+        worker_extension_cls=WORKER_EXTENSION,
+    )
+    engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"version": 0}})
+    done = [("none", 0, outputs(engine))]
+    staged = StagedWeights(Path("/dev/shm"))
+    for version, (which, layerwise) in enumerate(updates, start=1):
+        if layerwise:
+            engine.collective_rpc(use_layerwise)
+        staged.stage(version, buckets(checkpoints[which]))
+        for index, ref in enumerate(staged.buckets):
+            last = index == len(staged.buckets) - 1
+            engine.collective_rpc("load_weight_bucket", args=(plain(ref), version, index == 0, last))
+        done.append((engine.collective_rpc(name_of_reload)[0], which, outputs(engine)))
+    staged.close()
+    del engine
+    cleanup_dist_env_and_memory()
+    return done
+
+
+def name_of_reload(worker: Any) -> str:
+    return type(worker.weight_transfer_engine._reload).__name__
+
+
+def use_layerwise(worker: Any) -> None:
+    receiver = worker.weight_transfer_engine
+    receiver._reload = LayerwiseReload(receiver.model, receiver.model_config)
+
+
+def buckets(checkpoint: Path) -> list[SimpleNamespace]:
+    """Two, the first of which ends within a fused weight."""
+    weights = list(load_file(checkpoint / "model.safetensors").items())
+    cut = next(i for i, (name, _) in enumerate(weights) if "k_proj" in name) + 1
+    return [
+        SimpleNamespace(names=names, tensors=tensors)
+        for names, tensors in (zip(*part, strict=True) for part in (weights[:cut], weights[cut:]))
+    ]
+
+
+def outputs(engine: LLM) -> list[float]:
+    """Log-probs of every word after the prompt, and of the prompt's own; and of the embedding, used the other way round."""
+    asked = SamplingParams(max_tokens=1, logprobs=-1, prompt_logprobs=0, detokenize=False)
+    (output,) = engine.generate([{"prompt_token_ids": PROMPT}], asked, use_tqdm=False)
+    after = output.outputs[0].logprobs[0]
+    own = [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)]
+    return [*own, *(after[token].logprob for token in sorted(after)), *engine.collective_rpc(embedding_as_output_layer)[0]]
+
+
+def embedding_as_output_layer(worker: Any) -> list[float]:
+    """What it gives models that use it as one."""
+    embedding = worker.weight_transfer_engine.model.model.embed_tokens
+    output = embedding.quant_method.apply(embedding, torch.ones(1, embedding.embedding_dim))
+    return output.flatten()[:8].tolist()
+
+
+if __name__ == "__main__":
+    main()
