@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_async_rl.flow.buffer_file import read
 from megatron_async_rl.observe.timeline import read_timeline
-from tests.end_to_end.conftest import Workplace
+from tests.end_to_end.conftest import Workplace, wait_until
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
@@ -35,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def rows(workplace: Workplace) -> dict[str, list[dict[str, Any]]]:
-    """All at once: most of their time is imports."""
+    """All at once: most of their time is imports. The exact one is stopped on the way and goes on."""
     lines = (workplace.folder / "train.jsonl").read_text().splitlines(keepends=True)[:4]
     (workplace.folder / "four.jsonl").write_text("".join(lines))
     running = {}
@@ -45,6 +47,11 @@ def rows(workplace: Workplace) -> dict[str, list[dict[str, Any]]]:
         )
         running[name] = workplace.start("train", str(config))
         time.sleep(2.0)
+    wait_until(lambda: len(workplace.metrics("exact")) > LAG, running["exact"])
+    running["exact"].send_signal(signal.SIGINT)
+    output, _ = running["exact"].communicate(timeout=120)
+    assert running["exact"].returncode == 130, output
+    running["exact"] = workplace.start("train", str(workplace.folder / "exact.yaml"))
     said = {name: process.communicate(timeout=300)[0] for name, process in running.items()}
     for name, process in running.items():
         assert process.returncode == 0, said[name]
@@ -59,6 +66,22 @@ def test_every_token_of_an_exact_lag_is_exactly_so_old(rows: dict[str, list[dict
     """What the first weights made waits 0, 1, 2, ... updates, as nothing older exists."""
     assert [lags(row) for row in rows["exact"]] == [[min(step, LAG)] for step in range(STEPS)]
     assert all(row["response/mixed_versions"] == 0 for row in rows["exact"])
+
+
+def test_after_a_resume_the_very_responses_that_were_waiting_are_trained_on(
+    workplace: Workplace, rows: dict[str, list[dict[str, Any]]]
+) -> None:
+    stopped = min((workplace.folder / "runs" / "exact" / "checkpoint").glob("step_*"))
+    version = int(stopped.name.removeprefix("step_"))
+    assert LAG < version < STEPS
+    left = read((stopped / "buffer.npz").read_bytes()).groups
+    for ahead in range(LAG):
+        waited = [group.samples for group in left if group.version == version + ahead - LAG]
+        assert [len(samples) for samples in waited] == [4] * 4
+        responses = [sample for samples in waited for sample in samples]
+        row = rows["exact"][version + ahead]
+        assert row["response/length_mean"] == np.mean([sample.length for sample in responses])
+        assert row["reward/mean"] == pytest.approx(np.mean([sample.reward for sample in responses]), rel=1e-12)
 
 
 def test_colocated_engines_do_not_sample_while_the_policy_trains(

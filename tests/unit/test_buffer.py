@@ -304,3 +304,17 @@ def test_replay_draws_over_a_resume_what_it_would_have_drawn() -> None:
     desk.take(0)
     desk.resume(1, selection="oldest_first")
     assert desk.scheduler.buffer().stored == (), "a run without replay has no use for it"
+
+
+def test_a_buffer_stays_as_it_was_when_it_was_taken() -> None:
+    desk = Desk(2, 1.0, extra_responses=1, requeue_cut=True, selection={"name": "windowed"})
+    desk.admit()
+    desk.finish(0)
+    desk.answer("1-1")
+    taken = desk.scheduler.buffer()
+    before = written(taken)
+    desk.answer("1-0")
+    desk.finish(2)
+    desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0)), 0)
+    desk.take(0)
+    assert written(taken) == before
