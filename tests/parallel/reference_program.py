@@ -96,11 +96,17 @@ def from_another_directory(rank: Rank) -> dict:
 
 
 def snapshot(rank: Rank, model: str) -> dict:
-    """Versions 0, 1 and 2, and the log-probs that the trainer itself computes at each."""
-    watched = Watched(rank, model, ObjectiveConfig(proximal="snapshot", snapshots=3))
+    """Versions 0, 1 and 2, and the log-probs that the trainer itself computes at each; the last also from a checkpoint."""
+    objective = ObjectiveConfig(proximal="snapshot", snapshots=3)
+    watched, resumed = Watched(rank, model, objective), Watched(rank, model, objective)
     scores, steps = [], []
     for version in range(3):
         batch = at_version(rank.batches["a"], version)
+        if version == 2:
+            watched.policy.save(rank.scratch / "snapshots", version, {}, keep=1)
+            resumed.policy.load(rank.scratch / "snapshots")
+            oldest = resumed.policy.others.oldest(version)
+            resumed.train(batch)
         scores.append(watched.scores(batch))
         steps.append(watched.train(batch))
     versions = torch.from_numpy(np.concatenate([s.versions for s in batch.samples() if s.valid]))
@@ -112,7 +118,7 @@ def snapshot(rank: Rank, model: str) -> dict:
         refused = str(error)
     return {
         "scores": scores, "steps": steps, "surveys": watched.surveys, "untouched": watched.untouched, "expected": expected,
-        "versions": versions, "refused": refused,
+        "versions": versions, "refused": refused, "resumed": resumed.surveys[0], "oldest": oldest,
     }  # fmt: skip
 
 

@@ -80,6 +80,13 @@ def test_snapshot_log_probs_are_those_the_trainer_computed_at_the_version_of_eac
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_policy_knows_the_snapshots_that_its_next_step_needs(layout):
+    found = results(layout)["snapshot"]
+    assert found["oldest"] == 0
+    assert torch.equal(found["resumed"]["logp_prox"], found["surveys"][2]["logp_prox"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_older_than_the_snapshots_is_refused_with_the_number_that_would_do(layout):
     assert "set objective.snapshots (now 3) to at least 4" in results(layout)["snapshot"]["refused"]
 
