@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from megatron_async_rl.config.schema import FlowConfig
@@ -55,7 +55,11 @@ def taken_up(buffer: Buffer, flow: FlowConfig, *, version: int, limit: int, fres
 
     `limit`: groups that it may hold. `oldest`: the version whose weights, or newer ones', every token must come from.
     """
-    groups = _within_the_law(buffer, flow, version, limit, fresh_steps, oldest)
+
+    def due_now(groups: Iterable[Admitted]) -> list[Admitted]:
+        return [replace(one, deadline=deadline(one.version, flow.async_ratio, fresh_steps)) for one in groups]
+
+    groups = _within_the_law(due_now(buffer.groups), flow, version, limit, oldest)
     if isinstance(flow.selection, ExactLag):
         due = (version + place // flow.prompts_per_step for place in range(len(groups)))
         exact = all(_is_exact(g, d, version, buffer.first_versions) for g, d in zip(groups, due, strict=True))
@@ -69,17 +73,16 @@ def taken_up(buffer: Buffer, flow: FlowConfig, *, version: int, limit: int, fres
     first_versions = set(buffer.first_versions if groups else ())
     if len(groups) < max_lag(flow.async_ratio) * flow.prompts_per_step:
         first_versions.add(max(version, fresh_steps))
-    returned = [one for one in buffer.returned if min(prefix.start_version for prefix in one.prefixes) >= oldest]
+    known = [one for one in buffer.returned if min(prefix.start_version for prefix in one.prefixes) >= oldest]
     return replace(
         buffer,
         groups=tuple(groups),
-        returned=tuple(returned if flow.requeue_cut else ()),
+        returned=tuple(due_now(known) if flow.requeue_cut else ()),
         first_versions=tuple(first_versions),
     )
 
 
-def _within_the_law(buffer: Buffer, flow: FlowConfig, version: int, limit: int, fresh_steps: int, oldest: int) -> list[Admitted]:
-    groups = [replace(g, deadline=deadline(g.version, flow.async_ratio, fresh_steps)) for g in buffer.groups]
+def _within_the_law(groups: Iterable[Admitted], flow: FlowConfig, version: int, limit: int, oldest: int) -> list[Admitted]:
     taken: list[Admitted] = []
     for group in sorted(groups, key=lambda group: (group.deadline, group.index)):
         # All that are taken have a deadline no later, so that this one decides whether the plan holds (law.holds).

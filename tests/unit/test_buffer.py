@@ -157,6 +157,7 @@ def test_only_what_is_missing_is_asked_again_under_its_own_id_and_deadline() -> 
     [
         ({}, [2, 3, 4, 5], []),
         ({"group_size": 3}, [], [2, 3, 4, 5]),
+        ({"group_size": 1}, [4, 5], [2, 3]),
         ({"async_ratio": 0.0}, [4, 5], [2, 3]),
         ({"prompts_per_step": 1}, [2, 4], [3, 5]),
         ({"async_ratio": 0.5}, [2, 3, 4], [5]),
@@ -257,6 +258,18 @@ def test_cut_responses_are_continued_over_a_resume_and_those_being_cut_as_they_w
     assert [same(one.prefixes, [continued.prefix]) for one in returned] == [True]
     desk.resume(2, oldest=1)
     assert desk.scheduler.buffer().returned == (), "its first tokens are older than the weights that are known"
+
+
+def test_cut_responses_that_waited_are_due_as_the_present_settings_say() -> None:
+    desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
+    desk.admit()
+    desk.finish(0, 1)
+    desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0)), 0)
+    assert desk.take(0) == [0, 1]
+    desk.resume(1, async_ratio=0.5)
+    assert [one.deadline for one in desk.scheduler.buffer().returned] == [1]
+    desk.resume(1, requeue_cut=False)
+    assert desk.scheduler.buffer().returned == ()
 
 
 def test_patience_with_equal_rewards_goes_on_where_it_was() -> None:
