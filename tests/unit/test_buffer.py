@@ -234,6 +234,10 @@ def test_what_was_not_exact_is_not_taken_up_as_if_it_were() -> None:
     desk = busy()
     desk.resume(1, selection={"name": "exact_lag", "lag": 1})
     assert desk.scheduler.buffer().groups == (), "3-0 would be of another version than 3-1"
+    desk = busy()
+    desk.answer("3-0", versions=(0, 1))
+    desk.resume(1, selection={"name": "exact_lag", "lag": 1})
+    assert desk.scheduler.buffer().groups == (), "3-0 is of two versions"
 
 
 def test_cut_responses_are_continued_over_a_resume_and_those_being_cut_as_they_were_asked() -> None:
