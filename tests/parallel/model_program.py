@@ -112,7 +112,7 @@ class Trained:
         checkpoint.save(
             directory, step, model=self.model, optimizer=self.optimizer, layout=self.layout, keep=keep,
             state={"version": step, "mark": mark, "nested": {"position": (3, 4)}},
-            parameter_state={},
+            parameter_state={}, files={"mark.bin": mark.encode()},
         )  # fmt: skip
 
     def load(self, directory: Path) -> checkpoint.Checkpoint | None:
@@ -120,6 +120,9 @@ class Trained:
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         return exported(self.model, 1 << 30)
+
+
+FILES = [("checkpoint", "mark.bin"), ("checkpoint", "never_saved.bin"), ("nowhere", "mark.bin")]
 
 
 def checkpoints(source: Path, parallel: ParallelConfig, layout: Layout, output: Path, other: str) -> dict:
@@ -142,6 +145,7 @@ def checkpoints(source: Path, parallel: ParallelConfig, layout: Layout, output: 
         "random_restored": bool(torch.equal(torch.rand(4), random_after)),
         "state": loaded.state,
         "step": loaded.step,
+        "files": [checkpoint.read_file(output / folder, name) for folder, name in FILES],
     }
     resumed.step()
     result["resumed_after"] = resumed.weights()
@@ -213,12 +217,14 @@ def interrupted_saves(source: Path, parallel: ParallelConfig, layout: Layout, ou
         loaded = fresh.load(directory)
         weights = fresh.weights()
         whole = {"first": first, "second": second}[loaded.state["mark"]]
+        mark = checkpoint.read_file(directory, "mark.bin")
         fresh.save(directory, 3, keep=1, mark="third")
         found.append(
             {
                 "mark": loaded.state["mark"],
                 "step": loaded.step,
                 "whole": all(torch.equal(weights[name], whole[name]) for name in whole),
+                "file": mark.decode(),
                 "saves_again": fresh.load(directory).state["mark"] == "third",
                 "left": sorted(p.name for p in directory.iterdir()),
             }

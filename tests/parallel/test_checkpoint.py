@@ -42,6 +42,7 @@ def test_state_and_random_numbers_continue(layout):
         assert result["step"] == 2
         assert result["state"] == {"version": 2, "mark": "own", "nested": {"position": (3, 4)}}
         assert result["random_restored"]
+        assert result["files"] == [b"own", None, None]
 
 
 @pytest.mark.parametrize("layout", FOREIGN)
@@ -54,7 +55,7 @@ def test_a_checkpoint_of_another_layout_gives_the_same_weights_and_the_same_next
 def test_a_save_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one():
     found = results("single")[0]["interrupted"]
     assert len(found) > 10
-    assert all(entry["whole"] for entry in found)
+    assert all(entry["whole"] and entry["file"] == entry["mark"] for entry in found)
     marks = [entry["mark"] for entry in found]
     turn = marks.index("second")
     assert marks == ["first"] * turn + ["second"] * (len(marks) - turn)
