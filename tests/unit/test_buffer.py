@@ -264,6 +264,18 @@ def test_cut_responses_are_continued_over_a_resume_and_those_being_cut_as_they_w
     assert desk.scheduler.buffer().returned == (), "its first tokens are older than the weights that are known"
 
 
+def test_a_response_that_goes_on_from_weights_no_longer_known_is_not_taken_up() -> None:
+    desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
+    desk.admit()
+    desk.finish(0, 1)
+    desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0, 1)), 0)
+    assert desk.take(0) == [0, 1]
+    desk.scheduler.advance(1)
+    assert [request.id for request in desk.admit() if request.prefix is not None] == ["5-0"]
+    desk.resume(1, oldest=1)
+    assert [group.index for group in desk.scheduler.buffer().groups] == [2, 3, 4, 6]
+
+
 def test_cut_responses_that_waited_are_due_as_the_present_settings_say() -> None:
     desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
     desk.admit()

@@ -84,6 +84,11 @@ def test_a_resume_trains_on_the_responses_that_were_waiting() -> None:
         assert list(starts.values()) == [0] * 7 + [1] * 4
         assert second.state()["consumed"] == 8
         await second.stop()
+        third = Controller(source(), [quick], flow(2, 2.0))
+        third.load_state(first.state(), first.buffer(), oldest=1)
+        third.start(1)
+        assert [group.index for group in third.buffer().groups if group.samples] == [6, 7], "others are of version 0"
+        await third.stop()
 
     run(body)
 
@@ -99,7 +104,7 @@ def test_after_a_withdrawal_no_batch_is_taken_and_the_position_is_that_of_what_w
         controller = Controller(source(), [engine], flow(2, 1.0))
         controller.start(0)
         assert await controller.next_batch(0, 10.0) is not None
-        waiting = asyncio.create_task(controller.next_batch(1, 10.0))
+        waiting = asyncio.create_task(controller.next_batch(1, 60.0))
         while controller.stats()["running"] < 2:
             await asyncio.sleep(0)
         controller.withdraw()
