@@ -13,13 +13,13 @@ Invariants, of both:
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from vllm.config import ModelConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -37,7 +37,7 @@ from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
-log = logging.getLogger(__name__)
+log = init_logger("vllm.megatron_async_rl.reload")  # below vLLM's own, which alone is shown in its processes
 
 
 class Reload(Protocol):
