@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,21 @@ class ControllerSpec:
     unresponsive_s: float = 60.0
 
 
+OBJECTS_BETWEEN_COLLECTIONS = 100_000
+"""Far more than ten thousand groups in flight gain and lose at a batch; by default Python looks for garbage at 700."""
+
+
+def collect_rarely() -> None:
+    """What this process holds so far is never looked at again for garbage, and what is in flight is looked at rarely.
+
+    Requests and samples live long, are many, and are freed without the collector: going through them time and again takes a
+    fifth of the controller's time with 10,000 groups in flight. Garbage that only the collector frees is still freed, later.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+
+
 class ControllerActor:
     """The methods of Controller, awaitable over Ray. All run on the actor's one asyncio loop."""
 
@@ -61,6 +77,7 @@ class ControllerActor:
             capacity=spec.capacity,
             unresponsive_s=spec.unresponsive_s,
         )
+        collect_rarely()
 
     async def start(self, version: int) -> None:
         self._controller.start(version)

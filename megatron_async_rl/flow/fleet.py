@@ -193,13 +193,13 @@ class Fleet:
     def _dispatch(self) -> None:
         batches: dict[int, list[Request]] = {}
         for kind, queue in self._queues.items():
-            slots = self._engines_for(kind)
+            slots = self._engines_for(kind) if queue else []
             while queue:
                 request = next(iter(queue.values()))
                 slot = self._router.choose(slots, request.group)
                 if slot is None:
                     break
-                del queue[request.id]
+                queue.popitem(last=False)
                 slot.held[request.id] = request
                 batches.setdefault(slot.index, []).append(request)
         for index, requests in batches.items():
@@ -227,7 +227,8 @@ class Fleet:
         while slot.alive:
             try:
                 with watch.doing("wait", f"a report of engine {slot.index}", self._unresponsive_s):
-                    report = await asyncio.wait_for(slot.client.report(wait), self._unresponsive_s)
+                    async with asyncio.timeout(self._unresponsive_s):
+                        report = await slot.client.report(wait)
             except TimeoutError:
                 return f"it did not answer for {self._unresponsive_s:g} s (rollout.unresponsive_s)"
             except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
@@ -282,7 +283,8 @@ class Fleet:
     async def _send(self, slot: Slot, call: Callable[[], Awaitable[None]], what: str) -> None:
         try:
             with watch.doing("wait", f"engine {slot.index} to {what}", self._unresponsive_s):
-                await asyncio.wait_for(call(), self._unresponsive_s)
+                async with asyncio.timeout(self._unresponsive_s):
+                    await call()
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
             self._lose(slot, f"it failed to {what}: {type(error).__name__}: {error}")
 

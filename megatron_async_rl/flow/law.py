@@ -87,7 +87,7 @@ def check_lags(
     """
     exact = isinstance(flow.selection, ExactLag)
     for sample in (sample for group in groups for sample in group.samples):
-        start, last = sample.start_version, int(sample.versions[-1])
+        start = sample.start_version
         due = deadline(start, flow.async_ratio, fresh_steps)
         if version > due:
             raise StalenessViolated(
@@ -95,7 +95,7 @@ def check_lags(
                 f"flow.async_ratio {flow.async_ratio:g} permits {due - start}"
                 + (f" in the run's {fresh_steps} fresh steps" if start < fresh_steps else "")
             )
-        if exact and (start != last or (version != due and start not in first_versions)):
+        if exact and (start != (last := int(sample.versions[-1])) or (version != due and start not in first_versions)):
             raise StalenessViolated(
                 f"sample {sample.id} has tokens of versions {start} to {last} and trains {version}; flow.selection: exact_lag "
                 f"wants all of them to be of one version, {due - start} before"

@@ -37,8 +37,8 @@ class Router:
         self._last: OrderedDict[int, int] = OrderedDict()
 
     def choose(self, places: Sequence[P], group: int) -> P | None:
-        """Null where none has room. Remembers where the group went."""
-        least = min(places, key=lambda place: (len(place.held), place.index), default=None)
+        """Null where none has room; of several that are as empty, the first. Remembers where the group went."""
+        least = min(places, key=lambda place: len(place.held), default=None)
         if least is None or len(least.held) >= self.capacity:
             return None
         last = self._last.get(group)

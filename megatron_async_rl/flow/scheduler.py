@@ -148,7 +148,8 @@ class Scheduler:
             self._answering[entry.index] = entry
         self._due[entry.deadline] += 1
         self._open += len(entry.open)
-        self._counts.update(admitted=1, asked=len(entry.open))
+        self._counts["admitted"] += 1
+        self._counts["asked"] += len(entry.open)
 
     def _number(self) -> int:
         self._next_index += 1

@@ -7,7 +7,7 @@ Invariants, checked on construction:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -47,10 +47,11 @@ class Request:
     prompt: Prompt
     prefix: Prefix | None = None
     """The response continues after these tokens, which keep their log-probs and versions."""
+    id: str = field(init=False)
+    """Made once: whoever keeps account of the request holds the same string."""
 
-    @property
-    def id(self) -> str:
-        return f"{self.group}-{self.k}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", f"{self.group}-{self.k}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.errors import BatchTimeout, EngineFailed, RewardFailed
 from megatron_async_rl.flow.law import StalenessViolated
+from megatron_async_rl.flow.scheduler import Scheduler
 from tests.unit.coroutine_engine import CoroutineEngine
 from tests.unit.coroutine_flow import expected_prompts, flow, run, source, train
 
@@ -48,6 +49,22 @@ def test_admission_stops_at_the_law_and_goes_on_when_the_version_grows(ratio: fl
         controller.advance(1)
         await asyncio.sleep(0.02)
         assert len(engine.groups()) == 8 + math.ceil(4 * ratio)
+        await controller.stop()
+
+    run(body)
+
+
+def test_the_trainer_is_not_woken_for_every_response_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    take = Scheduler.take
+    monkeypatch.setattr(Scheduler, "take", lambda self, version: (tried.append(version), take(self, version))[1])
+
+    async def body() -> None:
+        engine = CoroutineEngine(lambda request: 0.001 * request.group)
+        controller = Controller(source(), [engine], flow(16, 1.0))
+        controller.start(0)
+        await controller.next_batch(0, 10.0)
+        assert len(tried) <= 3, "once before anything is there, once when sixteen groups are; 32 responses came between"
         await controller.stop()
 
     run(body)
