@@ -277,15 +277,17 @@ def test_a_response_that_goes_on_from_weights_no_longer_known_is_not_taken_up() 
 
 
 def test_cut_responses_that_waited_are_due_as_the_present_settings_say() -> None:
-    desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
-    desk.admit()
-    desk.finish(0, 1)
-    desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0)), 0)
-    assert desk.take(0) == [0, 1]
-    desk.resume(1, async_ratio=0.5)
-    assert [one.deadline for one in desk.scheduler.buffer().returned] == [1]
-    desk.resume(1, requeue_cut=False)
-    assert desk.scheduler.buffer().returned == ()
+    for changed, continues in (({}, True), ({"async_ratio": 0.5}, False), ({"requeue_cut": False}, False)):
+        desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
+        desk.admit()
+        desk.finish(0, 1)
+        desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0)), 0)
+        assert desk.take(0) == [0, 1]
+        desk.resume(1, **changed)
+        returned = desk.scheduler.buffer().returned
+        assert [one.deadline for one in returned] == ([2] if continues else [] if "requeue_cut" in changed else [1])
+        requests = desk.admit()
+        assert any(request.prefix is not None for request in requests) == continues
 
 
 def test_patience_with_equal_rewards_goes_on_where_it_was() -> None:
