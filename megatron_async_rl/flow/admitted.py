@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_async_rl.samples.requests import Prefix, Request
-from megatron_async_rl.samples.types import Prompt, Sample
+from megatron_async_rl.samples.types import Group, Prompt, Sample
 
 
 @dataclass(eq=False)
@@ -25,3 +26,15 @@ class Admitted:
     prefixes: list[Prefix] = field(default_factory=list)
     finished: int | None = None
     dropped: bool = False
+
+    def ask(self, count: int, prefixes: Sequence[Prefix]) -> list[Request]:
+        """`count` responses, the first of which go on after `prefixes`."""
+        continued = [*prefixes, *[None] * count][:count]
+        requests = [Request(group=self.index, k=k, prompt=self.prompt, prefix=prefix) for k, prefix in enumerate(continued)]
+        self.open.update((request.id, request) for request in requests)
+        return requests
+
+    def group(self) -> Group:
+        """What has come of it, in the order in which it was asked."""
+        samples = sorted(self.samples, key=lambda sample: int(sample.id.rpartition("-")[2]))
+        return Group(index=self.index, prompt=self.prompt, samples=tuple(samples), admitted_version=self.version)

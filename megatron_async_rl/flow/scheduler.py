@@ -24,7 +24,7 @@ from megatron_async_rl.flow.law import admitted_limit, check_lags, deadline, hol
 from megatron_async_rl.flow.replay import ReplayStore
 from megatron_async_rl.flow.selection import oldest_first, windowed
 from megatron_async_rl.samples.requests import Cut, Request
-from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
+from megatron_async_rl.samples.types import Prompt, Sample, TrainBatch
 
 Place = tuple[int, Prompt]
 """A group's number and its prompt."""
@@ -134,10 +134,7 @@ class Scheduler:
             due = deadline(self._version, self._flow.async_ratio, self._fresh_steps)
             entry = Admitted(index, prompt, self._version, due, follows=False, open={})
             prefixes = []
-        asked = self._flow.group_size + self._flow.extra_responses
-        continued = [*prefixes, *[None] * asked][:asked]
-        requests = [Request(group=entry.index, k=k, prompt=entry.prompt, prefix=p) for k, p in enumerate(continued)]
-        entry.open.update((request.id, request) for request in requests)
+        requests = entry.ask(self._flow.group_size + self._flow.extra_responses, prefixes)
         self._enter(entry)
         self._counts["requeued"] += len(prefixes)
         return requests
@@ -278,15 +275,7 @@ class Scheduler:
         return oldest_first(waiting, count)
 
     def _consume(self, taken: Sequence[Admitted], version: int) -> TrainBatch:
-        groups = tuple(
-            Group(
-                index=entry.index,
-                prompt=entry.prompt,
-                samples=tuple(sorted(entry.samples, key=lambda sample: int(sample.id.rpartition("-")[2]))),
-                admitted_version=entry.version,
-            )
-            for entry in taken
-        )
+        groups = tuple(entry.group() for entry in taken)
         check_lags(groups, version, self._flow, self._first_versions, self._fresh_steps)
         for entry in taken:
             self._leaves(entry)
@@ -330,6 +319,6 @@ class Scheduler:
         return drained
 
     def counts(self) -> dict[str, int]:
-        """Since `start`. Groups: admitted = consumed + dropped_equal + dropped_late + running + ready. Responses: asked, cut,
-        requeued, given_up (cut ones that the law had no place for), surplus, replayed; open now."""
+        """Since `start`, which admits what it takes up. Groups: admitted = consumed + dropped_equal + dropped_late + running +
+        ready. Responses: asked, cut, requeued, given_up (cut ones that the law had no place for), surplus, replayed; open now."""
         return dict(self._counts) | {"ready": self._ready, "running": len(self._waiting) - self._ready, "open": self._open}
