@@ -29,7 +29,7 @@ demo: setup
 
 test: setup
 	@cd "$(ROOT)"
-	"$$VENV/bin/python" -m pytest --durations=15
+	"$$VENV/bin/python" -m pytest --numprocesses=2 --durations=15
 
 bench-setup: setup
 	@cd "$(ROOT)"
