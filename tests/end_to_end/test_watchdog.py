@@ -48,8 +48,10 @@ def pid_of(directory: Path, name: str) -> int:
 
 
 def run(workplace: Workplace, stopped: str | None) -> Ended:
-    """A run in which the process `stopped` is stopped after two steps, or, without one, a reward never returns."""
+    """A run in which the process `stopped` is stopped after two steps, or, without one, a reward never returns. It has one rank,
+    where `stopped` is none."""
     name = (stopped or "reward").replace(" ", "_")
+    ranks = 2 if stopped is not None and stopped.startswith("rank") else 1
     rollout: dict[str, object] = {"restarts": 0, "unresponsive_s": TIMEOUT_S - 2}
     if stopped is None:
         rollout["reward"] = {"name": "stuck_reward:never", "timeout_s": 1000}
@@ -57,6 +59,7 @@ def run(workplace: Workplace, stopped: str | None) -> Ended:
         name,
         run={"dir": f"runs/{name}", "steps": 100000},
         rollout=rollout,
+        policy={"parallel": {"ranks": ranks, "tensor": ranks}},
         checkpoint={"every": 0},
         watchdog={"timeout_s": TIMEOUT_S},
     )
@@ -90,7 +93,7 @@ def test_a_stopped_process_ends_the_run_and_is_named(runs: dict[str | None, Futu
     lost = name.startswith("engine-0") and "engine 0: it" in ended.said and "did not answer" in ended.said
     assert stopped or lost, ended.said
     assert " waits for " in ended.said
-    assert "rank 1 (pid" in ended.said
+    assert ("rank 1 (pid" if name == "rank 0" else "rank 0 (pid") in ended.said
     assert "Traceback" not in ended.said
     assert len(ended.said.splitlines()) < 60
     assert json.loads((ended.directory / "status.json").read_text())["phase"] == "failed"
