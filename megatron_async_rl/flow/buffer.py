@@ -32,7 +32,7 @@ class Buffer:
     equal: tuple[int, int] = (0, 0)
     """What the filter of equal groups has kept and dropped (equal_groups.py)."""
     first_versions: tuple[int, ...] = ()
-    """What `exact_lag` makes under these waits less: there was too little before."""
+    """What `exact_lag` makes under these waits less, as there was too little before; of other selections none."""
 
 
 EMPTY = Buffer()
@@ -60,19 +60,20 @@ def taken_up(buffer: Buffer, flow: FlowConfig, *, version: int, limit: int, fres
         return [replace(one, deadline=deadline(one.version, flow.async_ratio, fresh_steps)) for one in groups]
 
     groups = _within_the_law(due_now(buffer.groups), flow, version, limit, oldest)
+    first_versions: set[int] = set()
     if isinstance(flow.selection, ExactLag):
         due = (version + place // flow.prompts_per_step for place in range(len(groups)))
         exact = all(_is_exact(g, d, version, buffer.first_versions) for g, d in zip(groups, due, strict=True))
         groups = groups if exact and len(groups) == len(buffer.groups) else []
+        first_versions.update(buffer.first_versions if groups else ())
+        if len(groups) < max_lag(flow.async_ratio) * flow.prompts_per_step:
+            first_versions.add(max(version, fresh_steps))
     if len(groups) < len(buffer.groups):
         log.warning(
             "version %d goes on with %d of the %d groups in the buffer and asks for the others again: for the present flow, "
             "run.steps and objective.snapshots they are of another size, too many, or too old",
             version, len(groups), len(buffer.groups),
         )  # fmt: skip
-    first_versions = set(buffer.first_versions if groups else ())
-    if len(groups) < max_lag(flow.async_ratio) * flow.prompts_per_step:
-        first_versions.add(max(version, fresh_steps))
     known = [one for one in buffer.returned if min(prefix.start_version for prefix in one.prefixes) >= oldest]
     return replace(
         buffer,

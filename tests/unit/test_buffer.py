@@ -240,6 +240,15 @@ def test_what_was_not_exact_is_not_taken_up_as_if_it_were() -> None:
     assert desk.scheduler.buffer().groups == (), "3-0 is of two versions"
 
 
+def test_what_another_selection_made_under_its_first_version_is_not_taken_up_as_exact() -> None:
+    desk = Desk(1, 3.0, selection="windowed")
+    desk.admit()
+    desk.finish(0, 1, 2, 3)
+    assert desk.take(0) == [0]
+    desk.resume(1, selection={"name": "exact_lag", "lag": 3})
+    assert desk.scheduler.buffer().groups == ()
+
+
 def test_cut_responses_are_continued_over_a_resume_and_those_being_cut_as_they_were_asked() -> None:
     desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
     desk.admit()

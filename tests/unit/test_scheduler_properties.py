@@ -325,11 +325,13 @@ class World(RuleBasedStateMachine):
     def the_run_goes_on_under_other_settings(self, flow: FlowConfig, oldest: int) -> None:
         """With what of its buffer they permit; the rest is asked again. `oldest`: counted back from the present version."""
         pending, saved = self.all_pending(), self.scheduler.buffer()
+        was_exact = isinstance(self.flow.selection, ExactLag)
         self.begin_at(self.newest, flow, self.scheduler.next_index, pending, saved, self.newest - oldest)
         assert self.scheduler.pending() == pending, "nothing is lost"
         tokens = [version for sample in finished(self.scheduler.buffer()) for version in sample.versions.tolist()]
         assert min(tokens, default=self.newest) >= self.newest - oldest
-        self.first_versions |= {max(self.newest, self.fresh)}
+        begins = {max(self.newest, self.fresh)}
+        self.first_versions = begins | (self.first_versions if was_exact else set())
 
     # What always holds
 
@@ -374,7 +376,7 @@ def contents(buffer: Buffer) -> list[object]:
     groups = sorted(buffer.groups, key=lambda g: (g.deadline, g.index))
     return [
         [(g.index, g.version, g.deadline, g.follows, [s.id for s in g.samples], sorted(g.open)) for g in groups],
-        [g.index for g in sorted(buffer.groups, key=lambda g: -1 if g.finished is None else g.finished)],
+        sorted((g.finished, g.index) for g in buffer.groups if g.finished is not None),
         [(g.prompt.id, g.deadline, [p.versions.tolist() for p in g.prefixes]) for g in buffer.returned],
         [(prompt.id, [sample.id for sample in samples]) for prompt, samples in buffer.stored],
     ]
