@@ -6,6 +6,7 @@ controller, publisher) or, for supervised runs, the data source, and tells the o
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import traceback
@@ -219,6 +220,8 @@ def main(config_path: Path) -> int:
     name_this_process(f"rank {rank}")
     watch.start(config.run.dir, f"rank {rank}", end_after_s=END_ALONE * config.watchdog.timeout_s)
     device_type = device.install(config.policy.device)
+    # Megatron collects garbage at every checkpoint, and Python at its end: what is imported by now need not be looked through.
+    gc.freeze()
     with watch.phase("joining the other ranks", quiet_s(config)):
         layout = initialise(config.policy.parallel, device_type, timeout_s=collective_deadline_s(config))
     run = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from dataclasses import dataclass
 
 from megatron_async_rl.rollout.core_watch import watch_this_process
@@ -29,11 +31,13 @@ WORKER_EXTENSION = "megatron_async_rl.weights.receive.WeightLoadingWorker"
 
 
 def register() -> None:
-    """Our transports, by name, and that an engine ends with its actor. Idempotent: vLLM may call it several times."""
+    """Our transports, by name, and that an engine ends with its actor, and fast. Idempotent: vLLM may call it several times."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     die_with_the_actor()
     watch_this_process()
+    # Python looks through all that vLLM imported for garbage, once more, before a process ends: seconds that a stop waits for.
+    atexit.register(gc.freeze)
     for transport in TRANSPORTS.values():
         if transport.backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(transport.backend, transport.module, transport.receiver)
