@@ -133,6 +133,7 @@ def test_a_machine_that_vanishes_ends_the_run_although_the_rest_moves(
     found = look_for(watching, 20)
     assert found is not None
     assert found.error.startswith("Stalled: Node 1 (second) has not been heard of for 2 s (watchdog.timeout_s: 2): the machine, ")
+    assert found.suspects == (), "what still moves holds nothing up"
 
 
 def test_a_machine_whose_launcher_ended_ends_the_run_and_leaves_the_words_to_it(
