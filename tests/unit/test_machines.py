@@ -33,9 +33,10 @@ print("ready", flush=True)
 """
 RANK = """
 def train_on():
-    while True:
-        watch.progress("steps")
-        time.sleep(0.1)
+    with watch.working("training"):
+        while True:
+            watch.progress("steps")
+            time.sleep(0.1)
 train_on()
 """
 LAUNCHER = """

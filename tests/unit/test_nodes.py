@@ -90,12 +90,15 @@ def test_node_0_names_the_nodes_that_did_not_come(start: Start, tmp_path: Path) 
     assert str(tmp_path / "run") in error
 
 
-def test_a_node_is_not_deceived_by_what_a_killed_launcher_left(start: Start, tmp_path: Path) -> None:
-    watch = tmp_path / "run" / "watch"
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_is_not_deceived_by_what_a_killed_launcher_left(start: Start, tmp_path: Path, rank: int) -> None:
+    watch, other = tmp_path / "run" / "watch", 1 - rank
     watch.mkdir(parents=True)
-    left = {"name": "launcher 0", "pid": 1, "host": "h", "time": time.time(), "facts": {"start": "old", "nodes": 2}}
-    (watch / "launcher 0.json").write_text(json.dumps(left))
-    assert "node 0 did not come within 1 s" in said(start(2, 1, 1))
+    left = {"name": f"launcher {other}", "pid": 1, "host": "h", "time": time.time(), "facts": {"start": "old", "nodes": 2}}
+    (watch / f"launcher {other}.json").write_text(json.dumps(left))
+    error = said(start(2, rank, 1))
+    assert f"node {other} " in error
+    assert "did not come within 1 s" in error
 
 
 @pytest.mark.parametrize(

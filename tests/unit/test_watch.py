@@ -115,6 +115,11 @@ def test_a_process_that_ends_by_itself_takes_its_state_along_and_a_killed_one_do
     assert path.exists()
 
 
+def test_a_heartbeat_that_comes_late_brings_no_state_back(tmp_path: Path, start: Start) -> None:
+    assert start("heart = watch._beating\nwatch.stop()\nheart._beat()\nimport os; os._exit(0)").wait(20) == 0
+    assert not (tmp_path / "watch" / "rank 0.json").exists()
+
+
 def test_without_a_launcher_a_process_of_a_run_that_does_not_move_ends_itself(tmp_path: Path, start: Start) -> None:
     began = time.monotonic()
     assert start(STUCK_IN_C, "--end-after=2").wait(20) == 1
