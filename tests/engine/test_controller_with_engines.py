@@ -106,9 +106,10 @@ def test_the_controller_feeds_batches_in_order_evaluates_and_reports_a_dead_engi
         assert [group.index for group in batch.groups] == [3 * version, 3 * version + 1, 3 * version + 2]
         assert [group.prompt.id for group in batch.groups] == [prompt.id for prompt in train[3 * version : 3 * version + 3]]
         assert {sample.start_version for sample in batch.samples()} == {0}
-        turned, state = controller.advance.remote(version + 1), controller.state.remote()
+        turned, position = controller.advance.remote(version + 1), controller.position.remote()
         ray.get(turned, timeout=60)
-        assert ray.get(state, timeout=60)["consumed"] == 3 * version + 3
+        state, _ = ray.get(position, timeout=60)
+        assert state["consumed"] == 3 * version + 3
     ray.kill(engines[0])
     index, reason = ray.get(controller.lost.remote(), timeout=50)
     assert index == 0
