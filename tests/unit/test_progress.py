@@ -205,8 +205,8 @@ def test_the_summary_tells_what_came_of_the_run(pipe: Run) -> None:
     assert "50% training, 25% publishing, 25% waiting" in shown
     assert "mean 1.25, max 2 versions" in shown
     assert "0 kept, 3 projected, 0 skipped" in shown
-    assert "report.png" in shown
-    assert "report.html" not in shown
+    assert "report.png" in shown.replace(" ", "")  # a path may be as long as the line
+    assert "report.html" not in shown.replace(" ", "")
 
 
 def test_the_summary_of_a_run_without_steps_is_not_an_error(pipe: Run) -> None:
