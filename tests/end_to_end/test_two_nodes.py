@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
 import signal
 import socket
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from tests.end_to_end.conftest import ROOT, Workplace, alive, started_by, wait_until
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow]
 
@@ -59,14 +58,6 @@ def ray_on_both(machines: list[Workplace]) -> Iterator[str]:
         cluster.shutdown()
 
 
-def free_port() -> int:
-    """Of those that no process gets without asking for it: another might take such a one before the run does."""
-    for port in random.sample(range(20_000, 32_000), k=100):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            return port
-    raise OSError("a hundred ports are taken")
-
-
 def run(machines: list[Workplace], name: str, stopped: str | None = None) -> Ended:
     """A run to its end, in which the process `stopped` is stopped after a step."""
     config = machines[0].config(
@@ -77,7 +68,8 @@ def run(machines: list[Workplace], name: str, stopped: str | None = None) -> End
         watchdog={"timeout_s": TIMEOUT_S},
     )
     directory = machines[0].folder / "runs" / name
-    options = ["--nnodes=2", f"--rdzv-endpoint=localhost:{free_port()}"]
+    (port,) = free_ports(1)
+    options = ["--nnodes=2", f"--rdzv-endpoint=localhost:{port}"]
     nodes = [machine.start("train", str(config), *options, f"--node-rank={rank}") for rank, machine in enumerate(machines)]
     files = {name: directory / "watch" / f"{name}.json" for name in PROCESSES}
     wait_until(lambda: all(file.exists() for file in files.values()), nodes[0])

@@ -14,7 +14,8 @@ import torch
 
 from megatron_async_rl.samples.types import Group, TrainBatch
 from tests.parallel.layout_program import TEMPERATURE
-from tests.parallel.ranks import free_ports, run_ranks
+from tests.parallel.ranks import run_ranks
+from tests.ports import free_ports
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import ragged_batch
 

@@ -8,18 +8,17 @@ import Megatron there, which takes seconds where most programs of these tests ta
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import random
 import runpy
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing import connection
 from pathlib import Path
+
+from tests.ports import free_ports
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["tests.parallel.preloaded"])
@@ -35,18 +34,6 @@ def run_ranks(nproc: int, program: str, args: Sequence[str | Path] = (), timeout
 def run_alone(program: str, args: Sequence[str | Path] = (), timeout: float = 180.0) -> str:
     """As `run_ranks`, for one process that is nobody's rank."""
     return _run(program, args, [{}], timeout)
-
-
-def free_ports(count: int) -> list[int]:
-    """Below the range that outgoing connections are given ports from, so that none takes one before its turn comes."""
-    found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        while len(found) < count:
-            port = random.SystemRandom().randrange(15000, 30000)
-            with contextlib.suppress(OSError):
-                stack.enter_context(socket.socket()).bind(("", port))
-                found.append(port)
-    return found
 
 
 def _run(program: str, args: Sequence[str | Path], variables: Sequence[dict[str, object]], timeout: float) -> str:

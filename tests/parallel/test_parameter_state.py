@@ -10,8 +10,9 @@ import torch
 
 from tests.parallel import layouts
 from tests.parallel.parameter_state_program import MODELS
-from tests.parallel.ranks import free_ports, run_ranks
+from tests.parallel.ranks import run_ranks
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+from tests.ports import free_ports
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.parallel

@@ -1,0 +1,19 @@
+"""Ports for processes that are told theirs before they start."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+
+
+def free_ports(count: int) -> list[int]:
+    """Below the range that outgoing connections are given ports from, so that none takes one before its turn comes."""
+    found: list[int] = []
+    with contextlib.ExitStack() as stack:
+        while len(found) < count:
+            port = random.SystemRandom().randrange(15000, 30000)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("", port))
+                found.append(port)
+    return found
