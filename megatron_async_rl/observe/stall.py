@@ -109,10 +109,11 @@ def suspects(views: Sequence[View], still_s: float) -> tuple[str, ...]:
         for view in live
         if view.silent_s >= SILENT_S
     ]
-    too_long_s = max(0.5 * still_s, SILENT_S)  # in a run that moves, and is ended for another reason, nobody is at fault
-    long = [(view, one) for view in live for one in view.state.of_kind("work")[:1] if one["since_s"] >= too_long_s]
+    blamed = live if still_s >= SILENT_S else []  # in a run that moves, and is ended for another reason, nobody is at fault
+    too_long_s = max(0.5 * still_s, SILENT_S)
+    long = [(view, one) for view in blamed for one in view.state.of_kind("work")[:1] if one["since_s"] >= too_long_s]
     at_work = [f"{view.title} is busy with {one['name']}, since {one['since_s']:.0f} s." for view, one in long]
-    free = [view for view in live if not view.state.of_kind("wait")] if still_s >= SILENT_S else []
+    free = [view for view in blamed if not view.state.of_kind("wait")]
     idle = [f"{view.title} waits for nothing that has a name; it is in {_innermost(view)}." for view in free]
     return tuple(stopped or dead or disk or silent or at_work or idle)
 
