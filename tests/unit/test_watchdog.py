@@ -228,6 +228,10 @@ def test_the_surest_evidence_alone_is_named(views: list[View], named: list[str])
     assert [sentence.split(" (pid")[0] for sentence in sentences] == named
 
 
+def test_in_a_run_that_moves_nobody_is_named_for_long_work() -> None:
+    assert suspects([view("rank 0", work=60), view("core")], still_s=1) == ()
+
+
 def test_of_a_stack_the_frames_of_this_package_are_shown_and_its_heartbeat_is_not() -> None:
     root = "/x/megatron_async_rl"
     dump = f'''Thread 0x00007f01 (most recent call first):
