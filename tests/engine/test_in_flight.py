@@ -5,6 +5,7 @@ them and run in order; every one that loads weights takes the next version.
 """
 
 import pickle
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -222,6 +223,9 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
 
 
 def core_of(engines: Engines, engine: int) -> psutil.Process:
-    """vLLM's own process, which names itself in each line of the log."""
-    log = engines.specs[engine].log.read_text()
-    return next(p for p in psutil.process_iter() if p.name() == "VLLM::EngineCore" and f"pid={p.pid})" in log)
+    """vLLM's own process: the child of the actor that calls itself so."""
+    (actor,) = {int(number) for number in re.findall(r"\(MainProcess pid=(\d+)\)", engines.specs[engine].log.read_text())}
+    children = psutil.Process(actor).children()
+    cores = [child for child in children if "EngineCore" in child.name()]
+    assert len(cores) == 1, [(child.pid, child.name(), child.status()) for child in children]
+    return cores[0]
