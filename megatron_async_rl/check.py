@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before a process starts: config, model, data, reward.
+"""Everything that can be known to be wrong before a process starts: config, model, data, reward, the checkpoint to go on from.
 
 `mar plan` reads the first prompts of each file, `mar train` all of them.
 """
@@ -16,6 +16,8 @@ from megatron_async_rl.config.plan import Lengths, Plan, context_limit, make_pla
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import DataError, SupervisedSource, Tokenizer, load_tokenizer, read_prompts
+from megatron_async_rl.flow import buffer_file
+from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken, newest, read_file, require_whole
 from megatron_async_rl.rollout.rewards import RewardError, load_reward, required_fields
 from megatron_async_rl.samples import Prompt
 
@@ -49,7 +51,7 @@ def check(config: Config, *, all_data: bool, machine: Machine | None = None) -> 
                 problems.append(_of_data(key, error))
             else:
                 lengths = _longer(lengths, prompts)
-    problems += _reward(config) + _run_directory(config)
+    problems += _reward(config) + _run_directory(config) + _checkpoint(config)
     return make_plan(config, machine or this_machine(), shape, lengths=lengths, problems=problems)
 
 
@@ -107,6 +109,29 @@ def _run_directory(config: Config) -> list[Problem]:
     if not os.access(existing, os.W_OK):
         return [Problem(key="run.dir", what=f"{existing} cannot be written to", fix="choose a folder of your own")]
     return []
+
+
+def _checkpoint(config: Config) -> list[Problem]:
+    """What a resume would find only once its ranks or engines have started."""
+    try:
+        path = newest(config.run.dir / "checkpoint")
+        if path is None:
+            return []
+        require_whole(path)
+    except CheckpointBroken as error:
+        return [_to_go_on(str(error))]
+    try:
+        buffer = read_file(path.parent, buffer_file.NAME)
+        if buffer is not None:
+            buffer_file.read(buffer)
+    except buffer_file.BufferBroken as error:
+        return [_to_go_on(f"{path}: {error}")]
+    return []
+
+
+def _to_go_on(broken: str) -> Problem:
+    what, _, fix = broken.rpartition("; ")
+    return Problem(key="run.dir", what=what, fix=fix)
 
 
 def _of_data(key: str, error: DataError) -> Problem:

@@ -30,7 +30,7 @@ from megatron_async_rl.observe.stall import gather_if_timed_out
 from megatron_async_rl.observe.status import Status, write_status
 from megatron_async_rl.observe.timeline import Timeline
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.checkpoint import read_file
+from megatron_async_rl.policy.checkpoint_folder import read_file
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.weights.convert import export_hf
@@ -63,7 +63,6 @@ class Run:
         self.saved_version = self.version if resumed is not None else -1
         means: dict[int, float] = {} if resumed is None else resumed["evaluated"]
         self.schedule = EvalSchedule(every=config.eval.every, steps=config.run.steps, means=means) if config.eval else None
-        self.evaluated: dict[str, float] = {}
         self.feed: Feed | None = None
         self.log: MetricsLog | None = None
         self.eval_log: EvalLog | None = None
@@ -95,6 +94,7 @@ class Run:
             started = self.now("waiting", "batch")
             batch = self.layout.from_rank_zero(lambda: self.feed.next_batch(self.version) if self.feed else None)
             if batch is None:
+                self.layout.from_rank_zero(lambda: self.take_evaluations(wait=True))
                 self.save()
                 self.say("stopped")
                 return
@@ -109,12 +109,10 @@ class Run:
                 times = {"time/wait_batch_s": got - started, "time/train_s": trained - got}
                 times |= {"time/publish_s": ended - trained, "time/step_s": ended - started}
                 seen = summarise(batch, max_lag(self.config.flow.async_ratio), metrics.get("update/norm"))
-                self.log.log(self.version, {**metrics, **seen, **self.feed.metrics(), **self.evaluated, **times})
-                self.evaluated = {}
+                self.log.log(self.version, {**metrics, **seen, **self.feed.metrics(), **times})
                 self.say("training")
             if self.config.checkpoint.every and self.version % self.config.checkpoint.every == 0:
                 self.save()
-        self.take_evaluations(wait=True)
         self.save()
         self.say("exporting", "Hugging Face checkpoint")
         with watch.phase("exporting the model", quiet_s(self.config)):
@@ -133,21 +131,32 @@ class Run:
                 self.feed.publish(self.version, buckets)
 
     def evaluate(self) -> None:
-        if self.schedule is None or self.feed is None:
+        """Collective where this version is evaluated or is the last one, whose result is waited for: while rank 0 sees to that,
+        the others wait as long as it takes."""
+        if self.schedule is None:
             return
-        if self.schedule.due(self.version):
-            self.now("evaluating")
+        last, due = self.version == self.config.run.steps, self.schedule.due(self.version)
+        if due or last:
+            self.now("evaluating" if self.feed is not None else "waiting", "" if self.feed is not None else "evaluation")
+            self.layout.from_rank_zero(lambda: self.evaluate_here(due=due, wait=last))
+        else:
+            self.take_evaluations(wait=False)
+
+    def evaluate_here(self, *, due: bool, wait: bool) -> None:
+        if due and self.feed is not None:
             self.say("evaluating", f"held-out prompts, version {self.version}")
             self.feed.evaluate(self.version)
-        self.take_evaluations(wait=False)
+        self.take_evaluations(wait=wait)
 
     def take_evaluations(self, *, wait: bool) -> None:
         if self.schedule is None or self.feed is None:
             return
         for result in self.feed.evaluated(wait=wait):
-            self.evaluated = self.schedule.record(result)
+            values = self.schedule.record(result)
             if self.eval_log is not None:
                 self.eval_log.append(result.as_json())
+            if self.log is not None:
+                self.log.evaluated(result.version, values)
 
     def save(self) -> None:
         if self.saved_version == self.version:

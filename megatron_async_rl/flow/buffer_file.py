@@ -70,7 +70,7 @@ def read(content: bytes) -> Buffer:
             equal=tuple(about["equal"]),
             first_versions=tuple(about["first_versions"]),
         )
-    except (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, LookupError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         raise BufferBroken(
             f"{NAME} of the checkpoint cannot be read ({type(error).__name__}: {error}); remove the file, and what it held is "
             "asked again"

@@ -1,6 +1,6 @@
 """Model, optimizer and run state on disk, whole or not at all.
 
-    DIR/latest                    the name of the newest complete checkpoint
+    DIR/latest                    the name of the newest complete checkpoint (checkpoint_folder.py)
     DIR/step_00000012/sharded/    the model, and the optimizer's state and others' that goes with its parameters
                                   (parameter_state.py), Megatron's dist_checkpointing: loads on any parallel layout
     DIR/step_00000012/state.pt    the run's own state, from rank 0; other files of the run by names that it chose
@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_async_rl.policy.checkpoint_folder import LATEST, CheckpointBroken, about, newest
 from megatron_async_rl.policy.optimizer_state import adam_names, adam_shards, adam_steps, set_adam_steps
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import ModelTensors, Numbers, assembled, blank, cut, numbers_of, sharded
@@ -49,12 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LATEST = "latest"
 PARAMETER_STATE = "parameter_state"
-
-
-class CheckpointBroken(RuntimeError):
-    """A checkpoint directory does not hold what its names promise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,31 +74,6 @@ class Checkpoint:
         return [loaded[str(index)] for index in range(len(self.model.chunks))]
 
 
-def newest(directory: Path) -> Path | None:
-    """The checkpoint that `latest` names; None where nothing was ever saved. Raises CheckpointBroken."""
-    pointer = directory / LATEST
-    if not pointer.exists():
-        return None
-    path = directory / pointer.read_text().strip()
-    if not (path / "about.json").exists():
-        raise CheckpointBroken(
-            f"{pointer} names {path.name}, which is not a checkpoint; name another step_* of {directory} in it"
-        )
-    return path
-
-
-def read_file(directory: Path, name: str) -> bytes | None:
-    """What was saved as `files[name]` with the newest checkpoint; None where it has no such file."""
-    path = newest(directory)
-    return (path / name).read_bytes() if path is not None and (path / name).exists() else None
-
-
-def about(path: Path) -> dict[str, Any]:
-    """about.json of one checkpoint."""
-    content: dict[str, Any] = json.loads((path / "about.json").read_text())
-    return content
-
-
 def save(
     directory: Path,
     step: int,
@@ -119,7 +90,7 @@ def save(
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
     parameter_state: by name, model tensors of this rank's parameters; the same names on every rank.
-    files: name and content of what rank 0 wants beside it; see read_file.
+    files: name and content of what rank 0 wants beside it; see checkpoint_folder.read_file.
     Raises FileExistsError when `latest` already names this step.
     """
     final = directory / f"step_{step:08d}"

@@ -50,7 +50,8 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
     """
     from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_async_rl.policy import device
-    from megatron_async_rl.policy.checkpoint import about, load_model, newest
+    from megatron_async_rl.policy.checkpoint import load_model
+    from megatron_async_rl.policy.checkpoint_folder import about, newest
     from megatron_async_rl.policy.model import assemble_model
     from megatron_async_rl.policy.parallel import initialise
 

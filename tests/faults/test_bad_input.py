@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from megatron_async_rl.flow.buffer import Buffer
+from megatron_async_rl.flow.buffer_file import written
 from tests.written_run import write_run
 
 pytestmark = pytest.mark.faults
@@ -32,7 +35,7 @@ def refused(config: Path, *overrides: str, says: tuple[str, ...], command: str =
     assert len(printed.splitlines()) <= SCREEN_LINES
     for words in says:
         assert words in printed, f"{words!r} is not in:\n{printed}"
-    assert not (config.parent / "out").exists(), "a run directory was made"
+    assert not (config.parent / "out" / "logs").exists(), "a run directory was made"
     assert took < 20, "it took so long that something must have been started"
     return printed
 
@@ -182,6 +185,39 @@ def test_all_problems_are_told_at_once(config):
 
 def test_a_run_directory_that_is_a_file(config):
     refused(config, "run.dir=train.jsonl", says=("run.dir", "is a file"))
+
+
+@pytest.fixture
+def checkpoint(config: Path) -> Path:
+    """The newest checkpoint of a run that can be resumed, as far as it shows before the model is loaded."""
+    path = config.parent / "out" / "checkpoint" / "step_00000002"
+    (path / "sharded").mkdir(parents=True)
+    (path / "sharded" / ".metadata").write_bytes(b"any")
+    (path / "about.json").write_text("{}")
+    with zipfile.ZipFile(path / "state.pt", "w") as file:
+        file.writestr("archive/data.pkl", b"numbers" * 100)
+    (path / "buffer.npz").write_bytes(written(Buffer()))
+    (path.parent / "latest").write_text(path.name)
+    return path
+
+
+def test_a_whole_checkpoint_is_fine(config, checkpoint):
+    done = mar("plan", config, folder=config.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["buffer.npz", "state.pt", "about.json"])
+def test_a_damaged_file_of_the_checkpoint_is_named_before_anything_starts(config, checkpoint, name):
+    content = bytearray((checkpoint / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / name).write_bytes(content)
+    refused(config, says=("run.dir", str(checkpoint), name, "cannot be read", "fix: "))
+
+
+@pytest.mark.parametrize("name", ["state.pt", "about.json", "sharded/.metadata"])
+def test_a_missing_file_of_the_checkpoint_is_named_before_anything_starts(config, checkpoint, name):
+    (checkpoint / name).unlink()
+    refused(config, says=("run.dir", str(checkpoint.parent), "fix: name "))
 
 
 @pytest.mark.parametrize(("command", "says"), [("report", "metrics.jsonl"), ("convert", "is no folder")])

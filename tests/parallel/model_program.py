@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_async_rl.policy import checkpoint, device
+from megatron_async_rl.policy.checkpoint_folder import read_file
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import PolicyModel, build_model
@@ -145,7 +146,7 @@ def checkpoints(source: Path, parallel: ParallelConfig, layout: Layout, output: 
         "random_restored": bool(torch.equal(torch.rand(4), random_after)),
         "state": loaded.state,
         "step": loaded.step,
-        "files": [checkpoint.read_file(output / folder, name) for folder, name in FILES],
+        "files": [read_file(output / folder, name) for folder, name in FILES],
     }
     resumed.step()
     result["resumed_after"] = resumed.weights()
@@ -217,7 +218,7 @@ def interrupted_saves(source: Path, parallel: ParallelConfig, layout: Layout, ou
         loaded = fresh.load(directory)
         weights = fresh.weights()
         whole = {"first": first, "second": second}[loaded.state["mark"]]
-        mark = checkpoint.read_file(directory, "mark.bin")
+        mark = read_file(directory, "mark.bin")
         fresh.save(directory, 3, keep=1, mark="third")
         found.append(
             {

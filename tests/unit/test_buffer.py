@@ -110,6 +110,8 @@ def test_a_damaged_file_says_so_and_what_to_do_and_no_code_in_it_is_run() -> Non
     whole = written(full())
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
+    unknown = bytearray(whole)
+    unknown[whole.rindex(b"PK\x01\x02") + 10] ^= 0x60  # the last entry's compression method
     armed = io.BytesIO()
     np.savez(armed, about=np.array([Bomb()], dtype=object), **{name: np.zeros(0) for name in COLUMNS})
     short = io.BytesIO()
@@ -118,7 +120,8 @@ def test_a_damaged_file_says_so_and_what_to_do_and_no_code_in_it_is_run() -> Non
             array = np.load(io.BytesIO(source.read(name)))
             with target.open(name, "w") as file:
                 np.save(file, array[:-1] if name == "versions.npy" else array)
-    for content in (b"", b"no", pickle.dumps(Bomb()), whole[:-30], bytes(flipped), armed.getvalue(), short.getvalue()):
+    damaged = (whole[:-30], bytes(flipped), bytes(unknown), armed.getvalue(), short.getvalue())
+    for content in (b"", b"no", pickle.dumps(Bomb()), *damaged):
         with pytest.raises(BufferBroken, match=r"buffer\.npz .* remove the file"):
             read(content)
 

@@ -1,0 +1,65 @@
+"""A run's checkpoint folder from outside: which checkpoint is the newest, and whether its files are whole. Loads no torch.
+
+`policy/checkpoint.py` has what the folder holds, and writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+LATEST = "latest"
+
+
+class CheckpointBroken(RuntimeError):
+    """A checkpoint directory does not hold what its names promise."""
+
+
+def newest(directory: Path) -> Path | None:
+    """The checkpoint that `latest` names; None where nothing was ever saved. Raises CheckpointBroken."""
+    pointer = directory / LATEST
+    if not pointer.exists():
+        return None
+    path = directory / pointer.read_text().strip()
+    if not (path / "about.json").exists():
+        raise CheckpointBroken(
+            f"{pointer} names {path.name}, which is not a checkpoint; name another step_* of {directory} in it"
+        )
+    return path
+
+
+def read_file(directory: Path, name: str) -> bytes | None:
+    """What was saved as `files[name]` with the newest checkpoint; None where it has no such file."""
+    path = newest(directory)
+    return (path / name).read_bytes() if path is not None and (path / name).exists() else None
+
+
+def about(path: Path) -> dict[str, Any]:
+    """about.json of one checkpoint. Raises CheckpointBroken."""
+    try:
+        content: dict[str, Any] = json.loads((path / "about.json").read_text())
+    except (OSError, ValueError) as error:
+        raise _broken(path, "about.json", error) from error
+    return content
+
+
+def require_whole(path: Path) -> None:
+    """Raises CheckpointBroken for a missing or damaged file of the checkpoint, as far as it shows without loading the model."""
+    about(path)
+    try:
+        with zipfile.ZipFile(path / "state.pt") as file:
+            if (torn := file.testzip()) is not None:
+                raise zipfile.BadZipFile(f"{torn} is damaged")
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
+        raise _broken(path, "state.pt", error) from error
+    if not (path / "sharded" / ".metadata").is_file():
+        raise _broken(path, "sharded/.metadata", FileNotFoundError("it is not there"))
+
+
+def _broken(path: Path, name: str, error: Exception) -> CheckpointBroken:
+    return CheckpointBroken(
+        f"{path / name} cannot be read ({type(error).__name__}: {error}); "
+        f"name an older step_* in {path.parent / LATEST}, or remove {path.parent} to begin anew"
+    )
