@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["number", "counts", "doubling counts", "per engine"]
-"""`number`: a float or an integer; `counts`: a list of integers, one per bin from 0; `doubling counts`: the same, bin i for
-values from 2^i up to, and not including, 2^(i + 1); `per engine`: a list of numbers, the first for engine 0."""
+Kind = Literal["number", "total", "counts", "doubling counts", "per engine"]
+"""`number`: a float or an integer; `total`: one that only grows until the process starts again; `counts`: a list of integers, one
+per bin from 0; `doubling counts`: the same, bin i for values from 2^i up to, and not including, 2^(i + 1); `per engine`: a list
+of numbers, the first for engine 0."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "policy/skipped": Key(
                 "0 or 1", "1: no optimizer step (a control said so, the gradient was not finite, or the batch was empty)."
             ),
-            "policy/nonfinite": Key("steps", "Skipped so far because the loss or the gradient was not finite."),
+            "policy/nonfinite": Key("steps", "Skipped so far because the loss or the gradient was not finite.", "total"),
             "policy/entropy": Key("nats per token", "Mean entropy of the policy's next-token distribution on response tokens."),
         },
     ),
@@ -129,12 +130,12 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
         {
             "gac/cosine": Key("cosine", "Between this step's gradient and the previous one, over the whole model."),
             "gac/regime": Key("code", "What was done: 0 kept, 1 projected, 2 skipped."),
-            "gac/skips": Key("steps", "Skipped so far in the run."),
+            "gac/skips": Key("steps", "Skipped so far in the run.", "total"),
             "gac/removed": Key("share", "Length of what projection took away, over the gradient's own: |g - g'| / |g|."),
             "gac/c_low": Key("cosine", "Threshold in force; absent until calibrated."),
             "gac/calibrated": Key("0 or 1", "1: the threshold comes from the run's own fresh data (with `calibrate` only)."),
-            "gac/kept": Key("steps", "Kept so far in the run."),
-            "gac/projected": Key("steps", "Projected so far in the run."),
+            "gac/kept": Key("steps", "Kept so far in the run.", "total"),
+            "gac/projected": Key("steps", "Projected so far in the run.", "total"),
             "gac/cosine_kept": Key("cosine", "Mean so far over the steps kept."),
             "gac/cosine_projected": Key("cosine", "Mean so far over the steps projected."),
             "gac/cosine_skipped": Key("cosine", "Mean so far over the steps skipped."),
@@ -190,7 +191,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
         },
     ),
     "Weights": (
-        "The publish after this step.",
+        "The newest publish that had reached every engine when the step ended. Engines load while the next batch trains, so it "
+        "may be of an earlier step, and in two lines.",
         {
             "weights/publish_s": Key("s", "From the first bucket to the last engine's answer."),
             "weights/publish_bytes": Key("bytes", "Sent to each engine."),
@@ -198,8 +200,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
         },
     ),
     "Evaluation": (
-        "Of the held-out evaluation that ended since the last step, if one did. `RUN/eval.jsonl` has every evaluation, prompt by "
-        "prompt.",
+        "Of the held-out evaluation that ended since the last step, if one did, and of the last one if several did. TensorBoard "
+        "shows each at the version evaluated; `RUN/eval.jsonl` has every evaluation, prompt by prompt.",
         {
             "eval/mean": Key("reward", "Mean over prompts of their responses' mean reward."),
             "eval/pass@k": Key(
@@ -218,13 +220,15 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "flow/in_flight": Key("responses", "Given to an engine and not yet finished."),
             "flow/waiting": Key("responses", "Admitted and not yet given to an engine."),
             "flow/buffer": Key("groups", "Complete and waiting to be trained on."),
-            "flow/admitted": Key("groups", "Admitted since the run was started or resumed; what a resume took up counts."),
-            "flow/consumed": Key("groups", "Trained on, since then too."),
-            "flow/dropped_equal": Key("groups", "Dropped by `flow.filter_equal_groups`, since then too."),
-            "flow/dropped_late": Key("groups", "Dropped by `flow.late: drop`, since then too."),
-            "flow/cut": Key("responses", "Stopped before their end by `flow.extra_responses`, since then too."),
-            "flow/requeued": Key("responses", "Of those cut, continued in another group, since then too."),
-            "flow/replayed": Key("responses", "Trained on out of the store of `replay`, since then too."),
+            "flow/admitted": Key(
+                "groups", "Admitted since the run was started or resumed; what a resume took up counts.", "total"
+            ),
+            "flow/consumed": Key("groups", "Trained on, since then too.", "total"),
+            "flow/dropped_equal": Key("groups", "Dropped by `flow.filter_equal_groups`, since then too.", "total"),
+            "flow/dropped_late": Key("groups", "Dropped by `flow.late: drop`, since then too.", "total"),
+            "flow/cut": Key("responses", "Stopped before their end by `flow.extra_responses`, since then too.", "total"),
+            "flow/requeued": Key("responses", "Of those cut, continued in another group, since then too.", "total"),
+            "flow/replayed": Key("responses", "Trained on out of the store of `replay`, since then too.", "total"),
         },
     ),
     "Engines": (
@@ -237,7 +241,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "engine/in_flight": Key("responses", "Given to each engine and not yet finished.", "per engine"),
             "engine/versions": Key("version", "Weights each engine samples with; -1 for one that is gone.", "per engine"),
             "engine/alive": Key("engines", "That take responses."),
-            "engine/restarts": Key("restarts", "Of all engines, since the run was started or resumed."),
+            "engine/restarts": Key("restarts", "Of all engines, since the run was started or resumed.", "total"),
         },
     ),
     "Dropped against trained": (
@@ -267,8 +271,9 @@ HEADER = """# Metrics
 
 `RUN/metrics.jsonl` has one JSON object per optimizer step. TensorBoard shows the same keys (`RUN/tensorboard`), and
 `mar report RUN` draws the main ones. With `observe.prometheus_port` Prometheus can scrape the newest line: `lag/start_max`
-is the gauge `mar_lag_start_max`, and a list has a label, `engine` or `bin`. This page is written by
-`python -m megatron_async_rl.observe.keys > docs/metrics.md`.
+is the gauge `mar_lag_start_max`, a list has a label, `engine` or `bin`, and what is counted so far in the run, such as
+`flow/consumed`, is the counter `mar_flow_consumed_total`. The newest `eval/*` stay until the next evaluation. This page is
+written by `python -m megatron_async_rl.observe.keys > docs/metrics.md`.
 
 Every line has:
 

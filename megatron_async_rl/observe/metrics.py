@@ -3,7 +3,8 @@
 Invariants:
 - every line is valid JSON and flushed when `log` returns; steps strictly grow from line to line;
 - a resume cuts the lines of the steps it will repeat, and keeps them in `metrics.cut.jsonl`;
-- only keys of the catalogue (`keys.py`) are written, each with a value of its kind.
+- only keys of the catalogue (`keys.py`) are written, each with a value of its kind;
+- an evaluation stands in the next line; TensorBoard has it at the version that was evaluated, which may be steps before.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ Value = float | list[int] | list[float]
 """A number, counts, or a number for each engine."""
 EXPECTED: Mapping[Kind, str] = {
     "number": "a number",
+    "total": "a number",
     "counts": "a list of integers",
     "doubling counts": "a list of integers",
     "per engine": "a list of numbers",
@@ -58,6 +60,7 @@ class MetricsLog:
         self._path = run_dir / FILE
         cut_from(run_dir, first_step)
         self._next_step = first_step
+        self._evaluated: dict[str, Value] = {}
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._tensorboard: TensorBoard | None = None
         if tensorboard:
@@ -75,14 +78,23 @@ class MetricsLog:
         now = time.time()
         checked = {name: _checked(name, value) for name, value in values.items()}
         line: dict[str, object] = {"step": step, "version": step, "time": round(now, 3)}
-        line |= {name: _as_json(value) for name, value in checked.items()}
+        line |= {name: _as_json(value) for name, value in (checked | self._evaluated).items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         self._next_step = step + 1
+        self._evaluated = {}
         if self._tensorboard is not None:
             self._tensorboard.write(step, now, checked)
         if self._prometheus is not None:
             self._prometheus.write(step, checked)
+
+    def evaluated(self, version: int, values: Mapping[str, object]) -> None:
+        """Of the held-out evaluation of `version`. Of several between two steps the line has the last."""
+        self._evaluated = {name: _checked(name, value) for name, value in values.items()}
+        if self._tensorboard is not None:
+            self._tensorboard.write(version, time.time(), self._evaluated)
+        if self._prometheus is not None:
+            self._prometheus.evaluated(self._evaluated)
 
     def close(self) -> None:
         self._file.close()
@@ -124,9 +136,9 @@ def _checked(name: str, value: object) -> Value:
     if key is None:
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)
         raise MetricsError(f"unknown metric {name!r}; the nearest one is {near[0]!r}. Metrics are listed in observe/keys.py")
-    if key.kind == "number" and isinstance(value, Real):
+    if key.kind in ("number", "total") and isinstance(value, Real):
         return _plain(value)
-    if key.kind != "number" and isinstance(value, Sequence) and not isinstance(value, str):
+    if key.kind not in ("number", "total") and isinstance(value, Sequence) and not isinstance(value, str):
         of = Real if key.kind == "per engine" else Integral
         if all(isinstance(entry, of) for entry in value):
             return [_plain(entry) for entry in value]

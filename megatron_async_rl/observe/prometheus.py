@@ -1,7 +1,9 @@
-"""The newest line of metrics over HTTP, as Prometheus scrapes it: one gauge `mar_<key>` for each key of the line.
+"""The newest line of metrics over HTTP, as Prometheus scrapes it: one gauge `mar_<key>` for each key of the line, and one counter
+`mar_<key>_total` for each count that only grows.
 
 Invariants:
 - what is served is one whole line, never parts of two; a key that the newest line does not have is not served;
+- the numbers of the newest evaluation are served until the next one, so that a scrape finds them however short the steps are;
 - a list is one gauge with a label: `engine` for what every engine has, else `bin`, the smallest value its count is of;
 - the process's other prometheus clients (vLLM's, Ray's) are not in it: the registry is our own.
 """
@@ -15,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megatron_async_rl.observe.keys import find_key
@@ -28,19 +31,21 @@ FILE = "prometheus.txt"
 class _NewestLine(Collector):
     def __init__(self) -> None:
         self.line: Mapping[str, Value] = {}
+        self.evaluation: Mapping[str, Value] = {}
 
-    def describe(self) -> list[GaugeMetricFamily]:
+    def describe(self) -> list[Metric]:
         """Nothing is promised: a registry without this would collect at once to learn the names."""
         return []
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, value in self.line.items():
+    def collect(self) -> Iterator[Metric]:
+        for name, value in (*self.line.items(), *self.evaluation.items()):
             key = find_key(name)
             about = f"{key.meaning} Unit: {key.unit}." if key else "Optimizer steps done."
+            kind = key.kind if key else "number"
             if not isinstance(value, list):
-                yield GaugeMetricFamily(gauge_name(name), about, value=value)
+                family = CounterMetricFamily if kind == "total" else GaugeMetricFamily
+                yield family(gauge_name(name), about, value=value)
                 continue
-            kind = key.kind if key else "counts"
             gauge = GaugeMetricFamily(gauge_name(name), about, labels=["engine" if kind == "per engine" else "bin"])
             for index, entry in enumerate(value):
                 gauge.add_metric([str(2**index if kind == "doubling counts" else index)], entry)
@@ -73,6 +78,9 @@ class Prometheus:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         self._newest.line = {"step": step, **values}
+
+    def evaluated(self, values: Mapping[str, Value]) -> None:
+        self._newest.evaluation = dict(values)
 
     def close(self) -> None:
         self._file.unlink(missing_ok=True)

@@ -168,6 +168,27 @@ def test_tensorboard_gets_numbers_and_histograms_and_forgets_cut_steps(tmp_path:
     assert [round(events.Scalars(f"engine/busy_shares/{engine}")[-1].value, 3) for engine in (0, 1)] == [0.9, 0.75]
 
 
+def test_an_evaluation_is_in_the_next_line_and_in_tensorboard_at_its_own_version(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, tensorboard=True, first_step=1)
+    for version, mean in ((0, 0.125), (1, 0.25)):
+        log.evaluated(version, {"eval/mean": mean, "eval/version": version})
+    for step in (1, 2):
+        log.log(step, {"reward/mean": 0.5})
+    log.evaluated(2, {"eval/mean": 0.75, "eval/version": 2})
+    log.close()
+    assert [row.get("eval/version") for row in read_metrics(tmp_path)] == [1, None]
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval/mean")] == [(0, 0.125), (1, 0.25), (2, 0.75)]
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2]
+
+
+def test_an_evaluation_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MetricsError, match=r"unknown metric 'eval/meen'"):
+        MetricsLog(tmp_path, tensorboard=False, first_step=1).evaluated(0, {"eval/meen": 1.0})
+
+
 def test_the_page_of_metrics_is_up_to_date() -> None:
     page = PACKAGE.parent / "docs" / "metrics.md"
     assert page.read_text() == keys.page(), "run: python -m megatron_async_rl.observe.keys > docs/metrics.md"

@@ -12,7 +12,9 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_async_rl.observe.keys import KEYS
 from megatron_async_rl.observe.metrics import MetricsError, MetricsLog
+from megatron_async_rl.observe.prometheus import gauge_name
 
 Scraped = dict[tuple[str, str], float]
 """(gauge, label's value) -> its value."""
@@ -49,6 +51,34 @@ def test_a_scrape_has_every_number_of_the_newest_line_and_no_other(tmp_path: Pat
     assert "# HELP mar_reward_mean Mean reward of a sample. Unit: reward." in text
     assert 'mar_engine_busy_shares{engine="0"}' in text
     assert 'mar_lag_histogram{bin="0"}' in text
+    log.close()
+
+
+def test_an_evaluation_is_served_as_soon_as_it_is_there_and_until_the_next(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
+    log.evaluated(0, {"eval/mean": 0.25, "eval/version": 0, "eval/pass@4": 0.5})
+    first = {("mar_eval_mean", ""): 0.25, ("mar_eval_version", ""): 0.0, ("mar_eval_pass_4", ""): 0.5}
+    assert scrape(tmp_path)[0] == first
+    for step in (1, 2):
+        log.log(step, {})
+        assert scrape(tmp_path)[0] == first | {("mar_step", ""): step}
+    log.evaluated(2, {"eval/mean": 0.75, "eval/version": 2})
+    assert scrape(tmp_path)[0] == {("mar_eval_mean", ""): 0.75, ("mar_eval_version", ""): 2.0, ("mar_step", ""): 2.0}
+    log.close()
+
+
+def test_what_only_grows_is_a_counter_and_all_else_a_gauge(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
+    values = {
+        name: [1] if "count" in key.kind or key.kind == "per engine" else 1 for name, key in KEYS.items() if "@" not in name
+    }
+    log.log(1, values)
+    scraped, text = scrape(tmp_path)
+    counters = {name for name in values if f"# TYPE {gauge_name(name)}_total counter" in text}
+    assert counters == {name for name, key in KEYS.items() if key.kind == "total"}
+    assert {"flow/consumed", "gac/skips", "engine/restarts"} <= counters
+    assert scraped[("mar_flow_consumed_total", "")] == 1.0
+    assert text.count(" gauge\n") == 1 + len(values) - len(counters), "all the others, and mar_step"
     log.close()
 
 
