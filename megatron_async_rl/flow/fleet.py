@@ -128,8 +128,8 @@ class Fleet:
             self._queues[kind].move_to_end(request.id, last=False)
 
     def waiting(self) -> int:
-        """Requests that no engine has yet."""
-        return sum(len(queue) for queue in self._queues.values())
+        """Training requests that no engine has yet."""
+        return sum(request.group >= 0 for request in self._queues["training"].values())
 
     def holder(self, group: int) -> list[int]:
         """Engines that hold requests of `group`."""

@@ -59,6 +59,25 @@ def test_engines_of_their_own_evaluate_and_see_no_training_request_while_trainin
     run(body)
 
 
+@pytest.mark.parametrize("separate", [False, True])
+def test_what_an_evaluation_has_waiting_is_no_response_of_training(separate: bool) -> None:
+    async def body() -> None:
+        engines = [CoroutineEngine(lambda request: 0.02) for _ in range(1 + separate)]
+        controller = Controller(source(), engines[:1], flow(), evaluators=engines[1:], capacity=3)
+        controller.start(0)
+        admitted = controller.stats()["open"]
+        evaluation = asyncio.create_task(evaluated(controller, 0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        counts = controller.stats()
+        assert counts["waiting"] == admitted - 3
+        assert counts["in_flight"] == 3, "what the engine took before the evaluation came"
+        await evaluation
+        await controller.stop()
+
+    run(body)
+
+
 def test_weights_that_move_under_an_evaluation_are_noticed() -> None:
     async def body() -> None:
         engine = CoroutineEngine(lambda request: 0.02)
