@@ -7,7 +7,9 @@ from tests.parallel.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 
 
-def test_a_batch_that_takes_longer_than_a_collective_may_is_waited_for() -> None:
+def test_batches_and_evaluations_that_take_longer_than_a_collective_may_are_waited_for() -> None:
     output = run_ranks(2, "tests.parallel.patience_program", timeout=120)
-    assert "rank 0 has it" in output
-    assert "rank 1 has it" in output
+    for rank in range(2):
+        assert f"rank {rank} has it" in output
+        assert f"rank {rank} saves version 1" in output, "after a stop that found an evaluation under way"
+        assert f"rank {rank} saves version 4" in output, "after the evaluation of the last version"
