@@ -1,9 +1,12 @@
-"""Starts engines again that died or stopped answering, in a thread of rank 0.
+"""Starts engines again that died or stopped answering, in threads of rank 0.
 
     engine i is lost --> kill what is left of it --> start another --> feed it the staged weights --> replace i
 
 Invariants:
-- a new engine samples only after it has proved the weights it was fed (weights/publish.py);
+- a lost engine is killed and gets no more weights at once, whatever else is being started: nobody waits for its answers;
+- engines that are lost together are started together, each in a thread of its own;
+- a new engine samples only after it has proved the weights it was fed (weights/publish.py), and takes part only if it has not
+  failed at later ones meanwhile;
 - each place in the fleet gets `rollout.restarts` new engines, then it is given up: the run goes on with the others, and says so;
 - training never waits for it: while an engine starts, the others answer.
 """
@@ -14,6 +17,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +64,10 @@ class EngineKeeper:
         self._on_up = on_up
         self._restarts: Counter[int] = Counter()
         self._given_up: set[int] = set()
+        self._giving_up = threading.Lock()
         self._stop = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="engine keeper", daemon=True)
-        self._thread.start()
+        self._begin("engine keeper", self._run)
 
     def check(self) -> None:
         """Raises what ended the keeper, if something did."""
@@ -74,26 +78,34 @@ class EngineKeeper:
         """Returns at once; an engine that is being started is stopped with the others."""
         self._stop.set()
 
+    def _begin(self, name: str, work: Callable[[], None]) -> None:
+        """A thread for `work`, whose failure `check` raises."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                if not self._stop.is_set():
+                    log.exception("the engine keeper failed")
+                    self._failure = error
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+
     def _run(self) -> None:
         import ray
 
-        try:
-            pending = self._controller.lost.remote()
-            while not self._stop.is_set():
-                done, _ = ray.wait([pending], timeout=POLL_S)
-                if done and not self._stop.is_set():
-                    index, reason = ray.get(pending)
-                    pending = self._controller.lost.remote()
-                    self._replace(index, reason)
-        except BaseException as error:
-            if not self._stop.is_set():
-                log.exception("the engine keeper failed")
-                self._failure = error
+        pending = self._controller.lost.remote()
+        while not self._stop.is_set():
+            done, _ = ray.wait([pending], timeout=POLL_S)
+            if done and not self._stop.is_set():
+                index, reason = ray.get(pending)
+                pending = self._controller.lost.remote()
+                self._publisher.remove(self._specs[index].name)
+                kill_engine(self._handles[index])
+                self._begin(f"restart of {self._specs[index].name}", partial(self._replace, index, reason))
 
     def _replace(self, index: int, reason: str) -> None:
         spec = self._specs[index]
-        self._publisher.remove(spec.name)
-        kill_engine(self._handles[index])
         while index < self._last_training and self._restarts[index] < spec.rollout.restarts and not self._stop.is_set():
             self._restarts[index] += 1
             which = f"restart {self._restarts[index]} of {spec.rollout.restarts}"
@@ -114,10 +126,17 @@ class EngineKeeper:
                     kill_engine(handle)
                     continue
                 ray_get(self._controller.replace.remote(index, handle), "the controller to take a new engine", self._timeout_s)
+                if spec.name not in self._publisher.versions:  # lost at an update while its place in the fleet was still empty
+                    reason = f"{spec.name} failed at the next weights before it took part"
+                    ray_get(self._controller.lose.remote(index, reason), "the controller to lose an engine", self._timeout_s)
+                    return
                 self._on_up()
             note(self._run_dir, f"{spec.name} is back, with the weights of version {version}, proven")
             return
-        self._given_up.add(index)
-        left = sum(1 for other in range(self._last_training) if other not in self._given_up)
+        if self._stop.is_set():
+            return
+        with self._giving_up:
+            self._given_up.add(index)
+            left = sum(1 for other in range(self._last_training) if other not in self._given_up)
         note(self._run_dir, f"{spec.name} is lost for good; {left} of {self._last_training} engines are left. Why: {reason}")
         ray_get(self._controller.give_up.remote(index), "the controller to give an engine up", self._timeout_s)
