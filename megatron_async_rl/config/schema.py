@@ -200,7 +200,7 @@ class WeightsConfig(Strict):
 
 
 class EvalConfig(Strict):
-    """Held-out accuracy before, during and after; without this section there is none."""
+    """Held-out reward before, during and after; without this section there is none."""
 
     samples_per_prompt: PositiveInt = 4
     """Sampled at the training temperature."""

@@ -1,4 +1,4 @@
-"""Held-out accuracy: the engines and the sampling of training, nothing of training's data, order or numbering.
+"""Held-out evaluation: the engines and the sampling of training, nothing of training's data, order or numbering.
 
 Invariants:
 - requests have negative group numbers, so that no scheduler mistakes one for training's: prompt i is group -1 - i;

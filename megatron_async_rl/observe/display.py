@@ -130,7 +130,7 @@ def _lines(view: View, blocks: str) -> list[tuple[str, Text, Text]]:
         return sparkline([value for row in view.rows if (value := number(row, key)) is not None], blocks=blocks)
 
     before = view.status.before if view.status else None
-    before_text = f"held-out accuracy before {before:.3f}" if before is not None else ""
+    before_text = f"held-out reward before {before:.3f}" if before is not None else ""
     if (reward := view.latest("reward/mean")) is not None and view.latest("ratio/ess_ratio") is not None:
         add("reward", f"{reward:.3f}  {trend('reward/mean')}", before_text, "bold")
     elif before_text:

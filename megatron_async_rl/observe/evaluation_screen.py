@@ -10,7 +10,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
+
+from megatron_async_rl.observe.fact_lines import print_facts
 
 PLAIN_EVERY_S = 5.0
 
@@ -41,17 +43,15 @@ def sampling_progress(console: Console, prompts: int) -> Iterator[Callable[[int,
 
 def show_evaluation(result: Mapping[str, Any], file: str, console: Console) -> None:
     """`result`: the JSON of one evaluation; `file`: where it was written."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
     mean = result["mean_reward"]
-    table.add_row("mean reward", f"[bold]{math.nan if mean is None else mean:.4f}[/]")
-    for k, value in result["pass_at"].items():
-        table.add_row(f"pass@{k}", f"{value:.4f}")
     failed = f", {result['reward_errors']} rewards failed" if result["reward_errors"] else ""
-    table.add_row("responses", f"{result['samples']} to {result['prompts']} prompts{failed}")
-    table.add_row("truncated", f"{result['truncated']:.1%}")
     speed = result["tokens"] / max(result["seconds"], 1e-9)
-    table.add_row("tokens", f"{result['tokens']:,} in {result['seconds']:.1f} s  ({speed:,.0f} tokens/s)")
-    table.add_row("result", file)
-    console.print(table, soft_wrap=True)
+    facts: list[tuple[str, str | Text]] = [
+        ("mean reward", Text(f"{math.nan if mean is None else mean:.4f}", style="bold")),
+        *((f"pass@{k}", f"{value:.4f}") for k, value in result["pass_at"].items()),
+        ("responses", f"{result['samples']} to {result['prompts']} prompts{failed}"),
+        ("truncated", f"{result['truncated']:.1%}"),
+        ("tokens", f"{result['tokens']:,} in {result['seconds']:.1f} s  ({speed:,.0f} tokens/s)"),
+        ("result", file),
+    ]
+    print_facts(facts, console)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from megatron_async_rl.observe.display import View, picture, plain_line
+from megatron_async_rl.observe.fact_lines import print_facts
 from megatron_async_rl.observe.read import MetricsReader, read_metrics
 from megatron_async_rl.observe.status import read_status
 from megatron_async_rl.observe.summary import span, summarise_run
@@ -52,15 +53,13 @@ class Progress:
             self._console.print(plain_line(view), markup=False, highlight=False, soft_wrap=True)
             self._drawn_at, self._drawn_phase, self._drawn_step = now, phase, view.done
 
-    def close(self, summary: str | None = None) -> None:
-        """Leaves the last picture standing; `summary` is printed under it."""
+    def close(self) -> None:
+        """Leaves the last picture standing."""
         if self._live is not None:
             self._read(time.monotonic())
             self._live.update(picture(self._view, ascii_only=self._console.options.ascii_only), refresh=True)
             self._live.stop()
             self._live = None
-        if summary:
-            self._console.print(summary)
 
     def _has_news(self, phase: tuple[str, str]) -> bool:
         return phase != self._drawn_phase or self._view.done != self._drawn_step
@@ -85,29 +84,22 @@ class Progress:
 
 
 def print_summary(run_dir: Path, console: Console) -> None:
-    """A run's last words: accuracy before and after, steps, tokens, time, and where everything is."""
+    """A run's last words: held-out reward before and after, steps, tokens, time, and where everything is."""
     summary = summarise_run(read_metrics(run_dir), read_status(run_dir))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    facts: list[tuple[str, str | Text]] = []
     if summary.before is not None and summary.after is not None:
-        change = summary.after - summary.before
-        table.add_row("held-out accuracy", f"[bold]{summary.before:.3f} → {summary.after:.3f}[/]  ({change:+.3f})")
-    table.add_row("steps", f"{summary.steps} in {span(summary.in_steps_s)}")
-    if not summary.steps:
-        table.add_row("run", str(run_dir))
-        console.print(table)
-        return
-    counts = {"generated": summary.generated, "trained on": summary.trained}
-    tokens = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-    table.add_row("tokens", f"{tokens or 'none'}  ({summary.tokens_per_s:,.0f} tokens/s)")
-    table.add_row("time", ", ".join(f"{share:.0%} {name}" for name, share in summary.shares.items() if share >= 0.005))
+        change = f"  ({summary.after - summary.before:+.3f})"
+        facts.append(("held-out reward", Text.assemble((f"{summary.before:.3f} → {summary.after:.3f}", "bold"), change)))
+    facts.append(("steps", f"{summary.steps} in {span(summary.in_steps_s)}"))
+    if summary.steps:
+        counts = {"generated": summary.generated, "trained on": summary.trained}
+        tokens = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+        facts.append(("tokens", f"{tokens or 'none'}  ({summary.tokens_per_s:,.0f} tokens/s)"))
+        facts.append(("time", ", ".join(f"{share:.0%} {name}" for name, share in summary.shares.items() if share >= 0.005)))
     if summary.lag_mean is not None and summary.lag_max is not None and summary.generated:
-        table.add_row("lag", f"mean {summary.lag_mean:.2f}, max {summary.lag_max} versions")
+        facts.append(("lag", f"mean {summary.lag_mean:.2f}, max {summary.lag_max} versions"))
     if summary.regimes:
-        table.add_row("gradients", ", ".join(f"{count} {name}" for name, count in summary.regimes.items()))
-    table.add_row("run", str(run_dir))
-    for name in ("report.html", "report.png"):
-        if (run_dir / name).exists():
-            table.add_row("plot", str(run_dir / name))
-    console.print(table)
+        facts.append(("gradients", ", ".join(f"{count} {name}" for name, count in summary.regimes.items())))
+    facts.append(("run", str(run_dir)))
+    facts += [("plot", str(run_dir / name)) for name in ("report.html", "report.png") if (run_dir / name).exists()]
+    print_facts(facts, console)

@@ -61,7 +61,7 @@ class Record:
             f"{summary.tokens_per_s:,.0f} tokens/s",
         ]
         if summary.before is not None and summary.after is not None:
-            parts.insert(0, f"held-out accuracy {summary.before:.3f} → {summary.after:.3f}")
+            parts.insert(0, f"held-out reward {summary.before:.3f} → {summary.after:.3f}")
         if self.status is not None and self.status.phase != "finished":
             parts.append(f"{self.status.phase} at step {self.status.step} of {self.status.steps}")
         return "   ·   ".join(parts)
@@ -75,9 +75,9 @@ class Record:
             ("time in steps", span(summary.in_steps_s)),
         ]
         if summary.before is not None:
-            result.append(("held-out accuracy before", f"{summary.before:.3f}"))
+            result.append(("held-out reward before", f"{summary.before:.3f}"))
         if summary.after is not None:
-            result.append(("held-out accuracy after", f"{summary.after:.3f}"))
+            result.append(("held-out reward after", f"{summary.after:.3f}"))
         if summary.lag_mean is not None and not self.supervised:
             result.append(("lag of a token", f"mean {summary.lag_mean:.2f}, largest {summary.lag_max} versions"))
         drift = next((row["staleness/drift"] for row in reversed(self.rows) if "staleness/drift" in row), None)

@@ -25,9 +25,9 @@ class Status:
     """When it was written; Unix seconds."""
     detail: str = ""
     before: float | None = None
-    """Held-out accuracy before the first step, 0 to 1; None while not measured."""
+    """Held-out mean reward before the first step; None while not measured."""
     after: float | None = None
-    """Held-out accuracy after the last step."""
+    """Held-out mean reward after the last step."""
     error: str | None = None
     log: str | None = None
     """The file that has the rest of `error`."""

@@ -102,7 +102,7 @@ def test_failing_rewards_are_counted_and_logged_with_their_sample_and_the_run_go
 
 
 def test_the_run_ends_with_accuracies_and_a_report(interrupted: dict[str, object]) -> None:
-    assert "held-out accuracy" in str(interrupted["output"])
+    assert "held-out reward" in str(interrupted["output"])
     run = Path(str(interrupted["run"]))
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "plotly" in (run / "report.html").read_text().lower()

@@ -80,7 +80,7 @@ def test_the_panel_shows_where_the_run_stands(terminal: Run) -> None:
         "step 40/50",
         "about 0:20 left",
         "0.400",
-        "held-out accuracy before 0.310",
+        "held-out reward before 0.310",
         "mean 1.25  max 2",
         "0.875",
         "cosine +0.250 projected",
@@ -199,14 +199,25 @@ def test_the_summary_tells_what_came_of_the_run(pipe: Run) -> None:
     (pipe.dir / "report.png").touch()
     print_summary(pipe.dir, pipe.console)
     shown = " ".join(pipe.shown.split())
-    assert "0.310 → 0.875 (+0.565)" in shown
+    assert "held-out reward 0.310 → 0.875 (+0.565)" in shown
     assert "3 in 0:06" in shown
     assert "3,000 generated, 2,700 trained on (500 tokens/s)" in shown
     assert "50% training, 25% publishing, 25% waiting" in shown
     assert "mean 1.25, max 2 versions" in shown
     assert "0 kept, 3 projected, 0 skipped" in shown
-    assert "report.png" in shown.replace(" ", "")  # a path may be as long as the line
-    assert "report.html" not in shown.replace(" ", "")
+    assert "report.png" in shown
+    assert "report.html" not in shown
+
+
+def test_paths_of_the_summary_are_whole_and_as_they_are_however_narrow_the_terminal(tmp_path: Path) -> None:
+    run = Run(tmp_path / ("[bold]" + 60 * "x"), terminal=True)
+    run.console.width = 40
+    run.step(1)
+    (run.dir / "report.html").touch()
+    print_summary(run.dir, run.console)
+    lines = [line.split() for line in run.shown.splitlines()]
+    assert ["run", str(run.dir)] in lines
+    assert ["plot", f"{run.dir}/report.html"] in lines
 
 
 def test_the_summary_of_a_run_without_steps_is_not_an_error(pipe: Run) -> None:

@@ -125,7 +125,7 @@ def test_a_run_of_any_length_has_a_sheet_and_a_page(tmp_path: Path, steps: int) 
     page = page_without_plotly(html_path)
     for title in ("Reward", "Lag of the tokens trained on", "Effective sample size", "Cosine of consecutive gradients"):
         assert f"<b>{title}" in page.replace("\\u003cb\\u003e", "<b>")
-    assert "held-out accuracy 0.310 → 0.910" in page
+    assert "held-out reward 0.310 → 0.910" in page
 
 
 @pytest.mark.filterwarnings("error")
