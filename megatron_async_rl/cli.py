@@ -56,9 +56,10 @@ def train(
     from megatron_async_rl.check import check
     from megatron_async_rl.config.load import load
     from megatron_async_rl.config.machine import this_machine
-    from megatron_async_rl.launch import RunDirectoryError, launch
+    from megatron_async_rl.launch import launch
     from megatron_async_rl.nodes import Nodes, NodesError
     from megatron_async_rl.plan_screen import show_problems
+    from megatron_async_rl.run_lock import RunDirectoryError
 
     _let_children_import_from_here()
     try:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,12 +29,14 @@ from megatron_async_rl.nodes import Nodes, meet
 from megatron_async_rl.observe import stall, watch
 from megatron_async_rl.observe.events import EventReader
 from megatron_async_rl.observe.logs import find_cause, is_echo
+from megatron_async_rl.observe.metrics import cut_unreadable
 from megatron_async_rl.observe.movement import FOLDER
 from megatron_async_rl.observe.processes import RUN_ID_VARIABLE, STOPPED, of_run
 from megatron_async_rl.observe.progress import Progress, print_summary
 from megatron_async_rl.observe.report import write_report
 from megatron_async_rl.observe.status import Status, read_status, write_status
 from megatron_async_rl.observe.watchdog import Watchdog
+from megatron_async_rl.run_lock import RunDirectoryError, alone_in
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 POLL_S = 0.25
@@ -46,55 +48,43 @@ START_S = 600.0
 INTERRUPTED = 130
 
 
-class RunDirectoryError(Exception):
-    """The run directory cannot be used as the config asks."""
-
-
 def launch(config: Config, console: Console, nodes: Nodes) -> int:
     """Runs `config`, this machine's share of it, to its end, to Ctrl-C or to its failure; returns the process exit code.
 
-    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not go on without it).
+    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not go on without it). SIGTERM is
+    a Ctrl-C, and so is a terminal that is closed. Raises RunDirectoryError, NodesError.
     """
     run_dir = config.run.dir
-    status = read_status(run_dir)
-    if config.run.resume == "never" and (run_dir / "metrics.jsonl").exists():
-        raise RunDirectoryError(
-            f"run.dir: {run_dir} already holds a run and run.resume is `never`; choose another run.dir or run.resume: auto"
-        )
-    if status is not None and status.phase == "finished" and status.step >= config.run.steps:
-        console.print(
-            f"{run_dir} already holds this run, finished at step {status.step}. "
-            "To go on, raise run.steps; to repeat, change run.dir."
-        )
-        print_summary(run_dir, console)
-        return 0
-    start_s = config.rollout.start_timeout_s if config.rollout is not None else START_S
-    if nodes.rank == 0:
-        _prepare_directory(config)
-    if nodes.count > 1:
-        console.print(f"node {nodes.rank} of {nodes.count}: waiting for the others, up to {start_s:g} s")
-    start = meet(nodes, config, start_s)
-    run_id = uuid.uuid4().hex  # each machine ends its own processes
-    process = _start_ranks(config, run_id, nodes, start)
-    progress = Progress(run_dir, config.run.steps, console)
-    watchdog = Watchdog(
-        run_dir,
-        run_id,
-        timeout_s=config.watchdog.timeout_s,
-        start_s=start_s,
-        ranks=config.policy.parallel.ranks,
-        node=nodes.rank,
-        nodes=nodes.count,
-    )
-    standstill = None
-    try:
-        exit_code, standstill = _watch(process, progress, watchdog, run_dir, console, nodes)
-    finally:
-        _kill_leftovers(run_id)
-        if standstill is not None:  # now that no rank writes a status of its own
-            _record_failure(run_dir, standstill.error)
-        watch.stop()
-        progress.close()
+    with contextlib.ExitStack() as held:
+        lock = None
+        if nodes.rank == 0:
+            with _usable(run_dir):
+                lock = held.enter_context(alone_in(run_dir))
+                cut_unreadable(run_dir)
+        status = _earlier_status(run_dir)
+        if config.run.resume == "never" and (run_dir / "metrics.jsonl").exists():
+            raise RunDirectoryError(
+                f"run.dir: {run_dir} already holds a run and run.resume is `never`\n"
+                "  fix: choose another run.dir or run.resume: auto"
+            )
+        if status is not None and status.phase == "finished" and status.step >= config.run.steps:
+            console.print(
+                f"{run_dir} already holds this run, finished at step {status.step}. "
+                "To go on, raise run.steps; to repeat, change run.dir.",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+            print_summary(run_dir, console)
+            return 0
+        start_s = config.rollout.start_timeout_s if config.rollout is not None else START_S
+        if nodes.rank == 0:
+            with _usable(run_dir):
+                _prepare_directory(config)
+        if nodes.count > 1:
+            console.print(f"node {nodes.rank} of {nodes.count}: waiting for the others, up to {start_s:g} s")
+        start = meet(nodes, config, start_s)
+        exit_code = _run(config, console, nodes, start, start_s, lock)
     if exit_code == 0:
         ended = read_status(run_dir)
         if ended is not None and ended.phase == "finished":
@@ -104,7 +94,10 @@ def launch(config: Config, console: Console, nodes: Nodes) -> int:
             return 0
         console.print(
             f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command resumes. "
-            f"Run directory: {run_dir}"
+            f"Run directory: {run_dir}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
         return INTERRUPTED
     if exit_code != INTERRUPTED:
@@ -112,10 +105,56 @@ def launch(config: Config, console: Console, nodes: Nodes) -> int:
     return exit_code
 
 
+def _run(config: Config, console: Console, nodes: Nodes, start: str, start_s: float, lock: int | None) -> int:
+    """From the start of the ranks to the end of the last process."""
+    run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
+    standstill = None
+    with _interrupts() as interrupts:
+        process = _start_ranks(config, run_id, nodes, start, lock)
+        progress = Progress(run_dir, config.run.steps, console)
+        watchdog = Watchdog(
+            run_dir,
+            run_id,
+            timeout_s=config.watchdog.timeout_s,
+            start_s=start_s,
+            ranks=config.policy.parallel.ranks,
+            node=nodes.rank,
+            nodes=nodes.count,
+        )
+        try:
+            exit_code, standstill = _watch(process, progress, watchdog, run_dir, console, nodes, interrupts)
+        finally:
+            _kill_leftovers(run_id)
+            if standstill is not None:  # now that no rank writes a status of its own
+                _record_failure(run_dir, standstill.error)
+            watch.stop()
+            progress.close()
+    return exit_code
+
+
+@contextlib.contextmanager
+def _usable(run_dir: Path) -> Iterator[None]:
+    """What the file system refuses is the user's to put right."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"run.dir: {error.filename or run_dir}: {error.strerror or error}\n"
+            "  fix: make room or permissions there, or choose another run.dir"
+        ) from error
+
+
+def _earlier_status(run_dir: Path) -> Status | None:
+    try:
+        return read_status(run_dir)
+    except ValueError as error:
+        raise RunDirectoryError(f"run.dir: {error}") from error
+
+
 def _prepare_directory(config: Config) -> None:
     run_dir = config.run.dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (run_dir / "stop").unlink(missing_ok=True)
+    (run_dir / watch.STOP).unlink(missing_ok=True)
     resolved = run_dir / "config.yaml"
     text = dump(config)
     if resolved.exists() and resolved.read_text() != text:
@@ -128,7 +167,8 @@ def _prepare_directory(config: Config) -> None:
     (run_dir / stall.FILE).unlink(missing_ok=True)
 
 
-def _start_ranks(config: Config, run_id: str, nodes: Nodes, start: str) -> subprocess.Popen[bytes]:
+def _start_ranks(config: Config, run_id: str, nodes: Nodes, start: str, lock: int | None) -> subprocess.Popen[bytes]:
+    """`lock`: a descriptor that torchrun holds, too, so that the directory is taken for as long as there are ranks."""
     run_dir = config.run.dir
     environment = dict(os.environ)
     environment[RUN_ID_VARIABLE] = run_id
@@ -147,37 +187,48 @@ def _start_ranks(config: Config, run_id: str, nodes: Nodes, start: str) -> subpr
     name = "torchrun.log" if nodes.rank == 0 else f"torchrun_{nodes.rank}.log"
     with open(run_dir / "logs" / name, "wb") as log:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            pass_fds=() if lock is None else (lock,),
         )
 
 
 def _watch(
-    process: subprocess.Popen[bytes], progress: Progress, watchdog: Watchdog, run_dir: Path, console: Console, nodes: Nodes
+    process: subprocess.Popen[bytes],
+    progress: Progress,
+    watchdog: Watchdog,
+    run_dir: Path,
+    console: Console,
+    nodes: Nodes,
+    interrupts: Sequence[int],
 ) -> tuple[int, stall.Stall | None]:
     """The exit code, and what held the run up, if it stood still."""
     stops = 0
     earlier, failed_at = read_status(run_dir), float("inf")
     events = EventReader(run_dir)
-    with _interrupts() as interrupts:
-        while process.poll() is None or (process.returncode == 0 and nodes.rank > 0 and not _over(run_dir)):
-            progress.update()
-            for text in events.new():
-                console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
-            if len(interrupts) > stops:
-                stops = len(interrupts)
-                if stops > 1:
-                    console.print("Killed. The last checkpoint is intact; the same command resumes from it.")
-                    return INTERRUPTED, None
-                (run_dir / "stop").touch()
-                console.print("Stopping after this step, with a checkpoint. Ctrl-C again kills at once.")
-            status = read_status(run_dir)
-            if status is not None and status != earlier and status.phase == "failed":
-                failed_at = min(failed_at, time.monotonic())
-                if time.monotonic() - failed_at > CLOSING_S:
-                    return 1, None
-            elif (standstill := watchdog.look()) is not None:
-                return 1, standstill
-            time.sleep(POLL_S)
+    while process.poll() is None or (process.returncode == 0 and nodes.rank > 0 and not _over(run_dir)):
+        progress.update()
+        for text in events.new():
+            console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+        if len(interrupts) > stops:
+            stops = len(interrupts)
+            if stops > 1:
+                console.print("Killed. The last checkpoint is intact; the same command resumes from it.")
+                return INTERRUPTED, None
+            (run_dir / watch.STOP).touch()
+            console.print("Stopping after this step, with a checkpoint. Ctrl-C again kills at once.")
+        status = read_status(run_dir)
+        if status is not None and status != earlier and status.phase == "failed":
+            failed_at = min(failed_at, time.monotonic())
+            if time.monotonic() - failed_at > CLOSING_S:
+                return 1, None
+        elif (standstill := watchdog.look()) is not None:
+            return 1, standstill
+        time.sleep(POLL_S)
     progress.update()
     return (0 if process.returncode == 0 else 1), None
 
@@ -196,16 +247,32 @@ def _record_failure(run_dir: Path, error: str) -> None:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of raising in the middle of a redraw."""
+    """Collects SIGINT, SIGTERM and the first SIGHUP instead of raising in the middle of a redraw, or of the end of the run.
+
+    A closed terminal may send several SIGHUPs, and what it is sent then fails: nothing is written to it any more. Where SIGHUP
+    is ignored (nohup) it stays so.
+    """
     seen: list[int] = []
-    earlier = {
-        number: signal.signal(number, lambda received, _: seen.append(received)) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    terminals = [number for number in (1, 2) if os.isatty(number)]
+
+    def collect(number: int, _: object) -> None:
+        if number != signal.SIGHUP or not seen:
+            seen.append(number)
+        if number == signal.SIGHUP:
+            for terminal in terminals:
+                os.dup2(nowhere, terminal)
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        numbers.append(signal.SIGHUP)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    earlier = {number: signal.signal(number, collect) for number in numbers}
     try:
         yield seen
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+        os.close(nowhere)
 
 
 def _kill_leftovers(run_id: str) -> None:

@@ -18,6 +18,7 @@ from megatron_async_rl.data.supervised import SupervisedSource
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.flow.evaluation import EvalResult
 from megatron_async_rl.flow.summary import MetricValue
+from megatron_async_rl.observe import watch
 from megatron_async_rl.samples import TrainBatch
 from megatron_async_rl.weights.export import Bucket
 
@@ -67,7 +68,7 @@ class SupervisedFeed:
 
     def __init__(self, config: Config, position: Position | None) -> None:
         tokenizer = load_tokenizer(config.model.path)
-        self._stop = config.run.dir / "stop"
+        self._stop = config.run.dir / watch.STOP
         self._source = SupervisedSource(
             read_prompts(config.data.train, tokenizer, required=("prompt", "response")),
             tokenizer,

@@ -31,6 +31,7 @@ from megatron_async_rl.flow.actor import ControllerSpec, start_controller
 from megatron_async_rl.flow.evaluation import EvalResult
 from megatron_async_rl.flow.fleet_summary import EngineCounts, engine_metrics, flow_metrics
 from megatron_async_rl.flow.summary import MetricValue, summarise_dropped
+from megatron_async_rl.observe import watch
 from megatron_async_rl.observe.deadline import ray_get, waiting
 from megatron_async_rl.rollout.actor import start_engines, stop_engines
 from megatron_async_rl.rollout.cluster import join_ray
@@ -53,7 +54,7 @@ class RolloutFeed:
         self._config = config
         self._rollout = config.rollout
         self._timeout_s = config.watchdog.timeout_s
-        self._stop = config.run.dir / "stop"
+        self._stop = config.run.dir / watch.STOP
         self._colocated = config.rollout.placement == "colocated"
         self._ends = ExitStack()
         self._engines: list[Any] = []

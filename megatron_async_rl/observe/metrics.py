@@ -13,6 +13,7 @@ import difflib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -114,20 +115,26 @@ def cut_from(run_dir: Path, first_step: int) -> int:
         return 0
     kept: list[str] = []
     cut: list[str] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
         try:
             step = int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
             cut.append(json.dumps({"unreadable": line}))
             continue
         (kept if step < first_step else cut).append(line)
-    if cut:
+    if cut or not text.endswith("\n"):
         with open(run_dir / CUT_FILE, "a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in cut)
         partial = path.with_suffix(".partial")
         partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         os.replace(partial, path)
     return len(cut)
+
+
+def cut_unreadable(run_dir: Path) -> int:
+    """Moves lines that are not metrics, such as one that a crash cut in the middle, to metrics.cut.jsonl; returns how many."""
+    return cut_from(run_dir, sys.maxsize)
 
 
 def _checked(name: str, value: object) -> Value:

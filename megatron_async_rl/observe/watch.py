@@ -30,11 +30,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_async_rl.observe.movement import FOLDER, Movement
+from megatron_async_rl.observe.processes import condition
 
 BEAT_S = 1.0
 INHERITED = "MEGATRON_ASYNC_RL_WATCH"
 """Environment variable: run directory and name of the watched process, for the processes it starts."""
 
+STOP = "stop"
+"""File in the run's directory that asks rank 0 to stop after the step."""
 Kind = Literal["wait", "work", "phase"]
 
 
@@ -112,7 +115,7 @@ def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None
     """Begins the heartbeat of this process as `name`, such as `rank 0`; once for each process, later calls do nothing.
 
     `end_after_s`: this process ends itself, with its stacks written, when the run has not moved for so long and no launcher
-    is there to see it.
+    is there to see it. Such a process also asks for a stop after the step when this machine's launcher was killed.
     """
     global _beating
     if _beating is not None and _beating.pid == os.getpid():
@@ -186,6 +189,7 @@ class _Heart(threading.Thread):
         faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True, chain=False)
         atexit.register(self.leave)
         self._movement = Movement(folder.parent)
+        self._launcher: int | None = None
         self._beat()
 
     def run(self) -> None:
@@ -205,6 +209,7 @@ class _Heart(threading.Thread):
                 _log.warning("the state of %s was not written: %s", self._process_name, error)
         if self._end_after_s is not None:
             self._put_off_the_end(self._movement, self._end_after_s)
+            self._stop_without_launcher()
 
     def _put_off_the_end(self, movement: Movement, end_after_s: float) -> None:
         """A timer outside the interpreter, set anew while all is well: it also ends a process that never comes back to Python."""
@@ -213,6 +218,17 @@ class _Heart(threading.Thread):
             faulthandler.cancel_dump_traceback_later()
         elif movement.still_s < 2 * BEAT_S or movement.allowed_s > 0:
             faulthandler.dump_traceback_later(end_after_s + movement.allowed_s, exit=True, file=self._stack)
+
+    def _stop_without_launcher(self) -> None:
+        """Asks for a stop after the step, once, when the launcher of this machine was killed: its state is still there."""
+        here = (state for state in self._movement.states if state.is_launcher and state.host == socket.gethostname())
+        for state in here:
+            if condition(state.pid, state.time) is not None:
+                self._launcher = state.pid
+            elif state.pid == self._launcher:
+                self._launcher = None
+                _log.warning("%s (pid %d) was killed: the run stops after this step", state.name, state.pid)
+                (self._path.parent.parent / STOP).touch()
 
     def leave(self) -> None:
         if os.getpid() != self.pid:  # a fork inherits the exit handlers, and not the thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from megatron_async_rl.flow.buffer import Buffer
 from megatron_async_rl.flow.buffer_file import written
+from megatron_async_rl.run_lock import alone_in
 from tests.written_run import write_run
 
 pytestmark = pytest.mark.faults
@@ -185,6 +187,23 @@ def test_all_problems_are_told_at_once(config):
 
 def test_a_run_directory_that_is_a_file(config):
     refused(config, "run.dir=train.jsonl", says=("run.dir", "is a file"))
+
+
+def test_a_run_directory_in_which_another_run_goes_on(config):
+    with alone_in(config.parent / "out"):
+        refused(config, says=("run.dir", "is in use", f"pid {os.getpid()} on ", "fix: "))
+
+
+def test_a_status_that_is_none(config):
+    (config.parent / "out").mkdir()
+    (config.parent / "out" / "status.json").write_text("{")
+    refused(config, says=("run.dir", "status.json is not a run's status", "delete it"))
+
+
+def test_a_run_directory_in_which_nothing_can_be_made(config):
+    (config.parent / "out").mkdir()
+    (config.parent / "out" / "lock").mkdir()
+    refused(config, says=("run.dir", str(config.parent / "out" / "lock"), "Is a directory", "fix: "))
 
 
 @pytest.fixture

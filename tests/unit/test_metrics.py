@@ -14,7 +14,7 @@ import pytest
 
 import megatron_async_rl
 from megatron_async_rl.observe import keys
-from megatron_async_rl.observe.metrics import MetricsError, MetricsLog
+from megatron_async_rl.observe.metrics import MetricsError, MetricsLog, cut_unreadable
 from megatron_async_rl.observe.read import MetricsReader, read_metrics
 
 PACKAGE = Path(megatron_async_rl.__file__).parent
@@ -127,6 +127,22 @@ def test_a_reader_takes_each_line_once_and_only_whole(tmp_path: Path) -> None:
         news = reader.news()
     assert [row["step"] for row in news.rows] == [2]
     assert not news.restarted
+
+
+def test_lines_that_cannot_be_read_are_put_aside_and_every_step_stays(tmp_path: Path) -> None:
+    good = ['{"step": 1}', '{"step": 2}']
+    (tmp_path / "metrics.jsonl").write_text(f"{good[0]}\n\0\0\n{good[1]}\n" + '{"step": 3, "rewa')
+    assert cut_unreadable(tmp_path) == 2
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == good
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_last_line_that_lost_its_end_does_not_run_into_the_next(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}')
+    log = MetricsLog(tmp_path, tensorboard=False, first_step=2)
+    log.log(2, {"reward/mean": 0.5})
+    log.close()
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_reader_starts_over_when_a_resume_cuts_the_file(tmp_path: Path) -> None:

@@ -138,6 +138,29 @@ def test_a_moving_run_and_one_that_a_launcher_watches_are_not_ended(tmp_path: Pa
     assert (moving.returncode, watched.returncode) == (0, 0)
 
 
+def test_when_the_launcher_is_killed_the_run_is_asked_to_stop_and_not_while_it_is_stopped(tmp_path: Path, start: Start) -> None:
+    launcher = start("watch.stop()\nwatch.start(given.run, 'launcher 0')\nprint('ready', flush=True)\ntime.sleep(60)")
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "ready\n"
+    start("time.sleep(60)", "--end-after=60")
+    state = tmp_path / "watch" / "rank 0.json"
+
+    def beats(count: int) -> None:
+        seen = set[str]()
+        while len(seen) < count:
+            assert launcher.returncode is None
+            seen |= {state.read_text()} if state.exists() else set()
+            time.sleep(0.1)
+
+    beats(3)
+    launcher.send_signal(signal.SIGSTOP)
+    beats(3)
+    assert not (tmp_path / watch.STOP).exists()
+    launcher.send_signal(signal.SIGKILL)
+    beats(4)
+    assert (tmp_path / watch.STOP).exists()
+
+
 def test_a_named_wait_shows_while_it_lasts() -> None:
     def names() -> list[str]:
         return [one["name"] for one in watch.state()["activities"]]

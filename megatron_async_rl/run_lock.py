@@ -1,0 +1,51 @@
+"""One run at a time in a run's directory.
+
+Invariant: the directory is taken from before anything in it is changed until the launcher and the ranks it started have ended,
+however they end: the kernel gives the lock back, and torchrun holds it beside the launcher.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_async_rl.observe.processes import condition
+
+FILE = "lock"
+
+
+class RunDirectoryError(Exception):
+    """The run directory cannot be used as the config asks."""
+
+
+@contextmanager
+def alone_in(run_dir: Path) -> Iterator[int]:
+    """Takes `run_dir` (made if missing); yields the descriptor that holds it, for other processes that shall hold it too.
+
+    Raises RunDirectoryError when another run has it, OSError when it cannot be written to or its file system knows no locks.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run_dir / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirectoryError(f"run.dir: {run_dir} is in use: {_holder(descriptor)}") from None
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    pid, _, host = os.read(descriptor, 300).decode(errors="replace").strip().partition(" ")
+    if host == socket.gethostname() and pid.isdecimal() and condition(int(pid)) is None:
+        words = f"`mar train` (pid {pid}) was killed, and its ranks stop after their step\n  fix: try again in a moment,"
+    else:
+        words = f"`mar train` runs in it (pid {pid} on {host})\n  fix: stop that one (kill -INT {pid})"
+    return f"{words} or choose another run.dir"

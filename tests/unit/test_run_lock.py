@@ -1,0 +1,48 @@
+"""One run at a time in a run's directory, whatever becomes of the launcher."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_async_rl.run_lock import RunDirectoryError, alone_in
+
+LAUNCHER = """
+import subprocess, sys, os, signal
+from pathlib import Path
+from megatron_async_rl.run_lock import alone_in
+with alone_in(Path(sys.argv[1])) as lock:
+    ranks = subprocess.Popen(["cat"], stdout=subprocess.DEVNULL, pass_fds=(lock,))
+    print("ready", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_second_run_is_refused_and_the_first_named_until_it_has_ended(tmp_path: Path) -> None:
+    with (
+        alone_in(tmp_path / "run"),
+        pytest.raises(RunDirectoryError, match=r"run is in use: `mar train` runs in it \(pid \d+ on"),
+        alone_in(tmp_path / "run"),
+    ):
+        pytest.fail("two runs have the directory")
+    with alone_in(tmp_path / "run"):
+        pass
+
+
+def test_ranks_that_outlive_their_killed_launcher_keep_the_directory(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
+    launcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdin is not None
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "ready\n"
+    launcher.wait(20)
+    with pytest.raises(RunDirectoryError, match=rf"\(pid {launcher.pid}\) was killed, and its ranks stop"), alone_in(tmp_path):
+        pytest.fail("the ranks do not hold the directory")
+    launcher.stdin.close()  # what the ranks wait for
+    ended = subprocess.run(["flock", str(tmp_path / "lock"), "true"], timeout=20, check=False)
+    assert ended.returncode == 0
+    with alone_in(tmp_path):
+        pass
