@@ -2,7 +2,7 @@
 
 A bucket is a run of parameters of one pipeline stage, all of them experts divided over ranks or none. Its shards are packed into
 one flat tensor, so it costs one gather over the tensor-parallel group (for divided experts over the expert-parallel group) and,
-for later stages, one message to rank 0, however many tensors it has.
+for later stages, one message to rank 0, however many tensors it has. What rank 0 holds whole is neither packed nor copied.
 
 Invariants:
 - names, shapes and the cut into buckets are settled when the exporter is made: publishing moves bytes only;
@@ -67,12 +67,13 @@ class WeightExporter:
         """Collective on all ranks: each must take every bucket. A bucket holds at most `max_bytes` of full tensors, or one
         parameter that is larger alone."""
         for entries in self._cut(max_bytes):
-            held = self._gather(entries)
+            shards = self._shards(entries)
             names = tuple(name for entry in entries for name in entry.hf_names)
-            if held is None:
+            if shards is None:
                 yield Bucket(names, (None,) * len(names))
                 continue
-            yield Bucket(names, tuple(self._tensors(entries, held)))
+            full = (merged(self._bridge, entry, parts) for entry, parts in zip(entries, shards, strict=True))
+            yield Bucket(names, tuple(tensor for tensors in full for tensor in tensors))
 
     def _cut(self, max_bytes: int) -> list[list[ParameterEntry]]:
         """Entries of one local parameter, one per owner, stay together."""
@@ -87,6 +88,15 @@ class WeightExporter:
             buckets[-1] += entries
             size += added
         return buckets
+
+    def _shards(self, entries: list[ParameterEntry]) -> list[list[Tensor]] | None:
+        """On rank 0 the shards of each entry, else None."""
+        layout = self._bridge.layout
+        holders = layout.tp_size if entries[0].owner is None else layout.ep_size
+        if layout.rank == 0 and entries[0].stage == 0 and holders == 1:
+            return [[self._parameter(entry)] for entry in entries]
+        held = self._gather(entries)
+        return None if held is None else self._unpacked(entries, held)
 
     def _gather(self, entries: list[ParameterEntry]) -> Tensor | None:
         """On rank 0 [holders, elements], else None. Holders: of divided experts their owners, else the tensor-parallel ranks."""
@@ -116,18 +126,24 @@ class WeightExporter:
         dist.send(held, group_dst=0, group=layout.pp_group)
         return None
 
+    def _parameter(self, entry: ParameterEntry) -> Tensor:
+        return self._chunks[entry.chunk].get_parameter(entry.local_name).detach()
+
     def _packed(self, entries: list[ParameterEntry]) -> Tensor:
-        parameters = [self._chunks[entry.chunk].get_parameter(entry.local_name).detach().reshape(-1) for entry in entries]
+        parameters = [self._parameter(entry).reshape(-1) for entry in entries]
         return parameters[0] if len(parameters) == 1 else torch.cat(parameters)
 
-    def _tensors(self, entries: list[ParameterEntry], held: Tensor) -> Iterator[Tensor]:
+    @staticmethod
+    def _unpacked(entries: list[ParameterEntry], held: Tensor) -> list[list[Tensor]]:
         """held: what `_gather` gave. Each owner's parameters lie one after the other in its row."""
         starts: dict[int | None, int] = {}
+        shards = []
         for entry in entries:
             start = starts.get(entry.owner, 0)
             starts[entry.owner] = end = start + entry.shard_elements
             rows = held if entry.owner is None else held[entry.owner : entry.owner + 1]
-            yield from merged(self._bridge, entry, [row[start:end].view(entry.shard_shape) for row in rows])
+            shards.append([row[start:end].view(entry.shard_shape) for row in rows])
+        return shards
 
 
 def _kind(entry: ParameterEntry) -> tuple[Any, ...]:

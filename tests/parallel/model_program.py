@@ -63,6 +63,16 @@ def exported(model: PolicyModel, max_bytes: int) -> dict[str, torch.Tensor] | No
     return found or None
 
 
+def lent(model: PolicyModel) -> set[str] | None:
+    """Names of the exported tensors that lie in a parameter's own memory; None where there are none to export."""
+    memory = {parameter.untyped_storage().data_ptr() for chunk in model.chunks for parameter in chunk.parameters()}
+    buckets = WeightExporter(model.bridge, model.chunks).buckets(1 << 30)
+    named = [pair for bucket in buckets for pair in zip(bucket.names, bucket.tensors, strict=True)]
+    if any(tensor is None for _, tensor in named):
+        return None
+    return {name for name, tensor in named if tensor.untyped_storage().data_ptr() in memory}
+
+
 def collectives_of_one_export(model: PolicyModel, max_bytes: int) -> int:
     calls = 0
     originals = {name: getattr(dist, name) for name in ("gather", "send", "recv", "all_gather", "broadcast", "all_gather_object")}
@@ -298,6 +308,7 @@ def main() -> None:
             "exported_seconds": time.perf_counter() - started,
             "exported_in_small_buckets": exported(model, 5000),
             "digests": {name: tensor_digest(tensor) for name, tensor in (whole or {}).items()},
+            "lent": lent(model),
             "collectives": collectives_of_one_export(model, 1 << 30),
         }
     kind = "mixture" if (material / CHECKPOINTED["mixture"]).exists() else "dense"

@@ -50,6 +50,14 @@ def test_divided_experts_travel_in_buckets_of_their_own(layout):
     assert results(layout)[0]["models"]["mixture"]["collectives"] == whole + divided
 
 
+@pytest.mark.parametrize(("layout", "model"), [("single", "qwen3-tied"), ("data", "qwen3-tied"), ("mixture_single", "mixture")])
+def test_what_one_rank_holds_whole_is_exported_without_a_copy(layout, model):
+    """Only queries, keys and values lie apart in Megatron's memory."""
+    exported = tensors_of(source_of(model)).keys()
+    parted = {name for name in exported if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
+    assert results(layout)[0]["models"][model]["lent"] == exported - parted
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_digests_of_the_exported_tensors_are_those_of_the_checkpoint(layout):
     expected = {name: tensor_digest(tensor) for name, tensor in tensors_of(source_of("qwen3-bfloat16")).items()}
