@@ -11,8 +11,12 @@ import json
 import os
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 FILE = "eval.jsonl"
 CUT_FILE = "eval.cut.jsonl"
@@ -59,3 +63,25 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
         return []
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
     return sorted((json.loads(line) for line in whole.splitlines()), key=lambda line: int(line["version"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluations:
+    """A run's evaluations as curves over the versions."""
+
+    versions: NDArray[np.int64]
+    """[n], growing; empty where nothing was evaluated."""
+    mean: NDArray[np.float64]
+    """[n]: mean reward, nan where every reward failed."""
+    pass_at: Mapping[int, NDArray[np.float64]]
+    """k -> [n]: pass@k, nan for versions that were evaluated without this k."""
+
+
+def evaluation_curves(run_dir: Path) -> Evaluations:
+    lines = read_evaluations(run_dir)
+    ks = sorted({int(k) for line in lines for k in line["pass_at"]})
+    return Evaluations(
+        versions=np.array([line["version"] for line in lines], dtype=np.int64),
+        mean=np.array([line["mean_reward"] for line in lines], dtype=np.float64),
+        pass_at={k: np.array([line["pass_at"].get(str(k)) for line in lines], dtype=np.float64) for k in ks},
+    )

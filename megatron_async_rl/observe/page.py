@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from megatron_async_rl.observe.colours import AMBER, BLUE, GREEN, INK, MUTED, PU
 from megatron_async_rl.observe.page_fleet import activity_figure, fleet_figures
 from megatron_async_rl.observe.page_frame import CONFIG, draw_curve, figure_of
 from megatron_async_rl.observe.record import Record
-from megatron_async_rl.observe.series import column, histograms, numbers, smooth
+from megatron_async_rl.observe.series import Floats, column, histograms, numbers, smooth
 from megatron_async_rl.observe.summary import IN_A_STEP, REGIMES
 
 Curve = tuple[str, str, str]
@@ -54,6 +55,7 @@ ALWAYS: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
     ("Gradient norm, before clipping", "L2 norm", (("policy/grad_norm", "norm", PURPLE),)),
     ("Learning rate", "per step", (("policy/lr", "learning rate", GREEN),)),
 )
+PASS_COLOURS = (BLUE, GREEN, PURPLE, AMBER, MUTED)
 FROM_ZERO = ("Response length", "Shares of the responses", "Learning rate")
 
 
@@ -68,7 +70,8 @@ def write(record: Record, path: Path) -> None:
                 draw_curve(figure, record, key, name, colour)
             panels.append(figure)
     time_at = len(panels) if record.supervised else 4
-    panels[time_at:time_at] = [_time(record), *fleet_figures(record)]
+    evaluated = [_held_out(record)] if len(record.evaluations.versions) else []
+    panels[time_at:time_at] = [_time(record), *fleet_figures(record), *evaluated]
     if record.activity is not None:
         wide = activity_figure(record, record.activity)
         timeline = f'<section class="panel wide">{wide.to_html(full_html=False, include_plotlyjs=False, config=CONFIG)}</section>'
@@ -93,16 +96,25 @@ def write(record: Record, path: Path) -> None:
 def _reward(record: Record) -> go.Figure:
     figure = figure_of(record, "Reward", "mean reward of a sample")
     draw_curve(figure, record, "reward/mean", "trained on", BLUE)
-    ends = figure.layout.xaxis.range
-    marks = ((record.summary.before, ends[0], "before", "diamond-open"), (record.summary.after, ends[1], "after", "diamond"))
-    for accuracy, step, when, symbol in marks:
-        if accuracy is not None:
-            line = {"width": 2, "color": RED}
-            figure.add_scatter(
-                x=[step], y=[accuracy], mode="markers", marker={"symbol": symbol, "size": 12, "color": RED, "line": line},
-                name=f"held out, {when} {accuracy:.3f}", cliponaxis=False,
-            )  # fmt: skip
+    if len(record.evaluations.versions):
+        _draw_evaluations(figure, record, record.evaluations.mean, "held out", RED)
     return figure
+
+
+def _held_out(record: Record) -> go.Figure:
+    figure = figure_of(record, "Held-out prompts", "mean reward; share of prompts passed")
+    _draw_evaluations(figure, record, record.evaluations.mean, "mean reward", RED)
+    for (k, values), colour in zip(record.evaluations.pass_at.items(), itertools.cycle(PASS_COLOURS), strict=False):
+        _draw_evaluations(figure, record, values, f"pass@{k}", colour)
+    return figure
+
+
+def _draw_evaluations(figure: go.Figure, record: Record, values: Floats, name: str, colour: str) -> None:
+    """`values` [versions evaluated]."""
+    figure.add_scatter(
+        x=record.evaluations.versions, y=values, mode="lines+markers", line={"color": colour, "width": 1.3},
+        marker={"symbol": "diamond", "size": 8}, name=name, showlegend=True, cliponaxis=False,
+    )  # fmt: skip
 
 
 def _lag(record: Record) -> go.Figure:

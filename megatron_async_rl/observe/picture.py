@@ -56,15 +56,10 @@ def draw(record: Record, path: Path) -> None:
 def _reward(axes: Axes, record: Record) -> None:
     frame(axes, record, "Reward", "mean reward of a sample")
     draw_curve(axes, record, "reward/mean", BLUE, "trained on")
-    low, high = axes.get_xlim()
-    marks = ((record.summary.before, low, "held out, before", "D"), (record.summary.after, high, "held out, after", "D"))
-    for accuracy, step, label, marker in marks:
-        if accuracy is not None:
-            face = "white" if step == low else RED
-            axes.plot(
-                step, accuracy, marker, color=RED, markerfacecolor=face, markersize=8, clip_on=False, zorder=5,
-                linestyle="none", label=f"{label} {accuracy:.3f}",
-            )  # fmt: skip
+    versions, means = record.evaluations.versions, record.evaluations.mean
+    if len(versions):
+        axes.set_xlim(left=min(axes.get_xlim()[0], versions[0] - 0.5))
+        axes.plot(versions, means, color=RED, marker="D", markersize=5, linewidth=0.9, label=f"held out, last {means[-1]:.3f}")
     legend(axes)
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from megatron_async_rl.observe.activity import Activity, recent_activity
 from megatron_async_rl.observe.dropped import Dropped, compare_dropped
+from megatron_async_rl.observe.evaluations import Evaluations, evaluation_curves
 from megatron_async_rl.observe.read import Row, read_metrics
 from megatron_async_rl.observe.status import Status, read_status
 from megatron_async_rl.observe.summary import Summary, span, summarise_run
@@ -32,6 +33,7 @@ class Record:
     activity: Activity | None
     """What each process did in the last steps."""
     dropped: Dropped | None
+    evaluations: Evaluations
 
     @property
     def supervised(self) -> bool:
@@ -156,6 +158,7 @@ def read_record(run_dir: Path) -> Record:
         summary=summarise_run(rows, status),
         activity=recent_activity(rows, read_timeline(run_dir)),
         dropped=compare_dropped(rows),
+        evaluations=evaluation_curves(run_dir),
     )
 
 

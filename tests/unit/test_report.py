@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from megatron_async_rl.observe.activity import recent_activity
+from megatron_async_rl.observe.evaluations import EvalLog
 from megatron_async_rl.observe.metrics import MetricsLog
 from megatron_async_rl.observe.read import Row
 from megatron_async_rl.observe.record import read_record
@@ -126,6 +127,23 @@ def test_a_run_of_any_length_has_a_sheet_and_a_page(tmp_path: Path, steps: int) 
     for title in ("Reward", "Lag of the tokens trained on", "Effective sample size", "Cosine of consecutive gradients"):
         assert f"<b>{title}" in page.replace("\\u003cb\\u003e", "<b>")
     assert "held-out reward 0.310 → 0.910" in page
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_evaluation_of_the_run_is_drawn_at_its_version(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "evaluated", 8)
+    assert "Held-out" not in page_without_plotly(write_report(run)[0])
+    log = EvalLog(run, versions=())
+    for version, mean, pass_at in ((0, 0.25, {"1": 0.25}), (4, None, {"1": 0.375, "8": 0.75}), (8, 0.5, {"1": 0.5, "8": 0.875})):
+        log.append({"version": version, "mean_reward": mean, "pass_at": pass_at})
+    seen = read_record(run).evaluations
+    assert seen.versions.tolist() == [0, 4, 8]
+    np.testing.assert_array_equal(seen.mean, [0.25, np.nan, 0.5])
+    assert list(seen.pass_at) == [1, 8]
+    np.testing.assert_array_equal(seen.pass_at[8], [np.nan, 0.75, 0.875])
+    page = page_without_plotly(write_report(run)[0])
+    for title in ("Held-out prompts", '"name":"held out"', '"name":"pass@1"', '"name":"pass@8"'):
+        assert title in page
 
 
 @pytest.mark.filterwarnings("error")
