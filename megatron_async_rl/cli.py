@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from megatron_async_rl import __version__
 from megatron_async_rl.config.problem import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_async_rl.nodes import Nodes
+    from megatron_async_rl.refusals import Others
 
 USER_ERROR = 2
 PIPE_WIDTH = 140
@@ -53,30 +58,41 @@ def train(
     ] = "",
 ) -> None:
     """Run a config to its end; Ctrl-C stops after the step, and the same command resumes."""
-    from megatron_async_rl.check import check
-    from megatron_async_rl.config.load import load
-    from megatron_async_rl.config.machine import this_machine
-    from megatron_async_rl.launch import launch
     from megatron_async_rl.nodes import Nodes, NodesError
-    from megatron_async_rl.plan_screen import show_problems
+    from megatron_async_rl.refusals import Others
     from megatron_async_rl.run_lock import RunDirectoryError
 
     _let_children_import_from_here()
     try:
         nodes = Nodes(nnodes, node_rank, rdzv_endpoint)
+        others = Others(nodes)
     except NodesError as error:
         _refuse(error)
-    loaded = load(config, overrides or ())
-    plan = check(loaded, all_data=True, machine=this_machine(nnodes))
+    try:
+        code = _train(config, overrides or (), nodes, others)
+    except (ConfigError, RunDirectoryError, NodesError) as error:
+        _say_failed(error)
+        others.refuse(str(error))
+        raise typer.Exit(USER_ERROR) from None
+    except BaseException as error:
+        others.refuse(f"{type(error).__name__} {error}".strip(), within_s=0.0)
+        raise
+    raise typer.Exit(code)
+
+
+def _train(config: Path, overrides: Sequence[str], nodes: Nodes, others: Others) -> int:
+    from megatron_async_rl.check import check
+    from megatron_async_rl.config.load import load
+    from megatron_async_rl.config.machine import this_machine
+    from megatron_async_rl.launch import launch
+
+    loaded = load(config, overrides)
+    plan = check(loaded, all_data=True, machine=this_machine(nodes.count))
     if plan.problems:
-        show_problems(plan.problems, str(config), console(stderr=True))
-        raise typer.Exit(USER_ERROR)
+        raise ConfigError(f"{config}: cannot run", plan.problems)
     for warning in plan.warnings:
         console().print(f"note: {warning}", markup=False, highlight=False)
-    try:
-        raise typer.Exit(launch(loaded, console(), nodes))
-    except (RunDirectoryError, NodesError) as error:
-        _refuse(error)
+    return launch(loaded, console(), nodes, others)
 
 
 @app.command()
@@ -92,7 +108,7 @@ def plan(
     from megatron_async_rl.check import check
     from megatron_async_rl.config.load import load
     from megatron_async_rl.config.machine import this_machine
-    from megatron_async_rl.plan_screen import show_plan, show_problems
+    from megatron_async_rl.plan_screen import show_plan
 
     if measured_in is not None and not (measured_in / "metrics.jsonl").is_file():
         _refuse(f"--from {measured_in}: holds no metrics.jsonl\n  fix: name a run directory, the `run.dir` of its config")
@@ -102,8 +118,7 @@ def plan(
     machine = this_machine(nnodes)
     planned = check(loaded, all_data=False, machine=machine)
     if planned.problems:
-        show_problems(planned.problems, str(config), console(stderr=True))
-        raise typer.Exit(USER_ERROR)
+        raise ConfigError(f"{config}: cannot run", planned.problems)
     show_plan(planned, loaded, machine, console(), measured_in)
 
 
@@ -209,13 +224,16 @@ def _refuse(message: object) -> NoReturn:
 
 
 def _say_failed(message: object) -> None:
-    console(stderr=True).print(str(message), style="red", markup=False, highlight=False, soft_wrap=True)
+    style = None if isinstance(message, ConfigError) else "red"
+    console(stderr=True).print(str(message), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
     """Console entry point."""
+    from megatron_async_rl.observe.metrics import MetricsError
+
     try:
         app()
-    except ConfigError as error:
-        console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
+    except (ConfigError, MetricsError) as error:
+        _say_failed(error)
         sys.exit(USER_ERROR)

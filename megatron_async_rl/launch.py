@@ -36,6 +36,7 @@ from megatron_async_rl.observe.progress import Progress, print_summary
 from megatron_async_rl.observe.report import write_report
 from megatron_async_rl.observe.status import Status, read_status, write_status
 from megatron_async_rl.observe.watchdog import Watchdog
+from megatron_async_rl.refusals import Others
 from megatron_async_rl.run_lock import RunDirectoryError, alone_in
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
@@ -48,7 +49,7 @@ START_S = 600.0
 INTERRUPTED = 130
 
 
-def launch(config: Config, console: Console, nodes: Nodes) -> int:
+def launch(config: Config, console: Console, nodes: Nodes, others: Others) -> int:
     """Runs `config`, this machine's share of it, to its end, to Ctrl-C or to its failure; returns the process exit code.
 
     0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not go on without it). SIGTERM is
@@ -83,7 +84,8 @@ def launch(config: Config, console: Console, nodes: Nodes) -> int:
                 _prepare_directory(config)
         if nodes.count > 1:
             console.print(f"node {nodes.rank} of {nodes.count}: waiting for the others, up to {start_s:g} s")
-        start = meet(nodes, config, start_s)
+        start = meet(nodes, config, start_s, others.refusal)
+        others.close()
         exit_code = _run(config, console, nodes, start, start_s, lock)
     if exit_code == 0:
         ended = read_status(run_dir)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,15 @@ class Nodes:
                 f"--rdzv-endpoint {given}\n  fix: name node 0 as the others reach it and a free port on it, HOST:PORT"
             )
 
+    @property
+    def host(self) -> str:
+        """Of the endpoint; an IPv6 address without its brackets."""
+        return self.endpoint.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint.rpartition(":")[2])
+
     def torchrun(self, ranks: int, start: str) -> list[str]:
         """Its arguments for this node's share of the ranks; `start`: the id that `meet` returned."""
         share = f"--nproc-per-node={ranks // self.count}"
@@ -56,25 +66,27 @@ class Nodes:
         return [f"--nnodes={self.count}", f"--node-rank={self.rank}", *there, share]
 
 
-def meet(nodes: Nodes, config: Config, timeout_s: float) -> str:
+def meet(nodes: Nodes, config: Config, timeout_s: float, refusal: Callable[[], str | None]) -> str:
     """Begins the launcher's heartbeat and waits for those of the other nodes. Returns the id of this start, the same on all.
 
-    Node 0 has prepared the run's directory. Raises NodesError.
+    Node 0 has prepared the run's directory. `refusal`: which node does not start, and why (refusals.py). Raises NodesError.
     """
     run_dir = config.run.dir
-    start = uuid.uuid4().hex if nodes.rank == 0 else _join(nodes, config, timeout_s)
+    start = uuid.uuid4().hex if nodes.rank == 0 else _join(nodes, config, timeout_s, refusal)
     watch.fact(_START, lambda: start)
     watch.fact(_NODES, lambda: nodes.count)
     watch.start(run_dir, f"{LAUNCHER}{nodes.rank}")
     if nodes.rank == 0:
-        _await_others(nodes, run_dir, start, timeout_s)
+        _await_others(nodes, run_dir, start, timeout_s, refusal)
     return start
 
 
-def _await_others(nodes: Nodes, run_dir: Path, start: str, timeout_s: float) -> None:
+def _await_others(nodes: Nodes, run_dir: Path, start: str, timeout_s: float, refusal: Callable[[], str | None]) -> None:
     deadline = time.monotonic() + timeout_s
     with watch.doing("wait", "the other nodes", timeout_s):
         while missing := [number for number in range(1, nodes.count) if not _has_joined(run_dir, number, start)]:
+            if (said := refusal()) is not None:
+                raise NodesError(said)
             if time.monotonic() > deadline:
                 raise NodesError(
                     f"{_names(missing)} of {nodes.count} did not come within {timeout_s:g} s\n"
@@ -83,7 +95,7 @@ def _await_others(nodes: Nodes, run_dir: Path, start: str, timeout_s: float) -> 
             time.sleep(POLL_S)
 
 
-def _join(nodes: Nodes, config: Config, timeout_s: float) -> str:
+def _join(nodes: Nodes, config: Config, timeout_s: float, refusal: Callable[[], str | None]) -> str:
     """The id of node 0's start."""
     run_dir = config.run.dir
     deadline = time.monotonic() + timeout_s
@@ -91,6 +103,8 @@ def _join(nodes: Nodes, config: Config, timeout_s: float) -> str:
     with watch.doing("wait", "node 0", timeout_s):
         while (zero := _launcher(run_dir, 0)) is None or len(times | {zero.time}) < 2:
             times |= {zero.time} if zero is not None else set()
+            if (said := refusal()) is not None:
+                raise NodesError(said)
             if time.monotonic() > deadline:
                 raise NodesError(
                     f"node 0 did not come within {timeout_s:g} s\n"

@@ -14,7 +14,6 @@ from rich.text import Text
 from megatron_async_rl.config.machine import GIB, MIB, Machine
 from megatron_async_rl.config.overlap import Overlap, run_ahead
 from megatron_async_rl.config.plan import Plan
-from megatron_async_rl.config.problem import Problem, screen
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.selection import ExactLag, OldestFirst, Replay, Windowed
 from megatron_async_rl.config.yaml_text import write
@@ -53,11 +52,6 @@ def show_plan(plan: Plan, config: Config, machine: Machine, console: Console, me
             _print(console, expected_overlap(config, rates, measured_in) if rates else nothing)
     for warning in plan.warnings:
         console.print(Text.assemble(("note: ", "yellow bold"), warning), soft_wrap=True)
-
-
-def show_problems(problems: tuple[Problem, ...], source: str, console: Console) -> None:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    _print(console, screen(f"{source}: cannot run: {count}", problems))
 
 
 def resolved(config: Config) -> str:

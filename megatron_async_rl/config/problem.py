@@ -32,7 +32,7 @@ def screen(title: str, problems: Sequence[Problem]) -> str:
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be read or does not follow the schema. `str()` is the screen to show."""
+    """A configuration that cannot be read, does not follow the schema or cannot run. `str()` is the screen to show."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         super().__init__(source, tuple(problems))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 from megatron_async_rl.flow.buffer import Buffer
 from megatron_async_rl.flow.buffer_file import written
 from megatron_async_rl.run_lock import alone_in
+from tests.ports import free_ports
 from tests.written_run import write_run
 
 pytestmark = pytest.mark.faults
@@ -204,6 +206,19 @@ def test_a_run_directory_in_which_nothing_can_be_made(config):
     (config.parent / "out").mkdir()
     (config.parent / "out" / "lock").mkdir()
     refused(config, says=("run.dir", str(config.parent / "out" / "lock"), "Is a directory", "fix: "))
+
+
+def test_a_node_that_does_not_find_its_config_ends_the_one_that_waits_for_it(config):
+    nodes = ["--nnodes=2", f"--rdzv-endpoint=localhost:{free_ports(1)[0]}"]
+    good = [sys.executable, "-m", "megatron_async_rl", "train", config.name, "policy.parallel.ranks=2", *nodes, "--node-rank=0"]
+    zero = subprocess.Popen(good, cwd=config.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    one = mar("train", "nowhere.yaml", *nodes, "--node-rank=1", folder=config.parent)
+    said, _ = zero.communicate(timeout=60)
+    assert (one.returncode, zero.returncode) == (2, 2), one.stdout + one.stderr + said
+    assert f"node 1 ({socket.gethostname()}) does not start" in said
+    assert "nowhere.yaml\n    cannot be read: No such file" in said
+    assert "Traceback" not in said
+    assert not list((config.parent / "out" / "logs").glob("*"))
 
 
 @pytest.fixture

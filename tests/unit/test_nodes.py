@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async_rl.nodes import Nodes, NodesError
+from tests.ports import free_ports
 
 ENDPOINT = "node0:29500"
 CONFIG = """
@@ -28,15 +30,18 @@ from pathlib import Path
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.nodes import Nodes, NodesError, meet
 from megatron_async_rl.observe import watch
+from megatron_async_rl.refusals import Others
 watch.BEAT_S = 0.1
-config = load(Path(sys.argv[1]), sys.argv[5:])
-nodes = Nodes(int(sys.argv[2]), int(sys.argv[3]), "node0:29500")
+config = load(Path(sys.argv[1]), sys.argv[6:])
+nodes = Nodes(int(sys.argv[2]), int(sys.argv[3]), sys.argv[5])
+others = Others(nodes)
 if nodes.rank == 0:
     config.run.dir.mkdir(exist_ok=True)
     (config.run.dir / "config.yaml").write_text(dump(config))
 try:
-    print(meet(nodes, config, float(sys.argv[4])), flush=True)
+    print(meet(nodes, config, float(sys.argv[4]), others.refusal), flush=True)
 except NodesError as error:
+    others.refuse(str(error))
     sys.exit(str(error))
 sys.stdin.read()
 """
@@ -49,10 +54,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """`start(count, rank, timeout_s, *overrides)`: a launcher that meets the others, prints the id of the start and stays."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     started: list[subprocess.Popen[str]] = []
+    endpoint = f"localhost:{free_ports(1)[0]}"
 
     def begin(count: int, rank: int, timeout_s: float, *overrides: str) -> subprocess.Popen[str]:
         numbers = map(str, (count, rank, timeout_s))
-        command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "config.yaml"), *numbers, *overrides]
+        command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "config.yaml"), *numbers, endpoint, *overrides]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         started.append(process)
@@ -108,9 +114,14 @@ def test_a_node_is_not_deceived_by_what_a_killed_launcher_left(start: Start, tmp
         (2, ["run.steps=6"], "`steps: 6` here, `steps: 5` there"),
     ],
 )
-def test_a_node_that_was_started_otherwise_says_how(start: Start, count: int, overrides: list[str], words: str) -> None:
-    start(2, 0, 60)
+def test_a_node_that_was_started_otherwise_says_how_and_node_0_hears_it(
+    start: Start, count: int, overrides: list[str], words: str
+) -> None:
+    zero = start(2, 0, 600)
     assert words in said(start(count, 1, 60, *overrides))
+    heard = said(zero)
+    assert heard.startswith(f"node 1 ({socket.gethostname()}) does not start")
+    assert words in heard
 
 
 @pytest.mark.parametrize(
