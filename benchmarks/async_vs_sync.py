@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
+import runpy
 import statistics
 import subprocess
 import sys
@@ -26,18 +26,6 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ("EngineCore", "EngineActor")
-
-
-def example(folder: Path) -> None:
-    """The arithmetic example's model and prompts, afresh: an untrained model answers at full length."""
-    specification = importlib.util.spec_from_file_location("prepare", ROOT / "examples" / "arithmetic" / "prepare.py")
-    assert specification is not None
-    assert specification.loader is not None
-    prepare = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(prepare)
-    (folder / "model").mkdir()
-    prepare.write_data(folder, seed=0)
-    prepare.write_model(folder / "model", seed=0)
 
 
 def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float]:
@@ -100,7 +88,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        example(folder)
+        # The arithmetic example, afresh: an untrained model answers at full length.
+        runpy.run_path(str(ROOT / "examples" / "arithmetic" / "prepare.py"))["write"](folder, seed=0)
         sync = run(folder, 0.0, args)
         generate, train = sync["wait_s"], sync["train_s"]
         bound = (sync["step_s"]) / max(generate, sync["step_s"] - generate)

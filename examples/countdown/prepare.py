@@ -133,14 +133,19 @@ def write_model(folder: Path, seed: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+def write(folder: Path, seed: int) -> None:
+    """The whole example; `folder` is made if it is missing."""
+    folder.mkdir(exist_ok=True)
+    write_data(folder, seed)
+    write_model(folder / "model", seed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     seed = parser.parse_args().seed
     folder = HERE / "generated"
-    folder.mkdir(exist_ok=True)
-    write_data(folder, seed)
-    write_model(folder / "model", seed)
+    write(folder, seed)
     print(f"wrote {folder}")
 
 

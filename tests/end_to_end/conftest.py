@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -125,13 +125,6 @@ def wait_until(done: Callable[[], bool], process: subprocess.Popen[str], timeout
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     folder = tmp_path_factory.mktemp("workplace")
-    specification = importlib.util.spec_from_file_location("prepare_arithmetic", ROOT / "examples" / "arithmetic" / "prepare.py")
-    assert specification is not None
-    assert specification.loader is not None
-    prepare = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(prepare)
-    (folder / "model").mkdir()
-    prepare.write_data(folder, seed=0)
-    prepare.write_model(folder / "model", seed=0)
+    runpy.run_path(str(ROOT / "examples" / "arithmetic" / "prepare.py"))["write"](folder, seed=0)
     (folder / "flaky_reward.py").write_text(REWARD)
     return Workplace(folder)

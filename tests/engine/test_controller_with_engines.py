@@ -1,6 +1,6 @@
 """The controller actor over real vLLM engines: one serves the arithmetic example, one the Countdown example."""
 
-import importlib.util
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ("arithmetic", "countdown")
 
 
-def write_example(name: str, folder: Path) -> Path:
-    spec = importlib.util.spec_from_file_location(f"prepare_{name}", ROOT / "examples" / name / "prepare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    folder.mkdir()
-    script.write_data(folder, seed=1)
-    script.write_model(folder / "model", seed=1)
-    return folder
-
-
 def prompts(folder: Path, name: str) -> list[Prompt]:
     return read_prompts(folder / name, load_tokenizer(folder / "model"), limit=12)
 
@@ -46,7 +34,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, lis
     root = tmp_path_factory.mktemp("served")
     specs = []
     for index, name in enumerate(EXAMPLES):
-        write_example(name, root / name)
+        runpy.run_path(str(ROOT / "examples" / name / "prepare.py"))["write"](root / name, seed=1)
         rollout = {"sampling": {"max_tokens": 8}, "reward": {"name": name}, "kv_cache_gib": 0.25, "max_concurrent": 256}
         specs.append(
             EngineSpec(
