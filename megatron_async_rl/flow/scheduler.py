@@ -1,26 +1,26 @@
-"""Who is asked what, and what trains when: the law, the groups and the counts, without engines, clocks or tasks.
+"""Who is asked what, and what trains when: the law and the selection, without engines, clocks or tasks.
 
     prompt --admit--> requests (one per response) --answered / was_cut--> finished group --take--> batch
 
 Invariants:
 - groups are numbered in admission order; none is admitted beyond the budget, none consumed after its deadline (law.py);
-- every admitted group is waiting (running or finished), consumed, or dropped with a reason: `counts` balance at any time;
-- every request is answered or cut exactly once;
-- a group is made of the first `group_size` responses that finish; the others are cut, and may be continued in one more group;
-- with `exact_lag` a batch is handed out only when nothing is open, so that no response meets the next weights.
+- where each group is and what has come of it is in the ledger (ledger.py), whose counts balance;
+- with `exact_lag` a batch is handed out only when nothing is open, so that no response meets the next weights;
+- one response costs the same however many groups wait: a batch is looked for only when there may be one.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag, Replay, Windowed
 from megatron_async_rl.flow.admitted import Admitted
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, at_rest, cut_at_rest, taken_up
-from megatron_async_rl.flow.equal_groups import EqualGroups
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, taken_up
 from megatron_async_rl.flow.law import admitted_limit, check_lags, deadline, holds
+from megatron_async_rl.flow.ledger import Ledger
 from megatron_async_rl.flow.replay import ReplayStore
 from megatron_async_rl.flow.selection import oldest_first, windowed
 from megatron_async_rl.samples.requests import Cut, Request
@@ -28,10 +28,6 @@ from megatron_async_rl.samples.types import Prompt, Sample, TrainBatch
 
 Place = tuple[int, Prompt]
 """A group's number and its prompt."""
-
-COUNTED = (
-    "admitted", "consumed", "dropped_equal", "dropped_late", "asked", "cut", "requeued", "given_up", "surplus", "replayed",
-)  # fmt: skip
 
 
 class Scheduler:
@@ -46,20 +42,15 @@ class Scheduler:
         self._version: int | None = None
         self._next_index = 0
         self._pending: deque[Place] = deque()
-        self._waiting: dict[int, Admitted] = {}
-        self._answering: dict[int, Admitted] = {}
-        self._returned: deque[Admitted] = deque()
-        self._due: Counter[int] = Counter()
+        self._ledger = Ledger(flow)
         self._limit = 0
-        self._missing = 0
-        """Groups that have to finish, at the least, before another attempt to select a batch can succeed."""
+        self._worth_at = 0
+        """Groups that have to have finished, in all, before another attempt to select a batch can succeed."""
+        self._awaited: Admitted | None = None
+        """Before this group has finished none can, either."""
         self._first_versions = set[int]()
         """Nothing older was there when these admitted: what `exact_lag` makes under them waits less."""
-        self._order = self._open = self._ready = 0
-        self._dropped: list[Sample] = []
-        self._equal = EqualGroups(flow.prompts_per_step) if flow.filter_equal_groups else None
         self._replay = ReplayStore(flow.selection, seed) if isinstance(flow.selection, Replay) else None
-        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
 
     @property
     def version(self) -> int | None:
@@ -81,19 +72,12 @@ class Scheduler:
         self._next_index = next_index
         fresh = self._fresh_steps
         self._load(taken_up(buffer, self._flow, version=version, limit=self._limit, fresh_steps=fresh, oldest=oldest))
-        self._pending.extend(place for place in pending if place[0] not in self._waiting)
-        return [request for entry in self._answering.values() for request in entry.open.values()]
+        self._pending.extend(place for place in pending if not self._ledger.holds(place[0]))
+        return self._ledger.unanswered()
 
     def _load(self, buffer: Buffer) -> None:
-        for entry in buffer.groups:
-            self._enter(entry)
-            if entry.finished is not None:
-                self._ready += 1
-                self._order = max(self._order, entry.finished + 1)
+        self._ledger.load(buffer)
         self._first_versions = set(buffer.first_versions)
-        self._returned.extend(buffer.returned)
-        if self._equal is not None:
-            self._equal.kept, self._equal.dropped = buffer.equal
         if self._replay is not None:
             self._replay.load(buffer.stored)
 
@@ -118,7 +102,7 @@ class Scheduler:
 
     def room(self) -> bool:
         """Whether one more group may be admitted now."""
-        counts = self._counts
+        counts = self._ledger.counts
         return counts["admitted"] - counts["dropped_equal"] - counts["dropped_late"] < self._limit
 
     def admit(self, source: Callable[[], Prompt]) -> list[Request]:
@@ -135,18 +119,9 @@ class Scheduler:
             entry = Admitted(index, prompt, self._version, due, follows=False, open={})
             prefixes = []
         requests = entry.ask(self._flow.group_size + self._flow.extra_responses, prefixes)
-        self._enter(entry)
-        self._counts["requeued"] += len(prefixes)
+        self._ledger.enter(entry)
+        self._ledger.counts["requeued"] += len(prefixes)
         return requests
-
-    def _enter(self, entry: Admitted) -> None:
-        self._waiting[entry.index] = entry
-        if entry.open:
-            self._answering[entry.index] = entry
-        self._due[entry.deadline] += 1
-        self._open += len(entry.open)
-        self._counts["admitted"] += 1
-        self._counts["asked"] += len(entry.open)
 
     def _number(self) -> int:
         self._next_index += 1
@@ -154,81 +129,31 @@ class Scheduler:
 
     def _next_returned(self) -> Admitted | None:
         """The oldest group with cut responses that the law still has a place for; those before it are given up."""
-        while self._returned:
-            returned = self._returned.popleft()
-            due = self._due + Counter([returned.deadline])
+        ledger = self._ledger
+        while ledger.returned:
+            returned = ledger.returned.popleft()
+            due = ledger.due | {returned.deadline: ledger.due.get(returned.deadline, 0) + 1}
             if holds(due, self.next_step, self._flow.prompts_per_step):
                 return returned
-            self._counts["given_up"] += len(returned.prefixes)
+            ledger.counts["given_up"] += len(returned.prefixes)
         return None
 
     # Answers
 
     def answered(self, sample: Sample, group: int) -> list[str]:
         """Takes in a response of `group`; returns the ids of requests that are no longer wanted."""
-        entry = self._take_open(sample.id, group)
-        unwanted: list[str] = []
-        if len(entry.samples) == self._flow.group_size:
-            self._counts["surplus"] += 1
-        else:
-            entry.samples.append(sample)
-            if entry.dropped:
-                self._dropped.append(sample)
-            if len(entry.samples) == self._flow.group_size:
-                unwanted = sorted(entry.open)
-                if not entry.dropped:
-                    self._finish(entry)
-        self._close(entry)
-        return unwanted
+        return self._ledger.answered(sample, group)
 
     def was_cut(self, cut: Cut, group: int) -> None:
         """The engine stopped a request that `answered` had said is no longer wanted."""
-        entry = self._take_open(cut.id, group)
-        self._counts["cut"] += 1
-        if cut.prefix is not None:
-            entry.prefixes.append(cut.prefix)
-        self._close(entry)
-
-    def _take_open(self, request: str, group: int) -> Admitted:
-        entry = self._answering.get(group)
-        if entry is None or request not in entry.open:
-            raise RuntimeError(f"response {request} of group {group} came twice, or without being asked for")
-        del entry.open[request]
-        self._open -= 1
-        return entry
-
-    def _finish(self, entry: Admitted) -> None:
-        entry.finished = self._order
-        self._order += 1
-        self._ready += 1
-        self._missing -= 1
-        if self._equal is not None and self._equal.drops(entry.index, entry.samples):
-            self._drop(entry, "dropped_equal")
-
-    def _close(self, entry: Admitted) -> None:
-        if entry.open:
-            return
-        del self._answering[entry.index]
-        if self._flow.requeue_cut and entry.prefixes and not entry.dropped:
-            self._returned.append(entry)
-
-    def _leaves(self, entry: Admitted) -> None:
-        del self._waiting[entry.index]
-        self._due[entry.deadline] -= 1
-
-    def _drop(self, entry: Admitted, reason: str) -> None:
-        self._ready -= entry.finished is not None
-        entry.dropped = True
-        self._leaves(entry)
-        self._counts[reason] += 1
-        self._dropped += entry.samples
+        self._ledger.was_cut(cut, group)
 
     # Selection
 
     @property
     def next_step(self) -> int:
         """The version that the next batch trains."""
-        return self._base + self._counts["consumed"] // self._flow.prompts_per_step
+        return self._base + self._ledger.counts["consumed"] // self._flow.prompts_per_step
 
     def take(self, version: int) -> TrainBatch | None:
         """The batch that trains `version`, the trainer's; null while it has to wait.
@@ -241,69 +166,73 @@ class Scheduler:
             raise ValueError(f"the run's {self._steps} steps are consumed: there is no batch for version {version}")
         if not self.may_take(version):
             return None
-        count = self._flow.prompts_per_step
-        taken = self._select(self._waiting.values(), version)
-        self._missing = count - len(taken)
-        if self._missing and self._flow.late == "drop":
-            late = [entry for entry in self._waiting.values() if entry.finished is None and entry.deadline <= version]
-            others = [entry for entry in self._waiting.values() if entry.finished is not None or entry.deadline > version]
-            taken = self._select(others, version)
-            self._missing = min(self._missing, count - len(taken))
-            for entry in late if len(taken) == count else ():
-                self._drop(entry, "dropped_late")
-        if len(taken) < count:
+        late = self._late(version)
+        others = self._most_urgent_first(entry for entry in self._ledger.waiting() if entry not in late)
+        taken = self._select(others, version)
+        missing = self._flow.prompts_per_step - len(taken)
+        if missing:
+            self._worth_at = self._ledger.finished + missing
+            self._awaited = None if late else self._indispensable(others, version)
             return None
-        self._missing = 0
+        self._worth_at, self._awaited = 0, None
+        for entry in late:
+            self._ledger.drop(entry, "dropped_late")
         return self._consume(sorted(taken, key=lambda entry: entry.index), version)
 
     def may_take(self, version: int) -> bool:
         """Whether it is worth while to try: what keeps a batch from being complete is looked at only when it is."""
-        return self._ready >= self._flow.prompts_per_step and self._missing <= 0 and not self._must_stand_still(version)
+        ledger = self._ledger
+        if ledger.ready < self._flow.prompts_per_step or ledger.finished < self._worth_at:
+            return False
+        return (self._awaited is None or self._awaited.finished is not None) and not self._must_stand_still(version)
+
+    def _late(self, version: int) -> set[Admitted]:
+        """With `late: drop`, what would have to train now and is running: no batch waits for it, and the next leaves it out."""
+        if self._flow.late == "wait":
+            return set()
+        return {entry for entry in self._ledger.running() if entry.deadline <= version}
+
+    def _indispensable(self, groups: Iterable[Admitted], version: int) -> Admitted | None:
+        """The most urgent of `groups` that is running, where no batch of them can do without it."""
+        first = next((entry for entry in groups if entry.finished is None), None)
+        overtaken = isinstance(self._flow.selection, Windowed) or self._flow.requeue_cut
+        return first if first is not None and (first.deadline <= version or not overtaken) else None
 
     def _must_stand_still(self, version: int) -> bool:
         """`exact_lag`: everything that this version makes has to be there before the next weights are."""
         exact = isinstance(self._flow.selection, ExactLag)
-        return exact and (self._version != version or self.room() or self._open > 0)
+        return exact and (self._version != version or self.room() or self._ledger.open > 0)
 
-    def _select(self, waiting: Iterable[Admitted], version: int) -> list[Admitted]:
-        """The most urgent come first: that is the order of admission, but for groups that continue cut responses."""
+    def _most_urgent_first(self, groups: Iterable[Admitted]) -> Sequence[Admitted]:
+        """That is the order of admission, but for groups that continue cut responses."""
+        return sorted(groups, key=lambda entry: (entry.deadline, entry.index)) if self._flow.requeue_cut else list(groups)
+
+    def _select(self, groups: Sequence[Admitted], version: int) -> list[Admitted]:
         selection, count = self._flow.selection, self._flow.prompts_per_step
-        if self._flow.requeue_cut:
-            waiting = sorted(waiting, key=lambda entry: (entry.deadline, entry.index))
         if isinstance(selection, Windowed):
-            return windowed(list(waiting), count, version, selection.window)
-        return oldest_first(waiting, count)
+            return windowed(groups, count, version, selection.window)
+        return oldest_first(groups, count)
 
     def _consume(self, taken: Sequence[Admitted], version: int) -> TrainBatch:
         groups = tuple(entry.group() for entry in taken)
         check_lags(groups, version, self._flow, self._first_versions, self._fresh_steps)
-        for entry in taken:
-            self._leaves(entry)
-        self._counts["consumed"] += len(taken)
-        self._ready -= len(taken)
+        self._ledger.consume(taken)
         if self._replay is not None:
             groups, replayed = self._replay.exchange(groups, version, self._flow.group_size)
-            self._counts["replayed"] += replayed
+            self._ledger.counts["replayed"] += replayed
         return TrainBatch(version=version, groups=groups)
 
     # What is where
 
     def pending(self) -> list[Place]:
         """Admitted and not consumed, oldest first: what a resume has to ask again."""
-        own = [(entry.index, entry.prompt) for entry in self._waiting.values() if not entry.follows]
+        own = [(entry.index, entry.prompt) for entry in self._ledger.waiting() if not entry.follows]
         return sorted([*own, *self._pending], key=lambda place: place[0])
 
     def buffer(self) -> Buffer:
         """What waits, and what the replay store holds: a copy, as of now."""
-        whole = [entry for entry in self._answering.values() if entry.finished is not None and not entry.dropped]
-        returned = [cut_at_rest(entry) for entry in (*self._returned, *whole)] if self._flow.requeue_cut else []
-        return Buffer(
-            groups=tuple(at_rest(entry) for entry in self._waiting.values()),
-            returned=tuple(entry for entry in returned if entry.prefixes),
-            stored=self._replay.content() if self._replay is not None else (),
-            equal=(self._equal.kept, self._equal.dropped) if self._equal is not None else (0, 0),
-            first_versions=tuple(self._first_versions),
-        )
+        stored = self._replay.content() if self._replay is not None else ()
+        return replace(self._ledger.buffer(), stored=stored, first_versions=tuple(self._first_versions))
 
     @property
     def next_index(self) -> int:
@@ -311,14 +240,15 @@ class Scheduler:
 
     def running(self) -> list[Place]:
         """Groups whose responses have not all come, oldest first."""
-        return [(entry.index, entry.prompt) for entry in self._waiting.values() if entry.finished is None]
+        return [(entry.index, entry.prompt) for entry in self._ledger.running()]
 
     def drain_dropped(self) -> list[Sample]:
         """Finished responses of dropped groups since the last call, whatever the reason."""
-        drained, self._dropped = self._dropped, []
-        return drained
+        return self._ledger.drain_dropped()
 
     def counts(self) -> dict[str, int]:
         """Since `start`, which admits what it takes up. Groups: admitted = consumed + dropped_equal + dropped_late + running +
         ready. Responses: asked, cut, requeued, given_up (cut ones that the law had no place for), surplus, replayed; open now."""
-        return dict(self._counts) | {"ready": self._ready, "running": len(self._waiting) - self._ready, "open": self._open}
+        ledger = self._ledger
+        running = len(ledger.waiting()) - ledger.ready
+        return dict(ledger.counts) | {"ready": ledger.ready, "running": running, "open": ledger.open}

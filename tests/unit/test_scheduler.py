@@ -145,3 +145,34 @@ def test_patience_with_equal_rewards_is_for_each_batch_that_is_kept_however_far_
     counts = desk.scheduler.counts()
     assert (counts["dropped_equal"], counts["ready"]) == (35, 5)
     assert desk.take(0) == [7]
+
+
+@pytest.mark.parametrize("selection", ["oldest_first", "windowed"])
+def test_while_one_group_is_late_the_others_that_finish_look_for_no_batch(selection: str) -> None:
+    desk = Desk(20, 1.0, selection=selection)
+    desk.admit()
+    desk.finish(*range(20))
+    assert desk.take(0) == list(range(20))
+    desk.scheduler.advance(1)
+    desk.admit()
+    attempts = 0
+    for group in (*range(21, 40), *range(40, 60)):
+        desk.finish(group, version=1)
+        if desk.scheduler.may_take(1):
+            assert desk.take(1) is None, "20 is due now, and running"
+            attempts += 1
+    assert attempts == 1, "before that nobody knew that it is 20 that is missing"
+    desk.finish(20)
+    assert desk.scheduler.may_take(1)
+    assert desk.take(1) == list(range(20, 40))
+
+
+def test_the_deadlines_of_groups_that_are_gone_are_kept_no_account_of() -> None:
+    desk = Desk(1, 1.5, extra_responses=1, requeue_cut=True)
+    for version in range(20):
+        desk.scheduler.advance(version)
+        for request in desk.admit():
+            if request.id in desk.asked and request.k < 2:
+                desk.answer(request.id, versions=(version,))
+        assert desk.scheduler.take(version) is not None
+    assert len(desk.scheduler._ledger.due) <= 3

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag, OldestFirst, Replay, Windowed
+from megatron_async_rl.flow.admitted import Admitted
 from megatron_async_rl.flow.buffer import EMPTY, Buffer
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.law import admitted_limit, holds
@@ -78,8 +79,8 @@ class World(RuleBasedStateMachine):
         self.flow, self.base, self.newest, self.engines = flow, version, version, version
         self.scheduler = Scheduler(flow, steps=self.steps, fresh_steps=self.fresh, seed=1)
         requests = self.scheduler.start(version, next_index, pending, buffer, oldest)
-        self.left, self.admitted = pending, set(self.scheduler._waiting)
-        self.places = {entry.index: entry.prompt for entry in self.scheduler._waiting.values() if not entry.follows}
+        self.left, self.admitted = pending, set(waiting(self.scheduler))
+        self.places = {entry.index: entry.prompt for entry in waiting(self.scheduler).values() if not entry.follows}
         """Admitted by this run, from the source or a former run, and not consumed; dropped ones stay in it."""
         self.wanted = {request.id: request for request in requests}
         self.cutting: dict[str, Request] = {}
@@ -207,10 +208,10 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: not self.over)
     @rule()
     def the_trainer_asks_for_a_batch(self) -> None:
-        before = dict(self.scheduler._waiting)
+        before = waiting(self.scheduler)
         batch = self.scheduler.take(self.newest)
         trained = set() if batch is None else {group.index for group in batch.groups}
-        dropped = [entry for index, entry in before.items() if index not in self.scheduler._waiting and index not in trained]
+        dropped = [entry for index, entry in before.items() if index not in waiting(self.scheduler) and index not in trained]
         assert not dropped or (batch is not None and self.flow.late == "drop"), "dropping is for a batch that it makes possible"
         assert all(entry.finished is None and entry.deadline <= self.newest for entry in dropped)
         if batch is not None:
@@ -287,6 +288,7 @@ class World(RuleBasedStateMachine):
     def everything_holds(self) -> None:
         self.the_budget_law_holds()
         self.every_group_that_waits_can_still_train_in_time()
+        self.nobody_is_kept_from_a_batch_that_is_there()
         self.the_counts_balance()
         self.no_response_trains_twice_or_after_it_was_dropped()
 
@@ -299,9 +301,9 @@ class World(RuleBasedStateMachine):
 
     def all_pending(self) -> list[tuple[int, Prompt]]:
         pending, consumed = self.scheduler.pending(), self.scheduler.counts()["consumed"]
-        waiting = {index: prompt for index, prompt in self.places.items() if index in self.scheduler._waiting}
+        there = {index: prompt for index, prompt in self.places.items() if index in waiting(self.scheduler)}
         asked_before = [(index, prompt) for index, prompt in self.left if index not in self.admitted]
-        assert pending == sorted([*waiting.items(), *asked_before], key=lambda place: place[0])
+        assert pending == sorted([*there.items(), *asked_before], key=lambda place: place[0])
         assert consumed == (self.newest - self.base) * self.flow.prompts_per_step
         return pending
 
@@ -309,8 +311,8 @@ class World(RuleBasedStateMachine):
     def the_run_stops_and_goes_on_with_its_buffer(self) -> None:
         """All that had come is there again, and all that had not is asked again."""
         before, pending = self.scheduler, self.all_pending()
-        whole = {entry.index for entry in before._waiting.values() if entry.finished is not None}
-        missing = sorted(one.id for one in self.wanted.values() if one.group in before._waiting and one.group not in whole)
+        halves = {entry.index for entry in waiting(before).values() if entry.finished is None}
+        missing = sorted(one.id for one in self.wanted.values() if one.group in halves)
         saved = before.buffer()
         self.begin_at(self.newest, self.flow, before.next_index, pending, read(written(saved)))
         again = self.scheduler.buffer()
@@ -346,8 +348,17 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def every_group_that_waits_can_still_train_in_time(self) -> None:
-        due = Counter(entry.deadline for entry in self.scheduler._waiting.values())
+        due = Counter(entry.deadline for entry in waiting(self.scheduler).values())
         assert holds(due, self.newest, self.flow.prompts_per_step)
+
+    @invariant()
+    def nobody_is_kept_from_a_batch_that_is_there(self) -> None:
+        """The scheduler looks for a batch only when there may be one: there is none while it does not."""
+        scheduler, step = self.scheduler, self.newest
+        if not self.over and not scheduler.may_take(step) and not scheduler._must_stand_still(step):
+            late = scheduler._late(step)
+            others = scheduler._most_urgent_first(one for one in scheduler._ledger.waiting() if one not in late)
+            assert len(scheduler._select(others, step)) < self.flow.prompts_per_step
 
     @invariant()
     def the_counts_balance(self) -> None:
@@ -355,6 +366,7 @@ class World(RuleBasedStateMachine):
         dropped = counts["dropped_equal"] + counts["dropped_late"]
         assert counts["admitted"] == counts["consumed"] + dropped + counts["running"] + counts["ready"]
         assert counts["running"] == len(self.scheduler.running())
+        assert self.scheduler._ledger.due == Counter(entry.deadline for entry in waiting(self.scheduler).values())
         assert counts["open"] == len(self.wanted) + len(self.cutting)
         assert self.asked == counts["asked"] == self.answered + self.cut + counts["open"]
         assert counts["cut"] == self.cut
@@ -365,6 +377,10 @@ class World(RuleBasedStateMachine):
         self.dropped += [sample.id for sample in self.scheduler.drain_dropped()]
         used = [*self.trained, *self.dropped]
         assert len(set(used)) == len(used)
+
+
+def waiting(scheduler: Scheduler) -> dict[int, Admitted]:
+    return {entry.index: entry for entry in scheduler._ledger.waiting()}
 
 
 def finished(buffer: Buffer) -> Iterator[Sample]:
