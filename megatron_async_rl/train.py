@@ -203,6 +203,7 @@ class Run:
         return time.monotonic()
 
     def close(self) -> None:
+        watch.enter("work", "ending engines and Ray" if self.config.rollout is not None else "ending")
         if self.timeline is not None:
             self.timeline.close()
         if self.feed is not None:
@@ -247,7 +248,8 @@ def main(config_path: Path) -> int:
     finally:
         if run is not None:
             run.close()
-    layout.shutdown()
+    with watch.working("leaving the other ranks"):
+        layout.shutdown()
     return 0
 
 

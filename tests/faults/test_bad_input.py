@@ -14,6 +14,7 @@ import pytest
 
 from megatron_async_rl.flow.buffer import Buffer
 from megatron_async_rl.flow.buffer_file import written
+from megatron_async_rl.observe.status import Status, write_status
 from megatron_async_rl.run_lock import alone_in
 from tests.ports import free_ports
 from tests.written_run import write_run
@@ -219,6 +220,20 @@ def test_a_node_that_does_not_find_its_config_ends_the_one_that_waits_for_it(con
     assert "nowhere.yaml\n    cannot be read: No such file" in said
     assert "Traceback" not in said
     assert not list((config.parent / "out" / "logs").glob("*"))
+
+
+def test_a_damaged_line_of_metrics_is_put_aside_and_not_in_the_way(config):
+    run_dir = config.parent / "out"
+    write_status(run_dir, Status(phase="finished", step=4, steps=4, time=0.0))
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "version": 1, "time": 1.0, "time/step_s": 1.0}\n{"step": 2, "ver\n')
+    reported = mar("report", run_dir, folder=config.parent)
+    assert reported.returncode == 2
+    assert reported.stderr.startswith(f"{run_dir / 'metrics.jsonl'}:2 is not a line of metrics")
+    done = mar("train", config, folder=config.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished at step 4" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "unreadable" in (run_dir / "metrics.cut.jsonl").read_text()
 
 
 @pytest.fixture
