@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from megatron_async_rl.config.machine import Machine, this_machine
@@ -17,7 +17,7 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import DataError, SupervisedSource, Tokenizer, load_tokenizer, read_prompts
 from megatron_async_rl.flow import buffer_file
-from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken, newest, read_file, require_whole
+from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken, about, newest, read_file, require_whole
 from megatron_async_rl.rollout.rewards import RewardError, load_reward, required_fields
 from megatron_async_rl.samples import Prompt
 
@@ -51,7 +51,7 @@ def check(config: Config, *, all_data: bool, machine: Machine | None = None) -> 
                 problems.append(_of_data(key, error))
             else:
                 lengths = _longer(lengths, prompts)
-    problems += _reward(config) + _run_directory(config) + _checkpoint(config)
+    problems += _reward(config) + _run_directory(config) + _checkpoint(config, shape)
     return make_plan(config, machine or this_machine(), shape, lengths=lengths, problems=problems)
 
 
@@ -111,13 +111,14 @@ def _run_directory(config: Config) -> list[Problem]:
     return []
 
 
-def _checkpoint(config: Config) -> list[Problem]:
+def _checkpoint(config: Config, shape: ModelShape | None) -> list[Problem]:
     """What a resume would find only once its ranks or engines have started."""
     try:
         path = newest(config.run.dir / "checkpoint")
         if path is None:
             return []
         require_whole(path)
+        source = about(path).get("model_path")
     except CheckpointBroken as error:
         return [_to_go_on(str(error))]
     try:
@@ -126,7 +127,18 @@ def _checkpoint(config: Config) -> list[Problem]:
             buffer_file.read(buffer)
     except buffer_file.BufferBroken as error:
         return [_to_go_on(f"{path}: {error}")]
-    return []
+    held = read_model(Path(source))[0] if source is not None else None
+    return _another_model(path, held, shape) if held is not None and shape is not None else []
+
+
+def _another_model(checkpoint: Path, held: ModelShape, shape: ModelShape) -> list[Problem]:
+    names = (field.name for field in fields(ModelShape) if field.name != "context")
+    pairs = [
+        f"{name} {there} there, {here} here" for name in names if (there := getattr(held, name)) != (here := getattr(shape, name))
+    ]
+    what = f"{checkpoint} is of another model: {'; '.join(pairs)}"
+    fix = "go on with the model that the run began with, or choose another run.dir"
+    return [Problem(key="model.path", what=what, fix=fix)] if pairs else []
 
 
 def _to_go_on(broken: str) -> Problem:

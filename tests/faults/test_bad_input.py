@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from megatron_async_rl.flow.buffer_file import written
 from megatron_async_rl.observe.status import Status, write_status
 from megatron_async_rl.run_lock import alone_in
 from tests.ports import free_ports
-from tests.written_run import write_run
+from tests.written_run import write_model, write_run
 
 pytestmark = pytest.mark.faults
 
@@ -267,6 +268,15 @@ def test_a_damaged_file_of_the_checkpoint_is_named_before_anything_starts(config
 def test_a_missing_file_of_the_checkpoint_is_named_before_anything_starts(config, checkpoint, name):
     (checkpoint / name).unlink()
     refused(config, says=("run.dir", str(checkpoint.parent), "fix: name "))
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_one_of_a_longer_context_is_not(config, checkpoint):
+    for changes in ({"intermediate_size": 64}, {"max_position_embeddings": 128}):
+        other = write_model(config.parent / str(changes), **changes)
+        (checkpoint / "about.json").write_text(json.dumps({"model_path": str(other)}))
+        if "intermediate_size" in changes:
+            refused(config, says=("model.path", f"{checkpoint} is of another model: intermediate 64 there, 32 here", "run.dir"))
+    assert mar("plan", config, folder=config.parent).returncode == 0
 
 
 @pytest.mark.parametrize(("command", "says"), [("report", "metrics.jsonl"), ("convert", "is no folder")])
