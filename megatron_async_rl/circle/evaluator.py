@@ -4,7 +4,8 @@ Invariants:
 - the weights that are evaluated stay in their engines until the evaluation is over: training engines get no others before
   the loop goes on, evaluation engines are given weights only here;
 - one evaluation at a time; results come in the order of versions;
-- an evaluation beside training that fails for want of engines is noted, and training goes on without it.
+- an evaluation engine that fails to take a version is lost, and the others evaluate; where none is left that is noted, and
+  training goes on without.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ class Evaluator:
         self._config = config
         self._controller = controller
         self._publisher = publisher
-        self._engines = engines
+        assert config.rollout is not None
+        self.separate = bool(engines)
+        """Whether engines of their own evaluate."""
+        self._engines = dict(enumerate(engines, start=config.rollout.engines))
         self._prompts = list(prompts)
         self._results: list[EvalResult] = []
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-
-    @property
-    def separate(self) -> bool:
-        return bool(self._engines)
 
     def begin(self, version: int) -> None:
         """`version` is staged and, where the training engines evaluate, delivered. Blocks until the result is there, or until the
@@ -51,13 +51,15 @@ class Evaluator:
         if not self.separate:
             self._results.append(self._evaluate(version))
             return
-        try:
-            for engine in self._engines:
+        for index, engine in list(self._engines.items()):
+            try:
                 if self._publisher.bring_up(engine) != version:
                     raise RuntimeError(f"{engine.name} was to evaluate version {version}, and other weights are staged")
                 self._publisher.remove(engine.name)
-        except PublishFailed as error:
-            self._note_missed(version, error)
+            except PublishFailed as error:
+                self._lose(index, error)
+        if not self._engines:
+            self._note_missed(version, EngineFailed("no evaluation engine is left"))
             return
         self._thread = threading.Thread(
             target=self._beside_training, args=(version,), name=f"evaluation of {version}", daemon=True
@@ -77,6 +79,8 @@ class Evaluator:
         if self._thread is not None:
             with waiting("the evaluation before", DAY_S):
                 self._thread.join(DAY_S)
+                if self._thread.is_alive():
+                    raise TimeoutError
             self._thread = None
 
     def _beside_training(self, version: int) -> None:
@@ -88,6 +92,12 @@ class Evaluator:
             self._note_missed(version, error)
         except BaseException as error:  # noqa: BLE001 - raised in the loop's thread
             self._failure = error
+
+    def _lose(self, index: int, error: PublishFailed) -> None:
+        """The controller asks the engine, which holds older weights, for nothing any more."""
+        del self._engines[index]
+        timeout_s = self._config.watchdog.timeout_s
+        ray_get(self._controller.lose.remote(index, str(error)), "the controller to lose an evaluation engine", timeout_s)
 
     def _note_missed(self, version: int, error: Exception) -> None:
         note(self._config.run.dir, f"version {version} is not evaluated: {error}")

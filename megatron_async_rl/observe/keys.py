@@ -209,7 +209,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
                 "Prompts that one of k responses passes (unbiased estimate); a key for each k of `eval.pass_at`, such as "
                 "`eval/pass@4`.",
             ),
-            "eval/version": Key("", "Weight version evaluated."),
+            "eval/version": Key("version", "Weights evaluated."),
             "eval/truncated": Key("share", "Responses cut at `rollout.sampling.max_tokens`."),
             "eval/seconds": Key("s", "From the first request to the last response."),
         },
