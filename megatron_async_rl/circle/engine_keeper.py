@@ -8,7 +8,8 @@ Invariants:
 - a new engine samples only after it has proved the weights it was fed (weights/publish.py), and takes part only if it has not
   failed at later ones meanwhile;
 - each place in the fleet gets `rollout.restarts` new engines, then it is given up: the run goes on with the others, and says so;
-- training never waits for it: while an engine starts, the others answer.
+- training never waits for it: while an engine starts, the others answer. Only where the policy trains on the same devices does
+  it, as they have no room for both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,8 @@ POLL_S = 0.5
 class EngineKeeper:
     """`handles`: of the running engines, in the order of `specs`; a restarted engine's takes the place of the old one.
 
-    `evaluators`: how many, at the end of `specs`, only evaluate: those are not restarted. `turn`: whoever wants that no engine
-    comes up holds it. `on_up`: called once a new engine takes part.
+    `evaluators`: how many, at the end of `specs`, only evaluate: those are not restarted. `turn`: entered for as
+    long as an engine starts and comes up. `on_up`: called once a new engine takes part.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class EngineKeeper:
         evaluators: int,
         run_dir: Path,
         timeout_s: float,
-        turn: threading.Lock,
+        turn: AbstractContextManager[Any],
         on_up: Callable[[], None],
     ) -> None:
         self._controller = controller
@@ -110,20 +112,17 @@ class EngineKeeper:
             self._restarts[index] += 1
             which = f"restart {self._restarts[index]} of {spec.rollout.restarts}"
             note(self._run_dir, f"{spec.name} is lost and its prompts are asked again; {which}. Why: {reason}")
-            try:
-                handle = start_engine(spec)
-            except Exception as error:  # noqa: BLE001 - whatever it is, another may start
-                reason = str(error)
-                continue
-            self._handles[index] = handle
-            with watch.doing("wait", f"the turn of {spec.name} to come up"), self._turn:
+            with watch.doing("wait", f"{spec.name} to start and take part"), self._turn:
+                handle = None
                 try:
+                    handle = self._handles[index] = start_engine(spec)
                     version = self._publisher.bring_up(RayEngine(spec.name, handle))
                 except WeightMismatch:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
                     reason = str(error)
-                    kill_engine(handle)
+                    if handle is not None:
+                        kill_engine(handle)
                     continue
                 ray_get(self._controller.replace.remote(index, handle), "the controller to take a new engine", self._timeout_s)
                 if spec.name not in self._publisher.versions:  # lost at an update while its place in the fleet was still empty

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import ray
@@ -62,7 +62,7 @@ class RolloutFeed:
         self._keeper: EngineKeeper | None = None
         self._started = self._asleep = False
         self._turn = threading.Lock()
-        """Held while colocated engines sleep: none may come up meanwhile."""
+        """Held while colocated engines sleep: none may start meanwhile on devices that the policy uses, nor come up."""
         self._settled = threading.Event()
         self._telling = threading.Lock()
         self._published: PublishReport | None = None
@@ -92,7 +92,7 @@ class RolloutFeed:
                 evaluators=len(evaluating),
                 run_dir=config.run.dir,
                 timeout_s=self._timeout_s,
-                turn=self._turn,
+                turn=self._turn if self._colocated else nullcontext(),
                 on_up=self._tell_version,
             )
             self._evaluator = Evaluator(config, self._controller, self._publisher, evaluating, held_out)
@@ -133,8 +133,9 @@ class RolloutFeed:
         return batch
 
     def _sleep(self) -> None:
-        with waiting("an engine that is being started before the engines sleep", self._timeout_s):
-            if not self._turn.acquire(timeout=self._timeout_s):
+        longest_s = max(self._timeout_s, self._rollout.start_timeout_s)
+        with waiting("an engine that is being started before the engines sleep", longest_s):
+            if not self._turn.acquire(timeout=longest_s):
                 raise TimeoutError
         self._asleep = True
         held = self._publisher.versions

@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,7 +113,7 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ray, "get", lambda future, timeout=None: future.result(timeout=timeout))
 
     @contextmanager
-    def kept(engines: int = 2, restarts: int = 1, evaluators: int = 0) -> Iterator[tuple[World, EngineKeeper]]:
+    def kept(engines: int = 2, restarts: int = 1, evaluators: int = 0, turn: Any = None) -> Iterator[tuple[World, EngineKeeper]]:
         world = World(tmp_path, engines, restarts)
         monkeypatch.setattr(engine_keeper, "start_engine", world.start_engine)
         monkeypatch.setattr(engine_keeper, "kill_engine", world.kill_engine)
@@ -125,7 +125,7 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             evaluators=evaluators,
             run_dir=tmp_path,
             timeout_s=SOON_S,
-            turn=threading.Lock(),
+            turn=turn or nullcontext(),
             on_up=lambda: world.done.put(("up",)),
         )
         try:
@@ -209,6 +209,21 @@ def test_failed_starts_and_failed_bring_ups_count_and_the_end_of_an_engine_is_sa
             "engine-0 is lost for good; 1 of 2 engines are left. Why: engine-0 failed to pause",
         ]
         keeper.check()
+
+
+def test_an_engine_starts_and_comes_up_only_while_it_has_the_turn(keep: Any) -> None:
+    """Colocated engines that sleep have left their devices to the policy."""
+    turn = threading.Lock()
+    turn.acquire()
+    with keep(turn=turn) as (world, _):
+        world.start = lambda handle: world.done.put(("start", f"in turn: {turn.locked()}"))
+        for engine in range(2):
+            world.lose(engine)
+            assert [world.next(), world.next()] == [("remove", f"engine-{engine}"), ("kill", f"engine-{engine}")]
+        turn.release()
+        done = [world.next() for _ in range(8)]
+        assert [what[0] for what in done] == ["start", "bring up", "replace", "up"] * 2
+        assert done[0] == done[4] == ("start", "in turn: True")
 
 
 def test_an_evaluation_engine_is_not_started_again(keep: Any) -> None:
