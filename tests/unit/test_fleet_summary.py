@@ -66,3 +66,26 @@ def test_every_sample_trained_on_is_in_the_histogram_of_lengths() -> None:
     counts = summarise(batch, 3)["trained/length_histogram"]
     lengths = [sample.length for sample in batch.samples()]
     assert counts == [sum(2**low <= length < 2 ** (low + 1) for length in lengths) for low in range(max(lengths).bit_length())]
+
+
+def test_lags_rewards_and_lengths_of_a_batch_are_those_counted_by_hand() -> None:
+    prompts = [Prompt(id=f"p{i}", text="", token_ids=(1,) * (i + 1)) for i in range(2)]
+    first = (
+        make_sample(prompts[0], "0-0", [3, 3, 3, 3], reward=1.0, versions=[5, 5, 6, 7]),
+        make_sample(prompts[0], "0-1", [3, 3], reward=0.0, versions=[4, 4], mask=[1, 0]),
+    )
+    second = (
+        make_sample(prompts[1], "1-0", [3], reward=0.5, versions=[7]),
+        make_sample(prompts[1], "1-1", [3, 3, 3], versions=[6, 6, 6], reward_error="no"),
+    )
+    groups = tuple(Group(index=i, prompt=prompts[i], samples=samples) for i, samples in enumerate((first, second)))
+    seen = summarise(TrainBatch(version=7, groups=groups), max_lag=4)
+    assert seen["lag/histogram"] == [2, 4, 2, 2, 0], "every token by its own version, up to the bound"
+    assert (seen["lag/max"], seen["lag/mean"]) == (3, pytest.approx((4 * 1 + 2 * 2 + 2 * 3) / 10))
+    assert (seen["lag/start_max"], seen["lag/start_mean"]) == (3, (2 + 3 + 0 + 1) / 4)
+    assert (seen["reward/mean"], seen["reward/errors"]) == (pytest.approx(0.5), 1)
+    assert seen["reward/std"] == pytest.approx((1 / 6) ** 0.5)
+    assert seen["reward/equal_groups"] == 0.5, "a group with one reward left teaches nothing"
+    assert (seen["response/length_mean"], seen["response/length_max"], seen["response/mixed_versions"]) == (2.5, 4, 0.25)
+    assert seen["tokens/trained"] == 4 + 1 + 1, "neither the environment's token nor those of the failed reward"
+    assert seen["tokens/prompt"] == 1 + 1 + 2 + 2
