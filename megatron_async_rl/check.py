@@ -37,6 +37,7 @@ def check(config: Config, *, all_data: bool, machine: Machine | None = None) -> 
     if shape is not None and tokenizer is not None:
         problems += _vocabulary(tokenizer, shape)
     limit = None if all_data else PROMPTS_IN_A_PLAN
+    read: dict[str, Sequence[Prompt]] = {}
     if tokenizer is None or shape is None:
         problems += [
             Problem(key=key, what=f"{path} does not exist", fix="check the path; relative ones start at the config file's folder")
@@ -51,8 +52,10 @@ def check(config: Config, *, all_data: bool, machine: Machine | None = None) -> 
                 problems.append(_of_data(key, error))
             else:
                 lengths = _longer(lengths, prompts)
+                read[key] = prompts
     problems += _reward(config) + _run_directory(config) + _checkpoint(config, shape)
-    return make_plan(config, machine or this_machine(), shape, lengths=lengths, problems=problems)
+    plan = make_plan(config, machine or this_machine(), shape, lengths=lengths, problems=problems)
+    return replace(plan, warnings=(*plan.warnings, *_not_held_out(read.get("data.train", ()), read.get("data.eval", ()))))
 
 
 def _files(config: Config) -> list[tuple[str, Path]]:
@@ -72,6 +75,14 @@ def _read(config: Config, shape: ModelShape, tokenizer: Tokenizer, path: Path, l
     room = context_limit(config, shape) - config.rollout.sampling.max_tokens
     required = ("prompt", *required_fields(config.rollout.reward.name))
     return read_prompts(path, tokenizer, max_prompt_tokens=room if room > 0 else None, limit=limit, required=required)
+
+
+def _not_held_out(trained: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[str]:
+    known = {prompt.token_ids for prompt in trained}
+    both = [prompt for prompt in held_out if prompt.token_ids in known]
+    if not both:
+        return []
+    return [f"{len(both)} of {len(held_out)} prompts of data.eval are in data.train too, such as {both[0].text[:60]!r}"]
 
 
 def _longer(known: Lengths | None, prompts: Sequence[Prompt]) -> Lengths:

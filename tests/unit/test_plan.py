@@ -344,3 +344,13 @@ def test_the_plan_command_takes_less_than_two_seconds(file):
     assert min(seconds) < 2.0
     for words in ("rank 0", "engine 0", "8 samples", "start_version", "parameters", "async_ratio: 1"):
         assert words in done.stdout
+
+
+def test_held_out_prompts_that_are_trained_on_are_told(file: Path) -> None:
+    held_out = file.parent / "held_out.jsonl"
+    evaluated = (f"data.eval={held_out}", "eval={}")
+    held_out.write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    assert not any("data.eval" in warning for warning in plan(file, *evaluated).warnings)
+    held_out.write_text('{"prompt": "1+2=", "answer": "3"}\n{"prompt": "2+2=", "answer": "4"}\n')
+    told = [warning for warning in plan(file, *evaluated).warnings if "data.eval" in warning]
+    assert told == ["1 of 2 prompts of data.eval are in data.train too, such as '2+2='"]
