@@ -40,14 +40,15 @@ class EvalLog:
     def _cut(self, versions: Collection[int], aside: Path) -> None:
         kept: list[str] = []
         cut: list[str] = []
-        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = self._path.read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
             try:
                 version = int(json.loads(line)["version"])
             except (ValueError, KeyError, TypeError):
                 cut.append(json.dumps({"unreadable": line}))
                 continue
             (kept if version in versions else cut).append(line)
-        if not cut:
+        if not cut and text.endswith("\n"):
             return
         with open(aside, "a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in cut)

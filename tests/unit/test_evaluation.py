@@ -250,3 +250,9 @@ def test_a_resume_cuts_the_evaluations_that_the_checkpoint_does_not_know_and_hal
     assert [(line["version"], line["mean_reward"]) for line in read_evaluations(tmp_path)] == [(0, 0.1), (3, 0.1), (6, 0.9)]
     cut = [json.loads(line) for line in (tmp_path / "eval.cut.jsonl").read_text().splitlines()]
     assert [line.get("version") for line in cut] == [6, None]
+
+
+def test_a_line_whose_end_a_crash_cut_off_stays_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "eval.jsonl").write_text('{"version": 0, "mean_reward": 0.1}')
+    EvalLog(tmp_path, versions=(0,)).append({"version": 3, "mean_reward": 0.2})
+    assert [line["version"] for line in read_evaluations(tmp_path)] == [0, 3]
