@@ -74,6 +74,16 @@ class View:
         tokens = total(self.recent, "tokens/generated") or total(self.recent, "tokens/trained")
         return tokens / seconds if seconds > 0 and tokens > 0 else None
 
+    @property
+    def held_out(self) -> str:
+        """Reward before the first step, and that of the newest evaluation among the rows; empty where there is none."""
+        before = self.status.before if self.status else None
+        newest = next((row for row in reversed(self.rows) if row.get("eval/version") and "eval/mean" in row), None)
+        parts = [f"before {before:.3f}"] if before is not None else []
+        if newest is not None:
+            parts.append(f"version {number(newest, 'eval/version')}: {number(newest, 'eval/mean'):.3f}")
+        return f"held-out reward {', '.join(parts)}" if parts else ""
+
     def latest(self, key: str) -> float | None:
         """Of the last row; None where that has no such number."""
         return number(self.rows[-1], key) if self.rows else None
@@ -129,12 +139,10 @@ def _lines(view: View, blocks: str) -> list[tuple[str, Text, Text]]:
     def trend(key: str) -> str:
         return sparkline([value for row in view.rows if (value := number(row, key)) is not None], blocks=blocks)
 
-    before = view.status.before if view.status else None
-    before_text = f"held-out reward before {before:.3f}" if before is not None else ""
     if (reward := view.latest("reward/mean")) is not None and view.latest("ratio/ess_ratio") is not None:
-        add("reward", f"{reward:.3f}  {trend('reward/mean')}", before_text, "bold")
-    elif before_text:
-        add("reward", "", before_text)
+        add("reward", f"{reward:.3f}  {trend('reward/mean')}", view.held_out, "bold")
+    elif view.held_out:
+        add("reward", "", view.held_out)
     elif (loss := view.latest("policy/loss")) is not None:
         add("loss", f"{loss:.4f}  {trend('policy/loss')}", "", "bold")
     if (lag := view.latest("lag/mean")) is not None and view.latest("ratio/ess_ratio") is not None:

@@ -124,6 +124,18 @@ def test_the_panel_says_how_busy_the_engines_are_and_how_many_are_left(terminal:
     assert "3 restarts so far" in terminal.shown
 
 
+def test_the_panel_shows_the_newest_evaluation_until_the_next(terminal: Run) -> None:
+    progress = Progress(terminal.dir, 50, terminal.console)
+    terminal.say("training", before=0.31)
+    for step, version in ((1, 0), (2, None), (3, 3), (4, None)):
+        terminal.step(step, **({} if version is None else {"eval/version": version, "eval/mean": 0.5 + version / 10}))
+        if step == 2:
+            progress.update()
+            assert "held-out reward before 0.310 " in terminal.shown
+    progress.close()
+    assert "held-out reward before 0.310, version 3: 0.800" in terminal.shown
+
+
 def test_a_silent_run_says_so(terminal: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     terminal.say("training")
