@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from megatron_async_rl.config.schema import FlowConfig
@@ -113,12 +113,14 @@ class Controller:
         self._progress.set()
 
     def _admit(self) -> None:
-        requests: list[Request] = []
-        while self._failure is None and self._scheduler.room():
-            requests += self._scheduler.admit(self._source.next)
-            self._admitted_at[requests[-1].group] = time.monotonic()
-        if requests:
-            self._fleet.put(requests)
+        if self._failure is None and self._scheduler.room():
+            self._fleet.put(self._admitted())
+
+    def _admitted(self) -> Iterator[Request]:
+        while self._scheduler.room():
+            requests = self._scheduler.admit(self._source.next)
+            self._admitted_at[requests[0].group] = time.monotonic()
+            yield from requests
 
     async def next_batch(self, version: int, timeout_s: float) -> TrainBatch | None:
         """The batch that trains `version`, the trainer's; the engines may still hold an older one. Null after `withdraw`.

@@ -15,13 +15,13 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from megatron_async_rl.flow.engines import EngineClient
 from megatron_async_rl.flow.errors import EngineFailed
 from megatron_async_rl.flow.routing import Router
+from megatron_async_rl.flow.slot import Kind, Slot
 from megatron_async_rl.observe import watch
 from megatron_async_rl.samples.requests import Cut, EngineReport, Request
 from megatron_async_rl.samples.types import Sample
@@ -29,28 +29,10 @@ from megatron_async_rl.samples.types import Sample
 log = logging.getLogger(__name__)
 
 A = TypeVar("A", Sample, Cut)
-Kind = Literal["training", "evaluation"]
+Batches = dict[int, list[Request]]
+"""By engine."""
 REPORT_S = 1.0
 """Longest time between two reports of an engine that has nothing to say; a quarter of `unresponsive_s` where that is less."""
-
-
-@dataclass(eq=False)
-class Slot:
-    """One engine's place in the fleet."""
-
-    index: int
-    kind: Kind
-    client: EngineClient
-    held: dict[str, Request] = field(default_factory=dict)
-    cutting: set[str] = field(default_factory=set)
-    """Of those held: told to stop, not yet answered."""
-    report: EngineReport | None = None
-    pump: asyncio.Task[None] | None = None
-    alive: bool = True
-    lost: str = ""
-    """Why it is not alive."""
-    restarts: int = 0
-    """Engines that were in this place before."""
 
 
 class Fleet:
@@ -88,10 +70,14 @@ class Fleet:
 
     # Requests
 
-    def put(self, requests: Sequence[Request]) -> None:
-        """Hands training requests out, in order, as engines have room."""
-        self._queues["training"].update((request.id, request) for request in requests)
-        self._dispatch()
+    def put(self, requests: Iterable[Request]) -> None:
+        """Hands training requests out, in order, as engines have room. Each has its place before the next one is made."""
+        queue, slots = self._queues["training"], self._engines_for("training")
+        batches: Batches = {}
+        for request in requests:
+            if queue or not self._place(request, slots, batches):
+                queue[request.id] = request
+        self._submit(batches)
 
     async def run(self, requests: Sequence[Request], *, on: Kind) -> list[Sample]:
         """The samples that answer held-out `requests`, in their order, before training's. Cancelled, it stops what is running.
@@ -191,17 +177,23 @@ class Fleet:
         return [slot for slot in self.slots if slot.alive and slot.kind == kind]
 
     def _dispatch(self) -> None:
-        batches: dict[int, list[Request]] = {}
+        batches: Batches = {}
         for kind, queue in self._queues.items():
             slots = self._engines_for(kind) if queue else []
-            while queue:
-                request = next(iter(queue.values()))
-                slot = self._router.choose(slots, request.group)
-                if slot is None:
-                    break
+            while queue and self._place(next(iter(queue.values())), slots, batches):
                 queue.popitem(last=False)
-                slot.held[request.id] = request
-                batches.setdefault(slot.index, []).append(request)
+        self._submit(batches)
+
+    def _place(self, request: Request, slots: Sequence[Slot], batches: Batches) -> bool:
+        """Gives the request to one of `slots`, unless none has room; `batches` is told."""
+        slot = self._router.choose(slots, request.group)
+        if slot is None:
+            return False
+        slot.held[request.id] = request
+        batches.setdefault(slot.index, []).append(request)
+        return True
+
+    def _submit(self, batches: Batches) -> None:
         for index, requests in batches.items():
             slot = self.slots[index]
             self._spawn(self._send(slot, partial(slot.client.submit, requests), "take requests"))

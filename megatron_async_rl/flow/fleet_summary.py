@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_async_rl.flow.fleet import Slot
+from megatron_async_rl.flow.slot import Slot
 from megatron_async_rl.flow.summary import MetricValue
 
 COUNTS = (
