@@ -44,7 +44,7 @@ def test_node_0_hears_a_node_that_spoke_before_it_listened_and_the_third_hears_i
     said = heard(zero)
     assert said.startswith(f"node 1 ({socket.gethostname()}) does not start")
     assert said.endswith("\n  config.yaml: 1 problem\n  run.steeps: unknown key")
-    passing_on = in_a_thread(lambda: zero.refuse(said))
+    passing_on = in_a_thread(lambda: zero.refuse(said, within_s=60))
     passed_on = heard(third)
     assert passed_on.startswith("node 0 (")
     assert "node 1 (" in passed_on
@@ -81,5 +81,9 @@ def test_a_port_that_is_taken_is_said_and_one_that_was_given_back_is_free(node):
     waiting = Others(node(1))
     assert waiting.refusal() is None
     zero.close()
-    Others(node(0)).close()
+    later = Others(node(0))
+    telling = in_a_thread(lambda: later.refuse(WHY, within_s=20))
+    assert "node 0 (" in heard(waiting)
+    later.close()
+    telling.join(20)
     waiting.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +24,11 @@ with alone_in(Path(sys.argv[1])) as lock:
 
 
 def test_a_second_run_is_refused_and_the_first_named_until_it_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").write_text(f"{os.getpid()} {'an-earlier-host' * 9}\n")
     with (
         alone_in(tmp_path / "run"),
-        pytest.raises(RunDirectoryError, match=r"run is in use: `mar train` runs in it \(pid \d+ on"),
+        pytest.raises(RunDirectoryError, match=rf"`mar train` runs in it \(pid {os.getpid()} on {socket.gethostname()}\)"),
         alone_in(tmp_path / "run"),
     ):
         pytest.fail("two runs have the directory")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -142,6 +143,9 @@ def test_when_the_launcher_is_killed_the_run_is_asked_to_stop_and_not_while_it_i
     launcher = start("watch.stop()\nwatch.start(given.run, 'launcher 0')\nprint('ready', flush=True)\ntime.sleep(60)")
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "ready\n"
+    ended = subprocess.run(["sh", "-c", "echo $$"], stdout=subprocess.PIPE, check=True)
+    before = {"name": "launcher 1", "pid": int(ended.stdout), "host": socket.gethostname(), "time": time.time()}
+    (tmp_path / "watch" / "launcher 1.json").write_text(json.dumps(before))  # killed before this process began
     start("time.sleep(60)", "--end-after=60")
     state = tmp_path / "watch" / "rank 0.json"
 
