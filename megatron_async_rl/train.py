@@ -94,7 +94,6 @@ class Run:
             started = self.now("waiting", "batch")
             batch = self.layout.from_rank_zero(lambda: self.feed.next_batch(self.version) if self.feed else None)
             if batch is None:
-                self.layout.from_rank_zero(lambda: self.take_evaluations(wait=True))
                 self.save()
                 self.say("stopped")
                 return
@@ -143,7 +142,8 @@ class Run:
             self.take_evaluations(wait=False)
 
     def evaluate_here(self, *, due: bool, wait: bool) -> None:
-        if due and self.feed is not None:
+        if due and self.feed is not None and self.schedule is not None:
+            self.schedule.begin(self.version)
             self.say("evaluating", f"held-out prompts, version {self.version}")
             self.feed.evaluate(self.version)
         self.take_evaluations(wait=wait)
@@ -163,6 +163,9 @@ class Run:
             return
         self.now("checkpointing")
         self.say("checkpointing")
+        if self.schedule is not None:
+            unfinished = self.schedule.unfinished(self.version)
+            self.layout.from_rank_zero(lambda: self.take_evaluations(wait=unfinished))
         # Nothing is handed out that has not trained, so the position is that of this version.
         position = self.feed.position() if self.feed is not None else None
         state = {

@@ -1,4 +1,4 @@
-"""Rank 0 takes longer over something than any other collective may: a batch, an evaluation, one that a stop finds under way."""
+"""Rank 0 takes longer over something than any other collective may: a batch, an evaluation, one that a checkpoint waits for."""
 
 import sys
 import tempfile
@@ -21,7 +21,7 @@ layout = initialise(ParallelConfig(ranks=2, tensor=2), "cpu", timeout_s=DEADLINE
 
 
 def slowly() -> str:
-    time.sleep(2 * DEADLINE_S)
+    time.sleep(1.5 * DEADLINE_S)
     return "the batch"
 
 
@@ -39,24 +39,36 @@ class SlowFeed:
             slowly()
         return []
 
+    def position(self) -> None:
+        return None
+
 
 class Saving(Exception):
     """Every rank has come to the checkpoint."""
+
+
+def save_policy(*args: object, **settings: object) -> None:
+    layout.barrier()
+    raise Saving
 
 
 class EvaluatingRun(Run):
     """Of a run only what leads from an evaluation to the checkpoint, which is collective."""
 
     def __init__(self, version: int, folder: Path) -> None:
-        self.config: Any = SimpleNamespace(run=SimpleNamespace(steps=STEPS), rollout=None)
-        self.directory, self.layout, self.version = folder, layout, version
-        self.schedule = EvalSchedule(every=0, steps=STEPS, means={0: 0.5})
+        sections = {
+            "run": SimpleNamespace(steps=STEPS),
+            "model": SimpleNamespace(path="m"),
+            "checkpoint": SimpleNamespace(keep=1),
+        }
+        self.config: Any = SimpleNamespace(**sections, rollout=None, watchdog=SimpleNamespace(timeout_s=60.0))
+        self.directory, self.layout, self.version, self.saved_version = folder, layout, version, -1
+        self.schedule = EvalSchedule(every=0, steps=STEPS, means={})
+        if layout.rank == 0:
+            self.schedule.begin(0)
         self.feed: Any = SlowFeed() if layout.rank == 0 else None
+        self.policy: Any = SimpleNamespace(save=save_policy)
         self.log = self.eval_log = self.timeline = None
-
-    def save(self) -> None:
-        self.layout.barrier()
-        raise Saving
 
 
 assert layout.from_rank_zero(slowly) == "the batch"

@@ -215,6 +215,15 @@ def test_a_resume_repeats_no_evaluation_and_a_longer_run_evaluates_its_new_end()
     assert (second.before, second.after) == (0.25, 0.75)
 
 
+def test_a_checkpoint_waits_only_for_an_evaluation_that_a_resume_from_it_could_not_repeat() -> None:
+    schedule = EvalSchedule(every=3, steps=8, means={})
+    assert not schedule.unfinished(3)
+    schedule.begin(3)
+    assert [schedule.unfinished(version) for version in (3, 4, 8)] == [False, True, True]
+    schedule.record(summary([0.25]))
+    assert not schedule.unfinished(4)
+
+
 def test_a_result_is_metrics_that_the_log_takes_with_a_key_for_each_k(tmp_path: Path) -> None:
     values = EvalSchedule(every=0, steps=8, means={}).record(summary([1.0, 0.0, 0.0], [0.0] * 3, pass_at=[1, 3]))
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
