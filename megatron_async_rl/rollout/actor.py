@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,9 @@ class EngineActor:
 
     async def report(self, timeout_s: float) -> EngineReport:
         return await self._running().report(timeout_s)
+
+    async def update(self, buckets: Sequence[BucketRef], version: int, digests: Mapping[str, str]) -> dict[str, str]:
+        return await self._running().update(buckets, version, digests)
 
     async def pause(self) -> None:
         await self._running().pause()

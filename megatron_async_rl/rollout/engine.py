@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -96,6 +96,19 @@ class RolloutEngine:
             silent_s=self._pulse.silent_s,
             sampling=self._sampled > before,
         )
+
+    async def update(self, buckets: Sequence[BucketRef], version: int, digests: Mapping[str, str]) -> dict[str, str]:
+        """Pauses, loads every bucket of `version`, and resumes if what was loaded has just these `digests`; else it stays paused.
+
+        Returns name -> digest of every tensor as loaded. Raises what `pause`, `load_bucket` and `resume` raise.
+        """
+        await self.pause()
+        loaded: dict[str, str] = {}
+        for index, bucket in enumerate(buckets):
+            loaded = await self.load_bucket(bucket, version, index == 0, index == len(buckets) - 1)
+        if loaded == digests:
+            await self.resume()
+        return loaded
 
     async def pause(self) -> None:
         """Returns when no forward pass is running. Requests in flight keep their place. Raises WrongPhase when asleep."""

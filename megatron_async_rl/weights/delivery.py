@@ -2,7 +2,7 @@
 
 Invariants:
 - an engine goes on only after its digest of every tensor equals the sender's; with others they do not, nobody goes on;
-- none of the set goes on before all of it has loaded;
+- none of the set goes on before all of it has loaded; one alone is asked once, and compares for itself before it goes on;
 - an engine that fails or does not answer is lost, with the reason, and holds up nobody beyond the deadline.
 """
 
@@ -42,8 +42,10 @@ class Delivery:
     """Of what is staged to `engines`, all at once; `timeout_s` for the whole of it. Used once."""
 
     def __init__(self, engines: Sequence[EngineClient], staged: StagedWeights, timeout_s: float) -> None:
+        assert staged.version is not None
         self._engines = list(engines)
         self._staged = staged
+        self._version = staged.version
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self.paused_s: dict[str, float] = {}
@@ -53,9 +55,22 @@ class Delivery:
 
     def run(self, *, asleep: bool = False) -> Delivery:
         """`asleep`: the engines sleep already, and wake in the course of it. Raises WeightMismatch; all then stay stopped."""
-        version, buckets = self._staged.version, self._staged.buckets
-        assert version is not None
         began = time.monotonic()
+        if len(self._engines) == 1 and not asleep:
+            self._update_alone()
+        else:
+            self._update_together(asleep)
+        watch.progress("weight deliveries")
+        ended = time.monotonic()
+        self.paused_s = {engine.name: ended - began for engine in self._engines}
+        return self
+
+    def _update_alone(self) -> None:
+        version, buckets, digests = self._version, self._staged.buckets, self._staged.digests
+        self._compare(self._ask(f"take weights of version {version}", lambda engine: engine.update(buckets, version, digests)))
+
+    def _update_together(self, asleep: bool) -> None:
+        version, buckets = self._version, self._staged.buckets
         if asleep:
             self._ask("wake up for new weights", lambda engine: engine.wake(("weights",)))
         else:
@@ -65,16 +80,15 @@ class Delivery:
             first, last = index == 0, index == len(buckets) - 1
             load = partial(_load, ref=ref, version=version, first=first, last=last)
             loaded = self._ask(f"load weights of version {version}", load)
-        for name, digests in loaded.items():
-            compare(name, self._staged.digests, digests)
+        self._compare(loaded)
         if asleep:
             self._ask("wake up", lambda engine: engine.wake(None))
         else:
             self._ask("resume", lambda engine: engine.resume())
-        watch.progress("weight deliveries")
-        ended = time.monotonic()
-        self.paused_s = {engine.name: ended - began for engine in self._engines}
-        return self
+
+    def _compare(self, loaded: Mapping[str, dict[str, str]]) -> None:
+        for name, digests in loaded.items():
+            compare(name, self._staged.digests, digests)
 
     def _ask(self, phase: str, call: Callable[[EngineClient], Future[T]]) -> dict[str, T]:
         """One answer from each engine that is still with us."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -14,6 +14,13 @@ class EngineClient(Protocol):
 
     @property
     def name(self) -> str: ...
+    def update(self, buckets: Sequence[BucketRef], version: int, digests: Mapping[str, str]) -> Future[dict[str, str]]:
+        """`pause`, `load_bucket` for each bucket and, where just these `digests` were loaded, `resume`, in one call.
+
+        The answer: name -> digest of every tensor as loaded.
+        """
+        ...
+
     def pause(self) -> Future[None]: ...
     def load_bucket(self, bucket: BucketRef, version: int, first: bool, last: bool) -> Future[dict[str, str]]:
         """`first` and `last` open and close the update. The last answer: name -> digest of every tensor as loaded."""
@@ -32,6 +39,9 @@ class RayEngine:
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name
         self.handle = handle
+
+    def update(self, buckets: Sequence[BucketRef], version: int, digests: Mapping[str, str]) -> Future[dict[str, str]]:
+        return self._future(self.handle.update.remote(buckets, version, digests))
 
     def pause(self) -> Future[None]:
         return self._future(self.handle.pause.remote())

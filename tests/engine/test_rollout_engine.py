@@ -259,6 +259,7 @@ def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(eng
         engines.publisher.deliver(engines.version).result(timeout=60)
     assert failure.value.name == victim
     assert failure.value.sent != failure.value.loaded
+    assert report(engines.handles[0], 0.1).state == "paused"
     engines.publish(1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +70,17 @@ class LoopEngine:
         self._reader = BucketReader()
         self._digests: dict[str, str] = {}
         self._held: list[tuple[Future[Any], Any]] = []
+
+    def update(self, buckets: Sequence[BucketRef], version: int, digests: Mapping[str, str]) -> Future[dict[str, str]]:
+        """Stands still at the first part that hangs or fails."""
+        answer: Future[Any] = self.pause()
+        for index, bucket in enumerate(buckets):
+            if not answer.done() or answer.exception():
+                return answer
+            answer = self.load_bucket(bucket, version, index == 0, index == len(buckets) - 1)
+        if not answer.done() or answer.exception() or answer.result() != digests:
+            return answer
+        return self._answer("resume", answer.result())
 
     def pause(self) -> Future[None]:
         return self._answer("pause", None)

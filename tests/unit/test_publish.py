@@ -4,7 +4,8 @@ import gc
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,34 @@ def test_together_all_engines_load_before_any_resumes(tmp_path: Path) -> None:
     assert diary.lines == [f"engine-{i} {call}" for call in phases for i in range(2)]
 
 
-def test_engines_that_sleep_are_not_paused_and_wake_with_the_new_weights(tmp_path: Path) -> None:
-    publisher, diary, _ = fleet(tmp_path, {}, {})
+@pytest.mark.parametrize("update", ["rolling", "together"])
+def test_an_engine_alone_is_asked_once_and_told_what_to_prove(
+    tmp_path: Path, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, diary, (engine,) = fleet(tmp_path, {}, update=update)
+    told = []
+
+    def answer(buckets: Sequence[BucketRef], version: int, digests: Mapping[str, str]) -> Future[dict[str, str]]:
+        told.append(([bucket.path for bucket in buckets], version))
+        loaded: Future[dict[str, str]] = Future()
+        loaded.set_result(dict(digests))
+        return loaded
+
+    monkeypatch.setattr(engine, "update", answer)
+    assert not publisher.publish(3, buckets(2)).lost
+    assert diary.lines == []
+    ((paths, version),) = told
+    assert version == 3
+    assert {Path(path) for path in paths} == files(tmp_path)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_engines_that_sleep_are_not_paused_and_wake_with_the_new_weights(tmp_path: Path, count: int) -> None:
+    publisher, diary, _ = fleet(tmp_path, *[{}] * count)
     publisher.stage(1, buckets(1))
     publisher.deliver(1, asleep=True).result(timeout=5)
     phases = ("wake weights", "load 1 first last", "wake all")
-    assert diary.lines == [f"engine-{i} {call}" for call in phases for i in range(2)]
+    assert diary.lines == [f"engine-{i} {call}" for call in phases for i in range(count)]
 
 
 def test_every_bucket_of_many_arrives(tmp_path: Path) -> None:
@@ -117,7 +140,7 @@ def test_staging_waits_for_an_engine_that_reads_no_longer_than_the_deadline(tmp_
     publisher.stage(1, buckets(1))
     delivered = publisher.deliver(1)
     publisher.stage(2, buckets(1))
-    assert "engine-0 to load weights of version 1" in delivered.result(timeout=0).lost["engine-0"]
+    assert "engine-0 to take weights of version 1" in delivered.result(timeout=0).lost["engine-0"]
     engine.answer()
     assert publisher.deliver(2).result(timeout=5).version == 2
 
@@ -169,7 +192,8 @@ def test_an_engine_that_is_lost_is_named_with_its_phase_and_the_others_go_on(
     publisher, diary, _ = fleet(tmp_path, {how: call}, {}, {}, timeout_s=0.2, update=update)
     report = publisher.publish(7, buckets(2))
     assert report.lost.keys() == {"engine-0"}
-    assert re.search(reason.format(phase), report.lost["engine-0"])
+    named = phase if update == "together" else "take weights of version 7"
+    assert re.search(reason.format(named), report.lost["engine-0"])
     assert report.pauses.keys() == {"engine-1", "engine-2"}
     assert publisher.versions == {"engine-0": -1, "engine-1": 7, "engine-2": 7}
     assert diary.of("engine-2")[-1] == "resume"
@@ -179,7 +203,7 @@ def test_a_publish_that_no_engine_takes_fails_with_every_reason(tmp_path: Path) 
     publisher, _, _ = fleet(tmp_path, {"fail": "load"}, {"fail": "pause"})
     with pytest.raises(
         PublishFailed,
-        match="engine-0 failed to load weights of version 1: out of memory; engine-1 failed to pause: out of memory",
+        match="engine-0 failed to take weights of version 1: out of memory; engine-1 failed to take weights of version 1: out",
     ):
         publisher.publish(1, buckets(1))
 
