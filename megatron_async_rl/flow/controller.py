@@ -29,13 +29,12 @@ from megatron_async_rl.flow.errors import BatchTimeout, reward_failed
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet, all_lost
 from megatron_async_rl.flow.fleet_summary import engine_counts
+from megatron_async_rl.flow.lateness import Ages, lateness
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples.requests import Cut, Request
 from megatron_async_rl.samples.types import Prompt, Sample, TrainBatch
 
 log = logging.getLogger(__name__)
-
-LATE_SHOWN = 8
 
 
 class Source(Protocol):
@@ -89,7 +88,7 @@ class Controller:
         self._progress = asyncio.Event()
         self._lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
         self._given_up: set[int] = set()
-        self._admitted_at: dict[int, float] = {}
+        self._ages = Ages()
         self._totals = {"samples": 0, "tokens": 0, "truncated": 0, "reward_errors": 0}
 
     # Versions and batches
@@ -100,7 +99,8 @@ class Controller:
         next_index = int(self._resumed.get("next_index", 0))
         requests = self._scheduler.start(version, next_index, pending, self._left_behind, self._oldest)
         self._left_behind = EMPTY
-        self._admitted_at = {index: time.monotonic() for index, _ in self._scheduler.running()}
+        for index, _ in self._scheduler.running():
+            self._ages.begin(index)
         self._fleet.start()
         self._fleet.put(requests)
         self._admit()
@@ -119,7 +119,7 @@ class Controller:
     def _admitted(self) -> Iterator[Request]:
         while self._scheduler.room():
             requests = self._scheduler.admit(self._source.next)
-            self._admitted_at[requests[0].group] = time.monotonic()
+            self._ages.begin(requests[0].group)
             yield from requests
 
     async def next_batch(self, version: int, timeout_s: float) -> TrainBatch | None:
@@ -136,34 +136,19 @@ class Controller:
                 raise self._failure
             batch = self._scheduler.take(version) if self._scheduler.version is not None else None
             if batch is not None:
-                self._admitted_at = {index: self._admitted_at[index] for index, _ in self._scheduler.running()}
+                self._ages.keep(index for index, _ in self._scheduler.running())
                 self._admit()
                 return batch
             self._progress.clear()
             left = max(waited_from, self._fleet.moved_at) + timeout_s - time.monotonic()
             if left <= 0:
-                raise BatchTimeout(self._lateness(version, timeout_s))
+                raise BatchTimeout(lateness(version, timeout_s, self._scheduler, self._fleet, self._ages))
             await _at_most(self._progress.wait(), left)
 
     def withdraw(self) -> None:
         """No batch is handed out any more: what was taken before is all that may train. Engines and admission go on."""
         self._withdrawn = True
         self._progress.set()
-
-    def _lateness(self, version: int, timeout_s: float) -> str:
-        now = time.monotonic()
-        running = self._scheduler.running()
-        shown = [
-            f"group {index} (prompt {prompt.id}): {now - self._admitted_at.get(index, now):.1f} s, on "
-            + (", ".join(f"engine {holder}" for holder in self._fleet.holder(index)) or "no engine yet")
-            for index, prompt in running[:LATE_SHOWN]
-        ]
-        more = [f"and {len(running) - LATE_SHOWN} more"] if len(running) > LATE_SHOWN else []
-        held = self._scheduler.version
-        return (
-            f"no response grew for the batch of version {version} in {timeout_s:g} s; {len(running)} groups are running, the "
-            f"engines hold version {held}\n  " + "\n  ".join(shown + more)
-        )
 
     # Answers of the fleet
 
@@ -279,14 +264,12 @@ class Controller:
     def stats(self) -> dict[str, Any]:
         """Counts since `start`: of the scheduler, of responses, and `engines`: EngineCounts of each place in the fleet."""
         counts = self._scheduler.counts()
-        now = time.monotonic()
-        oldest = min((self._admitted_at.get(index, now) for index, _ in self._scheduler.running()), default=now)
         return {
             **counts,
             "in_flight": counts["open"] - self._fleet.waiting(),
             "waiting": self._fleet.waiting(),
             "buffer": counts["ready"],
-            "oldest_in_flight_s": now - oldest,
+            "oldest_in_flight_s": self._ages.oldest(index for index, _ in self._scheduler.running()),
             "version": self._scheduler.version,
             "engines": [engine_counts(slot) for slot in self._fleet.slots],
             **self._totals,
