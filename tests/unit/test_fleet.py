@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.requests import Request
 from tests.unit.coroutine_engine import CoroutineEngine, prefix
 from tests.unit.coroutine_fleet import Desk, ids, never, requests
@@ -20,6 +21,25 @@ def test_requests_go_to_the_least_loaded_engine_and_none_holds_more_than_its_cap
         assert [engine.most for engine in engines] == [4, 4, 4]
         assert [engine.groups()[:2] for engine in engines] == [[0, 3], [1, 4], [2, 5]]
         assert desk.fleet.waiting() == 0
+        await desk.fleet.stop()
+
+    run(body)
+
+
+def test_what_is_asked_because_of_an_answer_goes_behind_what_has_been_waiting_for_its_place() -> None:
+    async def body() -> None:
+        first, waiting, late = requests(3)
+        engine = CoroutineEngine()
+        desk = Desk([engine], capacity=1)
+
+        def answered(sample: Sample, request: Request) -> None:
+            desk.samples.append(sample)
+            desk.fleet.put([late] if request is first else [])
+
+        desk.fleet._on_sample = answered
+        desk.fleet.put([first, waiting])
+        await desk.until(lambda: len(desk.samples) == 3)
+        assert ids(engine.asked) == ids([first, waiting, late])
         await desk.fleet.stop()
 
     run(body)
