@@ -177,7 +177,8 @@ class FlowConfig(Strict):
     """Which finished groups a step trains on: a name, or a mapping with `name` and its settings."""
     late: Literal["wait", "drop"] = "wait"
     """When a group that must train now, by the law, is still running: `wait` for it, or `drop` it if enough others have finished.
-    Dropping favours short responses; the report compares what was dropped with what was trained on."""
+    Dropping favours short responses; the report compares what was dropped with what was trained on, and for that the dropped
+    responses run to their end: cut ones would have neither length nor reward. So `drop` saves waiting, not engine time."""
     extra_responses: NonNegativeInt = 0
     """Responses asked per prompt beyond group_size; the first group_size to finish make the group, the others are cut."""
     requeue_cut: bool = False
