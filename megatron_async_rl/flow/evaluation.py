@@ -26,6 +26,11 @@ Engines = Literal["training", "evaluation"]
 class Runner(Protocol):
     """Who has requests sampled (flow.fleet.Fleet)."""
 
+    @property
+    def moved_at(self) -> float:
+        """When a response last ended or grew; monotonic seconds."""
+        ...
+
     async def run(self, requests: Sequence[Request], *, on: Engines) -> list[Sample]:
         """The samples in the order of the requests. Cancelled, it stops what it has running. Raises EngineFailed."""
         ...
@@ -137,8 +142,8 @@ async def evaluate(
     on: Engines,
     on_progress: Callable[[int, int], None] = lambda prompts, tokens: None,
 ) -> EvalResult:
-    """`n` responses to each prompt, from engines that hold `version` and keep it. `timeout_s`: longest time in which no prompt
-    is answered; a long evaluation that moves is not late. `on_progress`: prompts answered, and tokens sampled, so far.
+    """`n` responses to each prompt, from engines that hold `version` and keep it. `timeout_s`: longest time in which no response
+    grows; a long evaluation that moves is not late. `on_progress`: prompts answered, and tokens sampled, so far.
 
     Raises EngineFailed, RewardFailed (with `on_reward_error: stop`), BatchTimeout, WeightsMoved, and ValueError without prompts.
     """
@@ -155,7 +160,7 @@ async def evaluate(
         tokens = 0
         for answered in range(len(prompts)):
             try:
-                index = await asyncio.wait_for(finished.get(), timeout_s)
+                index = await _next_answered(finished, fleet, timeout_s)
             except TimeoutError:
                 raise BatchTimeout(_lateness(prompts, tasks, version, timeout_s)) from None
             samples = tasks[index].result()
@@ -172,6 +177,19 @@ async def evaluate(
     return summarise_evaluation(answers, version=version, seconds=seconds, pass_at=pass_at, pass_reward=pass_reward)
 
 
+async def _next_answered(finished: asyncio.Queue[int], fleet: Runner, timeout_s: float) -> int:
+    """Raises TimeoutError after `timeout_s` in which no response grew."""
+    waited_from = time.monotonic()
+    while True:
+        left = max(waited_from, fleet.moved_at) + timeout_s - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        try:
+            return await asyncio.wait_for(finished.get(), left)
+        except TimeoutError:
+            continue
+
+
 def _tell(finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[Sample]]) -> None:
     if not task.cancelled():
         task.exception()  # looked at, so that asyncio does not report those after the first as never retrieved
@@ -181,7 +199,7 @@ def _tell(finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[Samp
 def _lateness(prompts: Sequence[Prompt], tasks: Sequence[asyncio.Task[list[Sample]]], version: int, timeout_s: float) -> str:
     missing = [prompt.id for prompt, task in zip(prompts, tasks, strict=True) if not task.done()]
     return (
-        f"evaluation of version {version}: no prompt was answered for {timeout_s:g} s; {len(missing)} of {len(prompts)} are "
+        f"evaluation of version {version}: no response grew for {timeout_s:g} s; {len(missing)} of {len(prompts)} are "
         f"missing, among them {', '.join(missing[:5])}"
     )
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import pickle
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -66,6 +67,7 @@ class Fleet:
         self.gate: Callable[[Prompt], Coroutine[Any, Any, None]] = lambda prompt: asyncio.sleep(0)
         self.reward: Callable[[Request], float | None] = lambda request: float(request.k)
         self.versions = (3, 3)
+        self.moved_at = -math.inf
 
     async def run(self, requests: Sequence[Request], *, on: str) -> list[Sample]:
         self.asked += requests
@@ -162,9 +164,18 @@ def test_an_evaluation_that_moves_is_not_late_and_one_that_does_not_names_what_i
     fleet.gate = lambda prompt: asyncio.sleep(0.08 * prompt.token_ids[0])
     assert evaluated(fleet, timeout_s=0.16).samples == 8, "0.24 s in all, but never 0.16 s without an answer"
     fleet.gate = lambda prompt: asyncio.sleep(60.0 if prompt.id in ("p1", "p3") else 0.0)
-    with pytest.raises(BatchTimeout, match=r"no prompt was answered for 0.1 s; 2 of 4 are missing, among them p1, p3"):
+    with pytest.raises(BatchTimeout, match=r"no response grew for 0.1 s; 2 of 4 are missing, among them p1, p3"):
         evaluated(fleet, timeout_s=0.1)
     assert fleet.cancelled == ["p1", "p3"], "nothing goes on being sampled for an evaluation that was given up"
+
+
+def test_responses_that_grow_are_waited_for_though_no_prompt_is_answered() -> None:
+    fleet = Fleet()
+    fleet.gate = lambda prompt: asyncio.sleep(0.2)
+    with pytest.raises(BatchTimeout):
+        evaluated(fleet, timeout_s=0.05)
+    fleet.moved_at = time.monotonic() + 60.0  # as if a response had grown at every moment
+    assert evaluated(fleet, timeout_s=0.05).samples == 8
 
 
 def test_an_engine_failure_ends_it_at_once() -> None:
