@@ -256,6 +256,20 @@ def test_stats_account_for_every_admitted_group_and_every_response() -> None:
     run(body)
 
 
+def test_what_runs_on_after_a_batch_does_not_grow_younger() -> None:
+    async def body() -> None:
+        engine = CoroutineEngine(lambda request: 60.0 if request.group == 4 else 0.0)
+        controller = Controller(source(), [engine], flow(3, 1.0))
+        controller.start(0)
+        await controller.next_batch(0, 1.0)
+        first = controller.stats()["oldest_in_flight_s"]
+        controller.advance(1)
+        assert 0 < first < controller.stats()["oldest_in_flight_s"]
+        await controller.stop()
+
+    run(body)
+
+
 @pytest.mark.parametrize("kind", [BatchTimeout, EngineFailed, RewardFailed, StalenessViolated])
 def test_errors_survive_the_trip_between_processes(kind: type[Exception]) -> None:
     again = pickle.loads(pickle.dumps(kind("who, where, why")))

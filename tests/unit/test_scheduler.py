@@ -176,3 +176,35 @@ def test_the_deadlines_of_groups_that_are_gone_are_kept_no_account_of() -> None:
                 desk.answer(request.id, versions=(version,))
         assert desk.scheduler.take(version) is not None
     assert len(desk.scheduler._ledger.due) <= 3
+
+
+def test_a_late_group_that_finishes_after_all_trains_whoever_else_is_missing() -> None:
+    desk = Desk(2, 1.0, late="drop")
+    desk.admit()
+    desk.finish(0, 1)
+    assert desk.take(0) == [0, 1]
+    desk.scheduler.advance(1)
+    desk.admit()
+    desk.finish(3)
+    desk.finish(5, version=1)
+    assert desk.take(1) is None, "without 2, which is late, it would be 3 and 4, and 4 is running"
+    desk.finish(2)
+    assert desk.take(1) == [2, 3]
+
+
+def test_a_continued_group_that_comes_first_trains_whoever_was_missing_before() -> None:
+    desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
+    desk.admit()
+    desk.finish(0, 1)
+    assert desk.take(0) == [0, 1]
+    desk.finish(2, 3)
+    assert desk.take(1) == [2, 3]
+    desk.scheduler.advance(1)
+    desk.admit()
+    desk.finish(4, 6, version=1)
+    assert desk.take(2) is None, "5 is running"
+    desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0)), 0)
+    desk.scheduler.advance(2)
+    assert desk.admit()[0].id == "7-0", "it continues 0-2, which has to train at 2"
+    desk.finish(7, version=2)
+    assert desk.take(2) == [4, 7]
