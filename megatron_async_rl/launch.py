@@ -37,7 +37,7 @@ from megatron_async_rl.observe.report import write_report
 from megatron_async_rl.observe.status import Status, read_status, write_status
 from megatron_async_rl.observe.watchdog import Watchdog
 from megatron_async_rl.refusals import Others
-from megatron_async_rl.run_lock import RunDirectoryError, alone_in
+from megatron_async_rl.run_lock import RunDirectoryError, alone_in, usable
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 POLL_S = 0.25
@@ -46,6 +46,8 @@ CLOSING_S = 30.0
 """What a rank that failed may take to stop its engines and itself."""
 START_S = 600.0
 """Longest start of a run without engines; with engines their `rollout.start_timeout_s` counts."""
+FULL_BYTES = 2**20
+"""With less room than this, what a process had to say was perhaps not written."""
 INTERRUPTED = 130
 
 
@@ -59,7 +61,7 @@ def launch(config: Config, console: Console, nodes: Nodes, others: Others) -> in
     with contextlib.ExitStack() as held:
         lock = None
         if nodes.rank == 0:
-            with _usable(run_dir):
+            with usable(run_dir):
                 lock = held.enter_context(alone_in(run_dir))
                 cut_unreadable(run_dir)
         status = _earlier_status(run_dir)
@@ -80,7 +82,7 @@ def launch(config: Config, console: Console, nodes: Nodes, others: Others) -> in
             return 0
         start_s = config.rollout.start_timeout_s if config.rollout is not None else START_S
         if nodes.rank == 0:
-            with _usable(run_dir):
+            with usable(run_dir):
                 _prepare_directory(config)
         if nodes.count > 1:
             console.print(f"node {nodes.rank} of {nodes.count}: waiting for the others, up to {start_s:g} s")
@@ -132,18 +134,6 @@ def _run(config: Config, console: Console, nodes: Nodes, start: str, start_s: fl
             watch.stop()
             progress.close()
     return exit_code
-
-
-@contextlib.contextmanager
-def _usable(run_dir: Path) -> Iterator[None]:
-    """What the file system refuses is the user's to put right."""
-    try:
-        yield
-    except OSError as error:
-        raise RunDirectoryError(
-            f"run.dir: {error.filename or run_dir}: {error.strerror or error}\n"
-            "  fix: make room or permissions there, or choose another run.dir"
-        ) from error
 
 
 def _earlier_status(run_dir: Path) -> Status | None:
@@ -216,14 +206,17 @@ def _watch(
         progress.update()
         for text in events.new():
             console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+        status = read_status(run_dir)
         if len(interrupts) > stops:
             stops = len(interrupts)
+            if nodes.count == 1 and (status in (None, earlier) or status.phase == "starting"):
+                console.print("Stopped before a step was made: nothing is lost, and the same command starts it again.")
+                return INTERRUPTED, None
             if stops > 1:
                 console.print("Killed. The last checkpoint is intact; the same command resumes from it.")
                 return INTERRUPTED, None
             (run_dir / watch.STOP).touch()
             console.print("Stopping after this step, with a checkpoint. Ctrl-C again kills at once.")
-        status = read_status(run_dir)
         if status is not None and status != earlier and status.phase == "failed":
             failed_at = min(failed_at, time.monotonic())
             if time.monotonic() - failed_at > CLOSING_S:
@@ -305,6 +298,9 @@ def _explain_failure(run_dir: Path, console: Console) -> None:
     console.print("[red bold]The run failed:[/] ", end="")
     console.print(message, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Log: {place}", markup=False, highlight=False, soft_wrap=True)
+    if shutil.disk_usage(run_dir).free < FULL_BYTES:
+        words = f"The file system that holds {run_dir} is full, and logs may lack their last lines.\n  fix: make room there"
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
     picture = stall.read_summary(run_dir)
     if picture is not None:
         console.print(f"\nWho waited for what (stacks: {run_dir / stall.FILE}):", markup=False, highlight=False, soft_wrap=True)

@@ -42,6 +42,18 @@ def alone_in(run_dir: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+@contextmanager
+def usable(run_dir: Path) -> Iterator[None]:
+    """What the file system refuses within is the user's to put right. Raises RunDirectoryError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"run.dir: {error.filename or run_dir}: {error.strerror or error}\n"
+            "  fix: make room or permissions there, or choose another run.dir"
+        ) from error
+
+
 def _holder(descriptor: int) -> str:
     pid, _, host = os.read(descriptor, 300).decode(errors="replace").strip().partition(" ")
     if host == socket.gethostname() and pid.isdecimal() and condition(int(pid)) is None:

@@ -245,7 +245,10 @@ def main(config_path: Path) -> int:
     except BaseException as error:
         traceback.print_exc()
         if run is not None:
-            run.say("failed", error=f"{type(error).__name__}: {error}")
+            try:
+                run.say("failed", error=f"{type(error).__name__}: {error}")
+            except OSError:  # such as a full disk, which then is the error itself
+                traceback.print_exc()
         gather_if_timed_out(config.run.dir, error, config.watchdog.timeout_s)
         raise
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,10 @@ class DeadlineExceeded(TimeoutError):
 
     def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, str, float]]:
         return (type(self), (self.who, self.name, self.waited_s))
+
+
+class ProcessDied(RuntimeError):
+    """The process that was to answer has ended."""
 
 
 def name_this_process(name: str) -> None:
@@ -75,7 +80,7 @@ async def await_named(name: str, awaitable: Awaitable[Result], timeout_s: float)
 def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
     """`ray.get` of one reference or a list of them, at most `timeout_s` seconds; raises DeadlineExceeded after that.
 
-    What the remote task raised is raised as itself.
+    What the remote task raised is raised as itself. Raises ProcessDied when its process has ended.
     """
     import ray
 
@@ -84,3 +89,15 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
             return ray.get(ref, timeout=timeout_s)
         except ray.exceptions.RayTaskError as error:
             raise remote_cause(error) from None
+        except ray.exceptions.ActorDiedError as error:
+            raise ProcessDied(
+                f"{this_process()} waited for {name}, and who was to answer is dead: {_obituary(str(error))}"
+            ) from None
+
+
+def _obituary(text: str) -> str:
+    """Which process, and Ray's reason, out of a text of a dozen lines."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    about = dict(line.split(": ", 1) for line in lines if re.match(r"(?:class_name|name|pid): ", line))
+    who = about.get("name") or about.get("class_name", "an actor")
+    return f"{who} (pid {about.get('pid', 'unknown')}). {lines[-1]}"

@@ -33,8 +33,12 @@ _KILLED = re.compile(
     r"Signal \d+ \(SIG(?:KILL|SEGV|ABRT|BUS|ILL|FPE)\) received by PID|Fatal Python error: |terminate called after throwing"
 )
 
+_RANK = re.compile(r" *rank +: \d+")
+_ROOT_CAUSE = "Root Cause (first observed failure)"
+"""torchrun's list of ranks that failed: the others come before it."""
+
 _SECONDARY_TYPES = re.compile(
-    r"(?:^|\.)(?:ChildFailedError|SignalException|ActorDiedError|RayActorError|ActorUnavailableError|WorkerCrashedError"
+    r"(?:^|\.)(?:ChildFailedError|SignalException|ProcessDied|ActorDiedError|RayActorError|ActorUnavailableError|WorkerCrashedError"
     r"|OwnerDiedError|EngineDeadError|KeyboardInterrupt|SystemExit|RankZeroFailed|NodeEnded|CancelledError|GeneratorExit"
     r"|BrokenPipeError|ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|EOFError"
     r"|DistBackendError|DistNetworkError)$"
@@ -113,12 +117,18 @@ def _candidates(text: str) -> list[_Candidate]:
     streams: dict[str, list[str]] = {}
     numbers: dict[str, list[int]] = {}
     found: list[_Candidate] = []
+    rank = ""
     for number, raw in enumerate(text.splitlines(), start=1):
         origin, line = _split_origin(raw)
         streams.setdefault(origin, []).append(line)
         numbers.setdefault(origin, []).append(number)
+        if (matched := _RANK.match(line)) is not None:
+            rank = matched.group(0).split()[-1]
+        if _ROOT_CAUSE in line:
+            found.clear()  # those before it died of this one's death
         if _KILLED.search(line):
-            found.append(_Candidate(KILLED, line.split("traceback : ")[-1].strip(), number))
+            message = line.rpartition("traceback : ")[2].strip()
+            found.append(_Candidate(KILLED, f"rank {rank}: {message}" if rank else message, number))
     for origin, lines in streams.items():
         failures = [_Candidate(kind, message, numbers[origin][at]) for kind, message, at in _failures(lines)]
         if failures:

@@ -190,6 +190,7 @@ class _Heart(threading.Thread):
         atexit.register(self.leave)
         self._movement = Movement(folder.parent)
         self._launcher: int | None = None
+        self._shown = True
         self._beat()
 
     def run(self) -> None:
@@ -206,7 +207,11 @@ class _Heart(threading.Thread):
                 partial.write_text(json.dumps({"name": self._process_name, **state()}))
                 os.replace(partial, self._path)
             except OSError as error:  # a full disk is the run's failure to report, where it writes something it needs
-                _log.warning("the state of %s was not written: %s", self._process_name, error)
+                if self._shown:
+                    _log.warning("the state of %s was not written: %s", self._process_name, error)
+                self._shown = False
+            else:
+                self._shown = True
         if self._end_after_s is not None:
             self._put_off_the_end(self._movement, self._end_after_s)
             self._stop_without_launcher()

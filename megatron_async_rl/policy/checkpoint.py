@@ -17,12 +17,13 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,14 +116,6 @@ def save(
                 shutil.rmtree(leftover)
         (unfinished / "sharded").mkdir(parents=True)
 
-    layout.from_rank_zero(prepare)
-    content = _sharded(model)
-    entries = [dict(chunk) for chunk in content.values()]
-    content[PARAMETER_STATE] = {name: sharded(_key(name), tensors, entries) for name, tensors in parameter_state.items()}
-    dist_checkpointing.save(content, str(unfinished / "sharded"), _InProcessSave(layout))
-    (unfinished / f"rank_{layout.rank}.pt").write_bytes(rank_payload)
-    layout.barrier()
-
     def commit() -> None:
         (unfinished / "state.pt").write_bytes(payload)
         for name, held in (files or {}).items():
@@ -140,8 +133,26 @@ def save(
             if old != final:
                 shutil.rmtree(old)
 
-    layout.from_rank_zero(commit)
+    with _cleared_on_failure(unfinished):
+        layout.from_rank_zero(prepare)
+        content = _sharded(model)
+        entries = [dict(chunk) for chunk in content.values()]
+        content[PARAMETER_STATE] = {name: sharded(_key(name), tensors, entries) for name, tensors in parameter_state.items()}
+        dist_checkpointing.save(content, str(unfinished / "sharded"), _InProcessSave(layout))
+        (unfinished / f"rank_{layout.rank}.pt").write_bytes(rank_payload)
+        layout.barrier()
+        layout.from_rank_zero(commit)
     return final
+
+
+@contextlib.contextmanager
+def _cleared_on_failure(unfinished: Path) -> Iterator[None]:
+    """On a full disk there is room again to say what happened."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def load(directory: Path, *, model: PolicyModel, optimizer: MegatronOptimizer, layout: Layout) -> Checkpoint | None:

@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron_async_rl import launch
+from megatron_async_rl.nodes import Nodes
+from megatron_async_rl.observe import watch
+from megatron_async_rl.observe.status import Status, write_status
 
 IN_A_TERMINAL = """
 import signal, sys
@@ -53,3 +57,48 @@ def test_a_closed_terminal_is_heard_and_written_to_no_more(tmp_path: Path) -> No
     os.close(ours)
     assert process.wait(20) == 0
     assert (tmp_path / "seen").read_text() == "[1]"
+
+
+class Idle:
+    def look(self) -> None:
+        """Nothing holds the run up."""
+
+
+class Script:
+    """In place of the display: what happens to the run between two looks of the launcher."""
+
+    def __init__(self, run_dir: Path, phase: str | None, interrupts: list[int]) -> None:
+        self.run_dir, self.phase, self.interrupts = run_dir, phase, interrupts
+
+    def update(self) -> None:
+        if self.phase is not None:
+            write_status(self.run_dir, Status(phase=self.phase, step=0, steps=9, time=2.0))
+        if not self.interrupts:
+            self.interrupts.append(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("phase", "nodes", "code"),
+    [
+        (None, Nodes(), launch.INTERRUPTED),
+        ("starting", Nodes(), launch.INTERRUPTED),
+        ("training", Nodes(), 0),
+        ("starting", Nodes(2, 1, "node0:1"), 0),
+    ],
+)
+def test_before_the_first_step_one_ctrl_c_ends_the_run_and_after_it_the_run_ends_itself(
+    tmp_path: Path, phase: str | None, nodes: Nodes, code: int
+) -> None:
+    write_status(tmp_path, Status(phase="training", step=3, steps=9, time=1.0))  # of an earlier start
+    interrupts: list[int] = []
+    script = Script(tmp_path, phase, interrupts)
+    until_stopped = 'while [ ! -e stop ]; do sleep 0.05; done; rm status.json; echo \'{"phase": "stopped", "step": 4,'
+    until_stopped += ' "steps": 9, "time": 3}\' > status.json'
+    script_process = subprocess.Popen(["sh", "-c", until_stopped], cwd=tmp_path)
+    try:
+        ended = launch._watch(script_process, script, Idle(), tmp_path, Console(quiet=True), nodes, interrupts)
+        assert ended == (code, None)
+        assert (tmp_path / watch.STOP).exists() == (code == 0)
+    finally:
+        script_process.kill()
+        script_process.wait()

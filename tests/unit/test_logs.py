@@ -30,6 +30,19 @@ megatron_async_rl.train FAILED
   traceback : {traceback}
 ============================================================
 """
+TWO_FAILED = """\
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -6 (pid: 5256)  (SIGABRT)
+  traceback : Signal 6 (SIGABRT) received by PID 5256
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 5257)  (SIGKILL)
+  traceback : Signal 9 (SIGKILL) received by PID 5257
+"""
 OWN = """\
 loading the model
 Traceback (most recent call last):
@@ -132,6 +145,11 @@ def test_an_actor_that_died_is_explained_by_its_own_log(tmp_path: Path) -> None:
 def test_a_killed_rank_explains_its_peers(tmp_path: Path) -> None:
     write(tmp_path, rank_1=GLOO, torchrun=SUMMARY.format(code=-9, traceback="Signal 9 (SIGKILL) received by PID 4712"))
     assert cause_of(tmp_path)[:2] == ("Signal 9 (SIGKILL) received by PID 4712", "torchrun.log")
+
+
+def test_of_ranks_that_died_the_first_is_named(tmp_path: Path) -> None:
+    write(tmp_path, rank_0=GLOO, torchrun=TWO_FAILED)
+    assert cause_of(tmp_path)[:2] == ("rank 1: Signal 9 (SIGKILL) received by PID 5257", "torchrun.log")
 
 
 def test_an_exception_that_a_process_survived_is_not_what_ended_it(tmp_path: Path) -> None:
