@@ -4,7 +4,9 @@ Prints, at each number of prompts in flight: responses per second, of the wall a
 of it, the ratio of the latter to that with the fewest in flight, and processor time per response; of `--rounds` through all
 numbers, the best of each, because what else runs on the machine takes the caches and only ever slows down.
 Engines answer `--batch` responses a report after a random delay, as fast as the controller takes them in: what is measured is the
-controller. `--selection`, `--extra` and `--requeue` choose what the scheduler has to decide. `--profile` shows where time goes.
+controller. The timers' own work (a heap, making samples) is clocked and subtracted; the caches they share with the controller.
+With `--capacity` groups are served in order, as by real engines: the last of a batch is waited for while later ones finish.
+`--selection`, `--extra` and `--requeue` choose what the scheduler has to decide. `--profile` shows where time goes.
 """
 
 from __future__ import annotations
@@ -132,8 +134,7 @@ def flow_of(in_flight: int, arguments: argparse.Namespace) -> FlowConfig:
 
 
 def capacity_of(in_flight: int, arguments: argparse.Namespace) -> int:
-    """Everything fits into the engines."""
-    return -(-2 * in_flight * (GROUP + arguments.extra) // arguments.engines)
+    return arguments.capacity or -(-2 * in_flight * (GROUP + arguments.extra) // arguments.engines)
 
 
 async def measure(in_flight: int, responses: int, arguments: argparse.Namespace) -> dict[str, float]:
@@ -171,6 +172,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1_000, 10_000])
     parser.add_argument("--responses", type=int, default=160_000, help="at each number in flight, at least")
     parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--capacity", type=int, default=0, help="requests that one engine holds at most; 0: all fit")
     parser.add_argument("--batch", type=int, default=1, help="responses in one report, at most")
     parser.add_argument("--tokens", type=int, default=1, help="in each response")
     parser.add_argument("--selection", default="oldest_first")
