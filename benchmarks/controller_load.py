@@ -4,7 +4,7 @@ Prints, at each number of prompts in flight: responses per second, of the wall a
 of it, the ratio of the latter to that with the fewest in flight, and processor time per response; of `--rounds` through all
 numbers, the best of each, because what else runs on the machine takes the caches and only ever slows down.
 Engines answer `--batch` responses a report after a random delay, as fast as the controller takes them in: what is measured is the
-controller. The timers' own work (a heap, making samples) is clocked and subtracted; the caches they share with the controller.
+controller. The timers' own work (a heap, making samples) is clocked and subtracted; what they take of the caches cannot be.
 With `--capacity` groups are served in order, as by real engines: the last of a batch is waited for while later ones finish.
 `--selection`, `--extra` and `--requeue` choose what the scheduler has to decide. `--profile` shows where time goes.
 """
