@@ -29,7 +29,7 @@ from megatron_async_rl.data.prompts import PromptSource, read_prompts
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.flow.actor import ControllerSpec, start_controller
 from megatron_async_rl.flow.evaluation import EvalResult
-from megatron_async_rl.flow.fleet_summary import EngineCounts, engine_metrics, flow_metrics
+from megatron_async_rl.flow.fleet_summary import EngineCounts, counted, engine_metrics, flow_metrics
 from megatron_async_rl.flow.summary import MetricValue, summarise_dropped
 from megatron_async_rl.observe import watch
 from megatron_async_rl.observe.deadline import ray_get, waiting
@@ -210,11 +210,12 @@ class RolloutFeed:
         now = time.monotonic()
         values: dict[str, MetricValue] = {"tokens/generated": stats["tokens"] - self._tokens_reported}
         values |= flow_metrics(stats) | summarise_dropped(dropped)
-        values |= engine_metrics(stats["engines"][: self._rollout.engines], self._counts, now - self._counted_at)
+        engines, seconds = stats["engines"][: self._rollout.engines], now - self._counted_at
+        values |= engine_metrics(engines, self._counts, seconds)
         held = self._publisher.versions
         values["engine/versions"] = [held.get(name, -1) for name, index in self._names.items() if index < self._rollout.engines]
         self._tokens_reported = stats["tokens"]
-        self._counted_at, self._counts = now, stats["engines"][: self._rollout.engines]
+        self._counted_at, self._counts = now, counted(engines, self._counts, seconds)
         if self._published is not None:
             values |= {
                 "weights/publish_s": self._published.seconds,

@@ -6,7 +6,7 @@ Counts of an engine are since that engine started: one that has fewer than befor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_async_rl.flow.slot import Slot
 from megatron_async_rl.flow.summary import MetricValue
@@ -68,6 +68,13 @@ def engine_metrics(now: Sequence[EngineCounts], before: Sequence[EngineCounts], 
         "engine/alive": sum(engine.alive for engine in now),
         "engine/restarts": sum(engine.restarts for engine in now),
     }
+
+
+def counted(now: Sequence[EngineCounts], before: Sequence[EngineCounts], seconds: float) -> list[EngineCounts]:
+    """The `before` of the next `engine_metrics`: what an engine reports late, more than `seconds`, counts then."""
+    earlier = [old.busy_s for old in before] or [0.0] * len(now)
+    most = [old + seconds if new.busy_s >= old else seconds for new, old in zip(now, earlier, strict=True)]
+    return [replace(new, busy_s=min(new.busy_s, limit)) for new, limit in zip(now, most, strict=True)]
 
 
 def _since(new: float, old: float) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_async_rl.flow.fleet_summary import EngineCounts, engine_metrics, flow_metrics
+from megatron_async_rl.flow.fleet_summary import EngineCounts, counted, engine_metrics, flow_metrics
 from megatron_async_rl.flow.summary import length_histogram, summarise, summarise_dropped
 from megatron_async_rl.samples import Group, Prompt, TrainBatch
 from tests.train_batches import make_sample, ragged_batch
@@ -21,6 +21,21 @@ def test_an_engines_share_and_tokens_are_those_since_the_last_step() -> None:
     assert metrics["engine/busy_share"] == pytest.approx(0.65)
     assert metrics["engine/tokens"] == [600, 0]
     assert (metrics["engine/versions"], metrics["engine/in_flight"], metrics["engine/alive"]) == ([3, 2], [5, 1], 2)
+
+
+def test_what_an_engine_reports_late_is_counted_in_the_steps_after_and_never_lost() -> None:
+    """One engine samples all the time, the other a quarter of it; both report once a second, and a step takes 0.25 s."""
+    before: list[EngineCounts] = []
+    shares = []
+    for step in range(1, 41):
+        reported = step // 4
+        now = [replace(FRESH, busy_s=1.0 * reported), replace(FRESH, busy_s=0.25 * reported)]
+        shares.append(engine_metrics(now, before, 0.25)["engine/busy_shares"])
+        before = counted(now, before, 0.25)
+    assert all(share[0] == 1.0 for share in shares[3:])
+    assert sum(share[1] for share in shares) / 40 == pytest.approx(0.25)
+    again = counted([replace(FRESH, busy_s=0.75)], [replace(FRESH, busy_s=40.0)], 0.5)
+    assert again[0].busy_s == 0.5, "of an engine that was started again, too"
 
 
 def test_a_restarted_engine_counts_what_it_did_since_and_a_dead_one_has_no_version() -> None:
