@@ -187,7 +187,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Key]]] = {
             "time/forward_backward_s": Key("s", "Part of `time/train_s`: the micro-batches, gradients reduced."),
             "time/optimizer_s": Key("s", "Part of `time/train_s`: controls, clipping and the optimizer."),
             "time/publish_s": Key("s", "Handing the new weights over: gathering, sending, checking."),
-            "time/step_s": Key("s", "The whole step."),
+            "time/step_s": Key("s", "The whole step, from asking for the batch on; evaluation and checkpoint apart."),
         },
     ),
     "Weights": (
@@ -281,7 +281,7 @@ Every line has:
 | --- | --- | --- |
 | `step` | steps | Optimizer steps done, this one included: the first line has 1. |
 | `version` | | Weight version this step produced; it trained on the one before. |
-| `time` | Unix seconds | When the step ended. |
+| `time` | Unix seconds | When the line was written: after the step, and after an evaluation that training waited for. |
 
 A key that does not apply to a step (no reward in a supervised run, no cosine on the first step) is absent from its line.
 A value that is not finite is written as the string `"nan"`, `"inf"` or `"-inf"`, so that every line is valid JSON.
