@@ -44,6 +44,8 @@ class Others:
         for line in self._lines:
             if (said := line.read()) is not None:
                 self._untold -= 1
+                self._lines.remove(line)  # nobody reads there any more
+                line.close()
                 return said
         self._lines = [line for line in self._lines if not line.ended]
         return None
