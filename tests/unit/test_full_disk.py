@@ -1,0 +1,32 @@
+"""On a full disk a run ends with that for a reason."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_async_rl import launch
+from megatron_async_rl.policy.checkpoint import _cleared_on_failure
+
+
+def test_what_was_written_of_a_checkpoint_that_failed_is_removed_and_the_error_stays(tmp_path: Path) -> None:
+    unfinished = tmp_path / "unfinished_step_00000004"
+    (unfinished / "sharded").mkdir(parents=True)
+    with pytest.raises(OSError, match="No space left"), _cleared_on_failure(unfinished):
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("free", "said"), [(4096, True), (2**30, False)])
+def test_the_launcher_says_that_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, said: bool) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**31, 2**31 - free, free))
+    (tmp_path / "logs").mkdir()
+    written = io.StringIO()
+    launch._explain_failure(tmp_path, Console(file=written))
+    assert (f"The file system that holds {tmp_path} is full" in written.getvalue()) == said
