@@ -1,47 +1,76 @@
 """A publish of new weights to one engine against a plain memory copy of the same bytes.
 
-`stage`: what the trainer waits for. `publish`: until the engine samples with the new weights, which it proved; the trainer
-trains on meanwhile. Medians over the rounds after the first, whose new pages of shared memory are `first_stage_ms`.
-Random models made on the spot; one engine behind Ray, idle; ratios = ours / copy.
+`stage`: what the trainer waits for, from Megatron's parameters. `publish`: until the engine samples with the new weights, which
+it proved; the trainer trains on meanwhile; `parts_ms`: where it goes. Medians over the rounds after the first, whose new pages of
+shared memory are `first_stage_ms`. Random models made on the spot; one engine behind Ray, idle; ratios = ours / copy.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import publish_phases
 import random_model
 
 
+class Exporting:
+    """Takes buckets from an exporter; `seconds` of it."""
+
+    def __init__(self, buckets: Iterator[Any]) -> None:
+        self._buckets = buckets
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            started = time.perf_counter()
+            bucket = next(self._buckets, None)
+            self.seconds += time.perf_counter() - started
+            if bucket is None:
+                return
+            yield bucket
+
+
 def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
+    import ray
     import torch
 
-    from megatron_async_rl.rollout.actor import start_engines, stop_engines
     from megatron_async_rl.weights.publish import Publisher, RayEngine
 
-    tensors = random_model.weights(model)
-    size = sum(tensor.nbytes for tensor in tensors.values())
+    policy, exporter = random_model.policy(model, dtype)
+    parameters = [parameter.detach() for chunk in policy.chunks for parameter in chunk.parameters()]
+    size = sum(tensor.nbytes for tensor in parameters)
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    copies, stages, publishes, pauses = [], [], [], []
-    handles = start_engines([random_model.spec(model, dtype, model / "logs")])
+    copies, stages, publishes, pauses, parts = [], [], [], [], []
+    spec = random_model.spec(model, dtype, model / "logs")
+    spec.log_dir.mkdir()
+    handle = ray.remote(publish_phases.TimedActor).options(num_cpus=0, max_concurrency=1000).remote(spec)
     try:
-        publisher = Publisher([RayEngine("engine-0", handles[0])], timeout_s=300)
-        first = publisher.publish(1, random_model.buckets(tensors))
+        ray.get(handle.start.remote(), timeout=300)
+        publisher = Publisher([RayEngine(spec.name, handle)], timeout_s=300)
+        first = publisher.publish(1, exporter.buckets(random_model.BUCKET_BYTES))
         for version in range(2, rounds + 2):
-            for tensor in tensors.values():
-                tensor.mul_(1.0)  # as an optimizer leaves them
+            for parameter in parameters:
+                parameter.mul_(1.0)  # as an optimizer leaves them
             started = time.perf_counter()
             target.copy_(source)
             copies.append(time.perf_counter() - started)
-            report = publisher.publish(version, random_model.buckets(tensors))
+            ray.get(handle.take_times.remote(), timeout=60)
+            publish_phases.taken()
+            exporting = Exporting(exporter.buckets(random_model.BUCKET_BYTES))
+            report = publisher.publish(version, exporting)
             stages.append(report.staged_s)
             publishes.append(report.seconds)
             pauses.append(report.paused_s)
+            engine = ray.get(handle.take_times.remote(), timeout=60)
+            parts.append(publish_phases.parts(exporting.seconds, report.staged_s, report.seconds, publish_phases.taken(), engine))
         publisher.close()
     finally:
-        stop_engines(handles, timeout_s=15)
+        ray.wait([handle.stop.remote()], timeout=15)
+        ray.kill(handle)
     copy_s, stage_s, publish_s, pause_s = (statistics.median(times) for times in (copies, stages, publishes, pauses))
     return {
         "dtype": dtype,
@@ -53,8 +82,10 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
         "first_stage_ms": round(1e3 * first.staged_s, 2),
         "stage_ratio": round(stage_s / copy_s, 2),
         "publish_ratio": round(publish_s / copy_s, 2),
+        "parts_ms": publish_phases.medians_ms(parts),
     }
 
 
 if __name__ == "__main__":
+    publish_phases.time_trainer()
     random_model.measure_all(measure, __doc__)

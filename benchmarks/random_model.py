@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -66,6 +67,25 @@ def buckets(tensors: dict[str, Any]) -> Iterator[SimpleNamespace]:
         names.append(name)
         size += tensor.nbytes
     yield SimpleNamespace(names=tuple(names), tensors=tuple(tensors[n] for n in names))
+
+
+def policy(directory: Path, dtype: str) -> tuple[Any, Any]:
+    """The model in Megatron, on one rank, and its exporter."""
+    from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
+    from megatron_async_rl.policy.model import build_model
+    from megatron_async_rl.weights.export import WeightExporter
+
+    model = build_model(ModelConfig(path=directory, dtype=dtype), PolicyConfig(), _one_rank())
+    return model, WeightExporter(model.bridge, model.chunks)
+
+
+@functools.cache
+def _one_rank() -> Any:
+    from megatron_async_rl.config.schema import ParallelConfig
+    from megatron_async_rl.policy import device
+    from megatron_async_rl.policy.parallel import initialise
+
+    return initialise(ParallelConfig(), device.install("cpu"), timeout_s=600)
 
 
 def spec(model: Path, dtype: str, logs: Path) -> Any:
