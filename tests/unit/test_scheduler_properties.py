@@ -23,6 +23,8 @@ from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples import Prompt, Sample, TrainBatch
 from megatron_async_rl.samples.requests import Cut, Prefix, Request
 
+EVENTS = (*("answer",) * 6, "train", "train", "train", "load", "load", "admit", "admit", "sample", "cut", "lose", "resume")
+"""Of a long history, each as often as it is named."""
 RATIOS = st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, 2.0, 2.4, 3.0])
 
 
@@ -108,6 +110,9 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.room())
     @rule(count=st.integers(1, 20))
     def admit(self, count: int) -> None:
+        self.admit_some(count)
+
+    def admit_some(self, count: int) -> None:
         while count and self.scheduler.room():
             self.admit_one()
             count -= 1
@@ -256,18 +261,19 @@ class World(RuleBasedStateMachine):
         """Any of the above, many times: what goes wrong only after a long history is found here, what is simple by the rules."""
         chance = random.Random(seed)
         often = chance.choice((0.05, 0.3, 1.0))
-        slow = chance.randrange(2, 5)
+        slow = chance.choice((2, 4, 9))
         for _ in range(times):
-            match chance.choice(("admit", "sample", "answer", "answer", "answer", "cut", "lose", "load", "train", "resume")):
-                case "admit" if self.scheduler.room():
-                    self.admit_one()
+            match chance.choice(EVENTS):
+                case "admit":
+                    self.admit_some(chance.choice((1, 20)))
                 case "sample" if self.wanted:
                     request = chance.choice(list(self.wanted.values()))
                     self.sampled(request, max(self.engines, self.began.get(request.id, (0, 0))[1]))
                 case "answer" if self.wanted:
-                    at = chance.choice(sorted(self.wanted))
-                    if self.wanted[at].group % slow or chance.random() < often:
-                        self.answer(self.wanted[at], chance.choice((0.0, 1.0, 1.0, None)))
+                    first = chance.choice(sorted(self.wanted))
+                    for at in [first, *chance.sample(sorted(self.wanted), min(len(self.wanted), chance.choice((0, 4))))]:
+                        if at in self.wanted and (self.wanted[at].group % slow or chance.random() < often):
+                            self.answer(self.wanted[at], chance.choice((0.0, 1.0, 1.0, None)))
                 case "cut" if self.cutting:
                     request = chance.choice(list(self.cutting.values()))
                     if chance.random() < 0.3:
@@ -402,7 +408,7 @@ World.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestWorld = World.TestCase
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(
     flow=flows(),
     steps=st.none() | st.integers(1, 30),
