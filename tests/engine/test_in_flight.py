@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ import torch
 from megatron_async_rl.observe.remote import remote_cause
 from megatron_async_rl.rollout.actor import kill_engine, start_engine
 from megatron_async_rl.samples import Sample
+from megatron_async_rl.samples.requests import Cut
 from megatron_async_rl.weights.engine_client import RayEngine
-from tests.engine.asking import outcomes, report, submit
+from tests.engine.asking import cut, outcomes, report, sampled, submit
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import TOLERANCE, Engines, buckets, prompt_of, running
 from tests.parallel.ranks import run_ranks
@@ -179,13 +181,58 @@ def refused(call: Any, why: str) -> None:
         call().result(timeout=30)
 
 
-def test_a_dead_engine_says_so_and_one_in_its_place_is_fed_with_what_is_staged(engines: Engines) -> None:
+def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs_it_had(engines: Engines) -> None:
+    first, then = engines.handles[KEEP], engines.handles[RECOMPUTE]
+    asked = engines.asked([prompt_of(12, seed) for seed in range(6)], 1)
+    submit(first, asked)
+    finished = grown(first)
+    engines.publish(1)
+    finished |= grown(first) | grown(first)
+    ids = [request.id for request in asked if request.id not in finished]
+    cut(first, ids)
+    cuts = {one.id: one.prefix for one in outcomes(first, ids) if isinstance(one, Cut) and one.prefix is not None}
+    through = {one for one, prefix in cuts.items() if len(set(prefix.versions.tolist())) == 2}
+    assert through, "some were cut after the update that they ran through"
+    before = engines.version
+    engines.publish(3)
+    again = [replace(request, prefix=cuts[request.id]) for request in asked if request.id in through]
+    for sample in sampled(then, again):
+        prefix = cuts[sample.id]
+        assert prefix is not None
+        length = len(prefix.response_ids)
+        assert sample.response_ids[:length].tolist() == prefix.response_ids.tolist()
+        assert sample.behavior_logprobs[:length].tolist() == prefix.behavior_logprobs.tolist()
+        assert sample.versions.tolist() == [*prefix.versions.tolist(), *[before + 1] * (sample.length - length)]
+        assert sample.length > length
+        assert apart(sample, length, sample.length, alone(engines, sample, before + 1, length, sample.length)) < TOLERANCE
+
+
+def grown(handle: Any) -> set[str]:
+    """Waits until responses have grown since the report before; which ones finished meanwhile."""
+    finished: set[str] = set()
+    while True:
+        answer = report(handle, 0.05)
+        finished |= {sample.id for sample in answer.finished}
+        if answer.sampling:
+            return finished
+        assert answer.running, "all of them finished"
+
+
+def test_an_engine_that_dies_at_an_update_says_so_and_one_in_its_place_is_fed_with_what_is_staged(engines: Engines) -> None:
     import ray
 
-    handle, spec = engines.handles[KEEP], engines.specs[KEEP]
+    handle, spec, core = engines.handles[KEEP], engines.specs[KEEP], core_of(engines, KEEP)
+    engines.version += 1
+    engines.of_version[engines.version] = 2
+    engines.publisher.stage(engines.version, buckets(engines.checkpoints[2], 5))
     asked = engines.asked([prompt_of(8)], 2)
     submit(handle, asked)
-    core_of(engines, KEEP).kill()
+    core.suspend()  # or it could be through the update before it is killed
+    delivery = engines.publisher.deliver(engines.version)
+    core.kill()
+    published = delivery.result(timeout=60)
+    assert published.lost.keys() == {spec.name}
+    assert published.pauses.keys() == {engines.specs[RECOMPUTE].name}
     with pytest.raises(ray.exceptions.RayTaskError) as failure:
         outcomes(handle, [request.id for request in asked])
     assert f"the vLLM process of engine-0 died while it worked on 2 responses; see {spec.log}" in str(remote_cause(failure.value))
@@ -193,13 +240,11 @@ def test_a_dead_engine_says_so_and_one_in_its_place_is_fed_with_what_is_staged(e
     engines.handles[KEEP] = start_engine(spec)
     assert "EngineDeadError" in spec.log.with_name("engine-0.log.1").read_text()
     assert "EngineDeadError" not in spec.log.read_text()
-    engines.version += 1
-    engines.of_version[engines.version] = 2
-    engines.publisher.stage(engines.version, buckets(engines.checkpoints[2]))
     engines.publisher.bring_up(RayEngine(spec.name, engines.handles[KEEP]))
-    for (sample,) in engines.groups(KEEP, [prompt_of(8, seed) for seed in range(2)], 1):
-        assert set(sample.versions.tolist()) == {engines.version}
-        assert engines.difference(KEEP, sample, engines.version) < TOLERANCE
+    for engine in (KEEP, RECOMPUTE):
+        for (sample,) in engines.groups(engine, [prompt_of(8, seed) for seed in range(2)], 1):
+            assert set(sample.versions.tolist()) == {engines.version}
+            assert engines.difference(engine, sample, engines.version) < TOLERANCE
 
 
 def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_kill(engines: Engines) -> None:
