@@ -79,8 +79,7 @@ class TimedActor(EngineActor):
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions go to vLLM's process
         await super().start()
         engine: Any = self._running()
-        for method in ("pause", "load_bucket", "resume"):
-            timed(engine, method, "actor")
+        timed(engine, "update", "actor")
         timed(engine._llm.engine_core, "pause_scheduler_async", "vllm pause")
         timed(engine._llm, "collective_rpc", "vllm load")
         timed(engine._llm, "update_weight_version", "vllm number")
