@@ -100,7 +100,7 @@ class EngineKeeper:
         while not self._stop.is_set():
             done, _ = ray.wait([pending], timeout=POLL_S)
             if done and not self._stop.is_set():
-                index, reason = ray.get(pending)
+                index, reason = ray_get(pending, "the controller to say which engine is lost", self._timeout_s)
                 pending = self._controller.lost.remote()
                 self._publisher.remove(self._specs[index].name)
                 kill_engine(self._handles[index])

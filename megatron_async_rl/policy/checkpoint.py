@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PARAMETER_STATE = "parameter_state"
+FULL_BYTES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,11 +149,14 @@ def save(
 
 @contextlib.contextmanager
 def _cleared_on_failure(unfinished: Path) -> Iterator[None]:
-    """On a full disk there is room again to say what happened."""
+    """On a full disk there is room again to say what happened. Raises OSError (ENOSPC) for whatever a full disk raised."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        full = unfinished.exists() and shutil.disk_usage(unfinished).free < FULL_BYTES
         shutil.rmtree(unfinished, ignore_errors=True)
+        if full:
+            raise OSError(errno.ENOSPC, "No space left for a checkpoint", str(unfinished.parent)) from error
         raise
 
 

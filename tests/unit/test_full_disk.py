@@ -22,6 +22,14 @@ def test_what_was_written_of_a_checkpoint_that_failed_is_removed_and_the_error_s
     assert list(tmp_path.iterdir()) == []
 
 
+def test_whatever_a_full_disk_raised_is_reported_as_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**31, 2**31 - 4096, 4096))
+    (tmp_path / "unfinished").mkdir()
+    with pytest.raises(OSError, match="No space left for a checkpoint"), _cleared_on_failure(tmp_path / "unfinished"):
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+
 @pytest.mark.parametrize(("free", "said"), [(4096, True), (2**30, False)])
 def test_the_launcher_says_that_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, said: bool) -> None:
     usage = namedtuple("usage", "total used free")
