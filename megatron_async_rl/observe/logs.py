@@ -31,6 +31,7 @@ _CHAIN = ("During handling of the above exception", "The above exception was the
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:\([\w.]+\))?)(?:: ?(.*))?$")
 _KILLED = re.compile(
     r"Signal \d+ \(SIG(?:KILL|SEGV|ABRT|BUS|ILL|FPE)\) received by PID|Fatal Python error: |terminate called after throwing"
+    r"|Failed to connect to GCS within"
 )
 
 _RANK = re.compile(r" *rank +: \d+")

@@ -152,6 +152,12 @@ def test_of_ranks_that_died_the_first_is_named(tmp_path: Path) -> None:
     assert cause_of(tmp_path)[:2] == ("rank 1: Signal 9 (SIGKILL) received by PID 5257", "torchrun.log")
 
 
+def test_a_rank_that_ray_ended_because_its_head_was_gone_says_so(tmp_path: Path) -> None:
+    ray = "[01:26:43 E 6613 7097] rpc_client.h:204: Failed to connect to GCS within 60 seconds. GCS may have been killed."
+    write(tmp_path, rank_0=ray + "\n", torchrun=SUMMARY.format(code=1, traceback="none"))
+    assert cause_of(tmp_path)[:2] == (ray, "rank_0.log")
+
+
 def test_an_exception_that_a_process_survived_is_not_what_ended_it(tmp_path: Path) -> None:
     write(tmp_path, rank_0=SURVIVED + "step 8\n" + OWN)
     assert cause_of(tmp_path)[0].startswith("DataError")
