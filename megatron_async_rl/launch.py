@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from rich.console import Console
 
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.interrupts import collected
 from megatron_async_rl.nodes import Nodes, meet
 from megatron_async_rl.observe import stall, watch
 from megatron_async_rl.observe.events import EventReader
@@ -113,7 +113,7 @@ def _run(config: Config, console: Console, nodes: Nodes, start: str, start_s: fl
     """From the start of the ranks to the end of the last process."""
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
     standstill = None
-    with _interrupts() as interrupts:
+    with collected() as interrupts:
         process = _start_ranks(config, run_id, nodes, start, lock)
         progress = Progress(run_dir, config.run.steps, console)
         watchdog = Watchdog(
@@ -238,36 +238,6 @@ def _record_failure(run_dir: Path, error: str) -> None:
     last = read_status(run_dir) or Status(phase="starting", step=0, steps=0, time=0.0)
     log = str(run_dir / stall.FILE)
     write_status(run_dir, replace(last, phase="failed", time=time.time(), error=error, log=log))
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT, SIGTERM and the first SIGHUP instead of raising in the middle of a redraw, or of the end of the run.
-
-    A closed terminal may send several SIGHUPs, and what it is sent then fails: nothing is written to it any more. Where SIGHUP
-    is ignored (nohup) it stays so.
-    """
-    seen: list[int] = []
-    terminals = [number for number in (1, 2) if os.isatty(number)]
-
-    def collect(number: int, _: object) -> None:
-        if number != signal.SIGHUP or not seen:
-            seen.append(number)
-        if number == signal.SIGHUP:
-            for terminal in terminals:
-                os.dup2(nowhere, terminal)
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-        numbers.append(signal.SIGHUP)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    earlier = {number: signal.signal(number, collect) for number in numbers}
-    try:
-        yield seen
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-        os.close(nowhere)
 
 
 def _kill_leftovers(run_id: str) -> None:

@@ -1,12 +1,15 @@
 """One run at a time in a run's directory.
 
 Invariant: the directory is taken from before anything in it is changed until the launcher and the ranks it started have ended,
-however they end: the kernel gives the lock back, and torchrun holds it beside the launcher.
+however they end: the kernel gives the lock back, and torchrun holds it beside the launcher. On a file system without locks, as
+Lustre may be mounted, that is the user's to see to, and said.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -15,7 +18,10 @@ from pathlib import Path
 
 from megatron_async_rl.observe.processes import condition
 
+log = logging.getLogger(__name__)
+
 FILE = "lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunDirectoryError(Exception):
@@ -26,7 +32,7 @@ class RunDirectoryError(Exception):
 def alone_in(run_dir: Path) -> Iterator[int]:
     """Takes `run_dir` (made if missing); yields the descriptor that holds it, for other processes that shall hold it too.
 
-    Raises RunDirectoryError when another run has it, OSError when it cannot be written to or its file system knows no locks.
+    Raises RunDirectoryError when another run has it, OSError when it cannot be written to.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(run_dir / FILE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -35,6 +41,10 @@ def alone_in(run_dir: Path) -> Iterator[int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunDirectoryError(f"run.dir: {run_dir} is in use: {_holder(descriptor)}") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning("%s: no locks there (%s), so that a second run in it would not be noticed", run_dir, error.strerror)
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
         yield descriptor

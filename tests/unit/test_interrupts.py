@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from megatron_async_rl import launch
+from megatron_async_rl.interrupts import collected
 from megatron_async_rl.nodes import Nodes
 from megatron_async_rl.observe import watch
 from megatron_async_rl.observe.status import Status, write_status
@@ -19,8 +20,8 @@ from megatron_async_rl.observe.status import Status, write_status
 IN_A_TERMINAL = """
 import signal, sys
 from pathlib import Path
-from megatron_async_rl.launch import _interrupts
-with _interrupts() as seen:
+from megatron_async_rl.interrupts import collected
+with collected() as seen:
     print("ready", flush=True)
     while not seen:
         signal.pause()
@@ -30,7 +31,7 @@ with _interrupts() as seen:
 
 
 def test_each_ctrl_c_and_the_first_hang_up_counts() -> None:
-    with launch._interrupts() as seen:
+    with collected() as seen:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert seen == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
@@ -41,7 +42,7 @@ def test_each_ctrl_c_and_the_first_hang_up_counts() -> None:
 def test_a_run_that_is_to_outlive_its_terminal_does() -> None:
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with launch._interrupts() as seen:
+        with collected() as seen:
             os.kill(os.getpid(), signal.SIGHUP)
             assert seen == []
     finally:

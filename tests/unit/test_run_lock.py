@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
 import subprocess
@@ -50,3 +52,25 @@ def test_ranks_that_outlive_their_killed_launcher_keep_the_directory(tmp_path: P
     assert ended.returncode == 0
     with alone_in(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said_and_no_obstacle(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with alone_in(tmp_path) as lock:
+        os.fstat(lock)
+    assert f"{tmp_path}: no locks there ({os.strerror(number)})" in caplog.text
+
+
+def test_another_fault_of_the_lock_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="the disk is broken"), alone_in(tmp_path):
+        pytest.fail("nothing was raised")
