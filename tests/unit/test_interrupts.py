@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ IN_A_TERMINAL = """
 import signal, sys
 from pathlib import Path
 from megatron_async_rl.interrupts import collected
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with collected() as seen:
     print("ready", flush=True)
     while not seen:
@@ -30,6 +32,15 @@ with collected() as seen:
 """
 
 
+@pytest.fixture
+def no_nohup() -> Iterator[None]:
+    """However the tests were started."""
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, earlier)
+
+
+@pytest.mark.usefixtures("no_nohup")
 def test_each_ctrl_c_and_the_first_hang_up_counts() -> None:
     with collected() as seen:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
