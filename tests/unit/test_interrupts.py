@@ -33,14 +33,16 @@ with collected() as seen:
 
 
 @pytest.fixture
-def no_nohup() -> Iterator[None]:
-    """However the tests were started."""
-    earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def as_in_a_terminal() -> Iterator[None]:
+    """Also where the tests run in the background, or under nohup."""
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    earlier = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGHUP, earlier)
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("no_nohup")
+@pytest.mark.usefixtures("as_in_a_terminal")
 def test_each_ctrl_c_and_the_first_hang_up_counts() -> None:
     with collected() as seen:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
