@@ -165,6 +165,7 @@ def _start_ranks(config: Config, run_id: str, nodes: Nodes, start: str, lock: in
     environment = dict(os.environ)
     environment[RUN_ID_VARIABLE] = run_id
     environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("SPT_NOENV", "1")  # a process that gives itself a title would erase what it is found by
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("HF_HUB_OFFLINE", "1")
     command = [

@@ -7,10 +7,10 @@ import json
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.end_to_end.conftest import Workplace, alive, started_by, wait_until
+from tests.vllm_process import core_of
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
@@ -40,20 +40,20 @@ def troubled(workplace: Workplace) -> dict[str, object]:
     run = workplace.folder / "runs" / "fleet"
     process = workplace.start("train", str(config))
     wait_until(lambda: len(workplace.metrics("fleet")) >= 2, process)
-    core_of(process, run, 0).kill()
+    core_of(run / "logs" / "engine-0.log").kill()
     wait_until(lambda: any("engine-0 is back" in text for text in events(run)), process)
     back_at = len(workplace.metrics("fleet"))
     wait_until(lambda: len(workplace.metrics("fleet")) >= back_at + 3, process)
-    core_of(process, run, 0).send_signal(signal.SIGSTOP)
+    core_of(run / "logs" / "engine-0.log").send_signal(signal.SIGSTOP)
     wait_until(lambda: any("lost for good" in text for text in events(run)), process)
     alone_at = len(workplace.metrics("fleet"))
     wait_until(lambda: len(workplace.metrics("fleet")) >= alone_at + 3, process)
-    core_of(process, run, 1).kill()
+    core_of(run / "logs" / "engine-1.log").kill()
     wait_until(lambda: any("engine-1 is back" in text for text in events(run)), process)
     none_at = len(workplace.metrics("fleet"))
     wait_until(lambda: len(workplace.metrics("fleet")) >= none_at + 3, process)
     rows, processes = workplace.metrics("fleet"), started_by(process)
-    core_of(process, run, 1).kill()
+    core_of(run / "logs" / "engine-1.log").kill()
     output, _ = process.communicate(timeout=60)  # well under watchdog.timeout_s: the death is noticed, not waited out
     return {
         "code": process.returncode,
@@ -70,13 +70,6 @@ def troubled(workplace: Workplace) -> dict[str, object]:
 def events(run: Path) -> list[str]:
     path = run / "events.jsonl"
     return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def core_of(process: object, run: Path, index: int) -> psutil.Process:
-    """vLLM's process under the actor of engine `index`."""
-    cores = [other for other in started_by(process) if "EngineCore" in " ".join(other.cmdline())]  # type: ignore[arg-type]
-    (core,) = [other for other in cores if str(run / "logs" / f"engine-{index}.log") in {f.path for f in other.open_files()}]
-    return core
 
 
 def test_the_loss_of_the_last_engine_ends_the_run_with_its_name_and_nothing_left_running(troubled: dict[str, object]) -> None:

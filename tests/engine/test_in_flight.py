@@ -5,7 +5,6 @@ them and run in order; every one that loads weights takes the next version.
 """
 
 import pickle
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from tests.engine.asking import cut, outcomes, report, sampled, submit
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import TOLERANCE, Engines, buckets, prompt_of, running
 from tests.parallel.ranks import run_ranks
+from tests.vllm_process import core_of
 
 pytestmark = pytest.mark.engine
 
@@ -221,7 +221,7 @@ def grown(handle: Any) -> set[str]:
 def test_an_engine_that_dies_at_an_update_says_so_and_one_in_its_place_is_fed_with_what_is_staged(engines: Engines) -> None:
     import ray
 
-    handle, spec, core = engines.handles[KEEP], engines.specs[KEEP], core_of(engines, KEEP)
+    handle, spec, core = engines.handles[KEEP], engines.specs[KEEP], core_of(engines.specs[KEEP].log)
     engines.version += 1
     engines.of_version[engines.version] = 2
     engines.publisher.stage(engines.version, buckets(engines.checkpoints[2], 5))
@@ -248,7 +248,7 @@ def test_an_engine_that_dies_at_an_update_says_so_and_one_in_its_place_is_fed_wi
 
 
 def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_kill(engines: Engines) -> None:
-    core = core_of(engines, RECOMPUTE)
+    core = core_of(engines.specs[RECOMPUTE].log)
     actor = core.parent()
     assert actor is not None
     workers = [process for process in core.children() if "Worker_TP" in process.name()]
@@ -265,12 +265,3 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
     kill_engine(engines.handles[RECOMPUTE])
     _, alive = psutil.wait_procs([actor], timeout=20)
     assert not alive
-
-
-def core_of(engines: Engines, engine: int) -> psutil.Process:
-    """vLLM's own process: the child of the actor that calls itself so."""
-    (actor,) = {int(number) for number in re.findall(r"\(MainProcess pid=(\d+)\)", engines.specs[engine].log.read_text())}
-    children = psutil.Process(actor).children()
-    cores = [child for child in children if "EngineCore" in child.name()]
-    assert len(cores) == 1, [(child.pid, child.name(), child.status()) for child in children]
-    return cores[0]

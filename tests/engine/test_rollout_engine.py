@@ -24,6 +24,7 @@ from megatron_async_rl.weights.publish import PublishFailed, WeightMismatch
 from tests.engine.asking import cut, outcomes, report, sampled, submit
 from tests.engine.reference import checkpoint_weights, save_checkpoint
 from tests.engine.running import TOLERANCE, Engines, buckets, prompt_of, running
+from tests.vllm_process import core_of
 
 pytestmark = pytest.mark.engine
 
@@ -314,8 +315,8 @@ def test_the_engine_process_ends_when_its_actor_is_killed(engines: Engines) -> N
         if "MainProcess pid=" in line
     }
     (actor,) = actors
-    children = [child for child in psutil.Process(actor).children() if "EngineCore" in child.name()]
-    assert len(children) == 1
+    core = core_of(engines.specs[LONG].log)
+    assert core.ppid() == actor
     os.kill(actor, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs([core], timeout=20)
     assert not alive
