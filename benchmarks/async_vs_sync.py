@@ -1,8 +1,10 @@
-"""Wall time per step, asynchronous against synchronous, each side on a core of its own: how much of the overlap is had.
+"""Wall time per step, asynchronous against synchronous, each side on a core of its own: how much of
+the overlap is had.
 
-Runs of one configuration: synchronous (`async_ratio: 0`), and asynchronous at each of `--ratios`. The trainer rank runs on core
-0, the engine's processes on core 1. The synchronous run gives T_gen (waiting for the batch, the weights' delivery included) and
-T_train; no overlap can be faster than max(T_gen, T_train), so
+Runs of one configuration: synchronous (`async_ratio: 0`), and asynchronous at each of `--ratios`.
+The trainer rank runs on core 0, the engine's processes on core 1. The synchronous run gives T_gen
+(waiting for the batch, the weights' delivery included) and T_train; no overlap can be faster than
+max(T_gen, T_train), so
 
     bound = (T_gen + T_train) / max(T_gen, T_train),     share of the bound = (step_sync / step_async) / bound
 """
@@ -25,7 +27,7 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINE = ("EngineCore", "EngineActor")
+ENGINE = ("EngineCore", "RolloutEngine")
 
 
 def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float]:
@@ -36,7 +38,11 @@ def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float
         "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "train.jsonl"},
         "flow": {"prompts_per_step": args.prompts, "group_size": args.group, "async_ratio": ratio},
-        "rollout": {"sampling": {"max_tokens": args.max_tokens}, "reward": {"name": "arithmetic"}, "kv_cache_gib": 0.5},
+        "rollout": {
+            "sampling": {"max_tokens": args.max_tokens},
+            "reward": {"name": "arithmetic"},
+            "kv_cache_gib": 0.5,
+        },
         "policy": {"optimizer": {"lr": 1e-6}},
         "observe": {"tensorboard": False},
         "checkpoint": {"every": 0},
@@ -44,14 +50,20 @@ def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "megatron_async_rl", "train", str(path)]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     while process.poll() is None:
         pin(process.pid)
         time.sleep(0.5)
     if process.returncode:
         raise SystemExit(process.communicate()[0])
-    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()][args.warm :]
-    # Medians of parts, and the mean step by the clock: batches come in turns, and a part that waits shows in the next.
+    rows = [
+        json.loads(line)
+        for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    ][args.warm :]
+    # Medians of parts, and the mean step by the clock: batches come in turns, and a part that waits
+    # shows in the next.
     steps = [row["time/step_s"] for row in rows]
     return {
         "step_s": (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1),
@@ -66,19 +78,28 @@ def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float
 
 
 def pin(pid: int) -> None:
-    """Trainer on core 0, engine on core 1; Ray's own processes and the controller go where there is time."""
+    """Trainer on core 0, engine on core 1; Ray's own processes and the controller go where there is
+    time."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 line = " ".join(process.cmdline())
-                core = 1 if any(part in line for part in ENGINE) else 0 if "megatron_async_rl.train" in line else None
+                core = (
+                    1
+                    if any(part in line for part in ENGINE)
+                    else 0
+                    if "megatron_async_rl.train" in line
+                    else None
+                )
                 if core is not None and process.cpu_affinity() != [core]:
                     for thread in process.threads():
                         os.sched_setaffinity(thread.id, {core})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm", type=int, default=15)
     parser.add_argument("--prompts", type=int, default=16)
@@ -89,15 +110,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # The arithmetic example, afresh: an untrained model answers at full length.
-        runpy.run_path(str(ROOT / "examples" / "arithmetic" / "prepare.py"))["write"](folder, seed=0)
+        runpy.run_path(str(ROOT / "examples" / "arithmetic" / "prepare.py"))["write"](
+            folder, seed=0
+        )
         sync = run(folder, 0.0, args)
         generate, train = sync["wait_s"], sync["train_s"]
         bound = (sync["step_s"]) / max(generate, sync["step_s"] - generate)
-        result: dict[str, object] = {"synchronous": sync, "T_gen_s": generate, "T_train_s": train, "bound": round(bound, 3)}
+        result: dict[str, object] = {
+            "synchronous": sync,
+            "T_gen_s": generate,
+            "T_train_s": train,
+            "bound": round(bound, 3),
+        }
         for ratio in args.ratios:
             asynchronous = run(folder, ratio, args)
             speed_up = sync["step_s"] / asynchronous["step_s"]
-            result[f"async_ratio {ratio:g}"] = {**asynchronous, "speed_up": speed_up, "share_of_bound": speed_up / bound}
+            result[f"async_ratio {ratio:g}"] = {
+                **asynchronous,
+                "speed_up": speed_up,
+                "share_of_bound": speed_up / bound,
+            }
         print(json.dumps(result, indent=2))
 
 

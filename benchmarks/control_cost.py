@@ -1,22 +1,29 @@
-"""What each step control costs: time as a share of the optimizer step, bytes moved against a memory copy, peak extra memory.
+"""What each gradient control costs: time as a share of the optimizer step, bytes moved against a
+memory copy, peak extra memory.
 
-One random model, its gradient put back before every step, so that nothing but the optimizer step is timed; the same gradient
-every time is fully aligned with the one before, so that GAC takes its dearest path (it projects every step). Turns alternate
-between the step without controls and the step with them.
+One random model, its gradient put back before every step, so that nothing but the optimizer step is
+timed; the same gradient every time is fully aligned with the one before, so that GAC takes its
+dearest path (it projects every step). Turns alternate between the step without controls and the
+step with them.
 
     share        the control's own time over that of the optimizer step without controls, medians
-    beside       what else the step takes longer with a control, over the same: `update/norm`, a sweep over Adam's state that is
-                 logged with any control, so that its null baseline can be matched
-    copies       the control's own time over the time of one copy of the gradient (read once, written once)
-    moved        bytes that the control's tensor operations read and write, over the bytes of that copy. Operations of a sweep
-                 work on blocks that stay in the cache: of GAC's, 6 of 14 gradient-sized reads and writes (3.0 of 7.0) go to
-                 memory, two in the sweep of the products and four in that of the projection
+    beside       what else the step takes longer with a control, over the same; below 0 where the
+                 control has measured what the step would have measured without it
+    copies       the control's own time over the time of one copy of the gradient (read once,
+                 written once)
+    moved        bytes that the control's tensor operations read and write, over the bytes of that
+                 copy. Operations of a sweep work on blocks that stay in the cache: of GAC's, 6 of
+                 12 gradient-sized reads and writes (3.0 of 6.0) go to memory, two in the sweep of
+                 the products and four in that of the projection
+    step_moved   the same of the whole optimizer step, above that of the step without controls: 0.5
+                 is one gradient read once more, or one written
 
-With --memory instead, nothing is timed and every large allocation is a mapping of its own, so that resident memory is exact; over
-the gradient's bytes:
+With --memory instead, nothing is timed and every large allocation is a mapping of its own, so that
+resident memory is exact; over the gradient's bytes:
 
     kept         what a control keeps from step to step
-    peak         the process's peak during a step, above that of the step without controls, what is kept included
+    peak         the process's peak during a step, above that of the step without controls, what is
+                 kept included
 """
 
 from __future__ import annotations
@@ -41,7 +48,12 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_async_rl.config.controls import Control
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.optimizer import gradients_of
 from megatron_async_rl.policy.parallel import initialise
@@ -63,16 +75,23 @@ SMALL = 4096
 
 
 class BytesMoved(TorchDispatchMode):
-    """Adds up what operations read and write; views move nothing, and an operand written in place counts once more."""
+    """Adds up what operations read and write; views move nothing, and an operand written in place
+    counts once more."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         schema = function._schema
-        viewing = not function.is_view and schema.name.split("::")[1] not in ("detach", "alias", "_unsafe_view")
+        viewing = not function.is_view and schema.name.split("::")[1] not in (
+            "detach",
+            "alias",
+            "_unsafe_view",
+        )
         if viewing:
             for leaf in [*tree_leaves(args), *tree_leaves(kwargs or {}), *tree_leaves(result)]:
                 if isinstance(leaf, torch.Tensor) and leaf.nbytes >= SMALL:
@@ -85,17 +104,27 @@ def save_model(directory: Path, hidden: int, layers: int, vocabulary: int) -> in
     import transformers
 
     config = transformers.Qwen3Config(
-        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
-        intermediate_size=3 * hidden, head_dim=hidden // 8, max_position_embeddings=512, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=0, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=3 * hidden,
+        head_dim=hidden // 8,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
     model = transformers.Qwen3ForCausalLM(config)
     model.save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def peak_of(step: Callable[[dict[str, Any]], float], controls: dict[str, Any]) -> int:
-    """Bytes: the peak resident memory of one step above what was resident at its start; the median of three."""
+    """Bytes: the peak resident memory of one step above what was resident at its start; the median
+    of three."""
     peaks = []
     for _ in range(3):
         Path("/proc/self/clear_refs").write_text("5")
@@ -111,16 +140,27 @@ def _status(key: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--controls", nargs="*", default=list(CONTROLS), help="each as it would stand in the config's list")
+    parser.add_argument(
+        "--controls",
+        nargs="*",
+        default=list(CONTROLS),
+        help="each as it would stand in the config's list",
+    )
     parser.add_argument("--memory", action="store_true")
     args = parser.parse_args()
     if args.memory and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
+        os.execve(
+            sys.executable,
+            [sys.executable, *sys.argv],
+            {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        )
     # As a trainer rank on the CPU runs: torchrun gives each one thread.
     torch.set_num_threads(1)
     layout = initialise(ParallelConfig(), device.install("cpu"), timeout_s=300)
@@ -129,14 +169,22 @@ def main() -> None:
         policy = Policy.build(
             ModelConfig(path=Path(scratch), dtype="float32"),
             PolicyConfig(optimizer=OptimizerConfig(lr=1e-6, clip_grad=1.0)),
-            ObjectiveConfig(), (), layout=layout, temperature=1.0, total_steps=10**6,
-        )  # fmt: skip
+            ObjectiveConfig(),
+            (),
+            layout=layout,
+            temperature=1.0,
+            total_steps=10**6,
+        )
     for chunk in policy.schedule.chunks:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-3)
-    original = [buffer.grad_data.clone() for chunk in policy.schedule.chunks for buffer in chunk.buffers]
+    original = [
+        buffer.grad_data.clone() for chunk in policy.schedule.chunks for buffer in chunk.buffers
+    ]
     gradient_bytes = sum(tensor.nbytes for tensor in original)
-    facts = StepFacts(loss=1.0, log_weights=np.random.default_rng(0).normal(size=512) * 0.3, lag_max=1)
+    facts = StepFacts(
+        loss=1.0, log_weights=np.random.default_rng(0).normal(size=512) * 0.3, lag_max=1
+    )
 
     def put_back() -> None:
         live = [buffer.grad_data for chunk in policy.schedule.chunks for buffer in chunk.buffers]
@@ -159,8 +207,11 @@ def main() -> None:
         copies.append(time.perf_counter() - started)
     del copied
     copy_s = statistics.median(copies)
-    print(f"{parameters / 1e6:.1f} M parameters, gradient {gradient_bytes / 2**20:.0f} MiB, copy {copy_s * 1e3:.1f} ms "
-          f"({2 * gradient_bytes / copy_s / 2**30:.1f} GiB/s), {torch.get_num_threads()} thread(s)")  # fmt: skip
+    print(
+        f"{parameters / 1e6:.1f} M parameters, gradient {gradient_bytes / 2**20:.0f} MiB,"
+        f" copy {copy_s * 1e3:.1f} ms "
+        f"({2 * gradient_bytes / copy_s / 2**30:.1f} GiB/s), {torch.get_num_threads()} thread(s)"
+    )
 
     from megatron_async_rl.controls.registry import build_controls
 
@@ -174,7 +225,11 @@ def main() -> None:
             timed_step(controls)
         kept = _status("VmRSS") - resident
         peak = peak_of(timed_step, controls) + kept - plain
-        row = {"control": text, "kept": round(kept / gradient_bytes, 2), "peak": round(peak / gradient_bytes, 2)}
+        row = {
+            "control": text,
+            "kept": round(kept / gradient_bytes, 2),
+            "peak": round(peak / gradient_bytes, 2),
+        }
         print(json.dumps(row), flush=True)
         del controls
     for text in () if args.memory else args.controls:
@@ -186,7 +241,9 @@ def main() -> None:
         plain_apply = control.apply
         counting = False
 
-        def apply(step: Any, plain_apply: Any = plain_apply, applied: Any = applied, moved: Any = moved) -> Any:
+        def apply(
+            step: Any, plain_apply: Any = plain_apply, applied: Any = applied, moved: Any = moved
+        ) -> Any:
             if counting:  # noqa: B023 - the flag as it is now
                 with BytesMoved() as mode:
                     decision = plain_apply(step)
@@ -208,15 +265,24 @@ def main() -> None:
             with_control.append(timed_step(controls))
         counting = True
         timed_step(controls)
+        counting = False
+        totals = []
+        for chosen in ({}, controls):
+            with BytesMoved() as mode:
+                timed_step(chosen)
+            totals.append(mode.total)
         base = statistics.median(without)
         row = {
             "control": text,
             "step_ms": round(base * 1e3, 1),
             "share": round(statistics.median(applied) / base, 3),
-            "beside": round((statistics.median(with_control) - statistics.median(applied) - base) / base, 3),
+            "beside": round(
+                (statistics.median(with_control) - statistics.median(applied) - base) / base, 3
+            ),
             "apply_ms": round(statistics.median(applied) * 1e3, 2),
             "copies": round(statistics.median(applied) / copy_s, 2),
             "moved": round(statistics.median(moved), 2),
+            "step_moved": round((totals[1] - totals[0]) / (2 * gradient_bytes), 2),
         }
         print(json.dumps(row), flush=True)
         del controls, control

@@ -1,12 +1,15 @@
-"""The controller under load: engines that are timers, up to 10,000 prompts in flight, on one asyncio loop.
+"""The controller under load: engines that are timers, up to 10,000 prompts in flight, on one
+asyncio loop.
 
-Prints, at each number of prompts in flight: responses per second, of the wall and of the processor without what the timers take
-of it, the ratio of the latter to that with the fewest in flight, and processor time per response; of `--rounds` through all
-numbers, the best of each, because what else runs on the machine takes the caches and only ever slows down.
-Engines answer `--batch` responses a report after a random delay, as fast as the controller takes them in: what is measured is the
-controller. The timers' own work (a heap, making samples) is clocked and subtracted; what they take of the caches cannot be.
-With `--capacity` groups are served in order, as by real engines: the last of a batch is waited for while later ones finish.
-`--selection`, `--extra` and `--requeue` choose what the scheduler has to decide. `--profile` shows where time goes.
+Prints, at each number of prompts in flight: responses per second, of the wall and of the processor
+without what the timers take of it, the ratio of the latter to that with the fewest in flight, and
+processor time per response; of `--rounds` through all numbers, the best of each, because what else
+runs on the machine takes the caches and only ever slows down. Engines answer `--batch` responses a
+report after a random delay, as fast as the controller takes them in: what is measured is the
+controller. The timers' own work (a heap, making samples) is clocked and subtracted; what they take
+of the caches cannot be. With `--capacity` groups are served in order, as by real engines: the last
+of a batch is waited for while later ones finish. `--selection` chooses what the scheduler
+has to decide. `--profile` shows where time goes.
 """
 
 from __future__ import annotations
@@ -21,15 +24,17 @@ import pstats
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.actor import collect_rarely
-from megatron_async_rl.flow.controller import Controller
-from megatron_async_rl.samples.requests import Cut, EngineReport, Request
-from megatron_async_rl.samples.types import Prompt, Sample
+from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
+from megatron_async_rl.flow.controller import Controller, ControllerSpec, collect_rarely
+from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.types import EngineReport, Prompt, Request, Sample
+from megatron_async_rl.weights.manifest import Manifest
 
 GROUP = 8
 WARM_UP = 3
@@ -37,7 +42,8 @@ WARM_UP = 3
 
 
 class Timers:
-    """An engine whose responses end in random order, `batch` of them each time it is asked; it waits for nothing."""
+    """An engine whose responses end in random order, `batch` of them each time it is asked; it
+    waits for nothing."""
 
     def __init__(self, batch: int, seed: int, tokens: int = 1) -> None:
         self.version = 0
@@ -48,7 +54,6 @@ class Timers:
         self._chance = random.Random(seed)
         self._due: list[tuple[float, str]] = []
         self._requests: dict[str, Request] = {}
-        self._cut: list[Cut] = []
         self._clock = 0.0
         self._news = asyncio.Event()
 
@@ -56,16 +61,27 @@ class Timers:
         began = time.process_time()
         for request in requests:
             self._requests[request.id] = request
-            heapq.heappush(self._due, (self._clock + self._chance.lognormvariate(0.0, 1.0), request.id))
+            heapq.heappush(
+                self._due, (self._clock + self._chance.lognormvariate(0.0, 1.0), request.id)
+            )
         self._news.set()
         self.own_s += time.process_time() - began
 
-    async def cut(self, ids: Sequence[str]) -> None:
-        self._cut += [Cut(id=one, prefix=None) for one in ids if self._requests.pop(one, None) is not None]
-        self._news.set()
+    async def abort(self, ids: Sequence[str]) -> None:
+        """Nobody does, here."""
+
+    async def update(self, version: int, manifest: Manifest) -> dict[str, str]:
+        self.version = version
+        return dict(manifest.digests)
+
+    async def stop(self) -> None:
+        """There is nothing to stop."""
+
+    def kill(self) -> None:
+        """Nor to kill."""
 
     async def report(self, timeout_s: float) -> EngineReport:
-        if not self._requests and not self._cut:
+        if not self._requests:
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), timeout_s)
@@ -78,11 +94,10 @@ class Timers:
             request = self._requests.pop(one, None)
             if request is not None:
                 finished.append(self._sample(request))
-        cut, self._cut = tuple(self._cut), []
         self.own_s += time.process_time() - began
         return EngineReport(
             finished=tuple(finished),
-            cut=cut,
+            aborted=(),
             state="running",
             version=self.version,
             running=len(self._requests),
@@ -128,37 +143,69 @@ def flow_of(in_flight: int, arguments: argparse.Namespace) -> FlowConfig:
         group_size=GROUP,
         async_ratio=arguments.ratio,
         selection=arguments.selection,
-        extra_responses=arguments.extra,
-        requeue_cut=arguments.requeue,
     )
 
 
 def capacity_of(in_flight: int, arguments: argparse.Namespace) -> int:
-    return arguments.capacity or -(-2 * in_flight * (GROUP + arguments.extra) // arguments.engines)
+    return arguments.capacity or -(-2 * in_flight * GROUP // arguments.engines)
 
 
-async def measure(in_flight: int, responses: int, arguments: argparse.Namespace) -> dict[str, float]:
+def spec_of(in_flight: int, arguments: argparse.Namespace) -> ControllerSpec:
+    rollout = RolloutConfig.model_validate(
+        {"sampling": {"max_tokens": 8}, "reward": {"name": "arithmetic"}}
+    )
+    engines = [
+        EngineSpec(
+            index=index,
+            model_path=Path(),
+            dtype="float32",
+            rollout=rollout,
+            seed=0,
+            device="cpu",
+            log_dir=Path(),
+            first_version=-1,
+        )
+        for index in range(arguments.engines)
+    ]
+    fleet = FleetSettings(capacity=capacity_of(in_flight, arguments), max_paused=1.0)
+    return ControllerSpec(
+        flow=flow_of(in_flight, arguments), engines=engines, fleet=fleet, timeout_s=60.0
+    )
+
+
+MANIFEST = Manifest(buckets=(), digests={})
+
+
+async def measure(
+    in_flight: int, responses: int, arguments: argparse.Namespace
+) -> dict[str, float]:
     """`in_flight` prompts: at async_ratio 1 that is two batches."""
-    flow = flow_of(in_flight, arguments)
     engines = [Timers(arguments.batch, seed, arguments.tokens) for seed in range(arguments.engines)]
-    controller = Controller(Prompts(), list(engines), flow, capacity=capacity_of(in_flight, arguments))
-    controller.start(0)
+
+    async def launch(spec: EngineSpec, *, again: bool) -> Any:
+        return engines[spec.index]
+
+    controller = Controller(Prompts(), spec_of(in_flight, arguments), launch)
+    await controller.start()
+    await controller.staged(0, MANIFEST)
     version = 0
     wall = processor = own = 0.0
     before = 0
     while version <= WARM_UP or controller.stats()["samples"] < before + responses:
         if version == WARM_UP:
             before = controller.stats()["samples"]
-            wall, processor, own = time.perf_counter(), time.process_time(), sum(engine.own_s for engine in engines)
-        await controller.next_batch(version, 60.0)
+            wall, processor, own = (
+                time.perf_counter(),
+                time.process_time(),
+                sum(engine.own_s for engine in engines),
+            )
+        await controller.next_batch(version)
         version += 1
-        for engine in engines:
-            engine.version = version
-        controller.advance(version)
+        await controller.staged(version, MANIFEST)
     wall, processor = time.perf_counter() - wall, time.process_time() - processor
     count = controller.stats()["samples"] - before
     own = sum(engine.own_s for engine in engines) - own
-    await controller.stop()
+    await controller.close()
     return {
         "prompts_in_flight": in_flight,
         "responses": count,
@@ -170,26 +217,31 @@ async def measure(in_flight: int, responses: int, arguments: argparse.Namespace)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1_000, 10_000])
-    parser.add_argument("--responses", type=int, default=160_000, help="at each number in flight, at least")
+    parser.add_argument(
+        "--responses", type=int, default=160_000, help="at each number in flight, at least"
+    )
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--capacity", type=int, default=0, help="requests that one engine holds at most; 0: all fit")
+    parser.add_argument(
+        "--capacity", type=int, default=0, help="requests that one engine holds at most; 0: all fit"
+    )
     parser.add_argument("--batch", type=int, default=1, help="responses in one report, at most")
     parser.add_argument("--tokens", type=int, default=1, help="in each response")
     parser.add_argument("--selection", default="oldest_first")
     parser.add_argument("--ratio", type=float, default=1.0)
-    parser.add_argument("--extra", type=int, default=0)
-    parser.add_argument("--requeue", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
 
 
 def measure_once(in_flight: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """With what an earlier measurement left behind put away; collecting garbage as the controller's own process does."""
+    """With what an earlier measurement left behind put away; collecting garbage as the controller's
+    own process does."""
     collect_rarely()
     return asyncio.run(measure(in_flight, arguments.responses, arguments))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
@@ -200,10 +252,14 @@ def main() -> None:
                 row = measure_once(in_flight, arguments)
             if profile is not None:
                 pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-            best[in_flight] = min(row, best.get(in_flight, row), key=lambda one: one["processor_us_per_response"])
+            best[in_flight] = min(
+                row, best.get(in_flight, row), key=lambda one: one["processor_us_per_response"]
+            )
     rows = list(best.values())
     for row in rows:
-        row["ratio_to_fewest"] = row["responses_per_processor_s"] / rows[0]["responses_per_processor_s"]
+        row["ratio_to_fewest"] = (
+            row["responses_per_processor_s"] / rows[0]["responses_per_processor_s"]
+        )
     print(json.dumps({"settings": vars(arguments), "figures": rows}, indent=2))
 
 

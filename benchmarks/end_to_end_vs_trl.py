@@ -1,8 +1,9 @@
-"""Generated-and-trained response tokens per second: this system against TRL's GRPOTrainer, one after the other.
+"""Generated-and-trained response tokens per second: this system against TRL's GRPOTrainer, one
+after the other.
 
-Same model, prompts, group size, response limit, learning rate and number of cores. Both sides are timed over their steady
-steps (start-up and the first `--warm` steps left out). TRL runs one process with all cores; this system spreads two
-tensor-parallel trainer ranks and one engine over them.
+Same model, prompts, group size, response limit, learning rate and number of cores. Both sides are
+timed over their steady steps (start-up and the first `--warm` steps left out). TRL runs one process
+with all cores; this system spreads two tensor-parallel trainer ranks and one engine over them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,24 @@ EXAMPLE = ROOT / "examples" / "arithmetic_cpu.yaml"
 PROMPTS, GROUP, LEARNING_RATE = 64, 8, 7e-4
 
 
-def ours(model: Path, max_tokens: int, steps: int, warm: int, run_dir: Path, overrides: list[str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "megatron_async_rl", "train", str(EXAMPLE), f"run.dir={run_dir}", f"run.steps={steps}"]
-    command += [f"model.path={model}", f"flow.prompts_per_step={PROMPTS}", f"flow.group_size={GROUP}", "eval=null"]
+def ours(
+    model: Path, max_tokens: int, steps: int, warm: int, run_dir: Path, overrides: list[str]
+) -> dict[str, float]:
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_async_rl",
+        "train",
+        str(EXAMPLE),
+        f"run.dir={run_dir}",
+        f"run.steps={steps}",
+    ]
+    command += [
+        f"model.path={model}",
+        f"flow.prompts_per_step={PROMPTS}",
+        f"flow.group_size={GROUP}",
+        "eval=null",
+    ]
     command += [
         f"rollout.sampling.max_tokens={max_tokens}",
         f"policy.optimizer.lr={LEARNING_RATE}",
@@ -46,11 +62,14 @@ def ours(model: Path, max_tokens: int, steps: int, warm: int, run_dir: Path, ove
 
 
 def trl(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, float]:
-    """Runs in a process of its own (`--trl-only`), so that neither side's libraries or threads disturb the other's."""
+    """Runs in a process of its own (`--trl-only`), so that neither side's libraries or threads
+    disturb the other's."""
     command = [sys.executable, __file__, "--trl-only", "--model", str(model)]
     command += ["--max-tokens", str(max_tokens), "--steps", str(steps), "--warm", str(warm)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
-    out = subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True).stdout
+    out = subprocess.run(
+        command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ).stdout
     result: dict[str, float] = json.loads(out.strip().splitlines()[-1])
     return result
 
@@ -62,14 +81,25 @@ def trl_here(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, f
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(os.cpu_count() or 1)
-    lines = [json.loads(line) for line in (EXAMPLE.parent / "arithmetic" / "generated" / "train.jsonl").read_text().splitlines()]
-    data = Dataset.from_list([{"prompt": line["prompt"], "answer": line["answer"]} for line in lines])
+    lines = [
+        json.loads(line)
+        for line in (EXAMPLE.parent / "arithmetic" / "generated" / "train.jsonl")
+        .read_text()
+        .splitlines()
+    ]
+    data = Dataset.from_list(
+        [{"prompt": line["prompt"], "answer": line["answer"]} for line in lines]
+    )
     counts: list[int] = []
     ends: list[float] = []
 
-    def exact(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: object) -> list[float]:
+    def exact(
+        completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: object
+    ) -> list[float]:
         counts.append(sum(len(ids) for ids in completion_ids))
-        return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
+        return [
+            float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)
+        ]
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: object, **__: object) -> None:
@@ -105,7 +135,11 @@ def trl_here(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, f
         trainer.train()
     seconds = ends[-1] - ends[warm - 1]
     tokens = sum(counts[warm:steps])
-    return {"tokens_per_s": tokens / seconds, "step_s": seconds / (steps - warm), "tokens_per_step": tokens / (steps - warm)}
+    return {
+        "tokens_per_s": tokens / seconds,
+        "step_s": seconds / (steps - warm),
+        "tokens_per_step": tokens / (steps - warm),
+    }
 
 
 def main() -> None:
@@ -121,10 +155,22 @@ def main() -> None:
         print(json.dumps(trl_here(args.model, args.max_tokens, args.steps, args.warm)))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        us = ours(args.model.resolve(), args.max_tokens, args.steps, args.warm, Path(scratch) / "run", args.overrides)
+        us = ours(
+            args.model.resolve(),
+            args.max_tokens,
+            args.steps,
+            args.warm,
+            Path(scratch) / "run",
+            args.overrides,
+        )
     peer = trl(args.model.resolve(), args.max_tokens, args.steps, args.warm)
     ratio = us["tokens_per_s"] / peer["tokens_per_s"]
-    print(json.dumps({"megatron_async_rl": us, "trl": peer, "ratio": ratio, "cores": os.cpu_count()}, indent=2))
+    print(
+        json.dumps(
+            {"megatron_async_rl": us, "trl": peer, "ratio": ratio, "cores": os.cpu_count()},
+            indent=2,
+        )
+    )
 
 
 if __name__ == "__main__":

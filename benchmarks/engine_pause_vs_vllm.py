@@ -1,8 +1,10 @@
-"""How long a publish keeps an engine from sampling, against vLLM's own pause, reload and resume of the same weights.
+"""How long a publish keeps an engine from sampling, against vLLM's own pause, reload and resume of
+the same weights.
 
-In the same engine, in turns: ours through Ray from another process, with a digest of every tensor compared before the engine
-goes on; vLLM's `pause_generation`, `reload_weights` from safetensors in memory, `resume_generation`, called beside it and proving
-nothing. `bare`: the same without the 20 ms that vLLM sleeps when it pauses. Medians; ratios = ours / vLLM's.
+In the same engine, in turns: ours through Ray from another process, with a digest of every tensor
+compared before the engine goes on; vLLM's `pause_generation`, `reload_weights` from safetensors in
+memory, `resume_generation`, called beside it and proving nothing. `bare`: the same without the 20
+ms that vLLM sleeps when it pauses. Medians; ratios = ours / vLLM's.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from typing import Any
 
 import random_model
 
-from megatron_async_rl.rollout.actor import EngineActor
+from megatron_async_rl.rollout.engine import RolloutEngine
 
 
-class BenchedActor(EngineActor):
+class BenchedEngine(RolloutEngine):
     async def reload(self, model: str) -> tuple[float, float]:
         """Seconds in all, and without the sleep in vLLM's pause."""
-        llm: Any = self._running()._llm
+        llm: Any = self._llm
         started = time.perf_counter()
         await llm.pause_generation(mode="keep", clear_cache=False)
         paused = time.perf_counter()
@@ -36,16 +38,14 @@ class BenchedActor(EngineActor):
 def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
     import ray
 
-    from megatron_async_rl.weights.publish import Publisher, RayEngine
-
     tensors = random_model.weights(model)
     engine = random_model.spec(model, dtype, model / "logs")
     engine.log_dir.mkdir()
-    handle = ray.remote(BenchedActor).options(num_cpus=0, max_concurrency=1000).remote(engine)
+    handle = ray.remote(BenchedEngine).options(num_cpus=0, max_concurrency=1000).remote(engine)
     ours, whole, bare = [], [], []
     try:
         ray.get(handle.start.remote(), timeout=300)
-        publisher = Publisher([RayEngine(engine.name, handle)], timeout_s=300)
+        publisher = random_model.Publisher(handle)
         for version in range(1, rounds + 3):
             pause_s = publisher.publish(version, random_model.buckets(tensors)).paused_s
             with_sleep, without = ray.get(handle.reload.remote(str(model)), timeout=300)

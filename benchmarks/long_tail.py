@@ -1,8 +1,10 @@
-"""How full engines are with long-tailed response lengths: scheduling response by response against a batch barrier.
+"""How full engines are with long-tailed response lengths: scheduling response by response against a
+batch barrier.
 
-By default a table of simulations (long_tail_simulation.py). `--real`: one real vLLM engine under the real controller, lengths
-drawn log-normal, against a batch at a time: share of the engine's places that are taken, and tokens per second that train, in one
-run. Training takes no time in the real run: the barrier is not charged for it, and asynchrony gains by filling engines alone.
+By default a table of simulations (long_tail_simulation.py). `--real`: one real vLLM engine under
+the real controller, lengths drawn log-normal, against a batch at a time: share of the engine's
+places that are taken, and tokens per second that train, in one run. Training takes no time in the
+real run: the barrier is not charged for it, and asynchrony gains by filling engines alone.
 """
 
 from __future__ import annotations
@@ -33,9 +35,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "windowed, 1": {"async_ratio": 1.0, "selection": "windowed"},
     "oldest_first, 2": {"async_ratio": 2.0},
     "windowed, 2": {"async_ratio": 2.0, "selection": "windowed"},
-    "windowed, 1, late groups dropped": {"async_ratio": 1.0, "selection": "windowed", "late": "drop"},
-    "2 of 10 responses cut, 1": {"async_ratio": 1.0, "extra_responses": 2},
-    "2 of 10 responses cut and continued, 1.5": {"async_ratio": 1.5, "extra_responses": 2, "requeue_cut": True},
+    "windowed, 1, late groups dropped": {
+        "async_ratio": 1.0,
+        "selection": "windowed",
+        "late": "drop",
+    },
+    "windowed, 0.5": {"async_ratio": 0.5, "selection": "windowed"},
+    "windowed, 0.5, over-sampled by 0.5": {
+        "async_ratio": 0.5,
+        "selection": "windowed",
+        "oversample": 0.5,
+    },
 }
 
 
@@ -43,7 +53,12 @@ def table(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, settings in WAYS.items():
         flow = FlowConfig(prompts_per_step=8, group_size=8, **settings)
-        runs = [simulate(flow, LongTail(), train_time=args.train_time, seed=seed, barrier=name == "barrier") for seed in range(5)]
+        runs = [
+            simulate(
+                flow, LongTail(), train_time=args.train_time, seed=seed, barrier=name == "barrier"
+            )
+            for seed in range(5)
+        ]
         first = next(iter(rows.values()), None)
         rate = float(np.mean([run.rate for run in runs]))
         rows[name] = {
@@ -65,7 +80,13 @@ def spec(logs: Path) -> Any:
         kv_cache_gib=0.5,
     )
     return EngineSpec(
-        index=0, model_path=GENERATED / "model", dtype="float32", rollout=rollout, seed=1, device="cpu", log_dir=logs
+        index=0,
+        model_path=GENERATED / "model",
+        dtype="float32",
+        rollout=rollout,
+        seed=1,
+        device="cpu",
+        log_dir=logs,
     )
 
 
@@ -111,14 +132,23 @@ async def parts(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
 
     responses: Any = engine._responses
     vllm = responses._llm
-    prompts = read_prompts(GENERATED / "train.jsonl", load_tokenizer(GENERATED / "model"), limit=200)
+    prompts = read_prompts(
+        GENERATED / "train.jsonl", load_tokenizer(GENERATED / "model"), limit=200
+    )
     rows: dict[str, Any] = {}
-    for name, ratio in (("warm up", 0.0), ("barrier", 0.0), ("oldest_first, 1", 1.0), ("oldest_first, 2", 2.0)):
+    for name, ratio in (
+        ("warm up", 0.0),
+        ("barrier", 0.0),
+        ("oldest_first, 1", 1.0),
+        ("oldest_first, 2", 2.0),
+    ):
         responses._llm = DrawnLengths(vllm)
         await vllm.update_weight_version("0")
         flow = FlowConfig(prompts_per_step=8, group_size=8, async_ratio=ratio)
         steps = 2 if name == "warm up" else args.steps
-        controller = Controller(PromptSource(prompts, seed=1, shuffle=True), [engine], flow, steps=steps, capacity=64)
+        controller = Controller(
+            PromptSource(prompts, seed=1, shuffle=True), [engine], flow, steps=steps, capacity=64
+        )
         began = time.time()
         controller.start(0)
         samples: list[Any] = []
@@ -130,7 +160,9 @@ async def parts(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
         await controller.stop()
         tokens = sum(sample.length for sample in samples)
         rows[name] = {
-            "occupied": round(sum(sample.finished_at - sample.started_at for sample in samples) / (wall * 64), 3),
+            "occupied": round(
+                sum(sample.finished_at - sample.started_at for sample in samples) / (wall * 64), 3
+            ),
             "tokens_per_s": round(tokens / wall),
             "tokens": tokens,
             "seconds": round(wall, 2),
@@ -142,18 +174,31 @@ async def parts(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train-time", type=float, default=200.0, help="of the simulation: tokens that a slot makes meanwhile")
-    parser.add_argument("--real", action="store_true", help="needs the model of examples/arithmetic/prepare.py")
-    parser.add_argument("--steps", type=int, default=20, help="batches of 64 responses in each part of the real run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--train-time",
+        type=float,
+        default=200.0,
+        help="of the simulation: tokens that a slot makes meanwhile",
+    )
+    parser.add_argument(
+        "--real", action="store_true", help="needs the model of examples/arithmetic/prepare.py"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="batches of 64 responses in each part of the real run"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
         with tempfile.TemporaryDirectory() as logs:
-            print(json.dumps(asyncio.run(asyncio.wait_for(real(args, Path(logs)), 110))), flush=True)
+            print(
+                json.dumps(asyncio.run(asyncio.wait_for(real(args, Path(logs)), 110))), flush=True
+            )
         return
     if args.real:
-        from megatron_async_rl.rollout.actor import environment
+        from megatron_async_rl.rollout.vllm_plugin import environment
 
         command = [sys.executable, __file__, *sys.argv[1:], "--inside"]
         env = {**os.environ, **environment(spec(Path(tempfile.gettempdir())))}

@@ -1,10 +1,13 @@
-"""How full engines are when response lengths have a long tail: a discrete-event simulation around the real scheduler and routing.
+"""How full engines are when response lengths have a long tail: a discrete-event simulation around
+the real scheduler and routing.
 
-Model: an engine has `slots`, each makes one token per unit of time whatever the others do; a request waits until a slot is free.
-The trainer takes `train_time` for a batch; new weights are on the engines as soon as it is done. Everything else, who is asked
-when, what is cut, what trains, is decided by `flow.scheduler.Scheduler` and `flow.routing.Router`, as in a run.
+Model: an engine has `slots`, each makes one token per unit of time whatever the others do; a
+request waits until a slot is free. The trainer takes `train_time` for a batch; new weights are on
+the engines as soon as it is done. Everything else, who is asked when, what trains, is decided by
+`flow.scheduler.Scheduler` and `flow.lanes.Router`, as in a run.
 
-With `barrier`, nothing is asked before everything asked before is answered: a batch at a time, with training overlapped.
+With `barrier`, nothing is asked before everything asked before is answered: a batch at a time, with
+training overlapped.
 """
 
 from __future__ import annotations
@@ -16,10 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.routing import Router
+from megatron_async_rl.flow.lanes import Router
 from megatron_async_rl.flow.scheduler import Scheduler
-from megatron_async_rl.samples.requests import Cut, Prefix, Request
-from megatron_async_rl.samples.types import Prompt, Sample
+from megatron_async_rl.samples.types import Prompt, Request, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,11 @@ class LongTail:
     longest: int = 4096
 
     def draw(self, chance: np.random.Generator) -> int:
-        return int(np.clip(round(self.median * np.exp(self.sigma * chance.standard_normal())), 1, self.longest))
+        return int(
+            np.clip(
+                round(self.median * np.exp(self.sigma * chance.standard_normal())), 1, self.longest
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +89,8 @@ class _Run:
         self.events: list[tuple[float, int, str]] = []
         """When, a number that keeps them apart, and the request that ends or "" for the trainer."""
         self.numbered = 0
-        self.begun: dict[str, tuple[float, int, int]] = {}
-        """When, under which version, and with how many tokens to make."""
-        self.cuts: dict[Prefix, tuple[int, int]] = {}
-        """Of responses that were cut: tokens made, and tokens still to make."""
+        self.begun: dict[str, tuple[int, int]] = {}
+        """Under which version, and with how many tokens to make."""
         self.prompts = 0
         self.slot_time = self.engine_time = 0.0
         self.training: int | None = None
@@ -104,14 +108,14 @@ class _Run:
             while self.scheduler.room():
                 self.queue.extend(self.scheduler.admit(self.prompt))
         while self.queue:
-            engine = self.router.choose(self.engines, self.queue[0].group)
+            engine = self.router.choose(self.engines, self.queue[0].group, self.router.capacity)
             if engine is None:
                 return
             request = self.queue.popleft()
             engine.held[request.id] = request
-            length = self.lengths.draw(self.chance) if request.prefix is None else self.cuts[request.prefix][1]
+            length = self.lengths.draw(self.chance)
             assert self.scheduler.version is not None
-            self.begun[request.id] = self.now, self.scheduler.version, length
+            self.begun[request.id] = self.scheduler.version, length
             self.happens(length, request.id)
 
     def happens(self, after: float, what: str) -> None:
@@ -155,47 +159,25 @@ class _Run:
             self.lag += [step - sample.start_version for sample in batch.samples()]
             self.happens(self.train_time, "")
 
-    def end(self, request: str) -> tuple[Request, Prefix, int]:
-        """Takes it off its engine: the request, its tokens (the first and the last stand for all), and how many are missing."""
-        began, version, length = self.begun.pop(request)
+    def finish(self, request: str) -> None:
+        """Takes it off its engine; its first and its last token stand for all."""
+        version, length = self.begun.pop(request)
         engine = next(engine for engine in self.engines if request in engine.held)
         asked = engine.held.pop(request)
-        made = int(self.now - began)
-        self.length[request] = made + (0 if asked.prefix is None else self.cuts[asked.prefix][0])
-        start = version if asked.prefix is None else asked.prefix.start_version
+        self.length[request] = length
         assert self.scheduler.version is not None
-        versions = np.array([start, self.scheduler.version], dtype=np.int32)
-        prefix = Prefix(response_ids=np.zeros(2, np.int32), behavior_logprobs=np.zeros(2, np.float32), versions=versions)
-        return asked, prefix, length - made
-
-    def finish(self, request: str) -> None:
-        asked, tokens, _ = self.end(request)
         sample = Sample(
             id=request,
             prompt=asked.prompt,
-            response_ids=tokens.response_ids,
-            behavior_logprobs=tokens.behavior_logprobs,
-            versions=tokens.versions,
+            response_ids=np.zeros(2, np.int32),
+            behavior_logprobs=np.zeros(2, np.float32),
+            versions=np.array([version, self.scheduler.version], dtype=np.int32),
             loss_mask=np.ones(2, dtype=np.uint8),
             text="",
             finish_reason="stop",
             reward=float(self.chance.random()),
         )
-        for unwanted in self.scheduler.answered(sample, asked.group):
-            self.cut(unwanted, asked.group)
-
-    def cut(self, request: str, group: int) -> None:
-        if request not in self.begun:
-            waiting = next(one for one in self.queue if one.id == request)
-            self.queue.remove(waiting)
-            self.scheduler.was_cut(Cut(id=request, prefix=waiting.prefix), group)
-            return
-        _, prefix, missing = self.end(request)
-        if self.length[request] == 0:
-            self.scheduler.was_cut(Cut(id=request, prefix=None), group)
-            return
-        self.cuts[prefix] = self.length[request], missing
-        self.scheduler.was_cut(Cut(id=request, prefix=prefix), group)
+        self.scheduler.on_sample(sample, asked.group)
 
 
 def simulate(

@@ -1,8 +1,10 @@
-"""What each loss costs, forward and backward from the last hidden states, against a plain cross-entropy on the same logits.
+"""What each loss costs, forward and backward from the last hidden states, against a plain
+cross-entropy on the same logits.
 
-The plain side makes the whole logits [N, V] and calls torch's cross-entropy; ours makes them in chunks, twice (forward, and
-again for the gradient), and adds entropy, the squared probabilities and the loss itself. Ratio = plain seconds / our seconds:
-1 means that all of it is free. `logprobs` is our log-probs with a sum in place of a loss. Sides alternate.
+The plain side makes the whole logits [N, V] and calls torch's cross-entropy; ours makes them in
+chunks, twice (forward, and again for the gradient), and adds entropy, the squared probabilities and
+the loss itself. Ratio = plain seconds / our seconds: 1 means that all of it is free. `logprobs` is
+our log-probs with a sum in place of a loss. Sides alternate.
 """
 
 from __future__ import annotations
@@ -35,18 +37,32 @@ def make_batch(tokens: int, sequences: int) -> TokenBatch:
 
     prox = -3.0 + 0.1 * draw()
     return TokenBatch(
-        logp=prox, logp_prox=prox, logp_behavior=prox + 0.1 * draw(), advantages=draw(sequences)[sequence],
-        mask=torch.ones(tokens), weights=torch.ones(tokens), sequence=sequence, sequences=sequences,
-        logp_ref=prox + 0.1 * draw(), rewards=draw(sequences), lag=torch.ones(tokens, dtype=torch.int64),
-        group=torch.zeros(sequences, dtype=torch.int64), sum_p_squared=torch.rand(tokens, generator=generator),
-    )  # fmt: skip
+        logp=prox,
+        logp_prox=prox,
+        logp_behavior=prox + 0.1 * draw(),
+        advantages=draw(sequences)[sequence],
+        mask=torch.ones(tokens),
+        weights=torch.ones(tokens),
+        sequence=sequence,
+        sequences=sequences,
+        logp_ref=prox + 0.1 * draw(),
+        rewards=draw(sequences),
+        lag=torch.ones(tokens, dtype=torch.int64),
+        group=torch.zeros(sequences, dtype=torch.int64),
+        sum_p_squared=torch.rand(tokens, generator=generator),
+    )
 
 
 def objectives() -> dict[str, Objective]:
     """Every registered loss in the first form that the config accepts."""
     found = {}
     for name in LOSSES:
-        for more in ({}, {"advantage": "none"}, {"advantage": "none", "reference": {}}, {"proximal": "recompute"}):
+        for more in (
+            {},
+            {"advantage": "none"},
+            {"advantage": "none", "reference": {}},
+            {"proximal": "recompute"},
+        ):
             try:
                 found[name] = Objective(ObjectiveConfig(loss=name, **more))
                 break
@@ -58,7 +74,9 @@ def objectives() -> dict[str, Objective]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=512)
@@ -73,20 +91,31 @@ def main() -> None:
     denominators = Denominators.of(batch)
 
     def plain() -> None:
-        torch.nn.functional.cross_entropy(torch.nn.functional.linear(hidden, weight), targets).backward()
+        torch.nn.functional.cross_entropy(
+            torch.nn.functional.linear(hidden, weight), targets
+        ).backward()
 
     def logprobs() -> tuple[Tensor, Tensor]:
-        return vocab_parallel_logprobs(hidden, weight, targets, 1.0, args.chunk, vocab_size=args.vocabulary)[:2]
+        return vocab_parallel_logprobs(
+            hidden, weight, targets, 1.0, args.chunk, vocab_size=args.vocabulary
+        )[:2]
 
     def ours(objective: Objective) -> Callable[[], None]:
         method = objective._loss
-        decided = batch if method.decide is None else batch.replace(decided=method.decide(batch, objective.config.loss))
+        decided = (
+            batch
+            if method.decide is None
+            else batch.replace(decided=method.decide(batch, objective.config.loss))
+        )
 
         def run() -> None:
             logp, entropy = logprobs()
-            # Log-probs of random weights mean nothing to the loss; shifted near the others, every branch of it is taken.
+            # Log-probs of random weights mean nothing to the loss; shifted near the others, every
+            # branch of it is taken.
             near = logp - logp.detach() + batch.logp_prox + 0.05
-            objective.loss(decided.replace(logp=near, entropy=entropy), denominators).parts.sum().backward()
+            objective.loss(
+                decided.replace(logp=near, entropy=entropy), denominators
+            ).parts.sum().backward()
 
         return run
 
@@ -102,7 +131,11 @@ def main() -> None:
                 if turn >= 2:
                     times[key].append(time.perf_counter() - started)
         medians = {key: statistics.median(values) for key, values in times.items()}
-        row = {"loss": name, "plain_ms": round(medians["plain"] * 1e3, 1), "ours_ms": round(medians[name] * 1e3, 1)}
+        row = {
+            "loss": name,
+            "plain_ms": round(medians["plain"] * 1e3, 1),
+            "ours_ms": round(medians[name] * 1e3, 1),
+        }
         print(json.dumps(row | {"ratio": round(medians["plain"] / medians[name], 3)}), flush=True)
 
 

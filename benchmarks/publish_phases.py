@@ -1,6 +1,8 @@
-"""Where the time of a publish goes: stopwatches in the trainer, in the engine's actor and in vLLM's process.
+"""Where the time of a publish goes: stopwatches in the trainer, in the engine's actor and in vLLM's
+process.
 
-The parts do not overlap and add up to the publish: what a caller waits for is counted without what the one it called counts.
+The parts do not overlap and add up to the publish: what a caller waits for is counted without what
+the one it called counts.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_async_rl.rollout.actor import EngineActor
+from megatron_async_rl.rollout.engine import RolloutEngine
 
 _seconds: dict[str, float] = defaultdict(float)
 """Of this process, by part, since they were last taken."""
 
 
 def timed(owner: Any, attribute: str, part: str) -> None:
-    """Counts the seconds of every call of `owner.attribute`, which may be a coroutine function, as `part`."""
+    """Counts the seconds of every call of `owner.attribute`, which may be a coroutine function, as
+    `part`."""
     original: Callable[..., Any] = getattr(owner, attribute)
 
     @functools.wraps(original)
@@ -49,11 +52,12 @@ def taken() -> dict[str, float]:
 
 
 def time_trainer() -> None:
+    from random_model import Publisher
+
     from megatron_async_rl.weights import staging
-    from megatron_async_rl.weights.delivery import Delivery
 
     timed(staging, "tensor_digest", "stage digest")
-    timed(Delivery, "_ask", "asked")
+    timed(Publisher, "update", "asked")
 
 
 def time_worker(_worker: Any) -> None:
@@ -70,7 +74,7 @@ def worker_times(_worker: Any) -> dict[str, float]:
     return taken()
 
 
-class TimedActor(EngineActor):
+class TimedEngine(RolloutEngine):
     """`take_times` gives the seconds by part of its own process and of vLLM's."""
 
     async def start(self) -> None:
@@ -78,7 +82,7 @@ class TimedActor(EngineActor):
 
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions go to vLLM's process
         await super().start()
-        engine: Any = self._running()
+        engine: Any = self
         timed(engine, "update", "actor")
         timed(engine._llm.engine_core, "pause_scheduler_async", "vllm pause")
         timed(engine._llm, "collective_rpc", "vllm load")
@@ -93,15 +97,20 @@ class TimedActor(EngineActor):
 
 
 def parts(
-    export_s: float, staged_s: float, publish_s: float, trainer: dict[str, float], engine: dict[str, float]
+    export_s: float,
+    staged_s: float,
+    publish_s: float,
+    trainer: dict[str, float],
+    engine: dict[str, float],
 ) -> dict[str, float]:
-    """Seconds of one publish by part, from what was taken in the trainer and in the engine's two processes."""
+    """Seconds of one publish by part, from what was taken in the trainer and in the engine's two
+    processes."""
     vllm = {name: engine[f"vllm {name}"] for name in ("pause", "load", "number", "resume")}
     return {
         "export": export_s,
         "stage: digest": trainer["stage digest"],
         "stage: copy": staged_s - export_s - trainer["stage digest"],
-        "compare, thread": publish_s - staged_s - trainer["asked"],
+        "compare": publish_s - staged_s - trainer["asked"],
         "Ray": trainer["asked"] - engine["actor"],
         "actor": engine["actor"] - sum(vllm.values()),
         "vLLM: pause": vllm["pause"],
@@ -116,4 +125,6 @@ def parts(
 
 
 def medians_ms(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {part: round(1e3 * statistics.median(each[part] for each in rounds), 2) for part in rounds[0]}
+    return {
+        part: round(1e3 * statistics.median(each[part] for each in rounds), 2) for part in rounds[0]
+    }

@@ -1,8 +1,9 @@
 """A publish of new weights to one engine against a plain memory copy of the same bytes.
 
-`stage`: what the trainer waits for, from Megatron's parameters. `publish`: until the engine samples with the new weights, which
-it proved; the trainer trains on meanwhile; `parts_ms`: where it goes. Medians over the rounds after the first, whose new pages of
-shared memory are `first_stage_ms`. Random models made on the spot; one engine behind Ray, idle; ratios = ours / copy.
+`stage`: what the trainer waits for, from Megatron's parameters. `publish`: until the engine samples
+with the new weights, which it proved; the trainer trains on meanwhile; `parts_ms`: where it goes.
+Medians over the rounds after the first, whose new pages of shared memory are `first_stage_ms`.
+Random models made on the spot; one engine behind Ray, idle; ratios = ours / copy.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
     import ray
     import torch
 
-    from megatron_async_rl.weights.publish import Publisher, RayEngine
-
     policy, exporter = random_model.policy(model, dtype)
     parameters = [parameter.detach() for chunk in policy.chunks for parameter in chunk.parameters()]
     size = sum(tensor.nbytes for tensor in parameters)
@@ -47,10 +46,14 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
     copies, stages, publishes, pauses, parts = [], [], [], [], []
     spec = random_model.spec(model, dtype, model / "logs")
     spec.log_dir.mkdir()
-    handle = ray.remote(publish_phases.TimedActor).options(num_cpus=0, max_concurrency=1000).remote(spec)
+    handle = (
+        ray.remote(publish_phases.TimedEngine)
+        .options(num_cpus=0, max_concurrency=1000)
+        .remote(spec)
+    )
     try:
         ray.get(handle.start.remote(), timeout=300)
-        publisher = Publisher([RayEngine(spec.name, handle)], timeout_s=300)
+        publisher = random_model.Publisher(handle)
         first = publisher.publish(1, exporter.buckets(random_model.BUCKET_BYTES))
         for version in range(2, rounds + 2):
             for parameter in parameters:
@@ -66,12 +69,22 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
             publishes.append(report.seconds)
             pauses.append(report.paused_s)
             engine = ray.get(handle.take_times.remote(), timeout=60)
-            parts.append(publish_phases.parts(exporting.seconds, report.staged_s, report.seconds, publish_phases.taken(), engine))
+            parts.append(
+                publish_phases.parts(
+                    exporting.seconds,
+                    report.staged_s,
+                    report.seconds,
+                    publish_phases.taken(),
+                    engine,
+                )
+            )
         publisher.close()
     finally:
         ray.wait([handle.stop.remote()], timeout=15)
         ray.kill(handle)
-    copy_s, stage_s, publish_s, pause_s = (statistics.median(times) for times in (copies, stages, publishes, pauses))
+    copy_s, stage_s, publish_s, pause_s = (
+        statistics.median(times) for times in (copies, stages, publishes, pauses)
+    )
     return {
         "dtype": dtype,
         "mib": round(size / 2**20, 1),

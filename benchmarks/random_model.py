@@ -1,4 +1,5 @@
-"""Qwen3 models of 1, 10 and 100 million parameters with random weights, and one engine that serves such a model."""
+"""Qwen3 models of 1, 10 and 100 million parameters with random weights, and one engine that serves
+such a model."""
 
 from __future__ import annotations
 
@@ -6,15 +7,38 @@ import argparse
 import functools
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 SHAPES = {
-    1: {"hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate_size": 384, "vocab_size": 2048},
-    10: {"hidden_size": 320, "layers": 6, "heads": 10, "kv_heads": 5, "intermediate_size": 1024, "vocab_size": 8192},
-    100: {"hidden_size": 768, "layers": 10, "heads": 12, "kv_heads": 6, "intermediate_size": 2304, "vocab_size": 32768},
+    1: {
+        "hidden_size": 128,
+        "layers": 4,
+        "heads": 4,
+        "kv_heads": 2,
+        "intermediate_size": 384,
+        "vocab_size": 2048,
+    },
+    10: {
+        "hidden_size": 320,
+        "layers": 6,
+        "heads": 10,
+        "kv_heads": 5,
+        "intermediate_size": 1024,
+        "vocab_size": 8192,
+    },
+    100: {
+        "hidden_size": 768,
+        "layers": 10,
+        "heads": 12,
+        "kv_heads": 6,
+        "intermediate_size": 2304,
+        "vocab_size": 32768,
+    },
 }
 """Key: million parameters, roughly."""
 BUCKET_BYTES = 256 * 2**20
@@ -54,7 +78,9 @@ def save(directory: Path, millions: int, dtype: str) -> Path:
 def weights(directory: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    return {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+    return {
+        name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()
+    }
 
 
 def buckets(tensors: dict[str, Any]) -> Iterator[SimpleNamespace]:
@@ -96,7 +122,11 @@ def spec(model: Path, dtype: str, logs: Path) -> Any:
         index=0,
         model_path=model,
         dtype=dtype,
-        rollout=RolloutConfig(sampling=SamplingConfig(max_tokens=16), reward=RewardConfig(name="arithmetic"), kv_cache_gib=0.25),
+        rollout=RolloutConfig(
+            sampling=SamplingConfig(max_tokens=16),
+            reward=RewardConfig(name="arithmetic"),
+            kv_cache_gib=0.25,
+        ),
         seed=0,
         device="cpu",
         log_dir=logs,
@@ -106,14 +136,68 @@ def spec(model: Path, dtype: str, logs: Path) -> Any:
 def join_ray() -> None:
     import ray
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20, num_cpus=2)
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        num_cpus=2,
+    )
 
 
-def measure_all(measure: Callable[[Path, str, int], dict[str, Any]], about: str | None, directory: str | None = None) -> None:
-    """The command line of a benchmark: `measure(model, dtype, rounds)` for each size and dtype, printed as JSON. Models are made
-    in `directory`."""
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """Seconds: staging alone, gathering included; that and the engine's update; the update, in
+    which the engine stood still, as seen from here."""
+
+    staged_s: float
+    seconds: float
+    paused_s: float
+
+
+class Publisher:
+    """Stages versions and feeds one engine, the actor `handle`, as a run's rank 0 and controller
+    do."""
+
+    def __init__(self, handle: Any) -> None:
+        from megatron_async_rl.weights.shared_memory import SharedMemory
+        from megatron_async_rl.weights.staging import Staging
+
+        self._handle = handle
+        self._staging = Staging(SharedMemory())
+
+    def publish(self, version: int, buckets: Any) -> Published:
+        from megatron_async_rl.weights.manifest import require_equal
+
+        manifest = self._staging.stage(version, buckets)
+        began = time.perf_counter()
+        require_equal("engine-0", manifest.digests, self.update(version, manifest))
+        paused_s = time.perf_counter() - began
+        return Published(
+            staged_s=manifest.seconds, seconds=manifest.seconds + paused_s, paused_s=paused_s
+        )
+
+    def update(self, version: int, manifest: Any) -> dict[str, str]:
+        import ray
+
+        loaded: dict[str, str] = ray.get(self._handle.update.remote(version, manifest), timeout=300)
+        return loaded
+
+    def close(self) -> None:
+        self._staging.close()
+
+
+def measure_all(
+    measure: Callable[[Path, str, int], dict[str, Any]],
+    about: str | None,
+    directory: str | None = None,
+) -> None:
+    """The command line of a benchmark: `measure(model, dtype, rounds)` for each size and dtype,
+    printed as JSON. Models are made in `directory`."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--millions", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument(
+        "--millions", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES)
+    )
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()

@@ -1,13 +1,16 @@
-"""The rollout engine as a run uses it (Ray actor, continuous submission, scoring, versions) against vLLM's offline `generate`.
+"""The rollout engine as a run uses it (Ray actor, continuous submission, scoring, versions) against
+vLLM's offline `generate`.
 
-Same model, prompts, sampling, engine settings and number of sequences at a time; each side in a process of its own, one
-after the other, every prompt sampled once per round. Response tokens per second over the rounds after the first.
-Ratio = ours / bare.
+Same model, prompts, sampling, a seed of its own for each response, log-probs of the sampled tokens,
+engine settings and number of sequences at a time; each side in a process of its own, one after the
+other, every prompt sampled once per round. Response tokens per second over the rounds after the
+first. Ratio = ours / bare.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -58,15 +61,24 @@ def prompts(args: argparse.Namespace) -> list[Any]:
 def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
     import ray
 
-    from megatron_async_rl.rollout.actor import start_engines, stop_engines
-    from megatron_async_rl.samples.requests import Request
+    from megatron_async_rl.rollout.engine_process import start_engine
+    from megatron_async_rl.samples.types import Request
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
-    (engine,) = start_engines([spec(args, logs)])
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=256 * 2**20,
+    )
+    engine = asyncio.run(start_engine(spec(args, logs))).actor
 
     def one_round(number: int) -> int:
         numbered = enumerate(asked, start=number * args.prompts)
-        requests = [Request(group=group, k=k, prompt=prompt) for group, prompt in numbered for k in range(GROUP)]
+        requests = [
+            Request(group=group, k=k, prompt=prompt)
+            for group, prompt in numbered
+            for k in range(GROUP)
+        ]
         ray.get(engine.submit.remote(requests))
         came: list[Any] = []
         while len(came) < len(requests):
@@ -83,7 +95,8 @@ def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
 
     asked = prompts(args)
     result = rounds()
-    stop_engines([engine], timeout_s=15)
+    ray.wait([engine.stop.remote()], timeout=15)
+    ray.kill(engine)
     ray.shutdown()
     return result
 
@@ -91,9 +104,17 @@ def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
 def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
     from vllm import LLM, SamplingParams
 
-    from megatron_async_rl.rollout.actor import environment
+    from megatron_async_rl.rollout.vllm_plugin import environment
 
-    os.environ.update({key: value for key, value in environment(spec(args, logs)).items() if key != "LD_PRELOAD"})
+    ours_alone = ("LD_PRELOAD", "VLLM_PLUGINS")
+    os.environ.update(
+        {
+            key: value
+            for key, value in environment(spec(args, logs)).items()
+            if key not in ours_alone
+        }
+    )
+    os.environ["VLLM_PLUGINS"] = ""
     llm = LLM(
         model=str(args.model),
         dtype="float32",
@@ -110,12 +131,34 @@ def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
     from megatron_async_rl.data.tokenizer import load_tokenizer
 
     stop = list(load_tokenizer(args.model).eos_ids)
-    parameters = SamplingParams(temperature=1.0, max_tokens=args.max_tokens, logprobs=0, stop_token_ids=stop, detokenize=False)
-    asked = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts(args) for _ in range(GROUP)]
-    llm.generate(asked, parameters, use_tqdm=False)
+    asked = [
+        {"prompt_token_ids": list(prompt.token_ids)}
+        for prompt in prompts(args)
+        for _ in range(GROUP)
+    ]
+
+    def one_round(number: int) -> int:
+        # Made within the time measured, as ours are.
+        parameters = [
+            SamplingParams(
+                temperature=1.0,
+                max_tokens=args.max_tokens,
+                logprobs=0,
+                flat_logprobs=True,
+                stop_token_ids=stop,
+                detokenize=False,
+                seed=number * len(asked) + index,
+                skip_clone=True,
+            )
+            for index in range(len(asked))
+        ]
+        outputs = llm.generate(asked, parameters, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    one_round(0)
     started, tokens = time.perf_counter(), 0
-    for _ in range(args.rounds):
-        tokens += sum(len(output.outputs[0].token_ids) for output in llm.generate(asked, parameters, use_tqdm=False))
+    for number in range(1, args.rounds + 1):
+        tokens += one_round(number)
     seconds = time.perf_counter() - started
     llm.llm_engine.engine_core.shutdown()  # at exit Python would wait for the engine process, which nobody tells to end
     return {"tokens_per_s": tokens / seconds, "tokens": tokens, "seconds": seconds}
@@ -125,9 +168,13 @@ def in_own_process(side: str) -> dict[str, float]:
     environment = dict(os.environ)
     openmp = Path(sys.prefix, "lib", "libiomp5.so")
     if side == "bare" and openmp.is_file():
-        environment["LD_PRELOAD"] = str(openmp)  # our actor sets it for its engine; the peer gets the same
+        environment["LD_PRELOAD"] = str(
+            openmp
+        )  # our actor sets it for its engine; the peer gets the same
     command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
-    out = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
+    out = subprocess.run(
+        command, check=True, env=environment, stdout=subprocess.PIPE, text=True
+    ).stdout
     result: dict[str, float] = json.loads(out.strip().splitlines()[-1])
     return result
 
@@ -148,7 +195,12 @@ def main() -> None:
     sides = {side: in_own_process(side) for side in ("bare", "ours")}
     print(
         json.dumps(
-            {**sides, "ratio": sides["ours"]["tokens_per_s"] / sides["bare"]["tokens_per_s"], "cores": os.cpu_count()}, indent=2
+            {
+                **sides,
+                "ratio": sides["ours"]["tokens_per_s"] / sides["bare"]["tokens_per_s"],
+                "cores": os.cpu_count(),
+            },
+            indent=2,
         )
     )
 

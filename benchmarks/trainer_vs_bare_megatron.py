@@ -1,8 +1,10 @@
-"""`Policy.train_step` against a bare Megatron-Core loop on the same token batches, in one process each turn about.
+"""`Policy.train_step` against a bare Megatron-Core loop on the same token batches, in one process
+each turn about.
 
-The bare loop is what a pre-training script does: model, vocabulary-parallel cross-entropy on the full logits, backward,
-gradient reduction, Megatron's own `optimizer.step()`. Ours adds log-probs in chunks with entropy, the objective, GAC and
-the diagnostics. Ratio = bare seconds / our seconds: 1 means that all of it is free.
+The bare loop is what a pre-training script does: model, vocabulary-parallel cross-entropy on the
+full logits, backward, gradient reduction, Megatron's own `optimizer.step()`. Ours adds log-probs in
+chunks with entropy, the objective, GAC and the diagnostics. Ratio = bare seconds / our seconds: 1
+means that all of it is free.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from megatron_async_rl.config.advantages import GrpoAdvantage
 from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.config.losses import PpoClipLoss
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import DTYPES, build_model
@@ -29,19 +36,34 @@ from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradien
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.samples import Group, Prompt, Sample, TrainBatch
+from megatron_async_rl.samples.rank_batch import RankBatch
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def batch_of(prompts: int, group: int, prompt_tokens: int, response_tokens: int, vocab: int) -> TrainBatch:
-    """Random tokens, responses of ragged lengths up to `response_tokens`."""
+def batch_of(
+    prompts: int,
+    group: int,
+    prompt_tokens: int,
+    response_tokens: int,
+    vocab: int,
+    mean_response: int | None,
+) -> TrainBatch:
+    """Random tokens. Responses of at most `response_tokens` tokens: of half as many at least, or of
+    geometric lengths with this mean."""
     rng = np.random.default_rng(0)
     groups = []
     for index in range(prompts):
-        prompt = Prompt(id=str(index), text="", token_ids=tuple(rng.integers(0, vocab, prompt_tokens).tolist()))
+        prompt = Prompt(
+            id=str(index), text="", token_ids=tuple(rng.integers(0, vocab, prompt_tokens).tolist())
+        )
         samples = []
         for k in range(group):
-            length = int(rng.integers(response_tokens // 2, response_tokens + 1))
+            length = (
+                int(rng.integers(response_tokens // 2, response_tokens + 1))
+                if mean_response is None
+                else min(int(rng.geometric(1 / mean_response)), response_tokens)
+            )
             samples.append(
                 Sample(
                     id=f"{index}-{k}",
@@ -68,18 +90,19 @@ class BareLoop:
         self.wrapped = wrap_for_gradients(self.model.chunks, policy)
         self.optimizer = build_optimizer(self.wrapped, policy, DTYPES[model.dtype])
 
-    def step(self, batch: TrainBatch) -> None:
+    def step(self, batch: RankBatch) -> None:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        samples = list(batch.samples())
-        plan = plan_micro_batches(samples, data_parallel=self.layout.dp_size, budget=self.policy.tokens_per_micro_batch)
+        plan = plan_micro_batches(
+            batch, data_parallel=self.layout.dp_size, budget=self.policy.tokens_per_micro_batch
+        )
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         weight = self.model.output_weight()
         for rows in plan.ranks[self.layout.dp_rank]:
-            micro = build_micro_batch(samples, rows, self.layout.device)
+            micro = build_micro_batch(batch, rows, self.layout.device)
             hidden = self.wrapped[0](micro.tokens, micro.position_ids, None).transpose(0, 1)
             hidden = _copy_to_tensor_parallel(hidden)
             logits = torch.nn.functional.linear(hidden, weight)
@@ -95,15 +118,30 @@ def _copy_to_tensor_parallel(hidden: torch.Tensor) -> torch.Tensor:
     return copy_to_tensor_model_parallel_region(hidden)
 
 
+def _received(policy: Policy, whole: TrainBatch) -> tuple[RankBatch, float]:
+    """The batch as this rank gets it, and the seconds from samples to columns."""
+    started = time.perf_counter()
+    batch = policy.receive(lambda: whole)
+    assert batch is not None
+    return batch, time.perf_counter() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / "examples" / "arithmetic" / "generated" / "model")
+    parser.add_argument(
+        "--model", type=Path, default=ROOT / "examples" / "arithmetic" / "generated" / "model"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--tensor", type=int, default=1, help="start under torchrun with as many ranks")
+    parser.add_argument(
+        "--tensor", type=int, default=1, help="start under torchrun with as many ranks"
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--response-tokens", type=int, default=64)
+    parser.add_argument(
+        "--mean-response", type=int, help="geometric lengths with this mean, up to the former"
+    )
     args = parser.parse_args()
     device_type = device.install("auto")
     parallel = ParallelConfig(ranks=int(os.environ.get("WORLD_SIZE", "1")), tensor=args.tensor)
@@ -111,10 +149,22 @@ def main() -> None:
     model = ModelConfig(path=args.model, dtype=args.dtype)
     policy_config = PolicyConfig(parallel=parallel, optimizer=OptimizerConfig(lr=1e-4))
     objective = ObjectiveConfig(advantage=GrpoAdvantage(), loss=PpoClipLoss())
-    policy = Policy.build(model, policy_config, objective, (GacControl(),), layout=layout, temperature=1.0, total_steps=10**6)
+    policy = Policy.build(
+        model,
+        policy_config,
+        objective,
+        (GacControl(),),
+        layout=layout,
+        temperature=1.0,
+        total_steps=10**6,
+    )
     bare = BareLoop(model, policy_config, layout)
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
-    batch = batch_of(args.prompts, 8, args.prompt_tokens, args.response_tokens, vocab)
+    whole = batch_of(
+        args.prompts, 8, args.prompt_tokens, args.response_tokens, vocab, args.mean_response
+    )
+    received = [_received(policy, whole) for _ in range(4)]
+    batch = received[-1][0]
     times: dict[str, list[float]] = {"bare": [], "ours": []}
     for turn in range(args.steps + 3):
         for name, step in (("bare", bare.step), ("ours", policy.train_step)):
@@ -128,7 +178,11 @@ def main() -> None:
                 times[name].append(time.perf_counter() - started)
     if layout.rank == 0:
         medians = {name: statistics.median(values) for name, values in times.items()}
-        tokens = sum(sample.total_length for sample in batch.samples())
+        seconds = min(seconds for _, seconds in received)
+        plan = plan_micro_batches(
+            batch, data_parallel=layout.dp_size, budget=policy_config.tokens_per_micro_batch
+        )
+        tokens = sum(sample.total_length for sample in whole.samples())
         print(
             json.dumps(
                 {
@@ -136,6 +190,9 @@ def main() -> None:
                     "our_step_s": medians["ours"],
                     "ratio": medians["bare"] / medians["ours"],
                     "tokens_per_step": tokens,
+                    "micro_batches": plan.micro_batches,
+                    "padding_share": plan.padding_share,
+                    "receive_us_per_sample": 1e6 * seconds / len(batch),
                     "ranks": layout.world_size,
                     "tensor": args.tensor,
                     "device": layout.device_type,

@@ -1,4 +1,5 @@
-"""Asynchronous RL post-training: Megatron-Core policies, vLLM rollouts, and the controls that keep stale data stable.
+"""Asynchronous RL post-training: Megatron-Core policies, vLLM rollouts, and the controls that keep
+stale data stable.
 
 Importing the package imports neither torch, Megatron-Core, vLLM nor Ray.
 """

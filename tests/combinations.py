@@ -1,6 +1,7 @@
 """A set of runs in which every two methods that go together meet at least once.
 
-Which methods go together is what the configuration says: a combination that its models refuse is not one.
+Which methods go together is what the configuration says: a combination that its models refuse is
+not one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from megatron_async_rl.config.loss_facts import Aggregation
+from megatron_async_rl.config.losses import Aggregation
 from megatron_async_rl.config.objective import Proximal
 from megatron_async_rl.config.schema import Config
 from tests.method_settings import models
@@ -47,7 +48,8 @@ def factors() -> dict[str, list[Any]]:
 
 
 def config_of(chosen: dict[str, Any]) -> Config | None:
-    """The run with these methods and what they ask for beside them; None where the configuration refuses it."""
+    """The run with these methods and what they ask for beside them; None where the configuration
+    refuses it."""
     tree = config_tree()
 
     def method(name: str) -> dict[str, Any]:
@@ -56,7 +58,9 @@ def config_of(chosen: dict[str, Any]) -> Config | None:
     objective: dict[str, Any] = {
         "advantage": chosen["advantage"],
         "loss": chosen["loss"],
-        "corrections": [method(c) for c in (chosen["first correction"], chosen["second correction"]) if c],
+        "corrections": [
+            method(c) for c in (chosen["first correction"], chosen["second correction"]) if c
+        ],
         "proximal": chosen["proximal"],
         "aggregation": chosen["aggregation"],
     }
@@ -64,8 +68,14 @@ def config_of(chosen: dict[str, Any]) -> Config | None:
         objective["norm_length"] = 16
     if chosen["kl"]:
         objective["kl"] = {"coef": 0.01, "where": chosen["kl"]}
-    loss = next(model for model in models("loss") if model.model_fields["name"].default == chosen["loss"])
-    advantage = next(model for model in models("advantage") if model.model_fields["name"].default == chosen["advantage"])
+    loss = next(
+        model for model in models("loss") if model.model_fields["name"].default == chosen["loss"]
+    )
+    advantage = next(
+        model
+        for model in models("advantage")
+        if model.model_fields["name"].default == chosen["advantage"]
+    )
     if loss.uses_reference or chosen["kl"]:
         objective["reference"] = {}
     if advantage.reads_values:
@@ -85,18 +95,29 @@ def config_of(chosen: dict[str, Any]) -> Config | None:
 
 @cache
 def pairwise(seed: int = 0) -> tuple[Config, ...]:
-    """Greedy: each combination starts from a pair not met yet, and takes the companions that bring the most new pairs."""
+    """Greedy: each combination starts from a pair not met yet, and takes the companions that bring
+    the most new pairs."""
     rng, given = random.Random(seed), factors()
-    missing = {((a, x), (b, y)) for a, b in combinations(given, 2) for x in range(len(given[a])) for y in range(len(given[b]))}
+    missing = {
+        ((a, x), (b, y))
+        for a, b in combinations(given, 2)
+        for x in range(len(given[a]))
+        for y in range(len(given[b]))
+    }
     chosen: list[Config] = []
     while missing:
         start = min(missing)
         best: tuple[set[Any], Config] | None = None
         for attempt in range(TRIES):
             index = {name: rng.randrange(len(values)) for name, values in given.items()}
-            # Half of the tries leave out most of what may be left out: fewer companions refuse less.
+            # Half of the tries leave out most of what may be left out: fewer companions refuse
+            # less.
             if attempt % 2:
-                index |= {name: 0 for name, values in given.items() if values[0] is None and rng.random() < 0.8}
+                index |= {
+                    name: 0
+                    for name, values in given.items()
+                    if values[0] is None and rng.random() < 0.8
+                }
             index |= dict(start)
             met = missing & set(combinations(index.items(), 2))
             if best is None or len(met) > len(best[0]):
@@ -113,6 +134,11 @@ def pairwise(seed: int = 0) -> tuple[Config, ...]:
 def label(config: Config) -> str:
     """As a test's name."""
     objective = config.objective
-    parts = [objective.advantage.name, objective.loss.name, *(c.name for c in objective.corrections), objective.proximal]
+    parts = [
+        objective.advantage.name,
+        objective.loss.name,
+        *(c.name for c in objective.corrections),
+        objective.proximal,
+    ]
     parts += [objective.aggregation_used, *(c.name for c in config.controls)]
     return "-".join(parts + ([f"kl_{objective.kl.where}"] if objective.kl else []))

@@ -1,8 +1,9 @@
-"""For every test: one thread per process, since tests start several; no clock on properties, since cores are shared; and, where
-pytest-xdist is asked for workers, two lanes of tests.
+"""For every test: one thread per process, since tests start several; no clock on properties, since
+cores are shared; and, where pytest-xdist is asked for workers, two lanes of tests.
 
-Whole runs (tests/end_to_end) wait a lot, for imports, for each other's processes and for watchdogs, so they leave a core to the
-other tests; two of them at a time would not, and could miss their deadlines.
+Whole runs (tests/end_to_end) wait a lot, for imports, for each other's processes and for watchdogs,
+so they leave a core to the other tests; two of them at a time would not, and could miss their
+deadlines.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class Optimizer:
     updates: int = 0
     first_moment: list[torch.Tensor] | None = None
     update: list[torch.Tensor] | None = None
+    last_update_norm: float | None = None
 
     def momentum(self):
         return self.first_moment
@@ -66,11 +67,14 @@ def aligned(c, size=300, seed=0, scale=7.0):
     return tuple(gradient(x[:100].tolist(), x[100:].reshape(-1, 10).tolist()) for x in (3.0 * u, g))
 
 
-def step(gradients=None, *, log_weights=(), lag_max=0, optimizer=None):
+def step(
+    gradients=None, *, log_weights=(), lag_max=0, optimizer=None, is_anomaly=lambda norm: False
+):
     return StepView(
         gradients=gradients,
         optimizer=optimizer or Optimizer(),
         log_weights=np.array(log_weights, dtype=np.float64),
         lag_max=lag_max,
         lr=1.0,
+        is_anomaly=is_anomaly,
     )

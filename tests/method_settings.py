@@ -1,4 +1,5 @@
-"""Every method of the configuration, with its settings at their defaults and with every choice among few."""
+"""Every method of the configuration, with its settings at their defaults and with every choice
+among few."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.keys import models_in
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.config.strict import Strict
 
 TRIED = (3.0, 0.5)
 """For settings that are off by default, and for those without a default."""
@@ -25,13 +26,24 @@ def models(section: str) -> tuple[type[Strict], ...]:
 
 
 def variants(model: type[Strict]) -> Iterator[Strict]:
-    """Every combination of literals and switches that the model accepts, and each setting that is off turned on alone."""
+    """Every combination of literals and switches that the model accepts, and each setting that is
+    off turned on alone."""
     names = [name for name in model.model_fields if name != "name"]
     chosen = {name: _choices(model.model_fields[name]) for name in names}
     made: list[Strict] = []
     for values in product(*chosen.values()):
-        given = {name: value for name, value in zip(names, values, strict=True) if value is not DEFAULT}
-        for extra in ({}, *({name: value} for name in names if _is_off(model.model_fields[name]) for value in TRIED)):
+        given = {
+            name: value for name, value in zip(names, values, strict=True) if value is not DEFAULT
+        }
+        for extra in (
+            {},
+            *(
+                {name: value}
+                for name in names
+                if _is_off(model.model_fields[name])
+                for value in TRIED
+            ),
+        ):
             try:
                 settings = model(**{**given, **extra})
             except ValidationError:
@@ -58,8 +70,16 @@ DEFAULT = object()
 def _choices(field: FieldInfo) -> list[Any]:
     if isinstance(field.default, bool):
         return [field.default, not field.default]
-    options = [option for part in (field.annotation, *get_args(field.annotation)) for option in _options(part)]
-    return [field.default, *(option for option in options if option != field.default)] if options else [DEFAULT]
+    options = [
+        option
+        for part in (field.annotation, *get_args(field.annotation))
+        for option in _options(part)
+    ]
+    return (
+        [field.default, *(option for option in options if option != field.default)]
+        if options
+        else [DEFAULT]
+    )
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

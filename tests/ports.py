@@ -8,7 +8,8 @@ import socket
 
 
 def free_ports(count: int) -> list[int]:
-    """Below the range that outgoing connections are given ports from, so that none takes one before its turn comes."""
+    """Below the range that outgoing connections are given ports from, so that none takes one before
+    its turn comes."""
     found: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(found) < count:

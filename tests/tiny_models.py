@@ -25,9 +25,11 @@ def save_tiny_model(
     scale: float = 4.0,
     **config: object,
 ) -> Path:
-    """Saves a model with random weights in `directory` and returns it. `config` goes to the transformers configuration.
+    """Saves a model with random weights in `directory` and returns it. `config` goes to the
+    transformers configuration.
 
-    scale: multiplies every matrix, so that log-probs are far from uniform and errors show; norms and biases are random too.
+    scale: multiplies every matrix, so that log-probs are far from uniform and errors show; norms
+    and biases are random too.
     """
     import torch
     import transformers
@@ -39,7 +41,13 @@ def save_tiny_model(
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }
     if family == "qwen3_moe":
-        config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, **config}
+        config = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            **config,
+        }
     make_config, make_model = classes[family]
     settings = make_config(
         vocab_size=vocab_size,

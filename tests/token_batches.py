@@ -26,12 +26,18 @@ def tokens(
     logp = torch.as_tensor(logp, dtype=dtype)
 
     def fill(values, default):
-        return torch.full_like(logp, default) if values is None else torch.as_tensor(values, dtype=dtype)
+        return (
+            torch.full_like(logp, default)
+            if values is None
+            else torch.as_tensor(values, dtype=dtype)
+        )
 
     def maybe(values, kind=dtype):
         return None if values is None else torch.as_tensor(values, dtype=kind)
 
-    sequence = torch.zeros(len(logp), dtype=torch.int64) if sequence is None else torch.as_tensor(sequence)
+    sequence = (
+        torch.zeros(len(logp), dtype=torch.int64) if sequence is None else torch.as_tensor(sequence)
+    )
     return TokenBatch(
         logp=logp.detach().requires_grad_(),
         logp_prox=fill(prox, 0.0),
@@ -49,15 +55,21 @@ def tokens(
 
 
 def rewarded(rewards, *, group=None, lengths=None, mask=None) -> TokenBatch:
-    """A whole batch of which only rewards, groups and lengths matter; one group and one token each by default."""
+    """A whole batch of which only rewards, groups and lengths matter; one group and one token each
+    by default."""
     lengths = torch.as_tensor(lengths if lengths is not None else [1] * len(rewards))
     sequence = torch.repeat_interleave(torch.arange(len(rewards)), lengths)
     group = group if group is not None else [0] * len(rewards)
-    return tokens(torch.zeros(len(sequence)), mask=mask, sequence=sequence, rewards=rewards, group=group)
+    return tokens(
+        torch.zeros(len(sequence)), mask=mask, sequence=sequence, rewards=rewards, group=group
+    )
 
 
-def random_tokens(sequences: int = 6, seed: int = 0, *, group_size: int = 3, longest: int = 8) -> TokenBatch:
-    """Ragged sequences with every optional tensor present, some masked tokens, log-ratios of order 1."""
+def random_tokens(
+    sequences: int = 6, seed: int = 0, *, group_size: int = 3, longest: int = 8
+) -> TokenBatch:
+    """Ragged sequences with every optional tensor present, some masked tokens, log-ratios of order
+    1."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (sequences,), generator=generator)
     sequence = torch.arange(sequences).repeat_interleave(lengths)

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from megatron_async_rl.policy.batches import split
+from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
+
+
+def columns(batch: TrainBatch) -> RankBatch:
+    """As the ranks of a run without data parallelism see it."""
+    return split(batch, 1).of(0)
+
+
+def columns_of(samples: Sequence[Sample], version: int = 100) -> RankBatch:
+    """Samples that are groups of their own."""
+    return columns(grouped(samples, version))
+
+
+def grouped(samples: Sequence[Sample], version: int = 100) -> TrainBatch:
+    """Each sample is a group of its own."""
+    groups = (
+        Group(index=index, prompt=sample.prompt, samples=(sample,))
+        for index, sample in enumerate(samples)
+    )
+    return TrainBatch(version=version, groups=tuple(groups))
 
 
 def make_sample(
@@ -24,7 +47,9 @@ def make_sample(
         id=name,
         prompt=prompt,
         response_ids=np.array(response, dtype=np.int32),
-        behavior_logprobs=np.array(logprobs if logprobs is not None else [-1.0] * length, dtype=np.float32),
+        behavior_logprobs=np.array(
+            logprobs if logprobs is not None else [-1.0] * length, dtype=np.float32
+        ),
         versions=np.array(versions if versions is not None else [0] * length, dtype=np.int32),
         loss_mask=np.array(mask if mask is not None else [1] * length, dtype=np.uint8),
         text="",
@@ -41,7 +66,13 @@ def rewards_batch(groups: list[list[float | None]]) -> TrainBatch:
     for index, rewards in enumerate(groups):
         prompt = Prompt(id=f"p{index}", text="", token_ids=(1, 2))
         samples = tuple(
-            make_sample(prompt, f"p{index}-{i}", [3], reward=0.0 if r is None else r, reward_error="no" if r is None else None)
+            make_sample(
+                prompt,
+                f"p{index}-{i}",
+                [3],
+                reward=0.0 if r is None else r,
+                reward_error="no" if r is None else None,
+            )
             for i, r in enumerate(rewards)
         )
         made.append(Group(index=index, prompt=prompt, samples=samples))
@@ -58,12 +89,17 @@ def ragged_batch(
     max_prompt: int = 9,
     max_response: int = 17,
 ) -> TrainBatch:
-    """Random tokens, lengths, rewards, behaviour log-probs, weight versions and a few masked tokens; one reward failed."""
+    """Random tokens, lengths, rewards, behaviour log-probs, weight versions and a few masked
+    tokens; one reward failed."""
     rng = np.random.default_rng(seed)
     made = []
     for index in range(groups):
         prompt = Prompt(
-            id=f"p{index}", text="", token_ids=tuple(int(t) for t in rng.integers(3, vocabulary, rng.integers(2, max_prompt)))
+            id=f"p{index}",
+            text="",
+            token_ids=tuple(
+                int(t) for t in rng.integers(3, vocabulary, rng.integers(2, max_prompt))
+            ),
         )
         samples = []
         for i in range(group_size):

@@ -1,4 +1,5 @@
-"""A config with the model directory and data it names, written without torch: enough for everything before a run starts."""
+"""A config with the model directory and data it names, written without torch: enough for everything
+before a run starts."""
 
 from __future__ import annotations
 
@@ -29,10 +30,13 @@ QWEN3 = {
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    """A Qwen3 directory: config.json with `changes`, a character tokenizer, one weight file that nobody opens."""
+    """A Qwen3 directory: config.json with `changes`, a character tokenizer, one weight file that
+    nobody opens."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN3 | changes))
-    vocabulary = {"<eos>": 0, "<unk>": 1} | {character: index + 2 for index, character in enumerate(CHARACTERS)}
+    vocabulary = {"<eos>": 0, "<unk>": 1} | {
+        character: index + 2 for index, character in enumerate(CHARACTERS)
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -41,7 +45,10 @@ def write_model(folder: Path, **changes: Any) -> Path:
 
 
 def write_prompts(file: Path, prompts: int = 8) -> Path:
-    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "response": str(2 * i)} for i in range(prompts)]
+    rows = [
+        {"prompt": f"{i}+{i}=", "answer": str(2 * i), "response": str(2 * i)}
+        for i in range(prompts)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 

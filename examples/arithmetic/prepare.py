@@ -1,8 +1,10 @@
-"""Writes the arithmetic example: a tiny Qwen3-architecture model with a tokenizer.json, and sums of 1-2 digit numbers.
+"""Writes the arithmetic example: a tiny Qwen3-architecture model with a tokenizer.json, and sums of
+1-2 digit numbers.
 
     python examples/arithmetic/prepare.py [--seed N]
 
-Everything lands in `generated/` beside this file, from the seed alone, without network; a second run writes the same.
+Everything lands in `generated/` beside this file, from the seed alone, without network; a second
+run writes the same.
 - model/       randomly initialised, float32, character vocabulary
 - sft.jsonl    sums with answers, for the supervised warm start
 - train.jsonl  sums to learn by reinforcement
@@ -26,9 +28,15 @@ def write_data(folder: Path, seed: int) -> None:
     sums = [(a, b) for a in range(100) for b in range(100)]
     random.Random(seed).shuffle(sums)
     held_out, known = sums[:EVAL_SUMS], sums[EVAL_SUMS:]
-    _write_lines(folder / "eval.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in held_out])
-    _write_lines(folder / "train.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in known])
-    _write_lines(folder / "sft.jsonl", [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in known])
+    _write_lines(
+        folder / "eval.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in held_out]
+    )
+    _write_lines(
+        folder / "train.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in known]
+    )
+    _write_lines(
+        folder / "sft.jsonl", [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in known]
+    )
 
 
 def _write_lines(path: Path, rows: list[dict[str, str]]) -> None:
@@ -37,13 +45,23 @@ def _write_lines(path: Path, rows: list[dict[str, str]]) -> None:
 
 def write_tokenizer(folder: Path) -> dict[str, int]:
     """One token per character, a BOS before every text. Returns the vocabulary."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
 
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -54,7 +72,9 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
         "unk_token": "<unk>",
         "model_max_length": 64,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
     return vocabulary
 
 
@@ -81,7 +101,14 @@ def write_model(folder: Path, seed: int) -> None:
         dtype="float32",
     )
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = Qwen3ForCausalLM(config)
+    # An engine may sample <pad> like any other token. Left at zeros, as transformers begins it, its
+    # embedding would multiply the gradient by 1/sqrt(norm_eps).
+    with torch.no_grad():
+        model.get_input_embeddings().weight[config.pad_token_id].normal_(
+            std=config.initializer_range
+        )
+    model.save_pretrained(folder)
 
 
 def write(folder: Path, seed: int) -> None:
@@ -92,7 +119,9 @@ def write(folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     seed = parser.parse_args().seed
     folder = HERE / "generated"

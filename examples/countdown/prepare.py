@@ -1,9 +1,11 @@
-"""Writes the Countdown example: a tiny Llama-architecture model with a SentencePiece tokenizer.model, and its tasks.
+"""Writes the Countdown example: a tiny Llama-architecture model with a SentencePiece
+tokenizer.model, and its tasks.
 
     python examples/countdown/prepare.py [--seed N]
 
-A task gives three numbers and a target: `use 3 5 7 for 22:` is answered by `3*5+7`. Every number is used exactly once.
-Everything lands in `generated/` beside this file, from the seed alone, without network; a second run writes the same.
+A task gives three numbers and a target: `use 3 5 7 for 22:` is answered by `3*5+7`. Every number is
+used exactly once. Everything lands in `generated/` beside this file, from the seed alone, without
+network; a second run writes the same.
 - model/       randomly initialised, float32
 - sft.jsonl    tasks with one answer each, for the supervised warm start
 - train.jsonl  tasks to learn by reinforcement
@@ -30,11 +32,14 @@ Task = tuple[tuple[int, int, int], int]
 
 
 def solutions(numbers: tuple[int, int, int]) -> Iterator[tuple[int, str]]:
-    """(value, expression) for the numbers in any order under + - *, left to right with the parentheses that needs."""
+    """(value, expression) for the numbers in any order under + - *, left to right with the
+    parentheses that needs."""
     for a, b, c in sorted(set(itertools.permutations(numbers))):
         for first, second in itertools.product("+-*", repeat=2):
             inner = f"{a}{first}{b}"
-            text = f"({inner}){second}{c}" if second == "*" and first != "*" else f"{inner}{second}{c}"
+            text = (
+                f"({inner}){second}{c}" if second == "*" and first != "*" else f"{inner}{second}{c}"
+            )
             yield _apply(second, _apply(first, a, b), c), text
 
 
@@ -68,13 +73,19 @@ def write_data(folder: Path, seed: int) -> None:
             row: dict[str, object] = {"prompt": prompt(order, target)}
             row |= {"response": solution} if name == "sft" else {"numbers": order, "target": target}
             rows.append(row)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
 
 
 def write_tokenizer(folder: Path) -> None:
     from sentencepiece import SentencePieceTrainer
 
-    texts = [text for (numbers, target), solution in tasks().items() for text in (prompt(numbers, target), solution)]
+    texts = [
+        text
+        for (numbers, target), solution in tasks().items()
+        for text in (prompt(numbers, target), solution)
+    ]
     written = io.BytesIO()
     SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -104,7 +115,9 @@ def write_tokenizer(folder: Path) -> None:
         "pad_token": "<pad>",
         "model_max_length": 64,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def write_model(folder: Path, seed: int) -> None:
@@ -130,7 +143,14 @@ def write_model(folder: Path, seed: int) -> None:
         dtype="float32",
     )
     torch.manual_seed(seed)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    # An engine may sample <pad> like any other token. Left at zeros, as transformers begins it, its
+    # embedding would multiply the gradient by 1/sqrt(norm_eps).
+    with torch.no_grad():
+        model.get_input_embeddings().weight[config.pad_token_id].normal_(
+            std=config.initializer_range
+        )
+    model.save_pretrained(folder)
 
 
 def write(folder: Path, seed: int) -> None:
@@ -141,7 +161,9 @@ def write(folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     seed = parser.parse_args().seed
     folder = HERE / "generated"

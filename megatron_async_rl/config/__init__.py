@@ -1,1 +1,2 @@
-"""What a user may say: typed, frozen, unknown keys refused; YAML plus dotted overrides. Imports no torch."""
+"""Settings of a user: typed, frozen, unknown keys refused; YAML plus dotted overrides. Imports no
+torch."""

@@ -1,20 +1,33 @@
-"""What a user may say about the advantage: one small model per estimator, chosen by its `name`."""
+"""Settings of the advantage: one small model per estimator, chosen by its `name`."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    model_validator,
+)
 
-from megatron_async_rl.config.bare_name import bare_name
-from megatron_async_rl.config.strict import Strict
+from megatron_async_rl.config.base import Strict, bare_name, or_plug_in
 
 Discount = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class AdvantageSettings(Strict):
-    """The class attributes are facts about the estimator, for config/composition.py."""
+    """The class attributes are facts about the estimator, for config/rules.py."""
 
+    method: ClassVar[Any] = None
+    """A plug-in's own AdvantageMethod. Built-in ones have a registry line."""
+    method_type: ClassVar[tuple[str, str]] = (
+        "an instance of",
+        "megatron_async_rl.objectives.method.AdvantageMethod",
+    )
+    """Requirement on `method`, by name: the configuration is read without torch."""
     compares_group: ClassVar[bool] = False
     """Compares the responses of a group with each other."""
     reads_values: ClassVar[bool] = False
@@ -53,7 +66,8 @@ class OpoAdvantage(AdvantageSettings):
 
 
 class ReinforcePpAdvantage(AdvantageSettings):
-    """REINFORCE++ (arXiv 2501.03262): the discounted reward to go of each token, whitened over the whole batch."""
+    """REINFORCE++ (arXiv 2501.03262): the discounted reward to go of each token, whitened over the
+    whole batch."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Discount = 1.0
@@ -61,7 +75,8 @@ class ReinforcePpAdvantage(AdvantageSettings):
 
 
 class ReinforcePpBaselineAdvantage(AdvantageSettings):
-    """R minus the group's mean, whitened over all trained tokens of the whole batch (arXiv 2501.03262)."""
+    """R minus the group's mean, whitened over all trained tokens of the whole batch (arXiv
+    2501.03262)."""
 
     compares_group: ClassVar[bool] = True
 
@@ -69,7 +84,8 @@ class ReinforcePpBaselineAdvantage(AdvantageSettings):
 
 
 class GaeAdvantage(AdvantageSettings):
-    """Generalised advantage estimation (arXiv 1506.02438) with the value head of `objective.value`: PPO, A2C."""
+    """Generalised advantage estimation (arXiv 1506.02438) with the value head of `objective.value`:
+    PPO, A2C."""
 
     reads_values: ClassVar[bool] = True
 
@@ -83,44 +99,48 @@ class GaeAdvantage(AdvantageSettings):
 
 
 class OtbAdvantage(AdvantageSettings):
-    """Optimal token baseline (arXiv 2602.07078): per token, the group's rewards to go averaged with the squared norm of the score
-    so far as weight."""
+    """Optimal token baseline (arXiv 2602.07078): per token, the group's rewards to go averaged with
+    the squared norm of the score so far as weight."""
 
     compares_group: ClassVar[bool] = True
 
     name: Literal["otb"] = "otb"
     zero_tail: bool = False
-    """Where one response goes on alone, the baseline is 0 (A = its reward); false: the reward itself (A = 0)."""
+    """Where one response goes on alone, the baseline is 0 (A = its reward); false: the reward
+    itself (A = 0)."""
     importance: Literal["token", "sequence"] | None = None
-    """Weights also hold the square of min(pi_prox / pi_behavior, cap), as correction `tis` of this level multiplies the loss by
-    it; null: they do not."""
+    """Weights also hold the square of min(pi_prox / pi_behavior, cap), as correction `tis` of this
+    level multiplies the loss by it; null: they do not."""
     cap: PositiveFloat = 2.0
     """Of the importance weight; as that of the correction."""
 
 
 class OpobAdvantage(AdvantageSettings):
-    """VCPO's minimum-variance off-policy baseline (arXiv 2602.17616): the group's rewards averaged with weights
-    min(w, cap)^2 |s|^2, w = pi / pi_behavior over the sequence, s its score gradient."""
+    """VCPO's minimum-variance off-policy baseline (arXiv 2602.17616): the group's rewards averaged
+    with weights min(w, cap)^2 |s|^2, w = pi / pi_behavior over the sequence, s its score
+    gradient."""
 
     compares_group: ClassVar[bool] = True
 
     name: Literal["opob"] = "opob"
     mode: Literal["exact", "cheap"] = "cheap"
-    """Where |s| comes from. `exact`: measured, one backward pass per sequence. `cheap`: estimated from the probabilities of the
-    response's tokens, one forward pass."""
+    """Where |s| comes from. `exact`: measured, one backward pass per sequence. `cheap`: estimated
+    from the probabilities of the response's tokens, one forward pass."""
     cap: PositiveFloat = 8.0
-    """Mode `cheap`: w is cut to it; as the loss or the correction beside it cuts. `exact` measures what they do."""
+    """Mode `cheap`: w is cut to it; as the loss or the correction beside it cuts. `exact` measures
+    what they do."""
     normalize_std: bool = False
     """Divide by the group's standard deviation of rewards + 1e-6."""
 
 
 class PartialReturnAdvantage(AdvantageSettings):
-    """Partial policy gradients (arXiv 2603.06138), for tasks with rewards per step: a token is credited with the rewards of its
-    own step from the token on, and of some later steps."""
+    """Partial policy gradients (arXiv 2603.06138), for tasks with rewards per step: a token is
+    credited with the rewards of its own step from the token on, and of some later steps."""
 
     name: Literal["partial_return"] = "partial_return"
     horizon: Literal["full", "greedy", "k", "segment"] = "full"
-    """Later steps that count: all; none; the next k - 1; the rest of the block of k steps that the token is in."""
+    """Later steps that count: all; none; the next k - 1; the rest of the block of k steps that the
+    token is in."""
     k: PositiveInt | None = None
     """Steps, for horizons `k` and `segment`."""
     step: Literal["turn", "token"] = "turn"
@@ -137,12 +157,16 @@ class PartialReturnAdvantage(AdvantageSettings):
     @model_validator(mode="after")
     def _k_where_it_means_something(self) -> PartialReturnAdvantage:
         if (self.horizon in ("k", "segment")) != (self.k is not None):
-            raise ValueError(f"k goes with horizon: k or horizon: segment; got horizon={self.horizon}, k={self.k}")
+            raise ValueError(
+                f"k goes with horizon: k or horizon: segment; got horizon={self.horizon},"
+                f" k={self.k}"
+            )
         return self
 
 
 class NoAdvantage(AdvantageSettings):
-    """The reward itself, without a baseline. For losses that read no advantage (`sft` and others)."""
+    """The reward itself, without a baseline. For losses that read no advantage (`sft` and
+    others)."""
 
     name: Literal["none"] = "none"
 
@@ -163,5 +187,7 @@ Advantage = Annotated[
         ],
         Field(discriminator="name"),
     ],
+    or_plug_in(AdvantageSettings),
     BeforeValidator(bare_name),
+    SerializeAsAny(),
 ]

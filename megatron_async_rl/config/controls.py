@@ -1,21 +1,37 @@
-"""What a user may say about the step controls: one small model per control, chosen by its `name`."""
+"""Settings of the gradient controls: one small model per control, chosen by its
+`name`."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    model_validator,
+)
 
-from megatron_async_rl.config.bare_name import bare_name
-from megatron_async_rl.config.strict import Strict
+from megatron_async_rl.config.base import Strict, bare_name, or_plug_in
 
 Cosine = Annotated[float, Field(gt=-1.0, lt=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ControlSettings(Strict):
-    """The class attributes are facts about the control, for config/composition.py."""
+    """The class attributes are facts about the control, for config/rules.py."""
 
+    method: ClassVar[Any] = None
+    """A plug-in's own subclass of controls.decision.Control, which is made with the
+    settings. Built-in ones have a registry line."""
+    method_type: ClassVar[tuple[str, str]] = (
+        "a subclass of",
+        "megatron_async_rl.controls.decision.Control",
+    )
+    """Requirement on `method`, by name: the configuration is read without torch."""
     sets_beta1: ClassVar[bool] = False
     """Decides Adam's beta1; two of them would overrule each other."""
     scales_lr: ClassVar[bool] = False
@@ -25,7 +41,8 @@ class ControlSettings(Strict):
     needs_sampled: ClassVar[bool] = False
     """Looks at pi / mu, which given responses do not have."""
     needs_past_weights: ClassVar[bool] = False
-    """Looks at the weights that sampled the batch; `objective.snapshots` versions of them are kept."""
+    """Looks at the weights that sampled the batch; `objective.snapshots` versions of them are
+    kept."""
 
     @property
     def fresh_steps(self) -> int:
@@ -34,7 +51,8 @@ class ControlSettings(Strict):
 
 
 class CalibrateConfig(Strict):
-    """Takes c_low from the run's own cosines on fresh data. The run's first `steps` + 1 steps are synchronous for that."""
+    """Takes c_low from the run's own cosines on fresh data. The run's first `steps` + 1 steps are
+    synchronous for that."""
 
     steps: PositiveInt = 32
     """Cosines to collect. Until there are as many, every gradient is kept."""
@@ -42,28 +60,41 @@ class CalibrateConfig(Strict):
     """c_low becomes this quantile of them."""
 
 
+def _never_turned_back(c_low: float) -> float:
+    if c_low < 0.0:
+        raise ValueError(
+            "must be at least 0: projecting to a negative cosine would turn the gradient against"
+            " its predecessor"
+        )
+    return c_low
+
+
 class AlignmentSettings(ControlSettings):
-    """Thresholds on the cosine of consecutive gradients. They and the exact projection are this project's own."""
+    """Thresholds on the cosine of consecutive gradients. They and the exact projection are this
+    project's own."""
 
     judges_alignment: ClassVar[bool] = True
 
-    c_low: Cosine = 0.15
-    """Up to this cosine the gradient is left alone; `calibrate` replaces it."""
-    c_high: Annotated[float, Field(gt=-1.0, le=1.0)] | None = None
-    """Above this cosine the step is skipped; null never skips. At least 0.7 is advised: low values deadlock."""
+    c_low: Annotated[float, AfterValidator(_never_turned_back), Field(lt=1.0)] = 0.15
+    """Up to this cosine the gradient is left alone; at least 0. `calibrate` replaces it."""
+    c_high: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Above this cosine the step is skipped; null never skips. At least 0.7 is advised: low values
+    deadlock."""
     target: Literal["threshold", "zero"] = "threshold"
     """Project to cosine c_low exactly, or remove the aligned component."""
     reference: Literal["raw", "applied"] = "raw"
     """Which previous gradient is compared with: as it came, or as it was applied."""
     max_consecutive_skips: PositiveInt = 4
-    """A skip freezes the weights, so the next gradient is as aligned; after this many the step is projected instead."""
+    """A skip freezes the weights, so the next gradient is as aligned; after this many the step is
+    projected instead."""
     calibrate: CalibrateConfig | None = None
     """Null: c_low is the number above."""
     reference_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Numbers the previous gradient is kept in: 4, 2 or about 1 byte per parameter. The cosine moves by at most 0.002 (bf16)
-    or 0.06 (fp8), and usually by far less."""
+    """Numbers the previous gradient is kept in: 4, 2 or about 1 byte per parameter. The cosine
+    moves by at most 0.002 (bf16) or 0.06 (fp8), and usually by far less."""
     reference_offload: Literal["none", "cpu"] = "none"
-    """`cpu` keeps it in page-locked host memory, copied beside the optimizer's step; on a CPU it changes nothing."""
+    """`cpu` keeps it in page-locked host memory, copied beside the optimizer's step; on a CPU it
+    changes nothing."""
 
     @property
     def fresh_steps(self) -> int:
@@ -72,30 +103,36 @@ class AlignmentSettings(ControlSettings):
     @model_validator(mode="after")
     def _ordered(self) -> AlignmentSettings:
         if self.calibrate is None and self.c_high is not None and self.c_high <= self.c_low:
-            raise ValueError(f"c_high ({self.c_high}) must be above c_low ({self.c_low}), or null to never skip")
+            raise ValueError(
+                f"c_high ({self.c_high}) must be above c_low ({self.c_low}), or null to never skip"
+            )
         return self
 
 
 class GacControl(AlignmentSettings):
-    """Gradient alignment control (arXiv 2603.01501). Thresholds and the exact projection are this project's own."""
+    """Gradient alignment control (arXiv 2603.01501). Thresholds and the exact projection are this
+    project's own."""
 
     name: Literal["gac"] = "gac"
 
 
 class MatchedNormControl(AlignmentSettings):
-    """Null baseline of gac, with gac's settings: makes the gradient as short as gac would, without turning it."""
+    """Null baseline of gac, with gac's settings: makes the gradient as short as gac would, without
+    turning it."""
 
     name: Literal["matched_norm"] = "matched_norm"
 
 
 class MatchedLrControl(ControlSettings):
-    """Null baseline of any control: scales the learning rate so that updates are, in the mean, as long as that control's."""
+    """Null baseline of any control: scales the learning rate so that updates are, in the mean, as
+    long as that control's. Logs `update/norm`, for which it sweeps Adam's state once more."""
 
     scales_lr: ClassVar[bool] = True
 
     name: Literal["matched_lr"] = "matched_lr"
     target_update_norm: PositiveFloat
-    """Mean of `update/norm` in the run of the control that this one stands against."""
+    """Mean of `update/norm` in the run of the control that this one stands against, which logs it
+    with policy.optimizer.log_update_norm: true."""
 
 
 class Beta1Control(ControlSettings):
@@ -109,7 +146,8 @@ class Beta1Control(ControlSettings):
 
 
 class MomentumByAlignmentControl(ControlSettings):
-    """Lowers Adam's beta1 linearly while the gradient points where the optimizer is going already (this project's own)."""
+    """Lowers Adam's beta1 linearly while the gradient points where the optimizer is going already
+    (this project's own)."""
 
     sets_beta1: ClassVar[bool] = True
 
@@ -130,12 +168,15 @@ class MomentumByAlignmentControl(ControlSettings):
         if self.c_high <= self.c_low:
             raise ValueError(f"c_high ({self.c_high}) must be above c_low ({self.c_low})")
         if self.beta1_max is not None and self.beta1_max <= self.beta1_min:
-            raise ValueError(f"beta1_max ({self.beta1_max}) must be above beta1_min ({self.beta1_min})")
+            raise ValueError(
+                f"beta1_max ({self.beta1_max}) must be above beta1_min ({self.beta1_min})"
+            )
         return self
 
 
 class EssLrControl(ControlSettings):
-    """Learning rate by effective sample size (VCPO, arXiv 2602.17616): lr x rule(min(1, (ESS / B) / reference_ratio))."""
+    """Learning rate by effective sample size (VCPO, arXiv 2602.17616): lr x rule(min(1, (ESS / B) /
+    reference_ratio))."""
 
     scales_lr: ClassVar[bool] = True
     needs_sampled: ClassVar[bool] = True
@@ -144,18 +185,21 @@ class EssLrControl(ControlSettings):
     rule: Literal["sqrt", "linear"] = "sqrt"
     """Square root of the relative ESS, or the relative ESS itself."""
     reference_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 1.0
-    """ESS / B at which the learning rate is whole; `auto`: the mean over the run's on-policy steps so far."""
+    """ESS / B at which the learning rate is whole; `auto`: the mean over the run's on-policy steps
+    so far."""
     floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """The factor is at least this."""
     use_truncated: bool = False
-    """True: each sequence's weight is cut to `cap` before its ESS is taken; false: weights as they are."""
+    """True: each sequence's weight is cut to `cap` before its ESS is taken; false: weights as they
+    are."""
     cap: PositiveFloat = 8.0
     """Largest sequence weight with `use_truncated`."""
 
 
 class DisplacementControl(ControlSettings):
-    """Experimental, this project's own: takes from the optimizer's update what points the way that the weights have gone since
-    they sampled the batch. Keeps `objective.snapshots` versions of the weights."""
+    """Experimental, this project's own: takes from the optimizer's update what points the way that
+    the weights have gone since they sampled the batch. Keeps `objective.snapshots` versions of the
+    weights."""
 
     needs_past_weights: ClassVar[bool] = True
 
@@ -179,5 +223,7 @@ Control = Annotated[
         ],
         Field(discriminator="name"),
     ],
+    or_plug_in(ControlSettings),
     BeforeValidator(bare_name),
+    SerializeAsAny(),
 ]

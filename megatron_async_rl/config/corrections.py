@@ -1,18 +1,32 @@
-"""What a user may say about corrections of off-policy data: one small model per correction, chosen by its `name`."""
+"""Settings of corrections of off-policy data: one small model per correction, chosen
+by its `name`."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    SerializeAsAny,
+    model_validator,
+)
 
-from megatron_async_rl.config.bare_name import bare_name
-from megatron_async_rl.config.strict import Strict
+from megatron_async_rl.config.base import Strict, bare_name, or_plug_in
 
 
 class CorrectionSettings(Strict):
-    """The class attributes are facts about the correction, for config/composition.py."""
+    """The class attributes are facts about the correction, for config/rules.py."""
 
+    method: ClassVar[Any] = None
+    """A plug-in's own CorrectionMethod. Built-in ones have a registry line."""
+    method_type: ClassVar[tuple[str, str]] = (
+        "an instance of",
+        "megatron_async_rl.objectives.method.CorrectionMethod",
+    )
+    """Requirement on `method`, by name: the configuration is read without torch."""
     weighs: ClassVar[bool] = False
     """Multiplies by an importance ratio, where others only reject."""
     uses_advantage: ClassVar[bool] = False
@@ -59,7 +73,8 @@ class IcepopCorrection(CorrectionSettings):
     high: PositiveFloat = 5.0
     """Larger ratios are rejected."""
     normalize: bool = False
-    """Divide by the mean weight of the whole optimizer-step batch, the zeros of this correction included."""
+    """Divide by the mean weight of the whole optimizer-step batch, the zeros of this correction
+    included."""
 
     @property
     def per_token(self) -> bool:
@@ -73,19 +88,23 @@ class IcepopCorrection(CorrectionSettings):
 
 
 class RejectCorrection(CorrectionSettings):
-    """Keeps what has low <= statistic <= high. With l = log(pi_prox / pi_behavior), clamped to +-20: ratio = exp(l); estimates of
-    KL(pi_behavior || pi_prox): k1 = -l, k2 = l^2 / 2, k3 = exp(l) - 1 - l."""
+    """Keeps what has low <= statistic <= high. With l = log(pi_prox / pi_behavior), clamped to
+    +-20: ratio = exp(l); estimates of KL(pi_behavior || pi_prox): k1 = -l, k2 = l^2 / 2, k3 =
+    exp(l) - 1 - l."""
 
     name: Literal["reject"] = "reject"
     statistic: Literal["ratio", "k1", "k2", "k3"] = "k3"
     """What is measured on each token."""
-    level: Literal["token", "sequence_sum", "sequence_mean", "sequence_product", "sequence_geometric"] = "sequence_mean"
-    """Rejects a token by its own statistic, or a whole sequence: by the sum or mean of k1, k2, k3, by the product or the
-    geometric mean of ratios."""
+    level: Literal[
+        "token", "sequence_sum", "sequence_mean", "sequence_product", "sequence_geometric"
+    ] = "sequence_mean"
+    """Rejects a token by its own statistic, or a whole sequence: by the sum or mean of k1, k2, k3,
+    by the product or the geometric mean of ratios."""
     low: float | None = None
     """Smaller values are rejected; null: none. For `ratio` and `k1`."""
     high: float | None
-    """Larger values are rejected; null: none. Has no default, since each statistic has its own scale."""
+    """Larger values are rejected; null: none. Has no default, since each statistic has its own
+    scale."""
 
     @property
     def per_token(self) -> bool:
@@ -94,14 +113,32 @@ class RejectCorrection(CorrectionSettings):
     @model_validator(mode="after")
     def _an_interval_of_the_statistic(self) -> RejectCorrection:
         ratio = self.statistic == "ratio"
-        fitting = ("token", "sequence_product", "sequence_geometric") if ratio else ("token", "sequence_sum", "sequence_mean")
+        fitting = (
+            ("token", "sequence_product", "sequence_geometric")
+            if ratio
+            else ("token", "sequence_sum", "sequence_mean")
+        )
         if self.level not in fitting:
-            why = "ratios multiply along a sequence" if ratio else f"{self.statistic} adds up along a sequence"
-            raise ValueError(f"level: {self.level} does not fit statistic: {self.statistic}: {why}; one of {', '.join(fitting)}")
+            why = (
+                "ratios multiply along a sequence"
+                if ratio
+                else f"{self.statistic} adds up along a sequence"
+            )
+            raise ValueError(
+                f"level: {self.level} does not fit statistic: {self.statistic}: {why}; one of"
+                f" {', '.join(fitting)}"
+            )
         if self.low is None and self.high is None:
-            raise ValueError("low and high are both null, so nothing would be rejected; set at least one")
-        if self.statistic in ("k2", "k3") and (self.low is not None or (self.high is not None and self.high <= 0)):
-            raise ValueError(f"{self.statistic} is 0 where the policies agree and never below; give high > 0 and no low")
+            raise ValueError(
+                "low and high are both null, so nothing would be rejected; set at least one"
+            )
+        if self.statistic in ("k2", "k3") and (
+            self.low is not None or (self.high is not None and self.high <= 0)
+        ):
+            raise ValueError(
+                f"{self.statistic} is 0 where the policies agree and never below; give high > 0 and"
+                " no low"
+            )
         if ratio and any(bound is not None and bound <= 0 for bound in (self.low, self.high)):
             raise ValueError(f"a ratio is above 0; got low={self.low}, high={self.high}")
         if self.low is not None and self.high is not None and self.low >= self.high:
@@ -118,8 +155,9 @@ class TokenVetoCorrection(CorrectionSettings):
 
 
 class OpsmCorrection(CorrectionSettings):
-    """Off-policy sequence masking (arXiv 2512.02556): drops a sequence if A < 0 and the mean of log(pi_prox / pi) over its tokens
-    is above delta. With `proximal: behavior` that is the distance from the policy that sampled, as in the paper."""
+    """Off-policy sequence masking (arXiv 2512.02556): drops a sequence if A < 0 and the mean of
+    log(pi_prox / pi) over its tokens is above delta. With `proximal: behavior` that is the distance
+    from the policy that sampled, as in the paper."""
 
     uses_advantage: ClassVar[bool] = True
     compares_prox_with_behavior: ClassVar[bool] = False
@@ -132,7 +170,12 @@ class OpsmCorrection(CorrectionSettings):
 
 Correction = Annotated[
     Annotated[
-        Union[TisCorrection, IcepopCorrection, RejectCorrection, TokenVetoCorrection, OpsmCorrection], Field(discriminator="name")
+        Union[
+            TisCorrection, IcepopCorrection, RejectCorrection, TokenVetoCorrection, OpsmCorrection
+        ],
+        Field(discriminator="name"),
     ],
+    or_plug_in(CorrectionSettings),
     BeforeValidator(bare_name),
+    SerializeAsAny(),
 ]

@@ -1,4 +1,5 @@
-"""Which settings of flow, engines and evaluation go together. Each refusal says what, why, and what to change."""
+"""Settings of flow, engines and evaluation that do not go together. Each conflict says what, why,
+and what to change."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_async_rl.config.selection import ExactLag, Replay
+from megatron_async_rl.config.selection import ExactLag, Replay, Windowed
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import Config
 
 
-def flow_refusals(config: Config) -> Iterator[str]:
+def flow_conflicts(config: Config) -> Iterator[str]:
     """Reasons why samples cannot flow as the config asks; none: they can."""
     yield from _selection(config)
-    yield from _long_tail(config)
+    yield from _admission(config)
     yield from _engines(config)
 
 
@@ -24,42 +25,61 @@ def _selection(config: Config) -> Iterator[str]:
     if isinstance(selection, ExactLag):
         if flow.async_ratio != selection.lag:
             yield (
-                f"flow.selection: exact_lag trains every sample {selection.lag} updates after it was made, and flow.async_ratio: "
-                f"{flow.async_ratio:g} says how far rollouts run ahead; set flow.async_ratio: {selection.lag}"
+                f"flow.selection: exact_lag trains every sample {selection.lag} updates after it"
+                f" was made, and flow.async_ratio: {flow.async_ratio:g} says how far rollouts run"
+                f" ahead; set flow.async_ratio: {selection.lag}"
             )
-        if flow.late == "drop" or flow.requeue_cut:
-            yield "flow.selection: exact_lag waits for every response; set flow.late: wait and flow.requeue_cut: false"
+        if flow.late == "drop":
+            yield "flow.selection: exact_lag waits for every response; set flow.late: wait"
     if isinstance(selection, Replay):
-        if flow.late == "drop" or flow.requeue_cut or flow.filter_equal_groups:
+        if flow.late == "drop" or flow.dynamic_sampling:
             yield (
-                "flow.selection: replay stores every group that finishes; set flow.late: wait, flow.requeue_cut: false and "
-                "flow.filter_equal_groups: false"
+                "flow.selection: replay stores every group that finishes; set flow.late: wait and"
+                " flow.dynamic_sampling: false"
             )
-        kept = [f"controls: {control.name}" for control in config.controls if control.needs_past_weights]
+        kept = [
+            f"controls: {control.name}" for control in config.controls if control.needs_past_weights
+        ]
         kept += ["objective.proximal: snapshot"] if config.objective.proximal == "snapshot" else []
         if kept:
             yield (
-                f"flow.selection: replay trains on samples of any age, and {' and '.join(kept)} looks at the weights that "
-                "sampled them, of which only objective.snapshots are kept; choose another selection"
+                f"flow.selection: replay trains on samples of any age, and {' and '.join(kept)}"
+                " looks at the weights that sampled them, of which only objective.snapshots are"
+                " kept; choose another selection"
             )
 
 
-def _long_tail(config: Config) -> Iterator[str]:
-    flow = config.flow
-    if flow.requeue_cut and not flow.extra_responses:
-        yield "flow.requeue_cut continues the responses that flow.extra_responses cuts, and there are none; set extra_responses"
-    if flow.filter_equal_groups and (flow.group_size == 1 or config.supervised):
-        yield "flow.filter_equal_groups drops groups whose rewards are all equal, and a group of one always is; set it to false"
-    full = math.ceil(flow.async_ratio) == flow.async_ratio and flow.late == "wait" and not flow.filter_equal_groups
-    if flow.requeue_cut and full:
+def _admission(config: Config) -> Iterator[str]:
+    flow, bound = config.flow, math.ceil(config.flow.async_ratio)
+    if flow.oversample and not isinstance(flow.selection, Windowed):
         yield (
-            f"flow.requeue_cut would be without effect: with a whole flow.async_ratio, {flow.async_ratio:g}, new prompts take "
-            f"every place that the law has; set async_ratio to a fraction, such as {flow.async_ratio + 0.5:g}"
+            "flow.oversample asks for more groups than a step needs and trains those that finish"
+            " first: set flow.selection: windowed"
         )
-    if config.supervised and (flow.extra_responses or flow.late == "drop" or flow.selection.name != "oldest_first"):
-        yield "objective.loss: sft trains on given responses in their order: remove flow.selection, late and extra_responses"
+    if flow.async_ratio + flow.oversample > bound:
+        yield (
+            f"flow.oversample: {flow.oversample:g} on top of flow.async_ratio:"
+            f" {flow.async_ratio:g} is more than the {bound} batches ahead that the bound,"
+            f" ceil({flow.async_ratio:g}), leaves time to train; lower it, or set async_ratio to a"
+            f" fraction, such as {bound + 0.5 if flow.async_ratio == bound else bound - 0.5:g}"
+        )
+    if flow.dynamic_sampling and (flow.group_size == 1 or config.supervised):
+        yield (
+            "flow.dynamic_sampling drops groups whose rewards are all equal, and a group of one"
+            " always is; set it to false"
+        )
+    if config.supervised and (
+        flow.oversample or flow.late == "drop" or flow.selection.name != "oldest_first"
+    ):
+        yield (
+            "objective.loss: sft trains on given responses in their order: remove flow.selection,"
+            " late and oversample"
+        )
     if flow.late == "drop" and math.ceil(flow.async_ratio) == 0:
-        yield "flow.late: drop needs other groups to train on, and flow.async_ratio: 0 has none; set async_ratio above 0"
+        yield (
+            "flow.late: drop needs other groups to train on, and flow.async_ratio: 0 has none; set"
+            " async_ratio above 0"
+        )
 
 
 def _engines(config: Config) -> Iterator[str]:
@@ -74,9 +94,12 @@ def _engines(config: Config) -> Iterator[str]:
     if evaluation is None:
         return
     if evaluation.engines and rollout.placement == "colocated":
-        yield "eval.engines need devices of their own, and rollout.placement: colocated has none; set eval.engines: 0"
+        yield (
+            "eval.engines need devices of their own, and rollout.placement: colocated has none; set"
+            " eval.engines: 0"
+        )
     if max(evaluation.pass_at, default=1) > evaluation.samples_per_prompt:
         yield (
-            f"eval.pass_at: {max(evaluation.pass_at)} needs as many responses per prompt; set eval.samples_per_prompt to at "
-            f"least {max(evaluation.pass_at)}"
+            f"eval.pass_at: {max(evaluation.pass_at)} needs as many responses per prompt; set"
+            f" eval.samples_per_prompt to at least {max(evaluation.pass_at)}"
         )

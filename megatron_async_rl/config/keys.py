@@ -1,7 +1,8 @@
-"""The keys of the schema, read from its models: which exist at a place, what they take, and which one was probably meant.
+"""The keys of the schema, read from its models: which exist at a place, what they take, and which
+one was probably meant.
 
-A dotted key names a place: `policy.optimizer.lr`, `controls.0.c_low`. In a method chosen by name (`objective.loss`) the
-keys are those of the chosen method.
+A dotted key names a place: `policy.optimizer.lr`, `controls.0.c_low`. In a method chosen by name
+(`objective.loss`) the keys are those of the chosen method.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.config.strict import Strict
 
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the schema. `key` is dotted, `[]` standing for an index and `(name)` for a method."""
+    """One leaf of the schema. `key` is dotted, `[]` standing for an index and `(name)` for a
+    method."""
 
     key: str
     field: FieldInfo
@@ -33,8 +35,11 @@ class Key:
         return describe(self.field)
 
 
-def walk(model: type[Strict] = Config, prefix: str = "") -> Iterator[tuple[str, type[Strict], list[Key]]]:
-    """Every section in order: its dotted key, its model, its own leaves. Sections inside it follow."""
+def walk(
+    model: type[Strict] = Config, prefix: str = ""
+) -> Iterator[tuple[str, type[Strict], list[Key]]]:
+    """Every section in order: its dotted key, its model, its own leaves. Sections inside it
+    follow."""
     leaves: list[Key] = []
     sections: list[tuple[str, type[Strict]]] = []
     for name, field in model.model_fields.items():
@@ -44,14 +49,17 @@ def walk(model: type[Strict] = Config, prefix: str = "") -> Iterator[tuple[str, 
         methods = is_method(inner)
         for one in inner:
             label = f"({one.model_fields['name'].default})" if methods else ""
-            sections.append((f"{prefix}{name}{'[]' if is_list(field.annotation) else ''}{label}", one))
+            sections.append(
+                (f"{prefix}{name}{'[]' if is_list(field.annotation) else ''}{label}", one)
+            )
     yield prefix.rstrip("."), model, leaves
     for label, one in sections:
         yield from walk(one, f"{label}.")
 
 
 def models_in(annotation: Any) -> tuple[type[Strict], ...]:
-    """The config models a field may hold: none for a leaf, one for a section, several for a method chosen by name."""
+    """The config models a field may hold: none for a leaf, one for a section, several for a method
+    chosen by name."""
     if isinstance(annotation, type) and issubclass(annotation, Strict):
         return (annotation,)
     found: list[type[Strict]] = []
@@ -61,7 +69,7 @@ def models_in(annotation: Any) -> tuple[type[Strict], ...]:
 
 
 def is_method(models: Sequence[type[Strict]]) -> bool:
-    """Whether these are the choices of a method, each known by the default of its `name`."""
+    """True if these are the choices of a method, each known by the default of its `name`."""
     return bool(models) and all(method_name(model) is not None for model in models)
 
 
@@ -70,14 +78,17 @@ def is_list(annotation: Any) -> bool:
 
 
 def models_at(dotted: Sequence[str | int], tree: Any) -> tuple[type[Strict], ...]:
-    """The models whose keys are valid below `dotted`; `tree` (the user's own values) tells which method was chosen."""
+    """The models whose keys are valid below `dotted`; `tree` (the user's own values) tells which
+    method was chosen."""
     models: tuple[type[Strict], ...] = (Config,)
     for part in dotted:
         tree = _child(tree, part)
         if isinstance(part, int) or str(part).isdigit():
             models = _chosen(models, tree)
             continue
-        fields = [model.model_fields[str(part)] for model in models if str(part) in model.model_fields]
+        fields = [
+            model.model_fields[str(part)] for model in models if str(part) in model.model_fields
+        ]
         if not fields:
             return ()
         models = _chosen(models_in(fields[0].annotation), tree)
@@ -106,7 +117,9 @@ def method_name(model: type[Strict]) -> str | None:
 
 def path_keys() -> list[str]:
     """Dotted keys that hold a file or folder."""
-    return [leaf.key for _, _, leaves in walk() for leaf in leaves if _holds_path(leaf.field.annotation)]
+    return [
+        leaf.key for _, _, leaves in walk() for leaf in leaves if _holds_path(leaf.field.annotation)
+    ]
 
 
 def _holds_path(annotation: Any) -> bool:
@@ -127,6 +140,12 @@ def elsewhere(given: str) -> list[str]:
     return [_plain(key) for key in _all_keys() if key.rsplit(".", 1)[-1] == given]
 
 
+def method_homes(name: str) -> list[str]:
+    """Dotted keys that take a method called `name`."""
+    sections = (section for section, _, _ in walk() if section.endswith(f"({name})"))
+    return [section.removesuffix(f"({name})").replace("[]", "") for section in sections]
+
+
 def nearest_anywhere(given: str) -> str | None:
     ends = {key.rsplit(".", 1)[-1]: key for key in reversed(_all_keys())}
     match = nearest(given, list(ends))
@@ -134,7 +153,8 @@ def nearest_anywhere(given: str) -> str | None:
 
 
 def _plain(key: str) -> str:
-    """As a user writes it: without the method it belongs to, and with an index for a list's entry."""
+    """As a user writes it: without the method it belongs to, and with an index for a list's
+    entry."""
     return re.sub(r"\(\w+\)", "", key).replace("[]", ".0")
 
 
@@ -148,11 +168,18 @@ def _all_keys() -> list[str]:
 
 
 def describe(field: FieldInfo) -> str:
-    """What a leaf takes, in words: `whole number, at least 1`; `one of: auto, never`."""
+    """The values that a leaf takes, in words: `whole number, at least 1`; `one of: auto, never`."""
     return _describe(field.annotation, field.metadata)
 
 
-_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
+_WORDS = {
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    Path: "path",
+    type(None): "null",
+}
 
 
 def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
@@ -162,13 +189,17 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Literal:
         return "one of: " + ", ".join(str(part) for part in parts)
     if origin in (Union, types.UnionType):
-        return ", or ".join(_describe(part, () if part is type(None) else metadata) for part in parts)
+        return ", or ".join(
+            _describe(part, () if part is type(None) else metadata) for part in parts
+        )
     if origin in (tuple, list):
         if len(parts) == 2 and parts[1] is Ellipsis:
             return f"list of {_describe(parts[0])}"
         return f"list of {len(parts)}: each {_describe(parts[0])}"
     bounds = [words for words in (_bound(one) for one in _flatten(metadata)) if words]
-    return ", ".join([_WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))), *bounds])
+    return ", ".join(
+        [_WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))), *bounds]
+    )
 
 
 def _flatten(metadata: Sequence[Any]) -> Iterator[Any]:
@@ -189,3 +220,21 @@ def _bound(one: Any) -> str | None:
     if isinstance(one, Le):
         return f"at most {one.le}"
     return None
+
+
+REMOVED = {
+    "flow.extra_responses": (
+        "over-sampling is of groups: set flow.oversample, such as 0.5, with flow.selection: windowed"
+    ),
+    "flow.requeue_cut": (
+        "no response is cut any more, an unfinished group goes on: remove it, and see"
+        " flow.oversample"
+    ),
+    "flow.filter_equal_groups": "its name is now flow.dynamic_sampling",
+    "rollout.restarts": "restarts are counted within an hour: set rollout.restarts_per_hour",
+    "weights.update": (
+        "`rolling` is weights.max_paused: 0.5, which is the default, and `together` is"
+        " weights.max_paused: 1.0"
+    ),
+}
+"""Keys of earlier versions, and what to write instead."""

@@ -1,13 +1,58 @@
-"""What a user may say about the loss: one small model per loss, chosen by its `name`."""
+"""Settings of the loss: one small model per loss, chosen by its `name`."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    SerializeAsAny,
+    model_validator,
+)
 
-from megatron_async_rl.config.bare_name import bare_name
-from megatron_async_rl.config.loss_facts import Aggregation, LossSettings
+from megatron_async_rl.config.base import Strict, bare_name, or_plug_in
+
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "seq-mean"
+]
+
+
+class LossSettings(Strict):
+    """The class attributes are facts about the loss, for config/rules.py and objectives/."""
+
+    method: ClassVar[Any] = None
+    """A plug-in's own LossMethod. Built-in ones have a registry line."""
+    method_type: ClassVar[tuple[str, str]] = (
+        "an instance of",
+        "megatron_async_rl.objectives.method.LossMethod",
+    )
+    """Requirement on `method`, by name: the configuration is read without torch."""
+    default_aggregation: ClassVar[Aggregation] = "token-mean"
+    """Taken when `objective.aggregation` is null. `seq-mean` marks a sequence-level loss, which
+    knows no other."""
+    uses_advantage: ClassVar[bool] = True
+    """False: the loss reads rewards (or nothing) instead, and goes with `advantage: none`."""
+    linear_in_advantage: ClassVar[bool] = False
+    """The gradient is the advantage times something that does not depend on the advantage, its sign
+    included."""
+    against_behavior: ClassVar[bool] = False
+    """The loss holds pi / pi_behavior itself, so a weight of the same ratio would correct twice."""
+    uses_proximal: ClassVar[bool] = False
+    """The loss holds a ratio to the proximal policy."""
+    uses_reference: ClassVar[bool] = False
+    """The loss reads log-probs of the reference policy."""
+    compares_group: ClassVar[bool] = False
+    """Needs at least two responses per prompt."""
+    whole_group_of_one_version: ClassVar[bool] = False
+    """The loss is defined for groups that one weight version sampled."""
+
+    @property
+    def level(self) -> Literal["token", "sequence"]:
+        return "sequence" if self.default_aggregation == "seq-mean" else "token"
 
 
 class ReinforceLoss(LossSettings):
@@ -32,7 +77,8 @@ class ClipBounds(LossSettings):
 
 
 class PpoClipLoss(ClipBounds):
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv 1707.06347; asymmetric bounds from arXiv 2503.14476)."""
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv 1707.06347; asymmetric bounds from
+    arXiv 2503.14476)."""
 
     name: Literal["ppo_clip"] = "ppo_clip"
 
@@ -66,13 +112,16 @@ class GspoLoss(LossSettings):
 
     name: Literal["gspo"] = "gspo"
     clip_low: PositiveFloat = 0.03
-    """The sequence's ratio is cut at 1 - clip_low from below. The paper, with hardly stale data, takes 3e-4."""
+    """The sequence's ratio is cut at 1 - clip_low from below. The paper, with hardly stale data,
+    takes 3e-4."""
     clip_high: PositiveFloat = 0.04
-    """The sequence's ratio is cut at 1 + clip_high from above. The paper, with hardly stale data, takes 4e-4."""
+    """The sequence's ratio is cut at 1 + clip_high from above. The paper, with hardly stale data,
+    takes 4e-4."""
 
 
 class GmpoLoss(LossSettings):
-    """-A * exp(mean of the token log-ratios, each clipped on the side of A's sign) (arXiv 2507.20673)."""
+    """-A * exp(mean of the token log-ratios, each clipped on the side of A's sign) (arXiv
+    2507.20673)."""
 
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
     uses_proximal: ClassVar[bool] = True
@@ -98,8 +147,8 @@ class SapoLoss(LossSettings):
 
 
 class DppoTvLoss(LossSettings):
-    """-A * sg(min(w, cap)) * logp, w = pi / mu; 0 where pi has moved more than `threshold` from mu on A's side
-    (arXiv 2602.04879)."""
+    """-A * sg(min(w, cap)) * logp, w = pi / mu; 0 where pi has moved more than `threshold` from mu
+    on A's side (arXiv 2602.04879)."""
 
     against_behavior: ClassVar[bool] = True
 
@@ -111,7 +160,8 @@ class DppoTvLoss(LossSettings):
 
 
 class DppoKlLoss(LossSettings):
-    """As `dppo_tv`, by the two-outcome KL divergence of the token's probability (arXiv 2602.04879)."""
+    """As `dppo_tv`, by the two-outcome KL divergence of the token's probability (arXiv
+    2602.04879)."""
 
     against_behavior: ClassVar[bool] = True
 
@@ -123,7 +173,8 @@ class DppoKlLoss(LossSettings):
 
 
 class ToprLoss(LossSettings):
-    """-c * R * logp, c = 1 where R >= 0, else sg(min(1, product of w)) over the sequence, w = pi / mu (arXiv 2503.14286)."""
+    """-c * R * logp, c = 1 where R >= 0, else sg(min(1, product of w)) over the sequence, w = pi /
+    mu (arXiv 2503.14286)."""
 
     default_aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
     uses_advantage: ClassVar[bool] = False
@@ -133,7 +184,8 @@ class ToprLoss(LossSettings):
 
 
 class TrajectoryBalanceLoss(LossSettings):
-    """(log Z + sum(logp - logp_ref) - R / beta)^2 per sequence, log Z the group's mean estimate (TBA, arXiv 2503.18929)."""
+    """(log Z + sum(logp - logp_ref) - R / beta)^2 per sequence, log Z the group's mean estimate
+    (TBA, arXiv 2503.18929)."""
 
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
     uses_advantage: ClassVar[bool] = False
@@ -146,8 +198,8 @@ class TrajectoryBalanceLoss(LossSettings):
 
 
 class OaplLoss(LossSettings):
-    """(beta_policy * sum(logp - logp_behavior) - (R - V))^2 per sequence, V = beta_value * log mean exp(R / beta_value) over the
-    group (arXiv 2602.19362)."""
+    """(beta_policy * sum(logp - logp_behavior) - (R - V))^2 per sequence, V = beta_value * log mean
+    exp(R / beta_value) over the group (arXiv 2602.19362)."""
 
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
     uses_advantage: ClassVar[bool] = False
@@ -176,7 +228,8 @@ class KimiLoss(LossSettings):
 
 
 class VespoLoss(LossSettings):
-    """-sg(phi) * A * logp, phi = exp(lambda + k log W - lambda W), W the sequence's ratio to prox (arXiv 2602.10693)."""
+    """-sg(phi) * A * logp, phi = exp(lambda + k log W - lambda W), W the sequence's ratio to prox
+    (arXiv 2602.10693)."""
 
     uses_proximal: ClassVar[bool] = True
 
@@ -192,7 +245,8 @@ class VespoLoss(LossSettings):
 
 
 class GipoLoss(LossSettings):
-    """-sg(exp(-(log w / sigma)^2 / 2)) * w * A, w = pi / mu (arXiv 2603.03955; known from third-party copies only)."""
+    """-sg(exp(-(log w / sigma)^2 / 2)) * w * A, w = pi / mu (arXiv 2603.03955; known from
+    third-party copies only)."""
 
     against_behavior: ClassVar[bool] = True
     linear_in_advantage: ClassVar[bool] = True
@@ -203,8 +257,9 @@ class GipoLoss(LossSettings):
 
 
 class AspoLoss(LossSettings):
-    """-A * sg(g) * logp: where A > 0, g = 1 / r and 0 for r > 1 + clip_high; where A < 0, g = r and 0 for r < 1 - clip_low; g at
-    most dual_clip (arXiv 2510.06062; known from third-party copies only)."""
+    """-A * sg(g) * logp: where A > 0, g = 1 / r and 0 for r > 1 + clip_high; where A < 0, g = r and
+    0 for r < 1 - clip_low; g at most dual_clip (arXiv 2510.06062; known from third-party copies
+    only)."""
 
     uses_proximal: ClassVar[bool] = True
 
@@ -234,16 +289,19 @@ class MinirlLoss(LossSettings):
 
 
 class M2poLoss(LossSettings):
-    """-w * A, w = pi / mu, with the second moment of log w bounded over the optimizer-step batch (arXiv 2510.01161)."""
+    """-w * A, w = pi / mu, with the second moment of log w bounded over the optimizer-step batch
+    (arXiv 2510.01161)."""
 
     against_behavior: ClassVar[bool] = True
 
     name: Literal["m2po"] = "m2po"
     mode: Literal["mask", "cap"] = "mask"
-    """`mask`: the tokens with the largest (log w)^2 are left out until the mean of the others is within the bound (the paper's
-    Algorithm 1). `cap`: PPO's clip of w to [e^-c, e^c], c such that the mean of min((log w)^2, c^2) is the bound."""
+    """`mask`: the tokens with the largest (log w)^2 are left out until the mean of the others is
+    within the bound (the paper's Algorithm 1). `cap`: PPO's clip of w to [e^-c, e^c], c such that
+    the mean of min((log w)^2, c^2) is the bound."""
     candidates: Literal["harmful", "all"] = "harmful"
-    """Tokens whose moment is bounded. `harmful`: those PPO could clip, with A > 0 and w > 1 or A < 0 and w < 1."""
+    """Tokens whose moment is bounded. `harmful`: those PPO could clip, with A > 0 and w > 1 or A <
+    0 and w < 1."""
     second_moment: PositiveFloat = 0.04
     """Bound on the mean (log w)^2; nats squared."""
 
@@ -251,7 +309,9 @@ class M2poLoss(LossSettings):
 def _rising(bounds: tuple[float, float, float]) -> tuple[float, float, float]:
     start, end, step = bounds
     if not 0 <= start <= end or step <= 0:
-        raise ValueError(f"expected [start, end, step] with 0 <= start <= end and step > 0, got {list(bounds)}")
+        raise ValueError(
+            f"expected [start, end, step] with 0 <= start <= end and step > 0, got {list(bounds)}"
+        )
     return bounds
 
 
@@ -259,8 +319,8 @@ Search = Annotated[tuple[float, float, float], AfterValidator(_rising)]
 
 
 class BapoLoss(LossSettings):
-    """PPO's clip of w = pi / mu with bounds searched for each batch, so that tokens with A > 0 make up `target_share` of the loss
-    (arXiv 2510.18927)."""
+    """PPO's clip of w = pi / mu with bounds searched for each batch, so that tokens with A > 0 make
+    up `target_share` of the loss (arXiv 2510.18927)."""
 
     against_behavior: ClassVar[bool] = True
 
@@ -268,14 +328,18 @@ class BapoLoss(LossSettings):
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
     """Share of the loss's magnitude wanted from tokens with A > 0; the search stops there."""
     low: Search = (0.6, 0.9, 0.02)
-    """Lower bound of the ratio: where the search starts, where it ends, its step. It rises after the upper bound."""
+    """Lower bound of the ratio: where the search starts, where it ends, its step. It rises after
+    the upper bound."""
     high: Search = (1.2, 3.0, 0.05)
     """Upper bound of the ratio: where the search starts, where it ends, its step."""
 
     @model_validator(mode="after")
     def _bounds_stay_apart(self) -> BapoLoss:
         if self.low[1] > self.high[0]:
-            raise ValueError(f"low may end at {self.low[1]}, above where high starts, {self.high[0]}: the bounds would cross")
+            raise ValueError(
+                f"low may end at {self.low[1]}, above where high starts, {self.high[0]}: the bounds"
+                " would cross"
+            )
         return self
 
 
@@ -313,5 +377,7 @@ Loss = Annotated[
         ],
         Field(discriminator="name"),
     ],
+    or_plug_in(LossSettings),
     BeforeValidator(bare_name),
+    SerializeAsAny(),
 ]

@@ -1,4 +1,5 @@
-"""What a user may say about the objective: an advantage, a loss, corrections in order, and the terms added to the loss."""
+"""Settings of the objective: an advantage, a loss, corrections in order, and the
+terms added to the loss."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from megatron_async_rl.config.advantages import Advantage, GrpoAdvantage
+from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.corrections import Correction
-from megatron_async_rl.config.loss_facts import Aggregation
-from megatron_async_rl.config.losses import Loss, PpoClipLoss
-from megatron_async_rl.config.strict import Strict
+from megatron_async_rl.config.losses import Aggregation, Loss, PpoClipLoss
+from megatron_async_rl.config.rules import objective_conflicts
 
 Proximal = Literal["behavior", "recompute", "loglinear", "ewma", "snapshot"]
 
@@ -28,39 +29,46 @@ class KlConfig(Strict):
 
 
 class ReferenceConfig(Strict):
-    """The policy that KL penalties and trajectory balance compare with: the run's first weights, kept in host memory.
+    """The policy that KL penalties and trajectory balance compare with: the run's first weights,
+    kept in host memory.
 
-    One that moves is in the checkpoint. One that does not is read from its directory again, so a resumed run compares with the
-    same weights as before."""
+    One that moves is in the checkpoint. One that does not is read from its directory again, so a
+    resumed run compares with the same weights as before."""
 
     path: Path | None = None
     """A Hugging Face model directory of the same shape; null: the model the run starts from."""
     refresh_every: PositiveInt | None = None
     """Optimizer steps after which the reference becomes the current weights; null never."""
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Decay per step of an exponential average of the weights, which then is the reference; null never."""
+    """Decay per step of an exponential average of the weights, which then is the reference; null
+    never."""
 
     @model_validator(mode="after")
     def _one_way_to_move(self) -> ReferenceConfig:
         if self.refresh_every is not None and self.ema is not None:
-            raise ValueError("reference: refresh_every and ema are two ways to move it; set one of them to null")
+            raise ValueError(
+                "reference: refresh_every and ema are two ways to move it; set one of them to null"
+            )
         return self
 
 
 class ValueConfig(Strict):
-    """The value head (advantage `gae`): one linear output on the policy's last hidden state, trained along."""
+    """The value head (advantage `gae`): one linear output on the policy's last hidden state,
+    trained along."""
 
     coef: PositiveFloat = 0.5
     """Factor of its squared error, averaged over trained tokens, in the loss."""
     clip: PositiveFloat | None = None
-    """The value moves at most this far from its estimate before the step (PPO's value clipping); null does not clip. With one
-    optimizer step per batch the two are the same, and nothing is clipped."""
+    """The value moves at most this far from its estimate before the step (PPO's value clipping);
+    null does not clip. With one optimizer step per batch the two are the same, and nothing is
+    clipped."""
     detach: bool = False
     """True: the head learns from the hidden states without changing them."""
 
 
 class OverlongConfig(Strict):
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_length - buffer, then falling linearly."""
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_length - buffer, then
+    falling linearly."""
 
     max_length: PositiveInt
     """Response tokens at which the penalty is whole."""
@@ -78,19 +86,23 @@ class ObjectiveConfig(Strict):
     corrections: tuple[Correction, ...] = ()
     """Applied in this order; each sees what the ones before it kept."""
     renormalize: bool = False
-    """True: rejected tokens leave the denominators; false: they count as zeros, and nothing else weighs more."""
+    """False: rejected tokens count as zeros, and nothing else weighs more. True: they leave the
+    denominators at the level that the aggregation divides at: tokens of the batch for `token-mean`;
+    tokens of each sequence, and then the sequences that keep any, for `seq-mean-token-mean`."""
     proximal: Proximal = "behavior"
-    """The policy a ratio r is taken against. `behavior`: the one that sampled. `recompute`: the trainer's weights at the start
-    of the step (with one step per batch the current ones, so r is 1). `loglinear`: between the two in log space, by the
-    token's lag d, at 1 - 1/d (A-3PO). `ewma`: an exponential average of the trainer's weights. `snapshot`: the trainer's own
-    log-probs under the version that sampled the token (arXiv 2605.12070)."""
+    """The policy a ratio r is taken against. `behavior`: the one that sampled. `recompute`: the
+    trainer's weights at the start of the step (with one step per batch the current ones, so r is
+    1). `loglinear`: between the two in log space, by the token's lag d, at 1 - 1/d (A-3PO). `ewma`:
+    an exponential average of the trainer's weights. `snapshot`: the trainer's own log-probs under
+    the version that sampled the token (arXiv 2605.12070)."""
     ewma_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
     """Decay per step of `proximal: ewma`."""
     snapshots: PositiveInt = 8
-    """Past weight versions that `proximal: snapshot` and the control `displacement` keep in host memory and in checkpoints; at
-    least the largest lag + 1."""
+    """Past weight versions that `proximal: snapshot` and the control `displacement` keep in host
+    memory and in checkpoints; at least the largest lag + 1."""
     aggregation: Aggregation | None = None
-    """How token losses become one number; the denominators are those of the whole optimizer-step batch. null: the loss's own."""
+    """How token losses become one number; the denominators are those of the whole optimizer-step
+    batch. null: the loss's own."""
     norm_length: PositiveInt | None = None
     """Constant divisor per sequence for `seq-mean-token-sum-norm` (Dr.GRPO); tokens."""
     kl: KlConfig | None = None
@@ -113,8 +125,6 @@ class ObjectiveConfig(Strict):
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> ObjectiveConfig:
-        from megatron_async_rl.config.composition import objective_refusals
-
-        for reason in objective_refusals(self):
+        for reason in objective_conflicts(self):
             raise ValueError(reason)
         return self

@@ -1,9 +1,16 @@
-"""What is wrong with what a user said, where, and what would be right; rendered to fit on one screen."""
+"""User errors: what is wrong, where, and the fix, as fields that are rendered here alone.
+
+Invariants:
+- an error carries fields; nothing reads a message to find out what happened;
+- six problems and a title fit on one screen.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 SCREEN_PROBLEMS = 6
 """Problems shown at once: at most four lines each, so that a screen of 30 lines holds them."""
@@ -11,7 +18,8 @@ SCREEN_PROBLEMS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """`key`: dotted config key, or the file in fault. `where`: file:line, or the command line, that set it."""
+    """`key`: dotted config key, command-line option, or the file in fault. `where`: file:line, or
+    the command line, that set it."""
 
     key: str
     what: str
@@ -23,22 +31,45 @@ class Problem:
         return f"{self.key}{place}\n  {self.what}\n  fix: {self.fix}"
 
 
-def screen(title: str, problems: Sequence[Problem]) -> str:
-    """`title` and the problems, the first six of them."""
-    lines = [title, *(str(problem) for problem in problems[:SCREEN_PROBLEMS])]
-    if len(problems) > SCREEN_PROBLEMS:
-        lines.append(f"... and {len(problems) - SCREEN_PROBLEMS} more")
-    return "\n".join(lines)
+class UserError(Exception):
+    """An error that the user can put right. Commands print `str()` and exit with code 2.
 
-
-class ConfigError(Exception):
-    """A configuration that cannot be read, does not follow the schema or cannot run. `str()` is the screen to show."""
+    `source`: the file or command line that the problems are in; empty where each names its own.
+    """
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         super().__init__(source, tuple(problems))
         self.source = source
         self.problems = tuple(problems)
 
+    @classmethod
+    def of(cls, key: str, what: str, fix: str, *, source: str = "") -> Self:
+        return cls(source, [Problem(key=key, what=what, fix=fix)])
+
     def __str__(self) -> str:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        return screen(f"{self.source}: {count}", self.problems)
+        lines = [f"{self.source}: {count}"] if self.source else []
+        lines += [str(problem) for problem in self.problems[:SCREEN_PROBLEMS]]
+        if len(self.problems) > SCREEN_PROBLEMS:
+            lines.append(f"... and {len(self.problems) - SCREEN_PROBLEMS} more")
+        return "\n".join(lines)
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be read, does not follow the schema or cannot run."""
+
+
+class DataError(ValueError):
+    """Refused data. `line` counts from 1; null where the file as a whole is wrong. Survives
+    pickling across processes."""
+
+    def __init__(self, path: Path | str, line: int | None, what: str, fix: str) -> None:
+        super().__init__(str(path), line, what, fix)
+        self.path = Path(path)
+        self.line = line
+        self.what = what
+        self.fix = fix
+
+    def __str__(self) -> str:
+        where = str(self.path) if self.line is None else f"{self.path}:{self.line}"
+        return f"{where}: {self.what}\n  fix: {self.fix}"

@@ -1,7 +1,7 @@
 """The whole configuration: what a user may say, typed and frozen. Imports no torch.
 
-Relative paths are taken from the folder of the configuration file (`load.py` resolves them), so a run does not
-depend on where it was started.
+Relative paths are taken from the folder of the configuration file (`load.py` resolves them), so a
+run does not depend on where it was started.
 """
 
 from __future__ import annotations
@@ -9,13 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from megatron_async_rl.config.composition import run_refusals
+from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.controls import Control
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.rules import run_conflicts
 from megatron_async_rl.config.selection import OldestFirst, Selection
-from megatron_async_rl.config.strict import Strict
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -30,24 +37,27 @@ class RunConfig(Strict):
     seed: NonNegativeInt = 1234
     """Of the data order, sampling and initialisation."""
     resume: Literal["auto", "never"] = "auto"
-    """`auto` continues from the newest checkpoint in `dir`; `never` refuses a directory that already holds a run."""
+    """`auto` continues from the newest checkpoint in `dir`; `never` refuses a directory that
+    already holds a run."""
 
 
 class ModelConfig(Strict):
     """The model to train: the engines start from the same directory."""
 
     path: Path
-    """A Hugging Face model directory: config.json, safetensors, tokenizer.json or tokenizer.model."""
+    """A Hugging Face model directory: config.json, safetensors, tokenizer.json or
+    tokenizer.model."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameters and activations of the policy and the engines; gradients and optimizer state are float32."""
+    """Parameters and activations of the policy and the engines; gradients and optimizer state are
+    float32."""
 
 
 class DataConfig(Strict):
     """The prompts."""
 
     train: Path
-    """JSONL; each line has `prompt` (text) and whatever the reward reads; with `loss: sft` also `response`
-    and optionally `weight`."""
+    """JSONL; each line has `prompt` (text) and whatever the reward reads; with `loss: sft` also
+    `response` and optionally `weight`."""
     eval: Path | None = None
     """JSONL of held-out prompts."""
     shuffle: bool = True
@@ -64,11 +74,13 @@ class ParallelConfig(Strict):
     pipeline: PositiveInt = 1
     """Stages the layers are cut into; divides the number of layers."""
     virtual_pipeline: PositiveInt = 1
-    """Model chunks of each pipeline rank, which take turns (Megatron's interleaved schedule): less idle time, more messages.
-    Needs pipeline > 1; pipeline x virtual_pipeline divides the number of layers."""
+    """Model chunks of each pipeline rank, which take turns (Megatron's interleaved schedule): less
+    idle time, more messages. Needs pipeline > 1; pipeline x virtual_pipeline divides the number of
+    layers."""
     expert: PositiveInt = 1
-    """Ranks of a stage that share the experts of a mixture-of-experts model; divides ranks / pipeline and the number of experts.
-    Experts are whole, not cut by tensor parallelism; a mixture under tensor parallelism needs sequence and expert > 1."""
+    """Ranks of a stage that share the experts of a mixture-of-experts model; divides ranks /
+    pipeline and the number of experts. Experts are whole, not cut by tensor parallelism; a mixture
+    under tensor parallelism needs sequence and expert > 1."""
     sequence: bool = False
     """Megatron's sequence parallelism (needs tensor > 1)."""
     distributed_optimizer: bool = True
@@ -94,6 +106,8 @@ class OptimizerConfig(Strict):
     """Steps of linear increase from 0."""
     min_lr: NonNegativeFloat = 0.0
     """Where `linear` and `cosine` end."""
+    log_update_norm: bool = False
+    """Logs `update/norm` and `staleness/drift`, for which Adam's state is swept once more."""
 
 
 class PolicyConfig(Strict):
@@ -107,6 +121,11 @@ class PolicyConfig(Strict):
     """Budget of prompt + response tokens, padding included, of one micro-batch on one rank."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary logits exist at one time."""
+    on_anomaly: Literal["report", "skip"] = "report"
+    """A gradient norm over 20 times the median of the last 50 steps is logged and kept in
+    RUN/anomalies.jsonl, with the parameter that holds most of it and the samples that made it, for
+    which the batch's gradient is taken about twice more. Then the step goes on (`report`, clipped
+    as ever) or not (`skip`)."""
 
 
 class SamplingConfig(Strict):
@@ -124,31 +143,44 @@ class RewardConfig(Strict):
     """What a response is worth."""
 
     name: str
-    """`arithmetic`, `countdown`, `math`, or `module:function` (called as function(prompt, response) -> float)."""
+    """`arithmetic`, `countdown`, `math`, or `module:function` (called as function(prompt, response)
+    -> float)."""
     on_error: Literal["drop", "stop"] = "drop"
-    """A reward that raises or is not finite: `drop` logs, counts and leaves the sample out of training; `stop` ends the run."""
+    """A reward that raises or is not finite: `drop` logs, counts and leaves the sample out of
+    training; `stop` ends the run."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time for one response; over it counts as an error."""
+    """Longest time for one response; over it the reward's process is killed, and the response
+    counts as an error."""
+    workers: PositiveInt = 4
+    """Most processes of each engine that call the reward; they start when responses wait. The
+    built-in `arithmetic` and `countdown` need none."""
+    memory_mib: PositiveInt | None = None
+    """Most memory (address space, MiB) of each of them; null: no limit."""
 
 
 class RolloutConfig(Strict):
     """The vLLM engines; absent with `objective.loss: sft`."""
 
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """`disaggregated`: engines have devices of their own and sample while the policy trains. `colocated`: engines and policy
-    take turns on the same devices: generate, sleep, train, load the new weights, wake."""
+    """`disaggregated`: engines have devices of their own and sample while the policy trains.
+    `colocated`: engines and policy take turns on the same devices: generate, sleep, train, load the
+    new weights, wake."""
     engines: PositiveInt = 1
     """vLLM engines, each holding the whole model."""
     tensor: PositiveInt = 1
-    """Workers that share every layer of one engine (vLLM's tensor parallelism); divides heads and key-value heads."""
+    """Workers that share every layer of one engine (vLLM's tensor parallelism); divides heads and
+    key-value heads."""
     in_flight: Literal["keep", "recompute"] = "keep"
-    """What a weight update does to running responses. `keep`: they go on over the key-value cache of the old weights.
-    `recompute`: the cache is cleared, so the new weights read prompt and response so far again, and the prefix cache is on.
-    Log-probs of tokens already sampled stay as sampled either way."""
-    restarts: NonNegativeInt = 3
-    """Times each engine is started again after it died or stopped answering; then the run goes on with the others."""
+    """Effect of a weight update on running responses. `keep`: they go on over the key-value cache
+    of the old weights. `recompute`: the cache is cleared, so the new weights read prompt and
+    response so far again, and the prefix cache is on. Log-probs of tokens already sampled stay as
+    sampled either way."""
+    restarts_per_hour: NonNegativeInt = 3
+    """Times within an hour that each engine is started again after it died or stopped answering;
+    then the run goes on with the others."""
     unresponsive_s: PositiveFloat = 60.0
-    """An engine whose vLLM process answers nothing for so long is taken for dead; below watchdog.timeout_s."""
+    """An engine whose vLLM process answers nothing for so long is taken for dead; below
+    watchdog.timeout_s."""
     sampling: SamplingConfig
     reward: RewardConfig
     max_concurrent: PositiveInt = 256
@@ -171,33 +203,39 @@ class FlowConfig(Strict):
     group_size: PositiveInt
     """Responses per prompt."""
     async_ratio: NonNegativeFloat = 1.0
-    """alpha of ROLL Flash (arXiv 2510.11345): no sample starts more than ceil(alpha) versions before it is trained on;
-    0 is synchronous."""
+    """alpha of ROLL Flash (arXiv 2510.11345): no sample starts more than ceil(alpha) versions
+    before it is trained on; 0 is synchronous."""
     selection: Selection = OldestFirst()
     """Which finished groups a step trains on: a name, or a mapping with `name` and its settings."""
     late: Literal["wait", "drop"] = "wait"
-    """When a group that must train now, by the law, is still running: `wait` for it, or `drop` it if enough others have finished.
-    Dropping favours short responses; the report compares what was dropped with what was trained on, and for that the dropped
-    responses run to their end: cut ones would have neither length nor reward. So `drop` saves waiting, not engine time."""
-    extra_responses: NonNegativeInt = 0
-    """Responses asked per prompt beyond group_size; the first group_size to finish make the group, the others are cut."""
-    requeue_cut: bool = False
-    """With extra_responses: cut responses are continued in one more group of their prompt, while the law permits:
-    with a whole async_ratio new prompts take every place, so give it a fraction, such as 1.5."""
-    filter_equal_groups: bool = False
-    """DAPO's dynamic sampling (arXiv 2503.14476): a group whose rewards are all equal is dropped, and one more prompt is asked in
-    its place; up to ten batches' worth for one batch, then such groups are taken as they are."""
+    """When a group that must train now, by the law, is still running: `wait` for it, or `drop` it
+    if enough others have finished. Dropping favours short responses; the report compares what was
+    dropped with what was trained on, and for that the dropped responses run to their end: cut ones
+    would have neither length nor reward. So `drop` saves waiting, not engine time."""
+    oversample: NonNegativeFloat = 0.0
+    """Groups in flight beyond async_ratio's, as a share of prompts_per_step: with `selection:
+    windowed` those that finish first train, and an unfinished one goes on. The bound stays
+    ceil(async_ratio), so it needs a fraction there, such as 0.5."""
+    dynamic_sampling: bool = False
+    """DAPO's dynamic sampling (arXiv 2503.14476): a group whose rewards are all equal is dropped,
+    and one more prompt is asked in its place; up to ten batches' worth for one batch, then such
+    groups are taken as they are."""
+
+
+Transport = Literal["shared_memory"]
+"""Carriers: each is the file `weights/<name>.py`."""
 
 
 class WeightsConfig(Strict):
     """How new weights reach the engines."""
 
-    transport: Literal["shared_memory"] = "shared_memory"
-    """How new weights reach the engines; `shared_memory` serves one machine."""
+    transport: Transport = "shared_memory"
+    """The carrier of new weights; `shared_memory` serves one machine."""
     bucket_mib: PositiveInt = 256
     """Bytes gathered and sent at one time."""
-    update: Literal["rolling", "together"] = "rolling"
-    """Engines load new weights one after the other, so that all but one keep sampling, or all at once."""
+    max_paused: Fraction = 0.5
+    """Largest share of the engines that may stand still at a time to load new weights, while the
+    others serve; one always may, and 1 lets all load together."""
 
 
 class EvalConfig(Strict):
@@ -206,13 +244,16 @@ class EvalConfig(Strict):
     samples_per_prompt: PositiveInt = 4
     """Sampled at the training temperature."""
     every: NonNegativeInt = 0
-    """Versions between evaluations during training; 0: before the first and after the last step only."""
+    """Versions between evaluations during training; 0: before the first and after the last step
+    only."""
     pass_at: tuple[PositiveInt, ...] = (1,)
-    """k of the pass@k to report: a prompt counts when one of k responses has a reward of at least `pass_reward`."""
+    """k of the pass@k to report: a prompt counts when one of k responses has a reward of at least
+    `pass_reward`."""
     pass_reward: float = 1.0
     """Reward from which a response counts as passed."""
     engines: NonNegativeInt = 0
-    """Engines that do nothing but evaluate, while training goes on; 0: the training engines, and training waits."""
+    """Engines that do nothing but evaluate, while training goes on; 0: the training engines, and
+    training waits."""
 
 
 class CheckpointConfig(Strict):
@@ -228,8 +269,9 @@ class WatchdogConfig(Strict):
     """No wait without an end."""
 
     timeout_s: PositiveFloat = 600.0
-    """Longest time without progress anywhere in the run, and longest wait for one named thing (a batch, a weight load, a rank),
-    before the run ends and says who waited for what. Starts, checkpoints and exports may take rollout.start_timeout_s."""
+    """Longest time without progress anywhere in the run, and longest wait for one named thing (a
+    batch, a weight load, a rank), before the run ends and says who waited for what. Starts,
+    checkpoints and exports may take rollout.start_timeout_s."""
 
 
 class ObserveConfig(Strict):
@@ -238,7 +280,28 @@ class ObserveConfig(Strict):
     tensorboard: bool = True
     """Write RUN/tensorboard beside RUN/metrics.jsonl."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs it; null serves nothing."""
+    """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs
+    it; null serves nothing."""
+
+
+class SamplesConfig(Strict):
+    """The log of finished samples, RUN/samples, which `mar samples` and the report show."""
+
+    keep_mib: NonNegativeInt = 2048
+    """Room for it, compressed; the oldest samples go first. 0 logs none."""
+    segment_mib: PositiveInt = 64
+    """A new file is begun at this size; at most half of keep_mib."""
+
+    @model_validator(mode="after")
+    def _at_least_two_segments(self) -> SamplesConfig:
+        if 0 < self.keep_mib < 2 * self.segment_mib:
+            raise ValueError(
+                f"segment_mib: {self.segment_mib} is more than half of keep_mib: {self.keep_mib},"
+                " so nothing old could be kept; set segment_mib to"
+                f" {max(1, self.keep_mib // 2)} or less, or keep_mib to"
+                f" {2 * self.segment_mib} or more"
+            )
+        return self
 
 
 class Config(Strict):
@@ -257,6 +320,7 @@ class Config(Strict):
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     observe: ObserveConfig = ObserveConfig()
+    samples: SamplesConfig = SamplesConfig()
 
     @property
     def supervised(self) -> bool:
@@ -264,12 +328,13 @@ class Config(Strict):
 
     @property
     def fresh_steps(self) -> int:
-        """Optimizer steps at the run's beginning that are synchronous whatever flow.async_ratio says: controls calibrate."""
+        """Optimizer steps at the run's beginning that are synchronous whatever flow.async_ratio
+        says: controls calibrate."""
         return max((control.fresh_steps for control in self.controls), default=0)
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> Config:
-        for reason in run_refusals(self):
+        for reason in run_conflicts(self):
             raise ValueError(reason)
         if self.eval is not None and self.data.eval is None:
             raise ValueError("`eval` needs data.eval: a JSONL file of held-out prompts")

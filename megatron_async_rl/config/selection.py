@@ -1,4 +1,4 @@
-"""What a user may say about selection: one small model per rule, chosen by its `name`."""
+"""Settings of selection: one small model per rule, chosen by its `name`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from megatron_async_rl.config.bare_name import bare_name
-from megatron_async_rl.config.strict import Strict
+from megatron_async_rl.config.base import Strict, bare_name
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -19,16 +18,19 @@ class OldestFirst(Strict):
 
 
 class Windowed(Strict):
-    """Groups train in the order they finish, as far as the law permits, from among the oldest that are not trained yet."""
+    """Groups train in the order they finish, as far as the law permits, from among the oldest that
+    are not trained yet."""
 
     name: Literal["windowed"] = "windowed"
     window: NonNegativeFloat = 1.0
-    """f: a group may overtake as long as fewer than (1 + f) prompts_per_step older ones are not trained yet."""
+    """f: a group may overtake as long as fewer than (1 + f) prompts_per_step older ones are not
+    trained yet."""
 
 
 class ExactLag(Strict):
-    """Every sample trains exactly `lag` updates after it was made, and is made by one weight version: the controlled experiment
-    of M2PO and GAC. Samples made before the first update wait up to `lag` steps. Needs flow.async_ratio to be the same number."""
+    """Every sample trains exactly `lag` updates after it was made, and is made by one weight
+    version: the controlled experiment of M2PO and GAC. Samples made before the first update wait up
+    to `lag` steps. Needs flow.async_ratio to be the same number."""
 
     name: Literal["exact_lag"] = "exact_lag"
     lag: NonNegativeInt
@@ -36,16 +38,19 @@ class ExactLag(Strict):
 
 
 class Replay(Strict):
-    """TBA's buffer (arXiv 2503.18929): finished groups go into a store, and a step trains on the newest batch or on stored ones.
+    """TBA's buffer (arXiv 2503.18929): finished groups go into a store, and a step trains on the
+    newest batch or on stored ones.
 
     A stored response may train many times, at any lag: the bound holds for what enters the store.
     """
 
     name: Literal["replay"] = "replay"
     recent: Share = 0.5
-    """m: probability that a step takes the groups that finished since the last one, instead of stored ones."""
+    """m: probability that a step takes the groups that finished since the last one, instead of
+    stored ones."""
     inverse_temperature: NonNegativeFloat = 1.0
-    """Stored responses are drawn with probability proportional to exp(inverse_temperature x reward)."""
+    """Stored responses are drawn with probability proportional to exp(inverse_temperature x
+    reward)."""
     per_prompt: PositiveInt = 100
     """Newest distinct responses kept of each prompt."""
 

@@ -1,7 +1,9 @@
 """Files of reference vectors, read and checked before any of them is run.
 
-A file is a JSON list of cases (`case`, `kind`, `name`, `params`, `inputs`, `expect`). Tensors over tokens are
-[sequence][token], padded with mask 0, tensors over sequences [sequence].
+A file is a JSON list of cases (`case`, `kind`, `name`, `params`, `inputs`, `expect`). Tensors over
+tokens are [sequence][token], padded with mask 0, tensors over sequences [sequence]. A case says in
+`dtype` what its expected numbers were computed in; one that does not is taken for float32, which
+asks for less.
 """
 
 from __future__ import annotations
@@ -15,18 +17,23 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async_rl.config.problem import UserError
+
+FORMAT = "see tests/data/golden/README.md for the format"
 KEYS = {"case": str, "kind": str, "name": str, "params": dict, "inputs": dict, "expect": dict}
+DTYPES = ("float32", "float64")
 
 Numbers = NDArray[np.float64]
 
 
 class Malformed(ValueError):
-    """A file that is no list of cases: names the file, the case, and what was expected."""
+    """Content that does not describe a case; `read_cases` adds the file and the case."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """inputs, expect: [S, T] for tensors over tokens, [S] for tensors over sequences, [] for numbers."""
+    """inputs, expect: [S, T] for tensors over tokens, [S] for tensors over sequences, [] for
+    numbers."""
 
     case: str
     kind: str
@@ -34,25 +41,21 @@ class Case:
     params: Mapping[str, Any]
     inputs: Mapping[str, Numbers]
     expect: Mapping[str, Numbers]
-
-    @property
-    def single(self) -> bool:
-        """Whether the reference is one of float32: each expected number fits in it, or has been rounded to nine decimals."""
-        numbers = np.concatenate([values.ravel() for values in self.expect.values()])
-        with np.errstate(over="ignore", invalid="ignore"):
-            return bool(np.all((numbers.astype(np.float32) == numbers) | (np.round(numbers, 9) == numbers)))
+    dtype: str
+    """Precision of the computation that `expect` comes from: float32 or float64."""
 
 
 def read_cases(file: Path) -> list[Case]:
-    """The cases of `file`, in order. Raises Malformed."""
+    """The cases of `file`, in order. Raises UserError, naming file and case."""
 
     def refuse(what: str) -> NoReturn:
-        raise Malformed(f"{file}: {what}")
+        raise UserError.of(str(file), what, FORMAT)
 
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        refuse(error.strerror or str(error))
+        what = f"cannot be read: {error.strerror or error}"
+        raise UserError.of(str(file), what, "name a JSON file of cases") from error
     except (ValueError, RecursionError) as error:
         refuse(f"is not JSON: {error}")
     if not isinstance(content, list) or not content:
@@ -61,20 +64,30 @@ def read_cases(file: Path) -> list[Case]:
     for number, entry in enumerate(content):
         if not isinstance(entry, dict):
             refuse(f"entry {number}: expected an object with keys {', '.join(KEYS)}")
-        label = f"case {entry['case']!r}" if isinstance(entry.get("case"), str) else f"entry {number}"
+        label = (
+            f"case {entry['case']!r}" if isinstance(entry.get("case"), str) else f"entry {number}"
+        )
         for key, kind in KEYS.items():
             if key not in entry:
                 refuse(f"{label}: has no `{key}`")
             if not isinstance(entry[key], kind):
                 refuse(f"{label}: `{key}` is {type(entry[key]).__name__}, expected {kind.__name__}")
+        dtype = entry.get("dtype", DTYPES[0])
+        if dtype not in DTYPES:
+            refuse(f"{label}: `dtype` is {dtype!r}, expected one of {', '.join(DTYPES)}")
         if entry["case"] in cases:
             refuse(f"{label}: is there twice; the names of a file's cases are unique")
         try:
-            inputs, expect = ({key: _numbers(key, value) for key, value in entry[part].items()} for part in ("inputs", "expect"))
+            inputs, expect = (
+                {key: _numbers(key, value) for key, value in entry[part].items()}
+                for part in ("inputs", "expect")
+            )
             _check_shapes(inputs, expect)
         except Malformed as error:
             refuse(f"{label}: {error}")
-        cases[entry["case"]] = Case(entry["case"], entry["kind"], entry["name"], entry["params"], inputs, expect)
+        cases[entry["case"]] = Case(
+            entry["case"], entry["kind"], entry["name"], entry["params"], inputs, expect, dtype
+        )
     return list(cases.values())
 
 
@@ -97,10 +110,15 @@ def _check_shapes(inputs: Mapping[str, Numbers], expect: Mapping[str, Numbers]) 
         raise Malformed("`expect` is empty: there is nothing to compare")
     for dimensions in (1, 2):
         shapes = {
-            key: values.shape[:dimensions] for key, values in [*inputs.items(), *expect.items()] if values.ndim >= dimensions
+            key: values.shape[:dimensions]
+            for key, values in [*inputs.items(), *expect.items()]
+            if values.ndim >= dimensions
         }
         if len(set(shapes.values())) > 1:
-            raise Malformed("shapes differ: " + ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items()))
+            raise Malformed(
+                "shapes differ: "
+                + ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
+            )
     mask = inputs.get("mask")
     if mask is not None and (mask.ndim != 2 or not np.isin(mask, (0.0, 1.0)).all()):
         raise Malformed("`mask`: expected [sequence][token] of 0 and 1")

@@ -1,11 +1,13 @@
 """Cases judged, and shown.
 
-Every case runs in float64. A float64 reference has to be met to 1e-6 absolute plus 1e-6 relative. A reference of float32 numbers
-holds float32's rounding, which heavy tails enlarge: if the method is one that runs per micro-batch, the case runs in float32 too,
-and each number has to be met in one of the two, to 1e-5 absolute plus 1e-4 relative. A sum carries the rounding of its terms,
-so that 1e-5 of their magnitudes is allowed where it is more.
+Every case runs in float64. A float64 reference has to be met to 1e-6 absolute plus 1e-6 relative. A
+reference of float32 numbers holds float32's rounding, which heavy tails enlarge: if the method is
+one that runs per micro-batch, the case runs in float32 too, and each number has to be met in one of
+the two, to 1e-5 absolute plus 1e-4 relative. A sum carries the rounding of its terms, so that 1e-5
+of their magnitudes is allowed where it is more.
 
-Invariant: whatever a case holds, it ends as an outcome with a reason, and the cases after it are still run.
+Invariant: whatever a case holds, it ends as an outcome with a reason, and the cases after it are
+still run.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ from rich.text import Text
 from megatron_async_rl.conform.cases import Case, Numbers
 from megatron_async_rl.conform.methods import Found, run_case
 
-TOLERANCE = {"double": (1e-6, 1e-6), "single": (1e-5, 1e-4)}
-"""Precision of the reference -> (absolute, relative)."""
+TOLERANCE = {"float64": (1e-6, 1e-6), "float32": (1e-5, 1e-4)}
+"""dtype of the reference -> (absolute, relative)."""
 OF_TERMS = 1e-5
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """error: the largest absolute difference, nan where nothing could be compared. reason: why it failed, empty if it passed."""
+    """error: the largest absolute difference, nan where nothing could be compared. reason: why it
+    failed, empty if it passed."""
 
     case: str
     method: str
@@ -50,11 +53,21 @@ def judge(case: Case) -> Outcome:
     try:
         return Outcome(case.case, method, *_compare(case))
     except ValidationError as error:
-        wrong = [f"params.{'.'.join(map(str, one['loc'])) or case.name}: {one['msg']}" for one in error.errors()]
+        wrong = [
+            f"params.{'.'.join(map(str, one['loc'])) or case.name}: {one['msg']}"
+            for one in error.errors()
+        ]
         return Outcome(case.case, method, math.nan, "; ".join(wrong))
     except ValueError as error:
         return Outcome(case.case, method, math.nan, _line(error))
-    except (TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError) as error:
+    except (
+        TypeError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         return Outcome(case.case, method, math.nan, f"{type(error).__name__}: {_line(error)}")
 
 
@@ -64,10 +77,18 @@ def _line(error: Exception) -> str:
 
 def _compare(case: Case) -> tuple[float, str]:
     """(largest error, first reason to fail)."""
-    runs = [run_case(case, dtype) for dtype in ((torch.float64, torch.float32) if case.single else (torch.float64,))]
+    single = case.dtype == "float32"
+    runs = [
+        run_case(case, dtype)
+        for dtype in ((torch.float64, torch.float32) if single else (torch.float64,))
+    ]
     largest, reason = 0.0, ""
     for key, expected in case.expect.items():
-        numbers = [(_value(case, key, found), found.scales.get(key, 0.0)) for found in runs if found is not None]
+        numbers = [
+            (_value(case, key, found), found.scales.get(key, 0.0))
+            for found in runs
+            if found is not None
+        ]
         errors = np.stack([_error(expected, value) for value, _ in numbers])
         allowed = np.stack([_allowed(case, expected, scale) for _, scale in numbers])
         wrong = np.asarray(~(errors <= allowed).any(axis=0) | ~np.isfinite(errors).all(axis=0))
@@ -81,7 +102,9 @@ def _compare(case: Case) -> tuple[float, str]:
 
 def _value(case: Case, key: str, found: Found) -> Numbers:
     if key not in found.values:
-        raise ValueError(f"expect.{key}: {case.kind} {case.name} gives {', '.join(sorted(found.values))}")
+        raise ValueError(
+            f"expect.{key}: {case.kind} {case.name} gives {', '.join(sorted(found.values))}"
+        )
     if found.values[key].shape != case.expect[key].shape:
         shapes = [list(values.shape) for values in (case.expect[key], found.values[key])]
         raise ValueError(f"expect.{key} has shape {shapes[0]}, and {shapes[1]} came out")
@@ -95,13 +118,18 @@ def _error(expected: Numbers, got: Numbers) -> Numbers:
 
 
 def _allowed(case: Case, expected: Numbers, scale: float) -> Numbers:
-    absolute, relative = TOLERANCE["single" if case.single else "double"]
+    single = case.dtype == "float32"
+    absolute, relative = TOLERANCE[case.dtype]
     with np.errstate(over="ignore"):
         by_value = relative * np.abs(np.nan_to_num(expected))
-        return np.asarray(absolute + (np.maximum(by_value, OF_TERMS * scale) if case.single else by_value))
+        return np.asarray(
+            absolute + (np.maximum(by_value, OF_TERMS * scale) if single else by_value)
+        )
 
 
-def _reason(key: str, expected: Numbers, got: Numbers, wrong: NDArray[np.bool_], error: Numbers) -> str:
+def _reason(
+    key: str, expected: Numbers, got: Numbers, wrong: NDArray[np.bool_], error: Numbers
+) -> str:
     place = np.unravel_index(int(np.argmax(np.where(wrong, error, -1.0))), error.shape)
     index = "".join(f"[{i}]" for i in place)
     amount = f" ({int(wrong.sum())} of {wrong.size} differ)" if wrong.size > 1 else ""
@@ -109,7 +137,8 @@ def _reason(key: str, expected: Numbers, got: Numbers, wrong: NDArray[np.bool_],
 
 
 def show(files: Mapping[Path, Sequence[Case]], console: Console) -> int:
-    """Judges every case and prints it under its file; returns the exit code: 0 only if every case passed."""
+    """Judges every case and prints it under its file; returns the exit code: 0 only if every case
+    passed."""
     total, failed = sum(map(len, files.values())), 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("cases", total=total)
@@ -131,7 +160,16 @@ def _lines(cases: Sequence[Case]) -> Iterator[tuple[Text, bool]]:
     wide = max(len(f"{case.kind} {case.name}") for case in cases)
     for outcome in map(judge, cases):
         mark = ("pass", "green") if outcome.passed else ("FAIL", "red bold")
-        error = "largest error  -      " if math.isnan(outcome.error) else f"largest error {outcome.error:8.1e}"
-        text = Text.assemble("  ", mark, f"  {outcome.case:{width}}  {outcome.method:{wide}}  {error}  ", outcome.reason)
+        error = (
+            "largest error  -      "
+            if math.isnan(outcome.error)
+            else f"largest error {outcome.error:8.1e}"
+        )
+        text = Text.assemble(
+            "  ",
+            mark,
+            f"  {outcome.case:{width}}  {outcome.method:{wide}}  {error}  ",
+            outcome.reason,
+        )
         text.rstrip()
         yield text, outcome.passed

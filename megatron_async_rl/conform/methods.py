@@ -1,12 +1,15 @@
-"""A case run through the registries: what a training step runs, on a batch that the case spells out.
+"""A case run through the registries: what a training step runs, on a batch that the case spells
+out.
 
-The settings are those of the configuration's own models, `decide` sees the whole batch before the loss does, and aggregation has
-the whole batch's denominators. Padding stays in, with mask 0: it has to be without effect.
+The settings are those of the configuration's own models, `decide` sees the whole batch before the
+loss does, and aggregation has the whole batch's denominators. Padding stays in, with mask 0: it has
+to be without effect.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +18,153 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.base import Strict
+from megatron_async_rl.config.controls import EssLrControl
+from megatron_async_rl.config.keys import method_name, models_in, nearest
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.conform.cases import Case, Numbers
-from megatron_async_rl.conform.inputs import batch_of, micro_batch, settings_of
-from megatron_async_rl.conform.scalars import SCALARS
+from megatron_async_rl.controls.ess_lr import effective_sample_size, lr_scale
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
-from megatron_async_rl.objectives.batch import SequenceLoss, TokenBatch
-from megatron_async_rl.objectives.registry import advantage_method, correction_method, find, loss_method
+from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.registry import (
+    advantage_method,
+    correction_method,
+    find,
+    loss_method,
+)
+from megatron_async_rl.objectives.terms import token_rewards
+
+POLICIES = ("logp", "logp_prox", "logp_behavior")
+"""If a case names only some of the three policies, the others are the first one it names."""
+COLUMNS = tuple(
+    field.name
+    for field in dataclasses.fields(TokenBatch)
+    if field.name not in ("sequence", "sequences", "decided")
+)
+PER_SEQUENCE = ("rewards", "group", "score_norms")
+
+
+def settings_of(section: str, name: str, params: Mapping[str, Any]) -> Strict:
+    """The settings of method `name` as `objective.<section>` would take them. Raises
+    ValidationError, ValueError."""
+    for model in models_in(ObjectiveConfig.model_fields[section].annotation):
+        if method_name(model) == name:
+            return model.model_validate({**params, "name": name})
+    raise ValueError(
+        f"{name!r} cannot be configured: no model of objective.{section} has this name"
+    )
+
+
+def batch_of(case: Case) -> TokenBatch:
+    """The case as a whole batch: float64, no gradient, every column that the case names. Raises
+    ValueError."""
+    if "mask" not in case.inputs:
+        raise ValueError("inputs.mask is missing")
+    rows, length = case.inputs["mask"].shape
+    given: dict[str, Any] = {}
+    for key, values in case.inputs.items():
+        if key not in COLUMNS:
+            raise ValueError(
+                f"inputs.{key} is no column of a batch; nearest: {nearest(key, COLUMNS) or 'none'}"
+            )
+        if (values.ndim == 1) != (key in PER_SEQUENCE) or not values.ndim:
+            raise ValueError(
+                f"inputs.{key}: expected numbers per"
+                f" {'sequence' if key in PER_SEQUENCE else 'token'}"
+            )
+        given[key] = torch.from_numpy(values.flatten()).to(
+            torch.int64 if key in ("group", "lag") else torch.float64
+        )
+    unknown = torch.full((rows * length,), math.nan, dtype=torch.float64)
+    first = next((given[key] for key in POLICIES if key in given), unknown)
+    columns: dict[str, Any] = {
+        **dict.fromkeys(POLICIES, first),
+        "advantages": torch.zeros_like(unknown),
+        "weights": torch.ones_like(unknown),
+        "sequence": torch.arange(rows).repeat_interleave(length),
+        "sequences": rows,
+    }
+    batch = TokenBatch(**(columns | given))
+    if batch.rewards is None:
+        return batch
+    batch = batch.replace(token_rewards=token_rewards(batch, torch.zeros_like(batch.mask)))
+    return (
+        batch
+        if "advantages" in given
+        else batch.replace(advantages=batch.per_token(batch.require("rewards")))
+    )
+
+
+def micro_batch(whole: TokenBatch, dtype: torch.dtype) -> TokenBatch:
+    """All of a whole batch as one micro-batch in `dtype`."""
+
+    def cast(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            key: value.to(dtype) if value.is_floating_point() else value
+            for key, value in values.items()
+        }
+
+    columns = {key: value for key in COLUMNS if isinstance(value := getattr(whole, key), Tensor)}
+    decided = BatchDecision(
+        cast(whole.decided.tokens), cast(whole.decided.sequences), whole.decided.scalars
+    )
+    return dataclasses.replace(whole, **(cast(columns) | {"group": None, "decided": decided}))
+
+
+def _decided(name: str, case: Case, params: Mapping[str, Any]) -> Mapping[str, float]:
+    """Numbers that the loss `name` decides from the case as a whole batch; keys are those of its
+    metrics."""
+    decide = loss_method(name).decide
+    if decide is None:
+        raise ValueError(f"loss {name} decides nothing from the whole batch")
+    return decide(batch_of(case), settings_of("loss", name, params)).scalars
+
+
+def _m2po_cap(case: Case) -> dict[str, float]:
+    found = _decided("m2po", case, {**case.params, "mode": "cap"})
+    return {"log_ratio_cap": found["objective/log_ratio_cap"]}
+
+
+def _bapo(case: Case) -> dict[str, float]:
+    found = _decided("bapo", case, case.params)
+    return {
+        name: found.get(f"objective/{name}", math.nan)
+        for name in ("clip_low", "clip_high", "positive_share")
+    }
+
+
+def _ess(case: Case) -> dict[str, float]:
+    batch = batch_of(case)
+    log_weights = batch.sequence_sum(batch.logp - batch.logp_behavior)[batch.lengths() > 0]
+    return _of_log_weights(log_weights.numpy(), case.params)
+
+
+def _ess_log_weights(case: Case) -> dict[str, float]:
+    """`shape` only names what the weights look like."""
+    return _of_log_weights(
+        case.inputs["log_weights"],
+        {key: value for key, value in case.params.items() if key != "shape"},
+    )
+
+
+def _of_log_weights(log_weights: Numbers, params: Mapping[str, Any]) -> dict[str, float]:
+    settings = EssLrControl.model_validate(params)
+    if isinstance(settings.reference_ratio, str):
+        raise ValueError("params.reference_ratio: auto is known only within a run")
+    ess = effective_sample_size(log_weights)
+    ratio = ess / max(len(log_weights), 1)
+    scale = lr_scale(
+        ratio, rule=settings.rule, reference_ratio=settings.reference_ratio, floor=settings.floor
+    )
+    return {"ess": ess, "ess_ratio": ratio, "lr_scale": scale}
+
+
+SCALARS: Mapping[str, Callable[[Case], dict[str, float]]] = {
+    "m2po_cap": _m2po_cap,
+    "bapo": _bapo,
+    "ess": _ess,
+    "ess_log_weights": _ess_log_weights,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +179,8 @@ class Found:
 
 
 def run_case(case: Case, dtype: torch.dtype) -> Found | None:
-    """None where the method runs in float64 only. Raises ValueError for what this project does not have."""
+    """None where the method runs in float64 only. Raises ValueError for what this project does not
+    have."""
     return find("kind", case.kind, KINDS)(case, dtype)
 
 
@@ -56,14 +201,21 @@ def _policy_loss(case: Case, dtype: torch.dtype) -> Found:
     part = part.replace(logp=part.logp.clone().requires_grad_())
     losses = method.function(part, settings)
     if isinstance(losses, SequenceLoss) and aggregation not in (None, "seq-mean"):
-        raise ValueError(f"params.aggregation is {aggregation}, and {case.name} is one number per sequence: seq-mean")
+        raise ValueError(
+            f"params.aggregation is {aggregation}, and {case.name} is one number per sequence:"
+            " seq-mean"
+        )
     how = (part, aggregation or settings.default_aggregation, Denominators.of(whole), norm_length)
     loss = aggregate(losses, *how).sum()
     (gradient,) = torch.autograd.grad(loss, part.logp, allow_unused=True)
-    magnitude = aggregate(dataclasses.replace(losses, loss=losses.loss.detach().abs()), *how).abs().sum()
+    magnitude = (
+        aggregate(dataclasses.replace(losses, loss=losses.loss.detach().abs()), *how).abs().sum()
+    )
     values = {
         "loss": np.array(loss.item()),
-        "grad_logp": _padded(gradient if gradient is not None else torch.zeros_like(part.logp), part),
+        "grad_logp": _padded(
+            gradient if gradient is not None else torch.zeros_like(part.logp), part
+        ),
         "keep": _padded(~losses.clipped, part),
     }
     return Found(values, {"loss": magnitude.item()})
@@ -88,7 +240,9 @@ def _correction(case: Case, dtype: torch.dtype) -> Found | None:
     if dtype != torch.float64 and method.whole(settings):
         return None
     whole = batch_of(case)
-    factor = method.function(whole if method.whole(settings) else micro_batch(whole, dtype), settings)
+    factor = method.function(
+        whole if method.whole(settings) else micro_batch(whole, dtype), settings
+    )
     return Found({"weights": _padded(factor, whole), "mask": _padded(factor != 0, whole)})
 
 

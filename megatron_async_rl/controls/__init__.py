@@ -1,1 +1,2 @@
-"""What the step is: controls that see the reduced gradient before clipping, and may change it, skip it or scale its step."""
+"""Controls of the step: they see the reduced gradient before clipping, and may change it,
+skip it or scale its step."""

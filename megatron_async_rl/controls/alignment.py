@@ -1,4 +1,5 @@
-"""How the gradient of a step lines up with the one before it, and which of GAC's regimes that is (arXiv 2603.01501).
+"""How the gradient of a step lines up with the one before it, and which of GAC's regimes that is
+(arXiv 2603.01501).
 
 With g the reduced gradient before clipping, u the direction of the reference, and c = <g, u> / |g|:
 
@@ -7,12 +8,20 @@ With g the reduced gradient before clipping, u the direction of the reference, a
     c > c_high            skip                  after max_consecutive_skips of them, project instead
     not yet calibrated    keep                  (`calibrate`: see calibration.py)
 
-The reference is the raw gradient of the previous step, also after a skip, or (`reference: applied`) the last gradient that was
-applied; it is dropped after a gradient that is not finite. It is kept as `reference_dtype` and `reference_offload` say, and c
-is the cosine with what was kept: number_format.py bounds the difference.
+Where c is 1 within rounding, what is left of g across u is rounding too: the projection is then to
+zero whatever the target, and says so. An anomalous gradient (policy/anomaly.py) is kept as it is
+and is nobody's reference.
 
-What follows from the regime is the control's own: GAC projects, its null baseline only shortens. One all-reduce per step, of
-three scalars (of one while there is no reference), and two sweeps over gradient memory: inner products, then change and copy.
+The reference is the raw gradient of the previous step, also after a skip, or (`reference: applied`)
+the last gradient that was applied; it is dropped after a gradient that is not finite. It is kept as
+`reference_dtype` and `reference_offload` say, and c is the cosine with what was kept:
+reference.py bounds the difference.
+
+What follows from the regime is the control's own: GAC projects, its null baseline only shortens.
+One all-reduce per step, of three scalars (of one while there is no reference), and two sweeps over
+gradient memory: inner products, then change and copy. There is no third for norms: |g| comes with
+the products, the norm after projection follows from it, and |reference| was known when it was
+written (as float32; of other numbers it comes with the products).
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,39 +37,60 @@ from torch import Tensor
 
 from megatron_async_rl.controls.calibration import Calibration
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-from megatron_async_rl.controls.inner_product import block_elements, products_with, squared_norm
-from megatron_async_rl.controls.offload import Copies, copies_for
-from megatron_async_rl.controls.reference import GradientReference
+from megatron_async_rl.controls.reference import Copies, GradientReference, copies_for
+from megatron_async_rl.gradients import block_elements, products_with, squared_norm
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.controls import AlignmentSettings
-    from megatron_async_rl.policy.parallel import Gradients
+    from megatron_async_rl.gradients import Gradients
 
 KEEP, PROJECT, SKIP = 0, 1, 2
 """Values of the metric `gac/regime`."""
+PARALLEL = 2.0**-20
+"""Cosines are exact to about 1e-6 (1e-7 of the products, and the gradient's own rounding): a 1 - c
+below this says nothing about the direction of what is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """cosine: null where there is nothing to compare with; then the regime is KEEP and the reference is in order already.
+    """cosine: null where there is nothing to compare with; then the regime is KEEP and the
+    reference is in order already.
 
-    length: |g| / |reference|. along: <g', u> / |g| that projection leaves, null in the other regimes. fresh: of this batch.
+    square: |g|^2. length: |g| / |reference|. along: <g', u> / |g| that projection leaves, null in
+    the other regimes. to_zero: it is 0 because c is 1 within rounding. fresh: of this batch.
     """
 
     regime: int
+    square: float
     cosine: float | None = None
     length: float = 1.0
     along: float | None = None
+    to_zero: bool = False
     fresh: bool = False
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.square)
+
+    @property
+    def left(self) -> float:
+        """|g'| / |g| after projection, 1 without one: sqrt(1 - c^2 + (k c)^2)."""
+        if self.along is None or self.cosine is None:
+            return 1.0
+        return math.sqrt(max(0.0, 1.0 - self.cosine**2) + self.along**2)
 
 
 class AlignmentControl(Control, ABC):
-    """Judges each step; `act` is the subclass's. Shard state: `reference`, the gradient that the next one is compared with."""
+    """Judges each step; `act` is the subclass's. Shard state: `reference`, the gradient that the
+    next one is compared with."""
 
     def __init__(self, settings: AlignmentSettings) -> None:
         self.settings = settings
-        self.calibration = Calibration(settings.calibrate) if settings.calibrate is not None else None
+        self.calibration = (
+            Calibration(settings.calibrate) if settings.calibrate is not None else None
+        )
         self.reference: GradientReference | None = None
+        self.reference_square: float | None = None
         self.reference_fresh = False
         self.counts = [0, 0, 0]
         self.cosines = [0, 0, 0]
@@ -79,19 +109,27 @@ class AlignmentControl(Control, ABC):
         return self.settings.c_low if self.calibration is None else self.calibration.threshold
 
     def apply(self, step: StepView) -> Decision:
-        """Metrics: gac/cosine (absent while there is no reference), gac/regime, and counts and mean cosines so far."""
+        """Metrics: gac/cosine (absent while there is no reference), gac/regime, and counts and mean
+        cosines so far."""
         verdict = self._judge(step)
         self._count(verdict)
         decision = self.act(step.gradients, verdict)
         metrics = {**self._metrics(verdict), **decision.metrics}
-        return Decision(skip=verdict.regime == SKIP, gradient_scale=decision.gradient_scale, metrics=metrics)
+        return replace(
+            decision,
+            skip=verdict.regime == SKIP,
+            norm_before=verdict.norm,
+            norm_after=verdict.norm if decision.norm_after is None else decision.norm_after,
+            metrics=metrics,
+        )
 
-    def forget(self) -> None:
-        self.reference = self._restored = None
+    def reset(self) -> None:
+        self.reference = self._restored = self.reference_square = None
         self.consecutive_skips = 0
 
     def sweep(self, gradients: Gradients, verdict: Verdict, *, change: float) -> None:
-        """g += change |g| u, and the reference becomes the raw or the applied gradient, shard by shard.
+        """g += change |g| u, and the reference becomes the raw or the applied gradient, shard by
+        shard.
 
         Copies (replicated parameters) move too, by the same factor, so they stay equal.
         """
@@ -100,7 +138,11 @@ class AlignmentControl(Control, ABC):
         if not raw and verdict.regime == SKIP:
             return
         self.reference_fresh = verdict.fresh
-        shards = zip(gradients.shards, self.reference if change else repeat(None), strict=bool(change))
+        exact = self.settings.reference_dtype == "fp32" and (raw or not change)
+        self.reference_square = verdict.square if exact else None
+        shards = zip(
+            gradients.shards, self.reference if change else repeat(None), strict=bool(change)
+        )
         for index, (shard, reference) in enumerate(shards):
             if reference is None:
                 self.reference.put(index, shard.grad.detach())
@@ -116,30 +158,43 @@ class AlignmentControl(Control, ABC):
         if self._restored is not None:
             self._remember(gradients, self._restored)
         if self.reference is None:
-            norm = squared_norm(gradients)
-            if math.isfinite(norm) and norm > 0.0:
-                self._begin(gradients, fresh)
-            return Verdict(regime=KEEP)
-        product, norm, reference_norm = products_with(gradients, self.reference)
-        if not math.isfinite(norm):
-            self.forget()
-            return Verdict(regime=KEEP)
-        if norm == 0.0:
-            # A zero gradient has no direction: the reference stays what it was.
-            return Verdict(regime=KEEP)
-        if reference_norm == 0.0:
+            square = squared_norm(gradients)
+            kept = Verdict(regime=KEEP, square=square)
+            if math.isfinite(square) and square > 0.0 and not step.is_anomaly(kept.norm):
+                self._begin(gradients, fresh, square)
+            return kept
+        product, square, reference_square = products_with(
+            gradients, self.reference, reference_square=self.reference_square
+        )
+        kept = Verdict(regime=KEEP, square=square)
+        if not math.isfinite(square):
+            self.reset()
+            return kept
+        # A zero gradient has no direction, and one far outside the run's history says nothing about
+        # the next: the reference stays what it was.
+        if square == 0.0 or step.is_anomaly(kept.norm):
+            return kept
+        if reference_square == 0.0:
             # It was too small for the numbers it was kept in.
-            self._begin(gradients, fresh)
-            return Verdict(regime=KEEP)
-        cosine = max(-1.0, min(1.0, product / math.sqrt(norm * reference_norm)))
+            self._begin(gradients, fresh, square)
+            return kept
+        cosine = max(-1.0, min(1.0, product / math.sqrt(square * reference_square)))
         if self.calibration is not None:
             self.calibration.observe(cosine, fresh=fresh and self.reference_fresh)
         regime = self._regime(cosine)
+        if regime != PROJECT:
+            along, to_zero = None, False
+        else:
+            to_zero = 1.0 - cosine < PARALLEL
+            target = "zero" if to_zero else self.settings.target
+            along = component_left(cosine, target, self.c_low)
         return Verdict(
             regime=regime,
+            square=square,
             cosine=cosine,
-            length=math.sqrt(norm / reference_norm),
-            along=component_left(cosine, self.settings.target, self.c_low) if regime == PROJECT else None,
+            length=math.sqrt(square / reference_square),
+            along=along,
+            to_zero=to_zero,
             fresh=fresh,
         )
 
@@ -150,14 +205,17 @@ class AlignmentControl(Control, ABC):
             return PROJECT
         return SKIP if self.consecutive_skips < self.settings.max_consecutive_skips else PROJECT
 
-    def _begin(self, gradients: Gradients, fresh: bool) -> None:
+    def _begin(self, gradients: Gradients, fresh: bool, square: float) -> None:
         self.reference_fresh = fresh
+        self.reference_square = square if self.settings.reference_dtype == "fp32" else None
         self._remember(gradients, [shard.grad for shard in gradients.shards])
 
     def _remember(self, gradients: Gradients, values: Sequence[Tensor]) -> None:
         if self.settings.reference_offload == "cpu" and self._copies is None:
             self._copies = copies_for(gradients.device)
-        self.reference = GradientReference(self.settings.reference_dtype, gradients.device, self._copies)
+        self.reference = GradientReference(
+            self.settings.reference_dtype, gradients.device, self._copies
+        )
         for index, (shard, value) in enumerate(zip(gradients.shards, values, strict=True)):
             self.reference.put(index, value.to(gradients.device).view(shard.grad.shape))
         self._restored = None
@@ -178,6 +236,7 @@ class AlignmentControl(Control, ABC):
         }
         if verdict.cosine is not None:
             metrics["gac/cosine"] = verdict.cosine
+            metrics["gac/to_zero"] = float(verdict.to_zero)
         if self.c_low is not None:
             metrics["gac/c_low"] = self.c_low
         if self.calibration is not None:
@@ -195,6 +254,7 @@ class AlignmentControl(Control, ABC):
             "cosine_sums": list(self.cosine_sums),
             "consecutive_skips": self.consecutive_skips,
             "reference_fresh": self.reference_fresh,
+            "reference_square": self.reference_square,
             "calibration": self.calibration.state_dict() if self.calibration is not None else None,
         }
 
@@ -204,6 +264,7 @@ class AlignmentControl(Control, ABC):
         self.cosine_sums = list(state["cosine_sums"])
         self.consecutive_skips = state["consecutive_skips"]
         self.reference_fresh = state["reference_fresh"]
+        self.reference_square = state.get("reference_square")
         if self.calibration is not None and state["calibration"] is not None:
             self.calibration.load_state_dict(state["calibration"])
 
@@ -215,18 +276,26 @@ class AlignmentControl(Control, ABC):
     def load_shard_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         """Kept aside until a step shows which device and shapes the gradients have."""
         self.reference = None
-        self._restored = [shard.detach().clone() for shard in state["reference"]] if "reference" in state else None
+        self._restored = (
+            [shard.detach().clone() for shard in state["reference"]]
+            if "reference" in state
+            else None
+        )
 
 
-def component_left(cosine: float, target: Literal["threshold", "zero"], c_low: float | None) -> float:
-    """<g', u> / |g| after projection: 0, or k c of gac.py's formula, written without the division by c."""
+def component_left(
+    cosine: float, target: Literal["threshold", "zero"], c_low: float | None
+) -> float:
+    """<g', u> / |g| after projection: 0, or k c of gac.py's formula, written without the division
+    by c."""
     if target == "zero" or c_low is None:
         return 0.0
     return c_low * math.sqrt(max(0.0, 1.0 - cosine * cosine)) / math.sqrt(1.0 - c_low**2)
 
 
 def _add_and_exchange(gradient: Tensor, reference: Tensor, factor: float) -> None:
-    """gradient += factor reference, and reference = the gradient as it was: one sweep, without a copy of either in whole."""
+    """gradient += factor reference, and reference = the gradient as it was: one sweep, without a
+    copy of either in whole."""
     size = block_elements(gradient.device)
     for g, r in zip(gradient.view(-1).split(size), reference.view(-1).split(size), strict=True):
         before = g.clone()

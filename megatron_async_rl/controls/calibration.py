@@ -1,13 +1,16 @@
-"""GAC's lower threshold, taken from the run itself: a quantile of the cosines that fresh data shows.
+"""GAC's lower threshold, taken from the run itself: a quantile of the cosines that fresh data
+shows.
 
-Fresh: the batch of this step and the one that made the reference were sampled by the weights they trained (lag 0). A run that
-asks for calibration trains synchronously for its first `steps` + 1 steps (flow/law.py), the first of which has no cosine.
-Should some of those steps have none either (a gradient that is not finite, an empty batch), then the first stale step takes
-the quantile of what there is, provided it is at least half; with less, calibration waits for more fresh steps.
+Fresh: the batch of this step and the one that made the reference were sampled by the weights they
+trained (lag 0). A run that asks for calibration trains synchronously for its first `steps` + 1
+steps (flow/staleness.py), the first of which has no cosine. Should some of those steps have none
+either (a gradient that is not finite, an empty batch), then the first stale step takes the quantile
+of what there is, provided it is at least half; with less, calibration waits for more fresh steps.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +19,10 @@ import numpy as np
 if TYPE_CHECKING:
     from megatron_async_rl.config.controls import CalibrateConfig
 
+log = logging.getLogger(__name__)
+
 BOUND = 0.999
-"""Of a calibrated threshold: at +-1 there is nothing to project to."""
+"""Bound of a calibrated threshold: at 1 there is nothing to project to."""
 
 
 class Calibration:
@@ -36,10 +41,22 @@ class Calibration:
             self.cosines.append(cosine)
         enough = self.settings.steps if fresh else max(1, (self.settings.steps + 1) // 2)
         if len(self.cosines) >= enough:
-            self.threshold = float(np.clip(np.quantile(self.cosines, self.settings.quantile), -BOUND, BOUND))
+            quantile = float(np.quantile(self.cosines, self.settings.quantile))
+            if quantile < 0.0:
+                log.warning(
+                    "calibrate: the %g quantile of %d cosines is %.3f; c_low is 0 instead, as a"
+                    " negative one would turn gradients against their predecessor",
+                    self.settings.quantile,
+                    len(self.cosines),
+                    quantile,
+                )
+            self.threshold = min(max(quantile, 0.0), BOUND)
 
     def state_dict(self) -> dict[str, Any]:
         return {"cosines": list(self.cosines), "threshold": self.threshold}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.cosines, self.threshold = list(state["cosines"]), state["threshold"]
+        if self.threshold is not None:
+            # Checkpoints of earlier versions may hold a negative one.
+            self.threshold = max(self.threshold, 0.0)

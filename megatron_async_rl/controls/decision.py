@@ -1,8 +1,9 @@
-"""What a control sees of the step that is about to be taken, and what it says about it."""
+"""The interface of gradient controls: what one sees of the step that is about to be taken, and what
+it decides."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,11 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_async_rl.policy.parallel import Gradients
+    from megatron_async_rl.gradients import Gradients
 
 
 class OptimizerView(Protocol):
-    """What a control may read of the optimizer. Lists have one tensor per gradient shard, of the shard's shape, float32."""
+    """View of the optimizer for a control. Lists have one tensor per gradient shard, of the
+    shard's shape, float32."""
 
     @property
     def beta1(self) -> float:
@@ -32,20 +34,33 @@ class OptimizerView(Protocol):
         ...
 
     def last_update(self) -> Sequence[Tensor] | None:
-        """What the last step that was taken added to the parameters, without weight decay; None on every rank before the first.
+        """Change of the parameters by the last step that was taken, without weight decay; None on
+        every rank before the first.
 
-        Adam's own part of it: what a control moved the parameters by besides (`Nudge`) is not in it. Each tensor is computed
-        when it is asked for.
+        Adam's own part of it: what a control moved the parameters by besides (`UpdateCorrection`)
+        is not in it. Each tensor is computed when it is asked for.
         """
         ...
+
+    @property
+    def last_update_norm(self) -> float | None:
+        """|last_update| over the model; None before the first step, and where no control has said
+        `needs_update_norm` and the configuration does not log it."""
+        ...
+
+
+def never(norm: float) -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepView:
     """gradients: reduced, before clipping, changeable in place. optimizer: readable.
 
-    log_weights: [S] float64, sum over each trained sequence's tokens of log(pi / mu), untruncated, the same on every rank;
-    empty for given responses. lag_max: versions, of the batch's oldest token. lr: the scheduler's, for this step.
+    log_weights: [S] float64, sum over each trained sequence's tokens of log(pi / mu), untruncated,
+    the same on every rank; empty for given responses. lag_max: versions, of the batch's oldest
+    token. lr: the scheduler's, for this step. is_anomaly: True for a gradient norm far outside the
+    run's history; such a gradient is nothing to compare the next one with.
     """
 
     gradients: Gradients
@@ -53,30 +68,39 @@ class StepView:
     log_weights: NDArray[np.float64]
     lag_max: int
     lr: float
+    is_anomaly: Callable[[float], bool] = never
 
 
 @dataclass(frozen=True)
 class Decision:
-    """skip: leave weights, moments, step count and weight decay alone. lr_scale: factor on this one step's learning rate.
+    """skip: leave weights, moments, step count and weight decay alone. lr_scale: factor on this one
+    step's learning rate.
 
-    gradient_scale: factor on the gradient after clipping, this step. beta1: of this one step; None keeps it.
+    gradient_scale: factor on the gradient after clipping, this step. beta1: of this one step; None
+    keeps it. norm_before, norm_after: |g| over the model as the control found the gradient and as
+    it leaves it, so that nobody measures it again; None where it did not look. A control that
+    changes gradients in place says both.
     """
 
     skip: bool = False
     lr_scale: float = 1.0
     gradient_scale: float = 1.0
     beta1: float | None = None
+    norm_before: float | None = None
+    norm_after: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateView:
-    """What the optimizer is about to add to the parameters, one tensor per gradient shard, of the shard's shape.
+    """Update that the optimizer is about to apply, one tensor per gradient shard, of the
+    shard's shape.
 
-    update: Adam's, of the gradient as controls and clipping left it, with this step's lr and beta1, without weight decay.
-    displacement: the weights as they are minus those that the batch's samples began under (the mean over trained tokens where
-    they differ); null on every rank where those are the same, or the run keeps no past weights.
-    Tensors of both are computed when they are read, each time anew. gradients: after clipping, not to be changed any more.
+    update: Adam's, of the gradient as controls and clipping left it, with this step's lr and beta1,
+    without weight decay. displacement: the weights as they are minus those that the batch's samples
+    began under (the mean over trained tokens where they differ); null on every rank where those are
+    the same, or the run keeps no past weights. Tensors of both are computed when they are read,
+    each time anew. gradients: after clipping, not to be changed any more.
     """
 
     gradients: Gradients
@@ -85,9 +109,9 @@ class UpdateView:
 
 
 @dataclass(frozen=True)
-class Nudge:
-    """along: the parameters move by this much of the displacement besides the update. length: of the two together, over the
-    update's own."""
+class UpdateCorrection:
+    """along: the parameters move by this much of the displacement besides the update. length: of
+    the two together, over the update's own."""
 
     along: float = 0.0
     length: float = 1.0
@@ -95,21 +119,26 @@ class Nudge:
 
 
 class Control:
-    """Called on every rank once per optimizer step, on the fully reduced gradient, before clipping (`apply`), and once more
-    just before the optimizer changes the parameters, where no control skips the step (`before_update`).
+    """Called on every rank once per optimizer step, on the fully reduced gradient, before clipping
+    (`apply`), and once more just before the optimizer changes the parameters, where no control
+    skips the step (`before_update`).
 
-    Its decision must be the same on every rank, so it may rest only on all-reduced numbers, reduced with a fixed number of
-    collectives per step. State comes in two parts: numbers that are the same on every rank (`state_dict`), and what has one
-    tensor per gradient shard (`shard_state`), which a checkpoint carries over to another parallel layout.
+    Its decision must be the same on every rank, so it may rest only on all-reduced numbers, reduced
+    with a fixed number of collectives per step. State comes in two parts: numbers that are the same
+    on every rank (`state_dict`), and what has one tensor per gradient shard (`shard_state`), which
+    a checkpoint carries over to another parallel layout.
     """
+
+    needs_update_norm: bool = False
+    """Reads `optimizer.last_update_norm`, which costs a sweep over Adam's state after each step."""
 
     def apply(self, step: StepView) -> Decision:
         return Decision()
 
-    def before_update(self, update: UpdateView) -> Nudge:
-        return Nudge()
+    def before_update(self, update: UpdateView) -> UpdateCorrection:
+        return UpdateCorrection()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """This step has no usable gradient; what compares one step with the next starts anew."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,15 +148,17 @@ class Control:
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def shard_state(self) -> dict[str, list[Tensor]]:
-        """Name -> one float32 tensor per gradient shard of this rank, in their order and of their shapes.
+        """Name -> one float32 tensor per gradient shard of this rank, in their order and of their
+        shapes.
 
-        A name whose state does not exist at the moment is left out. May be views of the state itself: to be read before
-        the next step.
+        A name whose state does not exist at the moment is left out. May be views of the state
+        itself: to be read before the next step.
         """
         return {}
 
     def load_shard_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """What `shard_state` returned, cut for this rank's gradient shards (copied); a name that is absent has no state.
+        """Takes what `shard_state` returned, cut for this rank's gradient shards (copied); a name
+        that is absent has no state.
 
         Called once after `load_state_dict`, also with an empty mapping.
         """

@@ -1,14 +1,17 @@
-"""The update kept from repeating what the batch's policy has not seen yet. This project's own, and experimental.
+"""The update kept from repeating what the batch's policy has not seen yet. This project's own, and
+experimental.
 
-With D = theta_now - theta_v, theta_v the weights that the batch's samples began under, and u the update the optimizer is about
-to make (Adam's, of the clipped gradient, without weight decay), c = cos(u, D):
+With D = theta_now - theta_v, theta_v the weights that the batch's samples began under, and u the
+update the optimizer is about to make (Adam's, of the clipped gradient, without weight decay), c =
+cos(u, D):
 
     c <= c_low    u' = u            (every negative c too: one-sided)
     c > c_low     u' = u + a D      target "zero":       a = -c |u| / |D|, so u' is orthogonal to D
                                     target "threshold":  a so that cos(u', D) = c_low
 
-A batch that the present weights sampled has D = 0, and nothing happens. Nothing is stored: past weights come from the store that
-`proximal: snapshot` uses too. One all-reduce of three scalars per step with D; D is read twice where it acts, once otherwise.
+A batch that the present weights sampled has D = 0, and nothing happens. Nothing is stored: past
+weights come from the store that `proximal: snapshot` uses too. One all-reduce of three scalars per
+step with D; D is read twice where it acts, once otherwise.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import math
 from typing import TYPE_CHECKING
 
 from megatron_async_rl.controls.alignment import component_left
-from megatron_async_rl.controls.decision import Control, Nudge, UpdateView
-from megatron_async_rl.controls.inner_product import products_of
+from megatron_async_rl.controls.decision import Control, UpdateCorrection, UpdateView
+from megatron_async_rl.gradients import products_of
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.controls import DisplacementControl
@@ -28,9 +31,10 @@ class Displacement(Control):
     def __init__(self, settings: DisplacementControl) -> None:
         self.settings = settings
 
-    def before_update(self, update: UpdateView) -> Nudge:
-        """Metrics: displacement/cosine, absent where D or u is 0, and displacement/removed, |u - u'| / |u|."""
-        nothing = Nudge(metrics={"displacement/removed": 0.0})
+    def before_update(self, update: UpdateView) -> UpdateCorrection:
+        """Metrics: displacement/cosine, absent where D or u is 0, and displacement/removed, |u -
+        u'| / |u|."""
+        nothing = UpdateCorrection(metrics={"displacement/removed": 0.0})
         if update.displacement is None:
             return nothing
         product, norm, distance = products_of(update.gradients, update.update, update.displacement)
@@ -39,9 +43,11 @@ class Displacement(Control):
             return nothing
         cosine = max(-1.0, min(1.0, product / math.sqrt(lengths)))
         if cosine <= self.settings.c_low:
-            return Nudge(metrics={"displacement/cosine": cosine, "displacement/removed": 0.0})
+            return UpdateCorrection(
+                metrics={"displacement/cosine": cosine, "displacement/removed": 0.0}
+            )
         left = component_left(cosine, self.settings.target, self.settings.c_low)
-        return Nudge(
+        return UpdateCorrection(
             along=(left - cosine) * math.sqrt(norm / distance),
             length=math.sqrt(max(0.0, 1.0 - cosine * cosine) + left * left),
             metrics={"displacement/cosine": cosine, "displacement/removed": cosine - left},

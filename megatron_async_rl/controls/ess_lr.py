@@ -1,27 +1,63 @@
-"""The ESS learning rate of VCPO (arXiv 2602.17616): the step is as large as the batch is worth.
+"""The ESS learning rate of VCPO (arXiv 2602.17616): the step is as large as the batch is worth in
+on-policy samples.
 
-The weights are those of the step's own forward passes, summed over each whole response, all-reduced before any control runs:
-no rank of any parallel dimension sees less than the whole batch, and there is no collective here. The factor lasts one step;
-the scheduler never sees it.
+    log w_i = sum over the response's tokens of log(pi / mu)
+    ESS     = (sum w)^2 / sum w^2                         between 1 and B
+    scale   = rule(min(1, (ESS / B) / reference_ratio))   rule: square root, or linear
+
+Everything is in log space with a max shift: weights that overflow, underflow or are all tiny change
+nothing. The weights are those of the step's own forward passes, all-reduced before any control
+runs: no rank of any parallel dimension sees less than the whole batch, and there is no collective
+here. The factor lasts one step; the scheduler never sees it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-from megatron_async_rl.controls.ess import effective_sample_size, lr_scale
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.controls import EssLrControl
 
 
+def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
+    """log_weights: [B] float64, as large or small as they come. 0 for an empty batch, and where a
+    weight is not a number.
+
+    A weight of +inf leaves only its equals in the sum.
+    """
+    if len(log_weights) == 0 or np.isnan(log_weights).any():
+        return 0.0
+    largest = log_weights.max()
+    if np.isinf(largest):
+        return float((log_weights == largest).sum())
+    weights = np.exp(log_weights - largest)
+    return float(weights.sum() ** 2 / np.square(weights).sum())
+
+
+def lr_scale(
+    ess_ratio: float,
+    *,
+    rule: Literal["sqrt", "linear"] = "sqrt",
+    reference_ratio: float = 1.0,
+    floor: float = 0.0,
+) -> float:
+    """ess_ratio: ESS / B. In [floor, 1]; the floor itself where ess_ratio is not a number."""
+    if math.isnan(ess_ratio):
+        return floor
+    relative = min(1.0, ess_ratio / reference_ratio)
+    return max(floor, math.sqrt(relative) if rule == "sqrt" else relative)
+
+
 class EssLr(Control):
-    """State, for `reference_ratio: auto`: sum and number of the ESS / B of on-policy steps, whose batch has lag 0 throughout.
+    """State, for `reference_ratio: auto`: sum and number of the ESS / B of on-policy steps, whose
+    batch has lag 0 throughout.
 
     A run's first step is one, so `auto` is known from then on.
     """
@@ -49,8 +85,14 @@ class EssLr(Control):
             self.on_policy_sum += ratio
             self.on_policy_steps += 1
         reference = self.reference_ratio
-        scale = lr_scale(ratio, rule=self.settings.rule, reference_ratio=reference, floor=self.settings.floor)
-        metrics = {"ess_lr/scale": scale, "ess_lr/ess_ratio": ratio, "ess_lr/reference_ratio": reference}
+        scale = lr_scale(
+            ratio, rule=self.settings.rule, reference_ratio=reference, floor=self.settings.floor
+        )
+        metrics = {
+            "ess_lr/scale": scale,
+            "ess_lr/ess_ratio": ratio,
+            "ess_lr/reference_ratio": reference,
+        }
         return Decision(lr_scale=scale, metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:

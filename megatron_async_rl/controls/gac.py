@@ -1,12 +1,14 @@
 """GAC, gradient alignment control (arXiv 2603.01501).
 
-The paper's observation: with stale samples, consecutive policy gradients stay aligned where synchronous training has
-nearly orthogonal ones, and that alignment precedes divergence. The regimes are the paper's (untouched, projected,
-skipped by thresholds on the cosine, see alignment.py); the constants and the exact projection are this project's own.
+The paper's observation: with stale samples, consecutive policy gradients stay aligned where
+synchronous training has nearly orthogonal ones, and that alignment precedes divergence. The regimes
+are the paper's (untouched, projected, skipped by thresholds on the cosine, see alignment.py); the
+constants and the exact projection are this project's own.
 
     keep      g' = g
     project   g' = g_perp + k g_par
-              target "threshold": k = (c_low / c) sqrt((1 - c^2) / (1 - c_low^2)), so cos(g', u) = c_low
+              target "threshold": k = (c_low / c) sqrt((1 - c^2) / (1 - c_low^2)),
+                                  so cos(g', u) = c_low
               target "zero":      k = 0
     skip      no step at all
 """
@@ -19,7 +21,7 @@ from megatron_async_rl.controls.alignment import AlignmentControl, Verdict
 from megatron_async_rl.controls.decision import Decision
 
 if TYPE_CHECKING:
-    from megatron_async_rl.policy.parallel import Gradients
+    from megatron_async_rl.gradients import Gradients
 
 
 class Gac(AlignmentControl):
@@ -30,4 +32,5 @@ class Gac(AlignmentControl):
             return Decision(metrics={"gac/removed": 0.0})
         change = verdict.along - verdict.cosine if verdict.along is not None else 0.0
         self.sweep(gradients, verdict, change=change)
-        return Decision(metrics={"gac/removed": abs(change)})
+        norm = verdict.norm * verdict.left
+        return Decision(norm_after=norm, metrics={"gac/removed": abs(change)})

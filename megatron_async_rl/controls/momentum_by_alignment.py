@@ -1,11 +1,14 @@
-"""Adam's memory shortened while the gradient keeps pointing where the optimizer is going already (this project's own).
+"""Adam's memory shortened while the gradient keeps pointing where the optimizer is going already
+(this project's own).
 
-With c the cosine of this step's gradient and Adam's first moment before the step (`against: momentum`), or of the descent
-direction and the last update (`against: last_update`: -<g, update>, so that positive says "the same way again"):
+With c the cosine of this step's gradient and Adam's first moment before the step (`against:
+momentum`), or of the descent direction and the last update (`against: last_update`: -<g, update>,
+so that positive says "the same way again"):
 
     beta1 = beta1_max - (beta1_max - beta1_min) clip((c - c_low) / (c_high - c_low), 0, 1)
 
-beta1_max where there is nothing to compare with. The gradient is the one that earlier controls left.
+beta1_max where there is nothing to compare with. The gradient is the one that earlier controls
+left.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-from megatron_async_rl.controls.inner_product import products_with
+from megatron_async_rl.gradients import products_with
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.controls import MomentumByAlignmentControl
@@ -27,7 +30,8 @@ class MomentumByAlignment(Control):
         self.settings = settings
 
     def apply(self, step: StepView) -> Decision:
-        """Metric: momentum/cosine, absent before the first update. One all-reduce of three scalars from the second step on."""
+        """Metric: momentum/cosine, absent before the first update. One all-reduce of three scalars
+        from the second step on."""
         settings, optimizer = self.settings, step.optimizer
         longest = settings.beta1_max if settings.beta1_max is not None else optimizer.beta1
         going = optimizer.momentum() if settings.against == "momentum" else optimizer.last_update()
@@ -41,4 +45,7 @@ class MomentumByAlignment(Control):
         if settings.against == "last_update":
             cosine = -cosine
         share = max(0.0, min(1.0, (cosine - settings.c_low) / (settings.c_high - settings.c_low)))
-        return Decision(beta1=longest - (longest - settings.beta1_min) * share, metrics={"momentum/cosine": cosine})
+        return Decision(
+            beta1=longest - (longest - settings.beta1_min) * share,
+            metrics={"momentum/cosine": cosine},
+        )

@@ -1,27 +1,141 @@
 """The gradient of an earlier step, kept shard by shard: in which numbers, and in whose memory.
 
-`for shard in reference` reads float32 tensors in the order of the gradient's shards, one at a time: a compressed or offloaded
-reference never exists whole in float32. Offloaded, the next shard is on its way while the present one is used, and what `put`
-was given is copied out beside the optimizer's step; on CUDA that takes device memory of the reference's size until the copies
-are through, at a time when there are no activations.
+`for shard in reference` reads float32 tensors in the order of the gradient's shards, one at a time:
+a compressed or offloaded reference never exists whole in float32. Offloaded, the next shard is on
+its way while the present one is used, and what `put` was given is copied out beside the optimizer's
+step; on CUDA that takes device memory of the reference's size until the copies are through, at a
+time when there are no activations.
+
+Numbers. float32, bfloat16, or 8-bit floats with a scale per block. What is read back differs from
+what was written, element by element, by at most
+    bf16    2^-9 of the element
+    fp8     2^-4 of the element (e4m3 has 3 bits after the point), and for elements below 2^-14 of
+            their block's largest by at most 2^-18 of that largest
+so a cosine taken against it moves by at most |error| / |reference|: 2^-9 and about 2^-4; and by far
+less for errors that do not line up with the other gradient (of order c |error|^2 / 2 plus the same
+over the root of the number of elements). A block's scale is the smallest power of two that brings
+its largest element within e4m3's 448. Scaling is then exact, and writing again what was read gives
+the same bits.
+
+Memory. On CUDA a stream of its own copies between device and host beside the work that is running,
+after the work that made the source; elsewhere a copy is a copy, at once. Copies are made in the
+order they were started, so one that reads a place another writes comes after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_async_rl.controls.number_format import NumberFormat, decode, encode
-from megatron_async_rl.controls.offload import Copies, Wait
+ReferenceDtype = Literal["fp32", "bf16", "fp8"]
+BLOCK = 128
+"""Elements that share a scale."""
+LARGEST = 448.0
+SMALLEST_EXPONENT = -126
+
+
+def quantize(values: Tensor, dtype: ReferenceDtype) -> tuple[Tensor, ...]:
+    """New tensors that hold `values` (any shape, finite): one, or 8-bit numbers [blocks, BLOCK] and
+    their scales [blocks, 1]."""
+    if dtype != "fp8":
+        return (
+            values.detach().to(torch.float32 if dtype == "fp32" else torch.bfloat16, copy=True),
+        )
+    flat = values.detach().reshape(-1).float()
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    mantissa, exponent = torch.frexp(blocks.abs().amax(dim=1, keepdim=True) / LARGEST)
+    # frexp gives [0.5, 1) x 2^e: 0.5 is a power of two itself, which e - 1 reaches.
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(min=SMALLEST_EXPONENT)
+    scales = torch.ldexp(torch.ones_like(mantissa), exponent)
+    return (blocks / scales).to(torch.float8_e4m3fn), scales
+
+
+def dequantize(written: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+    """float32 of `shape`; the tensor itself, not a copy, where that is what was kept."""
+    if len(written) == 1:
+        return written[0].float().view(shape)
+    numbers, scales = written
+    return (numbers.float() * scales).view(-1)[: shape.numel()].view(shape)
+
+
+Wait = Callable[[], None]
+
+
+class Copies(Protocol):
+    def start(self, source: Tensor, target: Tensor) -> Wait:
+        """Begins target <- source (same shape and dtype). What is returned holds back the device's
+        later work until it is done.
+
+        Neither tensor may be changed before; a device tensor that is dropped keeps its memory until
+        the copy is through.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Returns when every copy started so far is done, so that this process may read host
+        memory."""
+        ...
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        """Host memory of the shape and dtype of `like`, not initialised."""
+        ...
+
+
+class PlainCopies:
+    """The device is the host."""
+
+    def start(self, source: Tensor, target: Tensor) -> Wait:
+        target.copy_(source)
+        return _nothing
+
+    def finish(self) -> None:
+        pass
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype)
+
+
+class CudaCopies:
+    """Page-locked host memory and a stream of its own: the copy runs while the optimizer and the
+    next forward do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, source: Tensor, target: Tensor) -> Wait:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        for tensor in (source, target):
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+
+def copies_for(device: torch.device) -> Copies:
+    return CudaCopies(device) if device.type == "cuda" else PlainCopies()
+
+
+def _nothing() -> None:
+    pass
 
 
 class GradientReference:
     """copies: null keeps the reference where the gradient is. `device`: the gradient's."""
 
-    def __init__(self, number_format: NumberFormat, device: torch.device, copies: Copies | None) -> None:
-        self._format = number_format
+    def __init__(self, dtype: ReferenceDtype, device: torch.device, copies: Copies | None) -> None:
+        self._dtype = dtype
         self._device = device
         self._copies = copies
         self._kept: list[tuple[Tensor, ...]] = []
@@ -29,20 +143,25 @@ class GradientReference:
 
     @property
     def in_place(self) -> bool:
-        """What iterating yields is the memory that is kept."""
-        return self._format == "fp32" and self._copies is None
+        """True where iterating yields the memory that is kept, not copies."""
+        return self._dtype == "fp32" and self._copies is None
 
     def put(self, index: int, gradient: Tensor) -> None:
-        """Shard `index` becomes `gradient` (finite, copied). A new reference is put in order, from 0."""
+        """Shard `index` becomes `gradient` (finite, copied). A new reference is put in order, from
+        0."""
         if index == len(self._kept):
             self._shapes.append(gradient.shape)
-            written = encode(gradient, self._format)
-            self._kept.append(written if self._copies is None else tuple(self._copies.host_memory(part) for part in written))
+            written = quantize(gradient, self._dtype)
+            self._kept.append(
+                written
+                if self._copies is None
+                else tuple(self._copies.host_memory(part) for part in written)
+            )
             self._write_out(index, written)
         elif self.in_place:
             self._kept[index][0].copy_(gradient)
         else:
-            self._write_out(index, encode(gradient, self._format))
+            self._write_out(index, quantize(gradient, self._dtype))
 
     def _write_out(self, index: int, written: tuple[Tensor, ...]) -> None:
         if self._copies is None:
@@ -52,10 +171,11 @@ class GradientReference:
             self._copies.start(part, host)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """float32 shards; with `fp32` kept on the device they are the reference itself, not copies."""
+        """float32 shards; with `fp32` kept on the device they are the reference itself, not
+        copies."""
         if self._copies is None:
             for written, shape in zip(self._kept, self._shapes, strict=True):
-                yield decode(written, shape)
+                yield dequantize(written, shape)
             return
         ahead = self._fetch(0) if self._kept else None
         for index, shape in enumerate(self._shapes):
@@ -64,16 +184,23 @@ class GradientReference:
             ahead = self._fetch(index + 1) if index + 1 < len(self._kept) else None
             for wait in waits:
                 wait()
-            yield decode(written, shape)
+            yield dequantize(written, shape)
 
     def _fetch(self, index: int) -> tuple[tuple[Tensor, ...], list[Wait]]:
         assert self._copies is not None
         hosts = self._kept[index]
-        written = tuple(torch.empty(host.shape, dtype=host.dtype, device=self._device) for host in hosts)
-        return written, [self._copies.start(host, part) for host, part in zip(hosts, written, strict=True)]
+        written = tuple(
+            torch.empty(host.shape, dtype=host.dtype, device=self._device) for host in hosts
+        )
+        return written, [
+            self._copies.start(host, part) for host, part in zip(hosts, written, strict=True)
+        ]
 
     def shards(self) -> list[Tensor]:
         """float32 shards, all at once and in the memory they are kept in: for a checkpoint."""
         if self._copies is not None:
             self._copies.finish()
-        return [decode(written, shape) for written, shape in zip(self._kept, self._shapes, strict=True)]
+        return [
+            dequantize(written, shape)
+            for written, shape in zip(self._kept, self._shapes, strict=True)
+        ]

@@ -1,4 +1,5 @@
-"""Names of the configuration -> controls. Adding a control is one file and one line here."""
+"""Names of the configuration -> controls. A built-in control is one file, one settings model in
+config/controls.py and one line here; a plug-in, `module:Class`, is one file."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron_async_rl.controls.beta1 import Beta1
+from megatron_async_rl.config.base import plug_in_class
+from megatron_async_rl.config.controls import ControlSettings
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.displacement import Displacement
 from megatron_async_rl.controls.ess_lr import EssLr
 from megatron_async_rl.controls.gac import Gac
-from megatron_async_rl.controls.matched_lr import MatchedLr
-from megatron_async_rl.controls.matched_norm import MatchedNorm
 from megatron_async_rl.controls.momentum_by_alignment import MomentumByAlignment
+from megatron_async_rl.controls.null_baselines import Beta1, MatchedLr, MatchedNorm
 
 CONTROLS: Mapping[str, Callable[[Any], Control]] = {
     "gac": Gac,
@@ -33,10 +34,14 @@ def build_controls(configs: Iterable[Any]) -> dict[str, Control]:
     """
     controls: dict[str, Control] = {}
     for config in configs:
+        if ":" in config.name:
+            controls[config.name] = plug_in_class(config.name, ControlSettings).method(config)
+            continue
         if config.name not in CONTROLS:
             nearest = difflib.get_close_matches(config.name, CONTROLS, n=3, cutoff=0.0)
             raise ValueError(
-                f"unknown control {config.name!r}; nearest: {', '.join(nearest)}; known: {', '.join(sorted(CONTROLS))}"
+                f"unknown control {config.name!r}; nearest: {', '.join(nearest)}; known:"
+                f" {', '.join(sorted(CONTROLS))}"
             )
         controls[config.name] = CONTROLS[config.name](config)
     return controls

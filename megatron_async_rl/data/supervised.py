@@ -1,6 +1,7 @@
 """Given responses as train batches, for `loss: sft`. Responses are tokenized once, at the start.
 
-A sample is prompt + response + end-of-sequence; its log-probs are zeros, which the `sft` loss never reads.
+A sample is prompt + response + end-of-sequence; its log-probs are zeros, which the `sft` loss never
+reads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async_rl.data.errors import DataError
+from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.prompts import Order
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
@@ -19,9 +20,9 @@ from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
 class SupervisedSource:
     """Endless batches of `prompts_per_step` given responses, with a resumable position.
 
-    `prompts`: each with `fields["response"]` (text) and optionally `fields["weight"]` (>= 0, the sample's loss weight).
-    Raises DataError, naming the prompt, for a response that is missing, not text, or too long for `max_context`
-    (prompt + response + end-of-sequence tokens).
+    `prompts`: each with `fields["response"]` (text) and optionally `fields["weight"]` (>= 0, the
+    sample's loss weight). Raises DataError, naming the prompt, for a response that is missing, not
+    text, or too long for `max_context` (prompt + response + end-of-sequence tokens).
     """
 
     def __init__(
@@ -39,14 +40,18 @@ class SupervisedSource:
         texts = [_response(prompt) for prompt in self._prompts]
         self._weights = [_weight(prompt) for prompt in self._prompts]
         end = tokenizer.eos_ids[0]
-        self._responses = [np.asarray([*ids, end], dtype=np.int32) for ids in tokenizer.encode_many(texts, special_tokens=False)]
+        self._responses = [
+            np.asarray([*ids, end], dtype=np.int32)
+            for ids in tokenizer.encode_many(texts, special_tokens=False)
+        ]
         for prompt, response in zip(self._prompts, self._responses, strict=True):
             total = len(prompt.token_ids) + len(response)
             if max_context is not None and total > max_context:
                 raise DataError(
                     prompt.id,
                     None,
-                    f"prompt and response have {total} tokens together, the model takes {max_context}",
+                    f"prompt and response have {total} tokens together, the model takes"
+                    f" {max_context}",
                     "shorten the line or remove it",
                 )
         self._order = Order(len(self._prompts), seed=seed, shuffle=shuffle)
@@ -87,12 +92,26 @@ class SupervisedSource:
 def _response(prompt: Prompt) -> str:
     response = prompt.fields.get("response")
     if not isinstance(response, str):
-        raise DataError(prompt.id, None, f"`response` is {response!r}", "give every line a `response` text for `loss: sft`")
+        raise DataError(
+            prompt.id,
+            None,
+            f"`response` is {response!r}",
+            "give every line a `response` text for `loss: sft`",
+        )
     return response
 
 
 def _weight(prompt: Prompt) -> float:
     weight = prompt.fields.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
-        raise DataError(prompt.id, None, f"`weight` is {weight!r}", "make it a finite number >= 0, or leave it out")
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not 0 <= weight < float("inf")
+    ):
+        raise DataError(
+            prompt.id,
+            None,
+            f"`weight` is {weight!r}",
+            "make it a finite number >= 0, or leave it out",
+        )
     return float(weight)

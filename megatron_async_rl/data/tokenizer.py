@@ -1,9 +1,13 @@
-"""Text to token ids and back, straight on `tokenizers` (tokenizer.json) or `sentencepiece` (tokenizer.model).
+"""Text to token ids and back, straight on `tokenizers` (tokenizer.json) or `sentencepiece`
+(tokenizer.model).
 
 Invariants:
-- ids are those `transformers.AutoTokenizer` gives for the same directory, special tokens around the text included;
-- importing this file imports neither torch nor transformers; only a chat prompt loads transformers, for its template;
-- `eos_ids[0]` is the token that ends a supervised response; every id in `eos_ids` ends a sampled one.
+- ids are those `transformers.AutoTokenizer` gives for the same directory, special tokens around the
+  text included;
+- importing this file imports neither torch nor transformers; only a chat prompt loads transformers,
+  for its template;
+- `eos_ids[0]` is the token that ends a supervised response; every id in `eos_ids` ends a sampled
+  one.
 """
 
 from __future__ import annotations
@@ -13,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_async_rl.data.errors import DataError
+from megatron_async_rl.config.problem import DataError
 
 ChatMessages = Sequence[Mapping[str, Any]]
 
 
 class Tokenizer(Protocol):
-    """What the package needs of a tokenizer."""
+    """The part of a tokenizer that the package uses."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -30,13 +34,17 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """`special_tokens` puts around the text whatever the model's tokenizer puts there (a BOS, for many models)."""
+        """`special_tokens` puts around the text whatever the model's tokenizer puts there (a BOS,
+        for many models)."""
         ...
 
-    def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]: ...
+    def encode_many(
+        self, texts: Sequence[str], *, special_tokens: bool = True
+    ) -> list[list[int]]: ...
 
     def encode_chat(self, messages: ChatMessages) -> tuple[str, list[int]]:
-        """The model's chat template up to where its answer begins: the rendered text and its ids."""
+        """The model's chat template up to where its answer begins: the rendered text and its
+        ids."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -60,7 +68,8 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`. Its own post-processor alone decides what stands around a text, as in transformers."""
+    """A `tokenizer.json`. Its own post-processor alone decides what stands around a text, as in
+    transformers."""
 
     def __init__(self, model_dir: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -69,7 +78,9 @@ class JsonTokenizer:
         try:
             self._backend = Backend.from_file(str(path))
         except Exception as error:  # the Rust side raises bare Exception for every kind of bad file
-            raise DataError(path, None, f"is not a tokenizer: {error}", "save it again with transformers") from error
+            raise DataError(
+                path, None, f"is not a tokenizer: {error}", "save it again with transformers"
+            ) from error
         self._backend.no_truncation()
         self._backend.no_padding()
         self._dir = model_dir
@@ -87,7 +98,12 @@ class JsonTokenizer:
         return self.encode_many([text], special_tokens=special_tokens)[0]
 
     def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)]
+        return [
+            encoding.ids
+            for encoding in self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=special_tokens
+            )
+        ]
 
     def encode_chat(self, messages: ChatMessages) -> tuple[str, list[int]]:
         return _render_chat(self._dir, messages)
@@ -97,7 +113,8 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `tokenizer.model`, BOS and EOS as tokenizer_config.json's `add_bos_token` and `add_eos_token` say.
+    """A SentencePiece `tokenizer.model`, BOS and EOS as tokenizer_config.json's `add_bos_token` and
+    `add_eos_token` say.
 
     Special-token texts inside a plain prompt stay plain text.
     """
@@ -109,7 +126,12 @@ class SentencePieceTokenizer:
         try:
             self._backend = SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
-            raise DataError(path, None, f"is not a SentencePiece model: {error}", "save it again with sentencepiece") from error
+            raise DataError(
+                path,
+                None,
+                f"is not a SentencePiece model: {error}",
+                "save it again with sentencepiece",
+            ) from error
         self._dir = model_dir
         self._frame = _frame(model_dir, self._id)
         self._eos_ids = _eos_ids(model_dir, self._id)
@@ -146,9 +168,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(path, None, f"is not JSON: {error}", "restore the file from the model's source") from error
+        raise DataError(
+            path, None, f"is not JSON: {error}", "restore the file from the model's source"
+        ) from error
     if not isinstance(content, dict):
-        raise DataError(path, None, "is not a JSON object", "restore the file from the model's source")
+        raise DataError(
+            path, None, "is not a JSON object", "restore the file from the model's source"
+        )
     return content
 
 
@@ -171,7 +197,8 @@ def _frame(model_dir: Path, token_id: Any) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _eos_ids(model_dir: Path, token_id: Any) -> tuple[int, ...]:
-    """Every id that ends a sequence. The tokenizer's own eos comes first: for chat models it is the one that ends a turn."""
+    """Every id that ends a sequence. The tokenizer's own eos comes first: for chat models it is the
+    one that ends a turn."""
     found: list[int] = []
     named = _token_text(_read_json(model_dir / "tokenizer_config.json").get("eos_token"))
     own = None if named is None else token_id(named)
@@ -187,7 +214,8 @@ def _eos_ids(model_dir: Path, token_id: Any) -> tuple[int, ...]:
             model_dir,
             None,
             "names no end-of-sequence token",
-            "set eos_token_id in generation_config.json or config.json, or eos_token in tokenizer_config.json",
+            "set eos_token_id in generation_config.json or config.json, or eos_token in"
+            " tokenizer_config.json",
         )
     return tuple(dict.fromkeys(found))
 

@@ -1,1 +1,2 @@
-"""Which samples train when: the staleness law and the controller that admits, orders and hands out groups. No torch."""
+"""Which samples train when: the staleness law and the controller that admits, orders and hands out
+groups. No torch."""

@@ -1,108 +1,153 @@
-"""What waits between a prompt and its batch, as a checkpoint holds it, and how much of it a resumed run may go on with.
+"""The groups that wait between a prompt and its batch, as a checkpoint holds them, and how many of
+them a resumed run may go on with.
 
 Invariants:
-- a buffer is of one moment: nothing in it was consumed, and it shares no container with the scheduler it came from;
-- what is taken up keeps the law (law.py): budget and plan hold with it, and every deadline is that of the group's own version;
-- with `exact_lag` either everything is taken up or nothing: with a part of it the others would train at another lag.
+- a buffer is of one moment: nothing in it was consumed, and it shares no container with the
+  scheduler it came from;
+- what a run takes up keeps the law (staleness.py): budget and plan hold with it, and every deadline
+  is that of the group's own version;
+- with `exact_lag` either everything is taken up or nothing: with a part of it the others would
+  train at another lag.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag
-from megatron_async_rl.flow.admitted import Admitted
-from megatron_async_rl.flow.law import deadline, max_lag
-from megatron_async_rl.samples.types import Prompt, Sample
+from megatron_async_rl.flow.staleness import deadline, max_lag
+from megatron_async_rl.samples.types import Group, Prompt, Request, Sample
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class GroupState:
+    """One group from its admission to its batch. `finished`: its place in the order in which groups
+    finished; null while it is running."""
+
+    index: int
+    prompt: Prompt
+    version: int
+    """Under which it was admitted."""
+    deadline: int
+    open: dict[str, Request]
+    """Requests that are not answered, by id."""
+    samples: list[Sample] = field(default_factory=list)
+    finished: int | None = None
+    dropped: str = ""
+    """Why; empty: it is not."""
+
+    def group(self) -> Group:
+        """The finished group, its samples in the order in which they were asked."""
+        samples = sorted(self.samples, key=lambda sample: int(sample.id.rpartition("-")[2]))
+        return Group(
+            index=self.index,
+            prompt=self.prompt,
+            samples=tuple(samples),
+            admitted_version=self.version,
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffer:
-    """`groups`: admitted and neither consumed nor dropped. `returned`: whose cut responses wait to be continued."""
+    """`groups`: admitted and neither consumed nor dropped."""
 
-    groups: tuple[Admitted, ...] = ()
-    returned: tuple[Admitted, ...] = ()
+    groups: tuple[GroupState, ...] = ()
     stored: tuple[tuple[Prompt, tuple[Sample, ...]], ...] = ()
     """The replay store: responses of each prompt, oldest first."""
     equal: tuple[int, int] = (0, 0)
-    """What the filter of equal groups has kept and dropped (equal_groups.py)."""
+    """Groups that dynamic sampling has kept and dropped (group_table.py)."""
     first_versions: tuple[int, ...] = ()
-    """What `exact_lag` makes under these waits less, as there was too little before; of other selections none."""
+    """Versions under which what `exact_lag` makes waits less, as there was too little before; none
+    with other selections."""
 
 
 EMPTY = Buffer()
 
 
-def at_rest(entry: Admitted) -> Admitted:
-    """A copy of a group that waits. A whole one asks for nothing: what was being cut of it is cut."""
-    whole = entry.finished is not None
-    return replace(entry, open={} if whole else dict(entry.open), samples=list(entry.samples), prefixes=[])
+def snapshot(entry: GroupState) -> GroupState:
+    """A copy of a group that waits."""
+    return replace(entry, open=dict(entry.open), samples=list(entry.samples))
 
 
-def cut_at_rest(entry: Admitted) -> Admitted:
-    """A copy of a group with its cut responses alone, those that are being cut as they were when they were asked."""
-    cutting = [request.prefix for request in entry.open.values() if request.prefix is not None]
-    return replace(entry, open={}, samples=[], prefixes=[*entry.prefixes, *cutting], finished=None)
+def restorable(
+    buffer: Buffer, flow: FlowConfig, *, version: int, limit: int, fresh_steps: int, oldest: int
+) -> Buffer:
+    """The part of `buffer` that a run which begins at `version` goes on with; groups come most
+    urgent first. The others' prompts are asked again.
 
-
-def taken_up(buffer: Buffer, flow: FlowConfig, *, version: int, limit: int, fresh_steps: int, oldest: int) -> Buffer:
-    """What a run that begins at `version` goes on with; groups come most urgent first. The others' prompts are asked again.
-
-    `limit`: groups that it may hold. `oldest`: the version whose weights, or newer ones', every token must come from.
+    `limit`: groups that it may hold. `oldest`: the version whose weights, or newer ones', every
+    token must come from.
     """
-
-    def due_now(groups: Iterable[Admitted]) -> list[Admitted]:
-        return [replace(one, deadline=deadline(one.version, flow.async_ratio, fresh_steps)) for one in groups]
-
-    groups = _within_the_law(due_now(buffer.groups), flow, version, limit, oldest)
+    due_now = [
+        replace(one, deadline=deadline(one.version, flow.async_ratio, fresh_steps))
+        for one in buffer.groups
+    ]
+    groups = _within_the_law(due_now, flow, version, limit, oldest)
     first_versions: set[int] = set()
     if isinstance(flow.selection, ExactLag):
         due = (version + place // flow.prompts_per_step for place in range(len(groups)))
-        exact = all(_is_exact(g, d, version, buffer.first_versions) for g, d in zip(groups, due, strict=True))
+        exact = all(
+            _is_exact(g, d, version, buffer.first_versions)
+            for g, d in zip(groups, due, strict=True)
+        )
         groups = groups if exact and len(groups) == len(buffer.groups) else []
         first_versions.update(buffer.first_versions if groups else ())
         if len(groups) < max_lag(flow.async_ratio) * flow.prompts_per_step:
             first_versions.add(max(version, fresh_steps))
+
     if len(groups) < len(buffer.groups):
         log.warning(
-            "version %d goes on with %d of the %d groups in the buffer and asks for the others again: for the present flow, "
-            "run.steps and objective.snapshots they are of another size, too many, or too old",
-            version, len(groups), len(buffer.groups),
-        )  # fmt: skip
-    known = [one for one in buffer.returned if min(prefix.start_version for prefix in one.prefixes) >= oldest]
-    return replace(
-        buffer,
-        groups=tuple(groups),
-        returned=tuple(due_now(known) if flow.requeue_cut else ()),
-        first_versions=tuple(first_versions),
-    )
+            "version %d goes on with %d of the %d groups in the buffer and asks for the others"
+            " again: for the present flow, run.steps and objective.snapshots they are of another"
+            " size, too many, or too old",
+            version,
+            len(groups),
+            len(buffer.groups),
+        )
+    return replace(buffer, groups=tuple(groups), first_versions=tuple(first_versions))
 
 
-def _within_the_law(groups: Iterable[Admitted], flow: FlowConfig, version: int, limit: int, oldest: int) -> list[Admitted]:
-    taken: list[Admitted] = []
+def _within_the_law(
+    groups: Iterable[GroupState], flow: FlowConfig, version: int, limit: int, oldest: int
+) -> list[GroupState]:
+    taken: list[GroupState] = []
     for group in sorted(groups, key=lambda group: (group.deadline, group.index)):
-        # All that are taken have a deadline no later, so that this one decides whether the plan holds (law.holds).
+        # All that are taken have a deadline no later, so that this one decides whether the plan is
+        # feasible (staleness.is_feasible).
         places = min(limit, (group.deadline - version + 1) * flow.prompts_per_step)
-        if len(taken) < places and _fits(group, flow.group_size) and min(_versions(group, version)) >= oldest:
+        if (
+            len(taken) < places
+            and _fits(group, flow.group_size)
+            and min(_versions(group, version)) >= oldest
+        ):
             taken.append(group)
     return taken
 
 
-def _fits(group: Admitted, size: int) -> bool:
+def _fits(group: GroupState, size: int) -> bool:
     have = len(group.samples)
-    return have == size if group.finished is not None else have < size <= have + len(group.open)
+    if group.finished is not None:
+        return have == size
+    return have < size == have + len(group.open)
 
 
-def _versions(group: Admitted, now: int) -> set[int]:
-    """Of the first and the last token of each response, `now` being that of what is asked now."""
-    begun = [*(s.versions for s in group.samples), *(r.prefix.versions for r in group.open.values() if r.prefix is not None)]
-    return {int(versions[end]) for versions in begun for end in (0, -1)} | ({now} if group.open else set())
+def _versions(group: GroupState, now: int) -> set[int]:
+    """Versions of the first and the last token of each response; what is asked now has `now`."""
+    begun = [
+        *(s.versions for s in group.samples),
+        *(r.prefix.versions for r in group.open.values() if r.prefix is not None),
+    ]
+    return {int(versions[end]) for versions in begun for end in (0, -1)} | (
+        {now} if group.open else set()
+    )
 
 
-def _is_exact(group: Admitted, due: int, now: int, first_versions: Collection[int]) -> bool:
-    return _versions(group, now) == {group.version} and (group.deadline == due or group.version in first_versions)
+def _is_exact(group: GroupState, due: int, now: int, first_versions: Collection[int]) -> bool:
+    return _versions(group, now) == {group.version} and (
+        group.deadline == due or group.version in first_versions
+    )

@@ -1,40 +1,84 @@
-"""Prompts in, train batches out: the scheduler's decisions carried out on a fleet of engines.
+"""Prompts in, train batches out: one Ray actor that owns the engines, the scheduler and the source.
 
-              advance(version) makes room
-                         v
-    source --admit--> scheduler --requests--> fleet --samples--> scheduler --next_batch--> trainer
+                  staged(v)  next_batch(v)  evaluate(v)  state()          rank 0
+    ------------------|------------|------------|-----------|--------------------------
+                      v            ^            |           |             Controller
+    source --admit--> scheduler ---+            |     source, scheduler   (one event loop)
+                      |       ^                 v
+                 requests   samples     held-out requests
+                      v       |                 v
+                    fleet: lanes -----> one task per engine: start, load, verify, serve, restart
+
+Each part waits for one thing only: the scheduler for nothing (it is called), a lane for an engine
+with room that holds its version, an engine's task for a report or for its turn to load, rank 0 for
+a batch. Samples unblock `next_batch`, a newer version in an engine unblocks admission, `staged`
+unblocks the engines' updates.
 
 Invariants:
-- what is decided is decided by the scheduler (scheduler.py), who does it by the fleet (fleet.py); here they are put together;
-- `state()` has the prompts that are admitted and not consumed, `buffer()` what there already is of their responses: a resume
-  goes on with the buffer and asks for the rest again, so nothing is lost and nothing made twice;
-- an engine that is lost is reported once through `lost`; whoever restarts engines says `replace` or `give_up`;
-- what goes wrong for good (no engine left, a reward that must not fail) ends the next `next_batch` at once, with its cause;
+- what is decided is decided by the scheduler (scheduler.py); which engines there are, what each
+  holds and works on is known to the fleet (fleet.py); here they are put together;
+- a sample is taken in at one place, `on_sample`;
+- `state()` has the prompts that are admitted and not consumed, and what there already is of their
+  responses: a resume goes on with them and asks for the rest again, so nothing is lost and nothing
+  made twice;
+- what goes wrong for good (no engine left, a reward that must not fail, weights that are not the
+  trainer's) ends the call that waits at once, or the next one, with its cause;
 - held-out evaluation uses the same fleet and touches neither the source nor the scheduler.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.config.schema import EvalConfig, FlowConfig, SamplesConfig
 from megatron_async_rl.flow.buffer import EMPTY, Buffer
-from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of
-from megatron_async_rl.flow.engines import EngineClient
-from megatron_async_rl.flow.errors import BatchTimeout, reward_failed
+from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of, read, written
+from megatron_async_rl.flow.engine_task import Launch
+from megatron_async_rl.flow.errors import (
+    BatchTimeout,
+    EngineFailed,
+    RequestGivenUp,
+    require_a_reward,
+    reward_failed,
+)
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
-from megatron_async_rl.flow.fleet import Fleet, all_lost
-from megatron_async_rl.flow.fleet_summary import engine_counts
-from megatron_async_rl.flow.lateness import Ages, lateness
+from megatron_async_rl.flow.fleet import Fleet, FleetSettings, Listener
+from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
-from megatron_async_rl.samples.requests import Cut, Request
-from megatron_async_rl.samples.types import Prompt, Sample, TrainBatch
+from megatron_async_rl.flow.summary import (
+    EngineCounts,
+    MetricValue,
+    counted,
+    engine_counts,
+    engine_metrics,
+    flow_metrics,
+    summarise_dropped,
+)
+from megatron_async_rl.rollout.engine_process import start_engine
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.types import Aborted, Prompt, Request, Sample, TrainBatch
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.deadline import name_this_process
+from megatron_async_rl.watchdog.events import note
+from megatron_async_rl.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
+
+NAME = "controller"
+STOP_POLL_S = 0.5
+STOP_ENGINES_S = 15.0
+SHOWN = 8
+"""Late groups that a message names."""
+OBJECTS_BETWEEN_COLLECTIONS = 100_000
+"""Far more than ten thousand groups in flight gain and lose at a batch; by default Python looks for
+garbage at 700."""
 
 
 class Source(Protocol):
@@ -45,76 +89,268 @@ class Source(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Controller:
-    """Lives on one asyncio loop; every method runs there.
+@dataclass(frozen=True, kw_only=True)
+class DataState:
+    """Where the data stands. `state`: plain JSON. `buffer`: what waits (flow/buffer_file.py); null
+    where nothing can. `oldest`: the oldest version whose tokens may train when the run goes on."""
 
-    `evaluators`: engines that only evaluate; they are numbered after `engines`. `capacity`: requests that one engine holds at
-    most. The rest is the scheduler's and the fleet's.
-    """
+    state: Mapping[str, Any]
+    buffer: bytes | None = None
+    oldest: int = 0
 
-    def __init__(
-        self,
-        source: Source,
-        engines: Sequence[EngineClient],
-        flow: FlowConfig,
-        *,
-        evaluators: Sequence[EngineClient] = (),
-        on_reward_error: Literal["drop", "stop"] = "drop",
-        steps: int | None = None,
-        fresh_steps: int = 0,
-        seed: int = 0,
-        capacity: int = 320,
-        unresponsive_s: float = 60.0,
-    ) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class Handout:
+    """A batch, and what happened in engines and controller since the one before."""
+
+    batch: TrainBatch
+    metrics: dict[str, MetricValue]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerSpec:
+    """`engines`: all of them; the last `evaluators` only evaluate. `run_dir`: null in tests of the
+    controller alone, which note nothing and cannot be stopped by a file. `steps` to `seed`: see
+    Scheduler. `timeout_s`: longest time without progress."""
+
+    flow: FlowConfig
+    engines: Sequence[EngineSpec]
+    evaluators: int = 0
+    fleet: FleetSettings = field(default_factory=FleetSettings)
+    colocated: bool = False
+    timeout_s: float = 600.0
+    start_timeout_s: float = 600.0
+    on_reward_error: Literal["drop", "stop"] = "drop"
+    steps: int | None = None
+    fresh_steps: int = 0
+    seed: int = 0
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    held_out: Sequence[Prompt] = field(default=(), repr=False)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    run_dir: Path | None = None
+
+
+class Controller(Listener):
+    """A Ray actor named `controller`; all methods run on its one asyncio loop. `launch`: starts an
+    engine. Rank 0 calls `start`, then `staged`, `next_batch`, `evaluate` and `state`."""
+
+    def __init__(self, source: Source, spec: ControllerSpec, launch: Launch = start_engine) -> None:
         self._source = source
-        self._flow = flow
-        self._on_reward_error = on_reward_error
-        self._scheduler = Scheduler(flow, steps=steps, fresh_steps=fresh_steps, seed=seed)
-        self._fleet = Fleet(
-            engines,
-            evaluators=evaluators,
-            capacity=capacity,
-            unresponsive_s=unresponsive_s,
-            on_sample=self._answered,
-            on_cut=self._was_cut,
-            on_lost=self._was_lost,
-            on_error=self._fail,
+        self._spec = spec
+        self._launch = launch
+        self._scheduler = Scheduler(
+            spec.flow,
+            steps=spec.steps,
+            fresh_steps=spec.fresh_steps,
+            seed=spec.seed,
+            on_dropped=self._on_dropped,
         )
+        self._sample_log = SampleLog()
         self._resumed: Mapping[str, Any] = {}
         self._left_behind = EMPTY
         self._oldest = 0
-        self._withdrawn = False
         self._failure: BaseException | None = None
         self._progress = asyncio.Event()
-        self._lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-        self._given_up: set[int] = set()
         self._ages = Ages()
         self._totals = {"samples": 0, "tokens": 0, "truncated": 0, "reward_errors": 0}
+        self._reported_tokens = 0
+        self._counted_at, self._counts = time.monotonic(), list[EngineCounts]()
+        self._evaluating = asyncio.Lock()
 
-    # Versions and batches
+    async def start(self, position: DataState | None = None) -> None:
+        """Goes on at `position`, and starts the engines; returns when all have started. Raises
+        EngineStartError, BufferBroken, and ValueError where the position belongs to other data."""
+        spec = self._spec
+        if spec.run_dir is not None:
+            self._begin_process(spec.run_dir)
+            self._sample_log = open_sample_log(spec.run_dir, spec.samples)
+        if position is not None:
+            self._source.load_state(position.state["source"])
+            self._resumed, self._oldest = position.state, position.oldest
+            self._left_behind = read(position.buffer) if position.buffer is not None else EMPTY
+        self._fleet = Fleet(
+            spec.engines,
+            self._launch,
+            self,
+            spec.fleet,
+            evaluators_from=len(spec.engines) - spec.evaluators,
+        )
+        await self._fleet.started()
+        collect_rarely()
 
-    def start(self, version: int) -> None:
-        """The engines hold `version`: begin admitting. After `load_state`, continues with what the run had not consumed."""
-        pending = [(int(index), prompt_of(fields)) for index, fields in self._resumed.get("pending", [])]
-        next_index = int(self._resumed.get("next_index", 0))
-        requests = self._scheduler.start(version, next_index, pending, self._left_behind, self._oldest)
+    def _begin_process(self, run_dir: Path) -> None:
+        folder = run_dir / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(folder / "controller.log", encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        package_log = logging.getLogger("megatron_async_rl")
+        package_log.addHandler(handler)
+        package_log.setLevel(logging.INFO)
+        name_this_process(NAME)
+        watch.join(NAME)
+        watch.fact("flow", self._describe)
+
+    # Weights
+
+    async def staged(self, version: int, manifest: Manifest) -> None:
+        """`version` can be read from now on: engines load it, each in its turn. Returns when no
+        engine reads an older one any more."""
+        self._require_no_failure()
+        self._fleet.updates.stage(version, manifest)
+        with watch.doing("wait", f"engines to be done with versions before {version}"):
+            await self._fleet.updates.until_released(version)
+        self._require_no_failure()
+
+    def on_version(self, version: int) -> None:
+        """The first version begins the run; a newer one lets more be admitted."""
+        now = self._scheduler.version
+        if now is None:
+            self._begin_flow(version)
+        elif version > now:
+            self._scheduler.advance(version)
+        self._admit()
+        self._progress.set()
+
+    def _begin_flow(self, version: int) -> None:
+        """Continues with what an earlier start of the run had not consumed."""
+        pending = [
+            (int(index), prompt_of(fields)) for index, fields in self._resumed.get("pending", [])
+        ]
+        again = self._scheduler.start(
+            version,
+            int(self._resumed.get("next_index", 0)),
+            pending,
+            self._left_behind,
+            self._oldest,
+        )
         self._left_behind = EMPTY
+        self._sample_log.begin(int(self._resumed.get("sample_log", 0)))
         for index, _ in self._scheduler.running():
             self._ages.begin(index)
-        self._fleet.start()
-        self._fleet.put(requests)
+        for request, admitted_under in again:
+            self._fleet.put([request], admitted_under)
+
+    # Batches
+
+    async def next_batch(self, version: int) -> Handout | None:
+        """The batch that trains `version`, the trainer's; engines may still hold older ones. Null
+        once the user asked the run to stop: what was taken before is all that may train. Colocated
+        engines sleep from here on, until they get the weights that the batch makes.
+
+        Raises what ended the flow as soon as it happened, BatchTimeout after `timeout_s` seconds in
+        which no response grew, naming the groups that are late and their engines, RewardFailed for
+        a batch in which every reward failed, and StalenessViolated should a sample break the law.
+        """
+        with watch.doing("wait", f"responses for the batch of version {version}"):
+            batch = await self._take(version)
+        if batch is None:
+            return None
+        self._ages.keep(index for index, _ in self._scheduler.running())
         self._admit()
+        if self._spec.colocated:
+            await self._fleet.sleep(max(self._spec.timeout_s, self._spec.start_timeout_s))
+        return Handout(batch=batch, metrics=self._metrics())
+
+    async def _take(self, version: int) -> TrainBatch | None:
+        waited_from = time.monotonic()
+        while True:
+            if self._stop_asked():
+                return None
+            self._require_no_failure()
+            if self._scheduler.version is not None:
+                batch = self._scheduler.take(version)
+                if batch is not None:
+                    require_a_reward(batch)
+                    self._sample_log.trained(batch, version + 1)
+                    return batch
+            self._progress.clear()
+            left = max(waited_from, self._fleet.moved_at) + self._spec.timeout_s - time.monotonic()
+            if left <= 0:
+                raise BatchTimeout(self._timeout_message(version))
+            await _at_most(self._progress.wait(), min(left, STOP_POLL_S))
+
+    def _stop_asked(self) -> bool:
+        run_dir = self._spec.run_dir
+        return run_dir is not None and (run_dir / watch.STOP).exists()
+
+    def _timeout_message(self, version: int) -> str:
+        """The groups that have been running longest, and the engines that have them."""
+        running = self._scheduler.running()
+        shown = [
+            f"group {index} (prompt {prompt.id}): {self._ages.of(index):.1f} s, on "
+            + (", ".join(f"engine {one}" for one in self._fleet.holders(index)) or "no engine yet")
+            for index, prompt in running[:SHOWN]
+        ]
+        more = [f"and {len(running) - SHOWN} more"] if len(running) > SHOWN else []
+        versions = ", ".join(str(slot.version) for slot in self._fleet.slots)
+        return (
+            f"no response grew for the batch of version {version} in {self._spec.timeout_s:g} s;"
+            f" {len(running)} groups are running, the engines hold version {versions}\n  "
+            + "\n  ".join(shown + more)
+        )
+
+    # What the fleet says
+
+    def on_sample(self, sample: Sample, request: Request) -> None:
+        self._count(sample, request)
+        self._sample_log.finished(sample, request.group)
+        if not sample.valid:
+            log.warning(
+                "reward failed on sample %s: %s; response %r",
+                sample.id,
+                sample.reward_error,
+                sample.text[:200],
+            )
+            if self._spec.on_reward_error == "stop":
+                self.on_error(reward_failed([sample]))
+        self._scheduler.on_sample(sample, request.group)
+        self._go_on()
+
+    def _on_dropped(self, sample: Sample, reason: str) -> None:
+        self._sample_log.dropped(sample, self._scheduler.next_step + 1, reason)
+
+    def on_abort(self, aborted: Aborted, request: Request) -> Request:
+        return self._scheduler.on_abort(aborted, request.group)
+
+    def on_give_up(self, request: Request, reason: str) -> None:
+        log.error("%s", reason)
+        self.note(f"{reason}; its group is dropped")
+        self._scheduler.on_give_up(request.id, request.group)
+        self._go_on()
+
+    def on_error(self, error: BaseException) -> None:
+        """The first error counts: the others follow from it."""
+        if self._failure is None:
+            log.error("%s", error)
+            self._failure = error
+        self._fleet.fail_evaluations(error)
         self._progress.set()
 
-    def advance(self, version: int) -> None:
-        """Every engine holds `version` now, so more may be admitted. Versions only grow; the same one again does nothing."""
-        self._scheduler.advance(version)
+    def note(self, text: str) -> None:
+        log.info("%s", text)
+        if self._spec.run_dir is not None:
+            try:
+                note(self._spec.run_dir, text)
+            except OSError:
+                log.exception("the event could not be written")
+
+    def _count(self, sample: Sample, request: Request) -> None:
+        before = 0 if request.prefix is None else len(request.prefix.response_ids)
+        self._totals["samples"] += 1
+        self._totals["tokens"] += sample.length - before
+        self._totals["truncated"] += sample.truncated
+        self._totals["reward_errors"] += not sample.valid
+
+    def _go_on(self) -> None:
+        """The trainer is woken only where there may be a batch: not for each of a batch's
+        responses."""
         self._admit()
-        self._progress.set()
+        if self._scheduler.may_take(self._scheduler.next_step):
+            self._progress.set()
 
     def _admit(self) -> None:
-        if self._failure is None and self._scheduler.room():
-            self._fleet.put(self._admitted())
+        if self._failure is None and self._scheduler.version is not None and self._scheduler.room():
+            self._fleet.put(self._admitted(), self._scheduler.version)
 
     def _admitted(self) -> Iterator[Request]:
         while self._scheduler.room():
@@ -122,166 +358,184 @@ class Controller:
             self._ages.begin(requests[0].group)
             yield from requests
 
-    async def next_batch(self, version: int, timeout_s: float) -> TrainBatch | None:
-        """The batch that trains `version`, the trainer's; the engines may still hold an older one. Null after `withdraw`.
-
-        Raises what ended the flow as soon as it happened, BatchTimeout after `timeout_s` seconds in which no response grew,
-        naming the groups that are late and their engines, and StalenessViolated should a sample break the law.
-        """
-        waited_from = time.monotonic()
-        while True:
-            if self._withdrawn:
-                return None
-            if self._failure is not None:
-                raise self._failure
-            batch = self._scheduler.take(version) if self._scheduler.version is not None else None
-            if batch is not None:
-                self._ages.keep(index for index, _ in self._scheduler.running())
-                self._admit()
-                return batch
-            self._progress.clear()
-            left = max(waited_from, self._fleet.moved_at) + timeout_s - time.monotonic()
-            if left <= 0:
-                raise BatchTimeout(lateness(version, timeout_s, self._scheduler, self._fleet, self._ages))
-            await _at_most(self._progress.wait(), left)
-
-    def withdraw(self) -> None:
-        """No batch is handed out any more: what was taken before is all that may train. Engines and admission go on."""
-        self._withdrawn = True
-        self._progress.set()
-
-    # Answers of the fleet
-
-    def _answered(self, sample: Sample, request: Request) -> None:
-        self._totals["samples"] += 1
-        self._totals["tokens"] += sample.length - (0 if request.prefix is None else len(request.prefix.response_ids))
-        self._totals["truncated"] += sample.truncated
-        if not sample.valid:
-            self._totals["reward_errors"] += 1
-            log.warning("reward failed on sample %s: %s; response %r", sample.id, sample.reward_error, sample.text[:200])
-            if self._on_reward_error == "stop":
-                self._fail(reward_failed([sample]))
-        unwanted = self._scheduler.answered(sample, request.group)
-        if unwanted:
-            self._fleet.cut(unwanted)
-        self._go_on()
-
-    def _was_cut(self, cut: Cut, request: Request) -> None:
-        self._scheduler.was_cut(cut, request.group)
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """The trainer is woken only where there may be a batch: not for each of a batch's responses."""
-        self._admit()
-        if self._scheduler.may_take(self._scheduler.next_step):
-            self._progress.set()
-
-    def _was_lost(self, index: int, reason: str) -> None:
-        self._lost.put_nowait((index, reason))
-
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            log.error("%s", error)
-            self._failure = error
-        self._fleet.fail(error)
-        self._progress.set()
-
-    # Engines that come and go
-
-    async def lost(self) -> tuple[int, str]:
-        """Waits for the next engine to be lost: its number and why."""
-        return await self._lost.get()
-
-    def lose(self, index: int, reason: str) -> None:
-        """Somebody else found that the engine is of no more use."""
-        self._fleet.lose(index, reason)
-
-    def replace(self, index: int, client: EngineClient) -> None:
-        """A restarted engine takes the place of a lost one. It holds the version that the others hold, proven."""
-        self._fleet.replace(index, client)
-
-    def give_up(self, index: int) -> None:
-        """The engine will not be restarted: the run goes on with the others, or ends when there are none of its kind."""
-        self._given_up.add(index)
-        kind = self._fleet.slots[index].kind
-        if all(slot.index in self._given_up for slot in self._fleet.slots if slot.kind == kind):
-            error = all_lost(self._fleet, kind)
-            if kind == "training":
-                self._fail(error)
-            else:
-                self._fleet.fail(error)
-
-    # Evaluation, positions, counts
-
-    async def evaluate(
-        self, prompts: Sequence[Prompt], n: int, version: int, timeout_s: float, *, pass_at: Sequence[int], pass_reward: float
-    ) -> EvalResult:
-        """Held-out prompts, `n` responses each, sampled as in training. See evaluation.evaluate."""
+    def _require_no_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-        separate = [slot for slot in self._fleet.slots if slot.kind == "evaluation"]
-        if separate and all(slot.index in self._given_up for slot in separate):
-            raise all_lost(self._fleet, "evaluation")
-        self._fleet.start()
-        return await evaluate(
-            self._fleet,
-            prompts,
-            n,
-            version,
-            timeout_s,
-            on_reward_error=self._on_reward_error,
-            pass_at=pass_at,
-            pass_reward=pass_reward,
-            on="evaluation" if separate else "training",
-        )
 
-    def state(self) -> dict[str, Any]:
-        """Plain JSON: the source's position, and the prompts that came from it and are not consumed."""
+    # Evaluation
+
+    async def evaluate(self, version: int) -> EvalResult | None:
+        """The held-out prompts, sampled as in training by engines that hold `version`, which is the
+        one staged last: engines of their own, where there are some, take it for that. One
+        evaluation at a time.
+
+        Null where it could not be done and training goes on without: the reason is noted.
+        """
+        self._require_no_failure()
+        fleet, settings = self._fleet, self._spec.evaluation
+        try:
+            async with self._evaluating:
+                fleet.prepare_evaluation(version)
+                with watch.doing("wait", f"the evaluation of version {version}"):
+                    return await evaluate(
+                        fleet,
+                        self._spec.held_out,
+                        settings.samples_per_prompt,
+                        version,
+                        self._spec.timeout_s,
+                        on_reward_error=self._spec.on_reward_error,
+                        pass_at=settings.pass_at,
+                        pass_reward=settings.pass_reward,
+                        on_answers=lambda answers: self._sample_log.evaluated(answers, version),
+                    )
+        except (EngineFailed, RequestGivenUp) as error:
+            self._require_no_failure()
+            self.note(f"version {version} is not evaluated: {error}")
+            return None
+
+    # Engines that join and leave
+
+    async def add_engine(self) -> int:
+        """One more training engine, set up as the first; returns its index."""
+        return self._fleet.add(self._spec.engines[0])
+
+    async def remove_engine(self, index: int) -> None:
+        """The engine takes no more requests, and those it has go on elsewhere. Raises ValueError
+        where it is not there, or is the only one that serves."""
+        await self._fleet.remove(index, self._spec.timeout_s)
+
+    # Position and counts
+
+    async def state(self) -> DataState:
+        """The position, of one moment; engines are listened to while it is written."""
+        state, buffer = self._state(), self._buffer()
+        await asyncio.to_thread(self._sample_log.flush)
+        return DataState(state=state, buffer=await asyncio.to_thread(written, buffer))
+
+    def _state(self) -> dict[str, Any]:
+        """The source's position, and the prompts that came from it and are not consumed."""
         if self._scheduler.version is None and self._resumed:
             return dict(self._resumed)
         pending = [[index, prompt_fields(prompt)] for index, prompt in self._scheduler.pending()]
         counts = self._scheduler.counts()
-        consumed = int(self._resumed.get("consumed", 0)) + counts["consumed"]
         return {
             "source": self._source.state(),
-            "consumed": consumed,
+            "consumed": int(self._resumed.get("consumed", 0)) + counts["consumed"],
             "next_index": self._scheduler.next_index,
             "pending": pending,
+            "sample_log": self._sample_log.position,
         }
 
-    def buffer(self) -> Buffer:
-        """What there is of the responses to the prompts in `state()`, of the same moment if nothing is awaited in between."""
-        return self._scheduler.buffer() if self._scheduler.version is not None else self._left_behind
-
-    def load_state(self, state: Mapping[str, Any], buffer: Buffer = EMPTY, oldest: int = 0) -> None:
-        """Before `start` only. `oldest`: the oldest version whose tokens may train. Raises ValueError where the saved position
-        belongs to other data."""
-        if self._scheduler.version is not None:
-            raise RuntimeError("load_state after start")
-        self._source.load_state(state["source"])
-        self._resumed, self._left_behind, self._oldest = state, buffer, oldest
+    def _buffer(self) -> Buffer:
+        return (
+            self._scheduler.buffer() if self._scheduler.version is not None else self._left_behind
+        )
 
     def stats(self) -> dict[str, Any]:
-        """Counts since `start`: of the scheduler, of responses, and `engines`: EngineCounts of each place in the fleet."""
+        """Counts since `start`: of the scheduler and of responses, and `engines`: EngineCounts of
+        each place in the fleet."""
         counts = self._scheduler.counts()
+        waiting = self._fleet.waiting()
+        running = (index for index, _ in self._scheduler.running())
         return {
             **counts,
-            "in_flight": counts["open"] - self._fleet.waiting(),
-            "waiting": self._fleet.waiting(),
+            "in_flight": counts["open"] - waiting,
+            "waiting": waiting,
             "buffer": counts["ready"],
-            "oldest_in_flight_s": self._ages.oldest(index for index, _ in self._scheduler.running()),
+            "oldest_in_flight_s": self._ages.oldest(running),
             "version": self._scheduler.version,
             "engines": [engine_counts(slot) for slot in self._fleet.slots],
             **self._totals,
         }
 
-    def drain_dropped(self) -> list[Sample]:
-        """Finished responses of dropped groups since the last call."""
-        return self._scheduler.drain_dropped()
+    def _metrics(self) -> dict[str, MetricValue]:
+        """Metrics of the time since the last call. Keys are documented in docs/metrics.md."""
+        stats, now = self.stats(), time.monotonic()
+        values: dict[str, MetricValue] = {
+            "tokens/generated": stats["tokens"] - self._reported_tokens
+        }
+        values |= flow_metrics(stats) | summarise_dropped(self._scheduler.drain_dropped())
+        engines = [
+            counts
+            for counts, slot in zip(stats["engines"], self._fleet.slots, strict=True)
+            if not slot.evaluates
+        ]
+        seconds = now - self._counted_at
+        values |= engine_metrics(engines, self._counts, seconds)
+        self._reported_tokens = stats["tokens"]
+        self._counted_at, self._counts = now, counted(engines, self._counts, seconds)
+        transfer = self._fleet.updates.last
+        if transfer is not None:
+            values |= {
+                "weights/publish_s": transfer.seconds,
+                "weights/publish_bytes": transfer.nbytes,
+                "weights/pause_s": transfer.paused_s,
+            }
+        return values
 
-    async def stop(self) -> None:
-        """Listens to the engines no longer; `state()` still has what they had not answered."""
-        await self._fleet.stop()
+    def _describe(self) -> str:
+        """One line for the stall report."""
+        stats = self.stats()
+        engines = "; ".join(
+            f"engine {index}: {'version ' + str(one.version) if one.alive else 'lost'},"
+            f" {one.in_flight} in flight"
+            for index, one in enumerate(stats["engines"])
+        )
+        return (
+            f"version {stats['version']}, {stats['waiting']} waiting, {stats['buffer']} ready,"
+            f" the oldest for {stats['oldest_in_flight_s']:.0f} s; {engines}"
+        )
+
+    async def close(self) -> None:
+        """Ends the engines and the sample log. `state()` still has what they had not answered."""
+        await self._fleet.close(STOP_ENGINES_S)
+        await asyncio.to_thread(self._sample_log.close)
+
+
+class Ages:
+    """Seconds since each group was admitted, by its number. What is kept is for groups that were
+    running at the last batch or were admitted since."""
+
+    def __init__(self) -> None:
+        self._admitted_at: dict[int, float] = {}
+
+    def begin(self, group: int) -> None:
+        self._admitted_at[group] = time.monotonic()
+
+    def keep(self, groups: Iterable[int]) -> None:
+        """The others run no longer."""
+        self._admitted_at = {group: self._admitted_at[group] for group in groups}
+
+    def of(self, group: int) -> float:
+        return time.monotonic() - self._admitted_at[group]
+
+    def oldest(self, groups: Iterable[int]) -> float:
+        """0 where there are none."""
+        now = time.monotonic()
+        return now - min((self._admitted_at[group] for group in groups), default=now)
+
+
+def collect_rarely() -> None:
+    """Keeps the garbage collector away from what this process holds so far, and mostly from what is
+    in flight.
+
+    Requests and samples live long, are many, and are freed without the collector: going through
+    them time and again takes a fifth of the controller's time with 10,000 groups in flight. Garbage
+    that only the collector frees is still freed, later.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+
+
+def start_controller(source: Source, spec: ControllerSpec) -> Any:
+    """The actor's handle, on this machine. Ray must be initialised."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    remote_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000)(Controller)
+    return remote_class.options(name=NAME, scheduling_strategy=here).remote(source, spec)
 
 
 async def _at_most(wait: Any, seconds: float) -> None:

@@ -1,9 +1,12 @@
-"""Held-out evaluation: the engines and the sampling of training, nothing of training's data, order or numbering.
+"""Held-out evaluation: the engines and the sampling of training, nothing of training's data, order
+or numbering.
 
 Invariants:
-- requests have negative group numbers, so that no scheduler mistakes one for training's: prompt i is group -1 - i;
+- requests have negative group numbers, so that no scheduler mistakes one for training's: prompt i
+  is group -1 - i;
 - every token comes from the version that is evaluated, or there is no result;
-- a prompt's seeds follow from the run's seed and its place in the file: the same weights give the same responses again.
+- a prompt's seeds follow from the run's seed and its place in the file: the same weights give the
+  same responses again.
 """
 
 from __future__ import annotations
@@ -17,22 +20,23 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from megatron_async_rl.flow.errors import BatchTimeout, FlowError, reward_failed
-from megatron_async_rl.samples.requests import Request
-from megatron_async_rl.samples.types import Prompt, Sample
+from megatron_async_rl.samples.types import Prompt, Request, Sample
 
-Engines = Literal["training", "evaluation"]
+Answers = Sequence[tuple[Prompt, Sequence[Sample]]]
+"""The prompts, each with its samples."""
 
 
 class Runner(Protocol):
-    """Who has requests sampled (flow.fleet.Fleet)."""
+    """Has requests sampled (flow.fleet.Fleet)."""
 
     @property
     def moved_at(self) -> float:
         """When a response last ended or grew; monotonic seconds."""
         ...
 
-    async def run(self, requests: Sequence[Request], *, on: Engines) -> list[Sample]:
-        """The samples in the order of the requests. Cancelled, it stops what it has running. Raises EngineFailed."""
+    async def run(self, requests: Sequence[Request], version: int) -> list[Sample]:
+        """The samples in the order of the requests, by engines that hold `version`. Cancelled, it
+        stops what it has running. Raises EngineFailed, RequestGivenUp."""
         ...
 
 
@@ -42,8 +46,9 @@ class WeightsMoved(FlowError):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptResult:
-    """Of the `samples` responses to one prompt. `mean`: of their rewards, failed ones left out; nan where all failed.
-    `passed`: responses with a reward of at least `eval.pass_reward`; one whose reward failed did not pass."""
+    """The `samples` responses to one prompt. `mean`: of their rewards, failed ones left out; nan
+    where all failed. `passed`: responses with a reward of at least `eval.pass_reward`; one whose
+    reward failed did not pass."""
 
     id: str
     mean: float
@@ -55,7 +60,8 @@ class PromptResult:
 class EvalResult:
     version: int
     mean_reward: float
-    """Mean over prompts of their means; prompts without one are left out, and nan where none has one."""
+    """Mean over prompts of their means; prompts without one are left out, and nan where none has
+    one."""
     pass_at: Mapping[int, float]
     """k -> estimate of the share of prompts of which at least one of k responses passes."""
     per_prompt: tuple[PromptResult, ...]
@@ -84,34 +90,46 @@ class EvalResult:
             "reward_errors": self.reward_errors,
             "seconds": round(self.seconds, 3),
             "per_prompt": [
-                {"id": one.id, "mean": _finite(one.mean), "passed": one.passed, "samples": one.samples} for one in self.per_prompt
+                {
+                    "id": one.id,
+                    "mean": _finite(one.mean),
+                    "passed": one.passed,
+                    "samples": one.samples,
+                }
+                for one in self.per_prompt
             ],
         }
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Probability that at least one of k of the `samples` responses, drawn without replacement, is one of the `passed`:
-    1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k of Chen et al. 2021 (arXiv 2107.03374)."""
+    """Probability that at least one of k of the `samples` responses, drawn without replacement, is
+    one of the `passed`: 1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k of Chen et al.
+    2021 (arXiv 2107.03374)."""
     if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} needs at least {max(k, 1)} responses per prompt, and k from 1; there are {samples} responses")
+        raise ValueError(
+            f"pass@{k} needs at least {max(k, 1)} responses per prompt, and k from 1; there are"
+            f" {samples} responses"
+        )
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def summarise_evaluation(
-    answers: Sequence[tuple[Prompt, Sequence[Sample]]],
+    answers: Answers,
     *,
     version: int,
     seconds: float,
     pass_at: Sequence[int],
     pass_reward: float,
 ) -> EvalResult:
-    """`answers`: the prompts, each with its samples. Raises WeightsMoved, and ValueError for a k above a prompt's samples."""
+    """`answers`: the prompts, each with its samples. Raises WeightsMoved, and ValueError for a k
+    above a prompt's samples."""
     for _, samples in answers:
         for sample in samples:
             if (sample.versions != version).any():
                 raise WeightsMoved(
-                    f"evaluation of version {version}: response {sample.id} on engine {sample.engine} has tokens of versions "
-                    f"{sample.versions[0]} to {sample.versions[-1]}; weights must not move while they are evaluated"
+                    f"evaluation of version {version}: response {sample.id} on engine"
+                    f" {sample.engine} has tokens of versions {sample.versions[0]} to"
+                    f" {sample.versions[-1]}; weights must not move while they are evaluated"
                 )
     per_prompt = tuple(_prompt_result(prompt, samples, pass_reward) for prompt, samples in answers)
     scored = [one.mean for one in per_prompt if math.isfinite(one.mean)]
@@ -119,7 +137,10 @@ def summarise_evaluation(
     return EvalResult(
         version=version,
         mean_reward=sum(scored) / len(scored) if scored else math.nan,
-        pass_at={k: sum(pass_at_k(one.samples, one.passed, k) for one in per_prompt) / len(per_prompt) for k in pass_at},
+        pass_at={
+            k: sum(pass_at_k(one.samples, one.passed, k) for one in per_prompt) / len(per_prompt)
+            for k in pass_at
+        },
         per_prompt=per_prompt,
         truncated=sum(sample.truncated for sample in every) / len(every),
         samples=len(every),
@@ -139,13 +160,16 @@ async def evaluate(
     on_reward_error: Literal["drop", "stop"],
     pass_at: Sequence[int],
     pass_reward: float,
-    on: Engines,
     on_progress: Callable[[int, int], None] = lambda prompts, tokens: None,
+    on_answers: Callable[[Answers], None] = lambda answers: None,
 ) -> EvalResult:
-    """`n` responses to each prompt, from engines that hold `version` and keep it. `timeout_s`: longest time in which no response
-    grows; a long evaluation that moves is not late. `on_progress`: prompts answered, and tokens sampled, so far.
+    """`n` responses to each prompt, from engines that hold `version`. `timeout_s`:
+    longest time in which no response grows; a long evaluation that moves is not late.
+    `on_progress`: prompts answered, and tokens sampled, so far. `on_answers`: all of them, at the
+    end.
 
-    Raises EngineFailed, RewardFailed (with `on_reward_error: stop`), BatchTimeout, WeightsMoved, and ValueError without prompts.
+    Raises EngineFailed, RequestGivenUp, RewardFailed (with `on_reward_error: stop`), BatchTimeout,
+    WeightsMoved, and ValueError without prompts.
     """
     if not prompts:
         raise ValueError("evaluation needs at least one prompt")
@@ -154,7 +178,9 @@ async def evaluate(
     tasks: list[asyncio.Task[list[Sample]]] = []
     for index, prompt in enumerate(prompts):
         requests = [Request(group=-1 - index, k=k, prompt=prompt) for k in range(n)]
-        tasks.append(asyncio.create_task(fleet.run(requests, on=on), name=f"held-out prompt {prompt.id}"))
+        tasks.append(
+            asyncio.create_task(fleet.run(requests, version), name=f"held-out prompt {prompt.id}")
+        )
         tasks[-1].add_done_callback(partial(_tell, finished, index))
     try:
         tokens = 0
@@ -173,8 +199,11 @@ async def evaluate(
         for task in tasks:
             task.cancel()
     answers = [(prompt, task.result()) for prompt, task in zip(prompts, tasks, strict=True)]
+    on_answers(answers)
     seconds = time.monotonic() - started
-    return summarise_evaluation(answers, version=version, seconds=seconds, pass_at=pass_at, pass_reward=pass_reward)
+    return summarise_evaluation(
+        answers, version=version, seconds=seconds, pass_at=pass_at, pass_reward=pass_reward
+    )
 
 
 async def _next_answered(finished: asyncio.Queue[int], fleet: Runner, timeout_s: float) -> int:
@@ -192,15 +221,21 @@ async def _next_answered(finished: asyncio.Queue[int], fleet: Runner, timeout_s:
 
 def _tell(finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[Sample]]) -> None:
     if not task.cancelled():
-        task.exception()  # looked at, so that asyncio does not report those after the first as never retrieved
+        # Looked at, so that asyncio does not report those after the first as never retrieved.
+        task.exception()
     finished.put_nowait(index)
 
 
-def _lateness(prompts: Sequence[Prompt], tasks: Sequence[asyncio.Task[list[Sample]]], version: int, timeout_s: float) -> str:
+def _lateness(
+    prompts: Sequence[Prompt],
+    tasks: Sequence[asyncio.Task[list[Sample]]],
+    version: int,
+    timeout_s: float,
+) -> str:
     missing = [prompt.id for prompt, task in zip(prompts, tasks, strict=True) if not task.done()]
     return (
-        f"evaluation of version {version}: no response grew for {timeout_s:g} s; {len(missing)} of {len(prompts)} are "
-        f"missing, among them {', '.join(missing[:5])}"
+        f"evaluation of version {version}: no response grew for {timeout_s:g} s; {len(missing)} of"
+        f" {len(prompts)} are missing, among them {', '.join(missing[:5])}"
     )
 
 
@@ -216,3 +251,61 @@ def _prompt_result(prompt: Prompt, samples: Sequence[Sample], pass_reward: float
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+class EvalSchedule:
+    """Which versions are evaluated during a run, and what is kept of each.
+
+    Invariants:
+    - a version is evaluated once, over stops and resumes: `means` goes into the checkpoint;
+    - none is left out where what is `unfinished` is waited for before a checkpoint: an evaluation
+      of the checkpoint's own version or of a later one is done again by the resume, one of an older
+      version could not be, for its weights are gone;
+    - version 0 and the last one are always evaluated, between them every `every`-th.
+
+    `every`: versions between evaluations, 0 for none; `steps`: the run's last version; `means`:
+    of an earlier start."""
+
+    def __init__(self, *, every: int, steps: int, means: Mapping[int, float]) -> None:
+        self._every = every
+        self._steps = steps
+        self.means = dict(means)
+        """Version -> mean reward; for the checkpoint."""
+        self._begun: int | None = None
+
+    def due(self, version: int) -> bool:
+        """Ask it of each version once the engines hold it."""
+        chosen = version in (0, self._steps) or (self._every > 0 and version % self._every == 0)
+        return chosen and version not in self.means
+
+    def begin(self, version: int) -> None:
+        """The evaluation of `version` is under way from now on, until its result is recorded."""
+        self._begun = version
+
+    def unfinished(self, version: int) -> bool:
+        """True while an evaluation is under way that a resume from `version` could not repeat."""
+        return self._begun is not None and self._begun < version and self._begun not in self.means
+
+    def record(self, result: EvalResult) -> dict[str, float]:
+        """Takes a result; returns its metrics, for the next line of the log."""
+        self.means[result.version] = result.mean_reward
+        passed = {
+            "eval/pass@k".replace("@k", f"@{k}"): value for k, value in result.pass_at.items()
+        }
+        return {
+            "eval/mean": result.mean_reward,
+            "eval/version": result.version,
+            "eval/truncated": result.truncated,
+            "eval/seconds": result.seconds,
+            **passed,
+        }
+
+    @property
+    def before(self) -> float | None:
+        """Mean reward before the first step; None while not measured."""
+        return self.means.get(0)
+
+    @property
+    def after(self) -> float | None:
+        """Mean reward after the last step; None while not measured."""
+        return self.means.get(self._steps)

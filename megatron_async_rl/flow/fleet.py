@@ -1,11 +1,14 @@
-"""The engines as one: requests wait in one queue and go to whichever engine has room; answers come back through one pump each.
+"""The engines as one: what is to be asked goes through lanes (lanes.py) to whichever engine has room
+and may answer; answers come back through each engine's task (engine_task.py).
 
 Invariants:
-- a request is with one engine at a time; what an engine that is lost had not answered goes to the front of the queue again;
-- an engine never holds more than `capacity` requests (routing.py);
-- training and evaluation requests go to the engines of their kind; without evaluation engines both kinds share;
-- an engine that raises, answers what it was not asked, or whose vLLM is silent for `unresponsive_s`, is lost: nothing it says
-  later is heard, and nothing that fails later of it touches the engine that took its place.
+- a request is with one engine at a time; what an engine that is lost had not answered goes to the
+  front of its lane again. One that two engines were lost with is given up, before it costs a third;
+- a request that goes on with tokens of its own needs the version that sampled the last of them, or
+  a newer one;
+- engines join and leave while the others work; one that leaves gives its requests back with their
+  tokens;
+- the mistakes of whoever listens end the run and are blamed on no engine.
 """
 
 from __future__ import annotations
@@ -13,280 +16,419 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from itertools import repeat
 
-from megatron_async_rl.flow.engines import EngineClient
-from megatron_async_rl.flow.errors import EngineFailed
-from megatron_async_rl.flow.routing import Router
-from megatron_async_rl.flow.slot import Kind, Slot
-from megatron_async_rl.observe import watch
-from megatron_async_rl.samples.requests import Cut, EngineReport, Request
-from megatron_async_rl.samples.types import Sample
+from megatron_async_rl.flow.engine_task import (
+    Asked,
+    EngineLost,
+    EngineSlot,
+    EngineTask,
+    Launch,
+    Restarts,
+)
+from megatron_async_rl.flow.errors import EngineFailed, RequestGivenUp
+from megatron_async_rl.flow.lanes import Lanes
+from megatron_async_rl.flow.updates import Signal, WeightUpdates, cancel_all
+from megatron_async_rl.rollout.engine_process import Engine
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.types import Aborted, EngineReport, Request, Sample
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.deadline import await_named
 
 log = logging.getLogger(__name__)
 
-A = TypeVar("A", Sample, Cut)
-Batches = dict[int, list[Request]]
-"""By engine."""
-REPORT_S = 1.0
-"""Longest time between two reports of an engine that has nothing to say; a quarter of `unresponsive_s` where that is less."""
+ENGINES_A_REQUEST_MAY_COST = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSettings:
+    """`capacity`: requests that one engine holds at most. The rest is the configuration's."""
+
+    capacity: int = 320
+    unresponsive_s: float = 60.0
+    update_timeout_s: float = 600.0
+    restarts_per_hour: int = 3
+    max_paused: float = 0.5
+
+
+class Listener:
+    """Hears of training's requests and of the engines; every method may be left as it is."""
+
+    def on_sample(self, sample: Sample, request: Request) -> None: ...
+    def on_abort(self, aborted: Aborted, request: Request) -> Request:
+        """The request to ask instead."""
+        return replace(request, prefix=aborted.partial)
+
+    def on_give_up(self, request: Request, reason: str) -> None: ...
+    def on_version(self, version: int) -> None:
+        """A training engine holds `version`."""
+
+    def on_error(self, error: BaseException) -> None:
+        """The run cannot go on."""
+
+    def note(self, text: str) -> None:
+        """For the user."""
 
 
 class Fleet:
-    """`on_sample` and `on_cut` get the answers to training requests; `on_lost` an engine's index and why, `on_error` what they
-    raise. All on one loop."""
+    """`specs`: the engines at the start; those from `evaluators_from` on only evaluate. All on one
+    loop, which must run when the fleet is made."""
 
     def __init__(
         self,
-        engines: Sequence[EngineClient],
+        specs: Sequence[EngineSpec],
+        launch: Launch,
+        listener: Listener,
+        settings: FleetSettings,
         *,
-        evaluators: Sequence[EngineClient] = (),
-        capacity: int,
-        unresponsive_s: float,
-        on_sample: Callable[[Sample, Request], None],
-        on_cut: Callable[[Cut, Request], None],
-        on_lost: Callable[[int, str], None],
-        on_error: Callable[[BaseException], None],
+        evaluators_from: int | None = None,
     ) -> None:
-        if not engines:
+        if not specs:
             raise ValueError("a fleet needs at least one engine")
-        kinds: list[tuple[Kind, EngineClient]] = [("training", e) for e in engines] + [("evaluation", e) for e in evaluators]
-        self.slots = [Slot(index, kind, client) for index, (kind, client) in enumerate(kinds)]
-        self._router = Router(capacity)
-        self._unresponsive_s = unresponsive_s
-        self._on_sample = on_sample
-        self._on_cut = on_cut
-        self._on_lost = on_lost
-        self._on_error = on_error
-        self._queues: dict[Kind, OrderedDict[str, Request]] = {"training": OrderedDict(), "evaluation": OrderedDict()}
-        self._evaluations: dict[str, asyncio.Future[Sample]] = {}
+        self._launch = launch
+        self._listener = listener
+        self._settings = settings
+        self._evaluations: set[Asked] = set()
         self._background: set[asyncio.Task[None]] = set()
-        self._stopped = False
-        self.moved_at = time.monotonic()
-        """When an engine last answered a request, or a response grew."""
+        self._emptied = Signal()
+        self._separate = evaluators_from is not None and evaluators_from < len(specs)
+        self._lanes = Lanes(settings.capacity, separate=self._separate)
+        self.slots: list[EngineSlot] = []
+        self.tasks: list[EngineTask] = []
+        self.updates = WeightUpdates(lambda: self.slots, settings.max_paused)
+        self._moved_at = time.monotonic()
+        for spec in specs:
+            evaluates = evaluators_from is not None and spec.index >= evaluators_from
+            self._begin(spec, evaluates=evaluates, must_start=True)
 
-    # Requests
-
-    def put(self, requests: Iterable[Request]) -> None:
-        """Hands training requests out, in order, as engines have room. Each has its place before the next one is made."""
-        queue, slots = self._queues["training"], self._engines_for("training")
-        batches: Batches = {}
-        for request in requests:
-            if queue or not self._place(request, slots, batches):
-                queue[request.id] = request
-        self._submit(batches)
-
-    async def run(self, requests: Sequence[Request], *, on: Kind) -> list[Sample]:
-        """The samples that answer held-out `requests`, in their order, before training's. Cancelled, it stops what is running.
-
-        Raises EngineFailed when no engine is left to ask.
-        """
-        futures = [asyncio.get_running_loop().create_future() for _ in requests]
-        for request, future in zip(requests, futures, strict=True):
-            self._evaluations[request.id] = future
-        try:
-            self._put_first(requests, on if any(slot.kind == on for slot in self.slots) else "training")
-            self._dispatch()
-            return list(await asyncio.gather(*futures))
-        finally:
-            self._forget([request.id for request in requests])
-
-    def cut(self, ids: Sequence[str]) -> None:
-        """Stops training requests: those that wait here at once, the others on their engines."""
-        queue = self._queues["training"]
-        for request in [queue.pop(one) for one in ids if one in queue]:
-            self._tell(self._on_cut, Cut(id=request.id, prefix=request.prefix), request)
-        self._stop_held(ids)
-
-    def _stop_held(self, ids: Iterable[str]) -> None:
-        for slot in self.slots:
-            held = [one for one in ids if one in slot.held]
-            if slot.alive and held:
-                slot.cutting.update(held)
-                self._spawn(self._send(slot, partial(slot.client.cut, held), "cut requests"))
-
-    def _put_first(self, requests: Sequence[Request], kind: Kind) -> None:
-        for request in reversed(requests):
-            self._queues[kind][request.id] = request
-            self._queues[kind].move_to_end(request.id, last=False)
-
-    def waiting(self) -> int:
-        """Training requests that no engine has yet."""
-        return sum(request.group >= 0 for request in self._queues["training"].values())
-
-    def holder(self, group: int) -> list[int]:
-        """Engines that hold requests of `group`."""
-        return [slot.index for slot in self.slots if any(request.group == group for request in slot.held.values())]
+    @property
+    def moved_at(self) -> float:
+        """Time when an engine last answered a request, or a response grew; monotonic seconds. Now,
+        while no engine serves: starts, loads and restarts have limits of their own."""
+        if any(slot.serving for slot in self.slots):
+            return self._moved_at
+        return time.monotonic()
 
     # Engines
 
-    def start(self) -> None:
-        """Begins to listen; in the loop that everything else runs on."""
-        for slot in self.slots:
-            if slot.alive and slot.pump is None:
-                slot.pump = asyncio.get_running_loop().create_task(self._pump(slot), name=f"reports of engine {slot.index}")
+    def _begin(self, spec: EngineSpec, *, evaluates: bool, must_start: bool) -> None:
+        slot = EngineSlot(spec, evaluates=evaluates)
+        self.slots.append(slot)
+        self.tasks.append(
+            EngineTask(
+                slot,
+                self,
+                self.updates,
+                self._launch,
+                unresponsive_s=self._settings.unresponsive_s,
+                update_timeout_s=self._settings.update_timeout_s,
+                restarts=Restarts(self._settings.restarts_per_hour),
+                note=self._listener.note,
+                must_start=must_start,
+            )
+        )
 
-    def replace(self, index: int, client: EngineClient) -> None:
-        """A new engine, which holds the current weights, in the place of a lost one."""
-        old = self.slots[index]
-        if old.alive:
-            raise ValueError(f"engine {index} is alive and cannot be replaced")
-        self.slots[index] = Slot(index, old.kind, client, restarts=old.restarts + 1)
-        self.start()
+    async def started(self) -> None:
+        """Waits until every engine has started once. Raises EngineStartError."""
+        await asyncio.gather(*(task.started for task in self.tasks))
+
+    def add(self, spec: EngineSpec) -> int:
+        """One more training engine, which serves once it has started and holds the newest version;
+        returns its index."""
+        index = len(self.slots)
+        self._begin(replace(spec, index=index), evaluates=False, must_start=False)
+        return index
+
+    async def remove(self, index: int, timeout_s: float) -> None:
+        """The engine leaves: it takes no more requests, and those it has go on elsewhere with the
+        tokens they have. Raises ValueError where it is not there, or is the last one."""
+        slot, task = self.slots[index], self.tasks[index]
+        if slot.leaving or slot.dead:
+            raise ValueError(f"{slot.name} is not there")
+        others = [one for one in self._engines(slot.evaluates) if one is not slot]
+        if not any(one.serving and not one.leaving for one in others):
+            raise ValueError(f"{slot.name} is the only engine that serves, and cannot leave")
+        slot.leaving, engine = True, slot.engine
+        if engine is not None:
+            self._abort(slot, slot.held.values())
+            with (
+                watch.doing("wait", f"{slot.name} to give its requests back", timeout_s),
+                suppress(TimeoutError),
+            ):
+                await asyncio.wait_for(
+                    self._emptied.until(lambda: not slot.held or slot.engine is not engine),
+                    timeout_s,
+                )
+        await cancel_all([task.task])
+        slot.serving, slot.asleep, slot.dead, slot.lost = False, False, True, "it was removed"
+        self.updates.forget(index)
+        if slot.held:
+            self.on_lost(slot, slot.lost, suspect=False)
+        if slot.engine is not None:
+            await self._stop_engines([slot], timeout_s)
         self._dispatch()
 
-    def lose(self, index: int, reason: str) -> None:
-        """The engine takes part no longer; what it held is asked again."""
-        self._lose(self.slots[index], reason)
+    async def sleep(self, timeout_s: float) -> None:
+        """Colocated: no engine uses the devices until the next version is staged. `timeout_s`: for
+        each engine, and for those that are starting or loading now."""
+        still = "engines that start or load before they sleep"
+        await await_named(still, self.updates.give_devices_to_policy(), timeout_s)
 
-    def _lose(self, slot: Slot, reason: str) -> None:
-        if not slot.alive or self._stopped:
-            return
-        slot.alive, slot.lost = False, reason
-        if slot.pump is not None and slot.pump is not asyncio.current_task():
-            slot.pump.cancel()
-        held, slot.held = list(slot.held.values()), {}
-        again = [request for request in held if request.id not in slot.cutting]
-        log.error("engine %d is lost, %d requests are asked again: %s", slot.index, len(again), reason)
-        self._put_first(again, slot.kind)
-        for request in held:
-            if request.id in slot.cutting and request.group >= 0:
-                self._tell(self._on_cut, Cut(id=request.id, prefix=request.prefix), request)
-        self._on_lost(slot.index, reason)
-        self._dispatch()
+        # One that still waits to load sleeps since the batch before.
+        awake = [
+            (task, task.slot.engine)
+            for task in self.tasks
+            if task.slot.engine is not None and not task.slot.asleep
+        ]
+        for task, _ in awake:
+            task.slot.asleep = True
+        await asyncio.gather(
+            *(self._send(task, engine, engine.sleep, "sleep", timeout_s) for task, engine in awake)
+        )
 
-    def fail(self, error: BaseException) -> None:
-        """Nobody is left to answer: whoever waits in `run` gets `error`."""
-        for future in self._evaluations.values():
-            if not future.done():
-                future.set_exception(error)
-
-    async def stop(self) -> None:
-        """Hears and sends nothing more."""
-        self._stopped = True
-        tasks = [slot.pump for slot in self.slots if slot.pump is not None] + list(self._background)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=10.0)
-
-    def _engines_for(self, kind: Kind) -> list[Slot]:
-        return [slot for slot in self.slots if slot.alive and slot.kind == kind]
-
-    def _dispatch(self) -> None:
-        batches: Batches = {}
-        for kind, queue in self._queues.items():
-            slots = self._engines_for(kind) if queue else []
-            while queue and self._place(next(iter(queue.values())), slots, batches):
-                queue.popitem(last=False)
-        self._submit(batches)
-
-    def _place(self, request: Request, slots: Sequence[Slot], batches: Batches) -> bool:
-        """Gives the request to one of `slots`, unless none has room; `batches` is told."""
-        slot = self._router.choose(slots, request.group)
-        if slot is None:
-            return False
-        slot.held[request.id] = request
-        batches.setdefault(slot.index, []).append(request)
-        return True
-
-    def _submit(self, batches: Batches) -> None:
-        for index, requests in batches.items():
-            slot = self.slots[index]
-            self._spawn(self._send(slot, partial(slot.client.submit, requests), "take requests"))
-
-    def _forget(self, ids: Sequence[str]) -> None:
-        futures = {one: self._evaluations.pop(one) for one in ids}
-        left = [one for one, future in futures.items() if not future.done() or future.cancelled() or future.exception()]
-        for queue in self._queues.values():
-            for one in left:
-                queue.pop(one, None)
-        self._stop_held(left)
-
-    # Answers
-
-    async def _pump(self, slot: Slot) -> None:
-        reason = await self._listen(slot)
-        if reason:
-            self._lose(slot, reason)
-
-    async def _listen(self, slot: Slot) -> str:
-        """Takes in reports until the engine is of no more use; returns why."""
-        wait = min(REPORT_S, self._unresponsive_s / 4)
-        while slot.alive:
-            try:
-                with watch.doing("wait", f"a report of engine {slot.index}", self._unresponsive_s):
-                    async with asyncio.timeout(self._unresponsive_s):
-                        report = await slot.client.report(wait)
-            except TimeoutError:
-                return f"it did not answer for {self._unresponsive_s:g} s (rollout.unresponsive_s)"
-            except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
-                return f"{type(error).__name__}: {error}"
-            if not slot.alive or self._stopped:
-                break
-            if report.silent_s > self._unresponsive_s:
-                return f"its vLLM process did not answer for {report.silent_s:.0f} s (rollout.unresponsive_s)"
-            reason = self._take(slot, report)
-            if reason:
-                return reason
-        return ""
-
-    def _take(self, slot: Slot, report: EngineReport) -> str:
-        """Hands on what the engine says; returns why it cannot be trusted, where it answers what it was not asked."""
-        slot.report = report
-        if report.finished or report.cut or report.sampling:
-            self.moved_at = time.monotonic()
-        if report.finished or report.cut:
-            watch.progress("responses", len(report.finished) + len(report.cut))
-        for sample in report.finished:
-            request = slot.held.get(sample.id)
-            if request is None or sample.prompt.id != request.prompt.id:
-                return f"it answered {sample.id}, prompt {sample.prompt.id}, which it was not asked"
-            self._release(slot, sample.id)
-            if request.group >= 0:
-                self._tell(self._on_sample, sample, request)
-            elif (future := self._evaluations.get(request.id)) is not None and not future.done():
-                future.set_result(sample)
-        for cut in report.cut:
-            request = slot.held.get(cut.id)
-            if request is None or cut.id not in slot.cutting:
-                return f"it cut {cut.id}, which it was not told to"
-            self._release(slot, cut.id)
-            if request.group >= 0:
-                self._tell(self._on_cut, cut, request)
-        self._dispatch()
-        return ""
-
-    def _tell(self, receive: Callable[[A, Request], None], answer: A, request: Request) -> None:
-        try:
-            receive(answer, request)
-        except Exception as error:  # the receiver broke: nothing can go on, and somebody must be told
-            log.exception("the answer to request %s could not be taken in", request.id)
-            self._on_error(error)
+    async def close(self, timeout_s: float) -> None:
+        """Ends every engine; one that does not stop within `timeout_s` is killed."""
+        await cancel_all([*(task.task for task in self.tasks), *self._background])
+        await self._stop_engines(self.slots, timeout_s)
 
     @staticmethod
-    def _release(slot: Slot, request: str) -> None:
-        del slot.held[request]
-        slot.cutting.discard(request)
+    async def _stop_engines(slots: Iterable[EngineSlot], timeout_s: float) -> None:
+        engines = [slot.engine for slot in slots if slot.engine is not None]
+        stops = [asyncio.ensure_future(engine.stop()) for engine in engines]
+        if stops:
+            with watch.doing("wait", "the engines to stop", timeout_s):
+                _, late = await asyncio.wait(stops, timeout=timeout_s)
+            for stop in late:
+                stop.cancel()
+            await asyncio.gather(*stops, return_exceptions=True)
+        for engine in engines:
+            engine.kill()
+        for slot in slots:
+            slot.engine, slot.serving, slot.asleep = None, False, False
 
-    async def _send(self, slot: Slot, call: Callable[[], Awaitable[None]], what: str) -> None:
+    def _engines(self, evaluates: bool) -> list[EngineSlot]:
+        return [slot for slot in self.slots if slot.evaluates == evaluates]
+
+    # What the tasks of the engines say
+
+    def on_version(self, slot: EngineSlot) -> None:
+        self._moved_at = time.monotonic()
+        if not slot.evaluates:
+            self._guard(lambda: self._listener.on_version(slot.version))
+        self._dispatch()
+
+    def on_lost(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
+        """Asks again what the engine held."""
+        slot.lost, slot.report = reason, None
+        held, slot.held = list(slot.held.values()), {}
+        slot.aborting.clear()
+        log.error("%s is lost, %d requests are asked again: %s", slot.name, len(held), reason)
+        for asked in reversed(held):
+            asked.losses += suspect and not slot.leaving
+            if asked.losses >= ENGINES_A_REQUEST_MAY_COST:
+                self._give_up(asked, reason)
+            elif asked.answer is None or not asked.answer.done():
+                self._lanes.add(asked, first=True)
+        self._emptied.fire()
+        if slot.evaluates and not any(
+            one.serving or self.updates.wants(one.index) for one in self._engines(True)
+        ):
+            self.fail_evaluations(self.all_lost(True))
+        self._dispatch()
+
+    def on_dead(self, slot: EngineSlot) -> None:
+        peers = self._engines(slot.evaluates)
+        left = sum(not one.dead for one in peers)
+        self._listener.note(
+            f"{slot.name} is lost for good; {left} of {len(peers)} engines are left. Why:"
+            f" {slot.lost}"
+        )
+        if left:
+            return
+        error = self.all_lost(slot.evaluates)
+        self.fail_evaluations(error)
+        if not slot.evaluates:
+            self._listener.on_error(error)
+
+    def on_error(self, error: BaseException) -> None:
+        self.fail_evaluations(error)
+        self._listener.on_error(error)
+
+    def all_lost(self, evaluates: bool = False) -> EngineFailed:
+        kind = "evaluation" if evaluates else "training"
+        reasons = "; ".join(
+            f"engine {slot.index}: {slot.lost}" for slot in self._engines(evaluates)
+        )
+        return EngineFailed(f"no {kind} engine is left: {reasons}")
+
+    def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
+        """Hands on what the engine says."""
+        slot.report = report
+        answers = len(report.finished) + len(report.aborted)
+        if answers or report.sampling:
+            self._moved_at = time.monotonic()
+        if answers:
+            watch.progress("responses", answers)
+
+        for sample in report.finished:
+            asked = slot.held.get(sample.id)
+            if asked is None or sample.prompt.id != asked.request.prompt.id:
+                raise EngineLost(
+                    f"it answered {sample.id}, prompt {sample.prompt.id}, which it was not asked"
+                )
+            self._release(slot, sample.id)
+            if asked.answer is None:
+                self._guard(partial(self._listener.on_sample, sample, asked.request))
+            elif not asked.answer.done():
+                asked.answer.set_result(sample)
+
+        for aborted in report.aborted:
+            asked = slot.held.get(aborted.id)
+            if asked is None or aborted.id not in slot.aborting:
+                raise EngineLost(f"it aborted {aborted.id}, which it was not told to")
+            self._release(slot, aborted.id)
+            self._guard(partial(self._ask_again, asked, aborted))
+        self._dispatch()
+
+    def _ask_again(self, asked: Asked, aborted: Aborted) -> None:
+        if asked.answer is not None:
+            if not asked.answer.done():
+                self._lanes.add(asked, first=True)
+            return
+        asked.request = self._listener.on_abort(aborted, asked.request)
+        if aborted.partial is not None:
+            asked.least = max(asked.least, int(aborted.partial.versions[-1]))
+        self._lanes.add(asked, first=True)
+
+    def _release(self, slot: EngineSlot, request: str) -> None:
+        del slot.held[request]
+        slot.aborting.discard(request)
+        if not slot.held:
+            self._emptied.fire()
+
+    def _give_up(self, asked: Asked, reason: str) -> None:
+        request = asked.request
+        text = (
+            f"request {request.id} (prompt {request.prompt.id}) is given up:"
+            f" {ENGINES_A_REQUEST_MAY_COST} engines were lost while they had it, the last one as"
+            f" {reason.splitlines()[0] if reason else 'it ended'}"
+        )
+        if asked.answer is None:
+            self._guard(lambda: self._listener.on_give_up(request, text))
+        elif not asked.answer.done():
+            asked.answer.set_exception(RequestGivenUp(text))
+
+    def _guard(self, call: Callable[[], object]) -> None:
+        """The listener's mistakes are not the engine's: they end the run."""
         try:
-            with watch.doing("wait", f"engine {slot.index} to {what}", self._unresponsive_s):
-                async with asyncio.timeout(self._unresponsive_s):
+            call()
+        except Exception as error:
+            log.exception("an answer could not be taken in")
+            self.on_error(error)
+
+    # Requests
+
+    def put(self, requests: Iterable[Request], version: int) -> None:
+        """Hands training requests of groups admitted under `version` out, in order, as engines have
+        room."""
+        for request in requests:
+            least = version if request.prefix is None else int(request.prefix.versions[-1])
+            self._lanes.add(Asked(request, max(version, least)))
+        self._dispatch()
+
+    async def run(self, requests: Sequence[Request], version: int) -> list[Sample]:
+        """The samples that answer held-out `requests`, in their order, by engines that hold
+        `version`, before training's. Cancelled, it stops what is running.
+
+        Raises EngineFailed when no engine is left to ask, RequestGivenUp.
+        """
+        peers = self._engines(self._separate)
+        # One of the engines that only evaluate that starts again is not given the version again.
+        if all(slot.engine is None if self._separate else slot.dead for slot in peers):
+            raise self.all_lost(self._separate)
+        answers = [asyncio.get_running_loop().create_future() for _ in requests]
+        evaluation = [Asked(*one) for one in zip(requests, repeat(version), answers)]
+        self._evaluations.update(evaluation)
+        try:
+            for asked in evaluation:
+                self._lanes.add(asked)
+            self._dispatch()
+            return list(await asyncio.gather(*answers))
+        finally:
+            self._forget(evaluation)
+
+    def prepare_evaluation(self, version: int) -> None:
+        """Has the engines that only evaluate, if there are some, load `version`, which is the one
+        staged last. Raises EngineFailed where none of them is there."""
+        if self._separate:
+            there = [one.index for one in self._engines(True) if one.engine is not None]
+            if not there:
+                raise self.all_lost(True)
+            self.updates.want(there, version)
+
+    def fail_evaluations(self, error: BaseException) -> None:
+        """Nobody is left to answer: whoever waits in `run` gets `error`."""
+        for asked in self._evaluations:
+            if asked.answer is not None and not asked.answer.done():
+                asked.answer.set_exception(error)
+
+    def waiting(self) -> int:
+        """Training requests that no engine has yet."""
+        return self._lanes.waiting()
+
+    def holders(self, group: int) -> list[int]:
+        """Engines that hold requests of `group`."""
+        return [
+            slot.index
+            for slot in self.slots
+            if any(asked.request.group == group for asked in slot.held.values())
+        ]
+
+    def _dispatch(self) -> None:
+        for index, requests in self._lanes.place(self.slots).items():
+            engine = self.slots[index].engine
+            assert engine is not None
+            call = partial(engine.submit, requests)
+            self._spawn(self._send(self.tasks[index], engine, call, "take requests"))
+
+    def _forget(self, evaluation: Sequence[Asked]) -> None:
+        """Stops what has not been answered yet: nobody waits for it any more."""
+        self._evaluations.difference_update(evaluation)
+        for asked in evaluation:
+            assert asked.answer is not None
+            asked.answer.cancel()
+        self._lanes.forget(evaluation)
+        for slot in self.slots:
+            self._abort(slot, [one for one in evaluation if slot.held.get(one.request.id) is one])
+
+    def _abort(self, slot: EngineSlot, held: Iterable[Asked]) -> None:
+        ids, engine = [asked.request.id for asked in held], slot.engine
+        if engine is not None and ids:
+            slot.aborting.update(ids)
+            call = partial(engine.abort, ids)
+            self._spawn(self._send(self.tasks[slot.index], engine, call, "abort requests"))
+
+    async def _send(
+        self,
+        task: EngineTask,
+        engine: Engine,
+        call: Callable[[], Awaitable[None]],
+        what: str,
+        timeout_s: float | None = None,
+    ) -> None:
+        limit_s = timeout_s or self._settings.unresponsive_s
+        try:
+            with watch.doing("wait", f"{task.slot.name} to {what}", limit_s):
+                async with asyncio.timeout(limit_s):
                     await call()
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
-            self._lose(slot, f"it failed to {what}: {type(error).__name__}: {error}")
+            task.fail(engine, f"it failed to {what}: {type(error).__name__}: {error}")
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-def all_lost(fleet: Fleet, kind: Kind = "training") -> EngineFailed:
-    """Why there is nobody left to ask."""
-    reasons = "; ".join(f"engine {slot.index}: {slot.lost}" for slot in fleet.slots if slot.kind == kind)
-    return EngineFailed(f"no {kind} engine is left: {reasons}")

@@ -1,12 +1,19 @@
-"""Who is asked what, and what trains when: the law and the selection, without engines, clocks or tasks.
+"""Decides which prompts are asked and what trains when: the law and the selection, without engines,
+clocks or tasks.
 
-    prompt --admit--> requests (one per response) --answered / was_cut--> finished group --take--> batch
+    prompt --admit--> requests (one per response) --on_sample--> finished group --take--> batch
 
 Invariants:
-- groups are numbered in admission order; none is admitted beyond the budget, none consumed after its deadline (law.py);
-- where each group is and what has come of it is in the ledger (ledger.py), whose counts balance;
-- with `exact_lag` a batch is handed out only when nothing is open, so that no response meets the next weights;
-- one response costs the same however many groups wait: a batch is looked for only when there may be one.
+- groups are numbered in admission order; none is admitted beyond the budget, none consumed after
+  its deadline (staleness.py);
+- a group is admitted under the newest version that an engine holds, and may be sampled only by
+  engines that hold at least that one: no engine waits for a slower one;
+- where each group is and what has come of it is in the group table (group_table.py), whose counts
+  balance;
+- with `exact_lag` a batch is handed out only when nothing is open, so that no response meets the
+  next weights;
+- one response costs the same however many groups wait: a batch is looked for only when there may be
+  one.
 """
 
 from __future__ import annotations
@@ -17,24 +24,30 @@ from dataclasses import replace
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag, Replay, Windowed
-from megatron_async_rl.flow.admitted import Admitted
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, taken_up
-from megatron_async_rl.flow.law import admitted_limit, check_lags, deadline, holds
-from megatron_async_rl.flow.ledger import Ledger
-from megatron_async_rl.flow.replay import ReplayStore
-from megatron_async_rl.flow.selection import oldest_first, windowed
-from megatron_async_rl.samples.requests import Cut, Request
-from megatron_async_rl.samples.types import Prompt, Sample, TrainBatch
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, restorable
+from megatron_async_rl.flow.group_table import GroupTable
+from megatron_async_rl.flow.selection import ReplayStore, oldest_first, windowed
+from megatron_async_rl.flow.staleness import admitted_limit, check_lags, deadline
+from megatron_async_rl.samples.types import Aborted, Prompt, Request, Sample, TrainBatch
 
 Place = tuple[int, Prompt]
 """A group's number and its prompt."""
 
 
 class Scheduler:
-    """`steps`: optimizer steps of the whole run, so that nothing is admitted that no step will consume; null admits without
-    end. `fresh_steps`: the run's first steps that are synchronous whatever `flow.async_ratio` says. `seed`: of replay."""
+    """`steps`: optimizer steps of the whole run, so that nothing is admitted that no step will
+    consume; null admits without end. `fresh_steps`: the run's first steps that are synchronous
+    whatever `flow.async_ratio` says. `seed`: of replay."""
 
-    def __init__(self, flow: FlowConfig, *, steps: int | None = None, fresh_steps: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        flow: FlowConfig,
+        *,
+        steps: int | None = None,
+        fresh_steps: int = 0,
+        seed: int = 0,
+        on_dropped: Callable[[Sample, str], None] = lambda *_: None,
+    ) -> None:
         self._flow = flow
         self._steps = steps
         self._fresh_steps = fresh_steps
@@ -42,28 +55,39 @@ class Scheduler:
         self._version: int | None = None
         self._next_index = 0
         self._pending: deque[Place] = deque()
-        self._ledger = Ledger(flow)
+        self._table = GroupTable(flow, on_dropped)
         self._limit = 0
         self._worth_at = 0
-        """Groups that have to have finished, in all, before another attempt to select a batch can succeed."""
-        self._awaited: Admitted | None = None
+        """Groups that have to have finished, in all, before another attempt to select a batch can
+        succeed."""
+        self._awaited: GroupState | None = None
         """Before this group has finished none can, either."""
         self._first_versions = set[int]()
-        """Nothing older was there when these admitted: what `exact_lag` makes under them waits less."""
-        self._replay = ReplayStore(flow.selection, seed) if isinstance(flow.selection, Replay) else None
+        """Nothing older was there when these admitted: what `exact_lag` makes under them waits
+        less."""
+        self._replay = (
+            ReplayStore(flow.selection, seed) if isinstance(flow.selection, Replay) else None
+        )
 
     @property
     def version(self) -> int | None:
-        """Version that every engine holds; null before `start`."""
+        """Newest version that an engine holds; null before `start`."""
         return self._version
 
     def start(
-        self, version: int, next_index: int = 0, pending: Sequence[Place] = (), buffer: Buffer = EMPTY, oldest: int = 0
-    ) -> list[Request]:
-        """The engines hold `version`. New groups are numbered from `next_index`, after `pending` ones that a run left behind.
+        self,
+        version: int,
+        next_index: int = 0,
+        pending: Sequence[Place] = (),
+        buffer: Buffer = EMPTY,
+        oldest: int = 0,
+    ) -> list[tuple[Request, int]]:
+        """An engine holds `version`. New groups are numbered from `next_index`, after `pending`
+        ones that a run left behind.
 
-        Of its `buffer` everything is taken up that the law and these settings permit and whose tokens come from version `oldest`
-        or newer ones. Returns the requests that are to be asked again for it.
+        Of its `buffer` everything is taken up that the law and these settings permit and whose
+        tokens come from version `oldest` or newer ones. Returns the requests that are to be asked
+        again for it, each with the version its group was admitted under.
         """
         if self._version is not None:
             raise RuntimeError(f"started already, at version {self._base}")
@@ -71,168 +95,187 @@ class Scheduler:
         self._limit = self._may_admit(version)
         self._next_index = next_index
         fresh = self._fresh_steps
-        self._load(taken_up(buffer, self._flow, version=version, limit=self._limit, fresh_steps=fresh, oldest=oldest))
-        self._pending.extend(place for place in pending if not self._ledger.holds(place[0]))
-        return self._ledger.unanswered()
+        self._load(
+            restorable(
+                buffer,
+                self._flow,
+                version=version,
+                limit=self._limit,
+                fresh_steps=fresh,
+                oldest=oldest,
+            )
+        )
+        self._pending.extend(place for place in pending if not self._table.is_waiting(place[0]))
+        return self._table.open_requests()
 
     def _load(self, buffer: Buffer) -> None:
-        self._ledger.load(buffer)
+        self._table.load(buffer)
         self._first_versions = set(buffer.first_versions)
         if self._replay is not None:
             self._replay.load(buffer.stored)
 
     def advance(self, version: int) -> None:
-        """Every engine holds `version` now, so more may be admitted. Versions only grow; the same one again does nothing."""
+        """An engine holds `version` now, so more may be admitted. Versions only grow; the same one
+        again does nothing."""
         if self._version is None:
             raise RuntimeError(f"advance({version}) before start")
         if version < self._version:
-            raise ValueError(f"weight versions only grow: at {self._version}, asked to advance to {version}")
+            raise ValueError(
+                f"weight versions only grow: at {self._version}, asked to advance to {version}"
+            )
         self._version = version
         self._limit = self._may_admit(version)
 
     # Admission
 
     def _may_admit(self, version: int) -> int:
-        """Groups that may be admitted since `start`, dropped ones apart, while the engines hold `version`."""
+        """Groups that may be admitted since `start`, dropped ones apart, under `version`."""
         since, per_step = version - self._base, self._flow.prompts_per_step
-        limit = admitted_limit(since, per_step, self._flow.async_ratio, self._fresh_steps - self._base)
+        limit = admitted_limit(
+            since,
+            per_step,
+            self._flow.async_ratio,
+            self._fresh_steps - self._base,
+            self._flow.oversample,
+        )
         if self._steps is not None:
             limit = min(limit, max(self._steps - self._base, 0) * per_step)
         return limit
 
     def room(self) -> bool:
-        """Whether one more group may be admitted now."""
-        counts = self._ledger.counts
-        return counts["admitted"] - counts["dropped_equal"] - counts["dropped_late"] < self._limit
+        """True while one more group may be admitted."""
+        return self._table.kept < self._limit
 
     def admit(self, source: Callable[[], Prompt]) -> list[Request]:
-        """The requests of one more group: of cut responses that wait for a place, of a pending prompt, or of the source's next.
-        Only with `room`."""
+        """The requests of one more group: of a pending prompt, or of the source's next. Only with
+        `room`; `version` is the one it is admitted under."""
         assert self._version is not None
-        returned = self._next_returned()
-        if returned is not None:
-            entry = Admitted(self._number(), returned.prompt, returned.version, returned.deadline, follows=True, open={})
-            prefixes = returned.prefixes
-        else:
-            index, prompt = self._pending.popleft() if self._pending else (self._number(), source())
-            due = deadline(self._version, self._flow.async_ratio, self._fresh_steps)
-            entry = Admitted(index, prompt, self._version, due, follows=False, open={})
-            prefixes = []
-        requests = entry.ask(self._flow.group_size + self._flow.extra_responses, prefixes)
-        self._ledger.enter(entry)
-        self._ledger.counts["requeued"] += len(prefixes)
+        index, prompt = self._pending.popleft() if self._pending else (self._number(), source())
+        due = deadline(self._version, self._flow.async_ratio, self._fresh_steps)
+        requests = [Request(group=index, k=k, prompt=prompt) for k in range(self._flow.group_size)]
+        self._table.enter(
+            GroupState(index, prompt, self._version, due, {one.id: one for one in requests})
+        )
         return requests
 
     def _number(self) -> int:
         self._next_index += 1
         return self._next_index - 1
 
-    def _next_returned(self) -> Admitted | None:
-        """The oldest group with cut responses that the law still has a place for; those before it are given up."""
-        ledger = self._ledger
-        while ledger.returned:
-            returned = ledger.returned.popleft()
-            due = ledger.due | {returned.deadline: ledger.due.get(returned.deadline, 0) + 1}
-            if holds(due, self.next_step, self._flow.prompts_per_step):
-                return returned
-            ledger.counts["given_up"] += len(returned.prefixes)
-        return None
-
     # Answers
 
-    def answered(self, sample: Sample, group: int) -> list[str]:
-        """Takes in a response of `group`; returns the ids of requests that are no longer wanted."""
-        return self._ledger.answered(sample, group)
+    def on_sample(self, sample: Sample, group: int) -> None:
+        """Takes in a response of `group`."""
+        self._table.on_sample(sample, group)
 
-    def was_cut(self, cut: Cut, group: int) -> None:
-        """The engine stopped a request that `answered` had said is no longer wanted."""
-        self._ledger.was_cut(cut, group)
+    def on_abort(self, aborted: Aborted, group: int) -> Request:
+        """The request to ask in place of one that its engine stopped, and that goes on."""
+        return self._table.on_abort(aborted, group)
+
+    def on_give_up(self, request: str, group: int) -> None:
+        """The request will not be asked again: its group is dropped."""
+        self._table.on_give_up(request, group)
+        self._worth_at, self._awaited = 0, None  # the group may have been in others' way
+
+    def version_of(self, group: int) -> int | None:
+        """The version that a group with open requests was admitted under."""
+        return self._table.version_of(group)
 
     # Selection
 
     @property
     def next_step(self) -> int:
         """The version that the next batch trains."""
-        return self._base + self._ledger.counts["consumed"] // self._flow.prompts_per_step
+        return self._base + self._table.counts["consumed"] // self._flow.prompts_per_step
 
     def take(self, version: int) -> TrainBatch | None:
         """The batch that trains `version`, the trainer's; null while it has to wait.
 
-        Raises ValueError for another batch than the next, StalenessViolated should a sample break the law.
+        Raises ValueError for another batch than the next, StalenessViolated should a sample break
+        the law.
         """
         if self._version is None or version != self.next_step:
-            raise ValueError(f"asked for the batch that trains version {version}; the next is that of {self.next_step}")
+            raise ValueError(
+                f"asked for the batch that trains version {version}; the next is that of"
+                f" {self.next_step}"
+            )
         if self._steps is not None and version >= self._steps:
-            raise ValueError(f"the run's {self._steps} steps are consumed: there is no batch for version {version}")
+            raise ValueError(
+                f"the run's {self._steps} steps are consumed: there is no batch for version"
+                f" {version}"
+            )
         if not self.may_take(version):
             return None
         late = self._late(version)
-        others = self._most_urgent_first(entry for entry in self._ledger.waiting() if entry not in late)
+        others = [entry for entry in self._table.waiting() if entry not in late]
         taken = self._select(others, version)
         missing = self._flow.prompts_per_step - len(taken)
         if missing:
-            self._worth_at = self._ledger.finished + missing
+            self._worth_at = self._table.finished + missing
             self._awaited = None if late else self._indispensable(others, version)
             return None
         self._worth_at, self._awaited = 0, None
         for entry in late:
-            self._ledger.drop(entry, "dropped_late")
+            self._table.drop(entry, "dropped_late")
         return self._consume(sorted(taken, key=lambda entry: entry.index), version)
 
     def may_take(self, version: int) -> bool:
-        """Whether it is worth while to try: what keeps a batch from being complete is looked at only when it is."""
-        ledger = self._ledger
-        if ledger.ready < self._flow.prompts_per_step or ledger.finished < self._worth_at:
+        """True where it is worth while to try: what keeps a batch from being complete is looked at
+        only when it is."""
+        table = self._table
+        if table.ready < self._flow.prompts_per_step or table.finished < self._worth_at:
             return False
-        return (self._awaited is None or self._awaited.finished is not None) and not self._must_stand_still(version)
+        return (
+            self._awaited is None or self._awaited.finished is not None
+        ) and not self._must_stand_still(version)
 
-    def _late(self, version: int) -> set[Admitted]:
-        """With `late: drop`, what would have to train now and is running: no batch waits for it, and the next leaves it out."""
+    def _late(self, version: int) -> set[GroupState]:
+        """With `late: drop`, what would have to train now and is running: no batch waits for it,
+        and the next leaves it out."""
         if self._flow.late == "wait":
             return set()
-        return {entry for entry in self._ledger.running() if entry.deadline <= version}
+        return {entry for entry in self._table.running() if entry.deadline <= version}
 
-    def _indispensable(self, groups: Iterable[Admitted], version: int) -> Admitted | None:
+    def _indispensable(self, groups: Iterable[GroupState], version: int) -> GroupState | None:
         """The most urgent of `groups` that is running, where no batch of them can do without it."""
         first = next((entry for entry in groups if entry.finished is None), None)
-        overtaken = isinstance(self._flow.selection, Windowed) or self._flow.requeue_cut
+        overtaken = isinstance(self._flow.selection, Windowed)
         return first if first is not None and (first.deadline <= version or not overtaken) else None
 
     def _must_stand_still(self, version: int) -> bool:
-        """`exact_lag`: everything that this version makes has to be there before the next weights are."""
+        """`exact_lag`: everything that this version makes has to be there before the next weights
+        are."""
         exact = isinstance(self._flow.selection, ExactLag)
-        return exact and (self._version != version or self.room() or self._ledger.open > 0)
+        return exact and (self._version != version or self.room() or self._table.open > 0)
 
-    def _most_urgent_first(self, groups: Iterable[Admitted]) -> Sequence[Admitted]:
-        """That is the order of admission, but for groups that continue cut responses."""
-        return sorted(groups, key=lambda entry: (entry.deadline, entry.index)) if self._flow.requeue_cut else list(groups)
-
-    def _select(self, groups: Sequence[Admitted], version: int) -> list[Admitted]:
+    def _select(self, groups: Sequence[GroupState], version: int) -> list[GroupState]:
         selection, count = self._flow.selection, self._flow.prompts_per_step
         if isinstance(selection, Windowed):
             return windowed(groups, count, version, selection.window)
         return oldest_first(groups, count)
 
-    def _consume(self, taken: Sequence[Admitted], version: int) -> TrainBatch:
+    def _consume(self, taken: Sequence[GroupState], version: int) -> TrainBatch:
         groups = tuple(entry.group() for entry in taken)
         check_lags(groups, version, self._flow, self._first_versions, self._fresh_steps)
-        self._ledger.consume(taken)
+        self._table.consume(taken)
         if self._replay is not None:
             groups, replayed = self._replay.exchange(groups, version, self._flow.group_size)
-            self._ledger.counts["replayed"] += replayed
+            self._table.counts["replayed"] += replayed
         return TrainBatch(version=version, groups=groups)
 
     # What is where
 
     def pending(self) -> list[Place]:
-        """Admitted and not consumed, oldest first: what a resume has to ask again."""
-        own = [(entry.index, entry.prompt) for entry in self._ledger.waiting() if not entry.follows]
+        """GroupState and not consumed, oldest first: what a resume has to ask again."""
+        own = [(entry.index, entry.prompt) for entry in self._table.waiting()]
         return sorted([*own, *self._pending], key=lambda place: place[0])
 
     def buffer(self) -> Buffer:
-        """What waits, and what the replay store holds: a copy, as of now."""
+        """A copy of what waits and of the replay store, as of now."""
         stored = self._replay.content() if self._replay is not None else ()
-        return replace(self._ledger.buffer(), stored=stored, first_versions=tuple(self._first_versions))
+        return replace(
+            self._table.buffer(), stored=stored, first_versions=tuple(self._first_versions)
+        )
 
     @property
     def next_index(self) -> int:
@@ -240,15 +283,20 @@ class Scheduler:
 
     def running(self) -> list[Place]:
         """Groups whose responses have not all come, oldest first."""
-        return [(entry.index, entry.prompt) for entry in self._ledger.running()]
+        return [(entry.index, entry.prompt) for entry in self._table.running()]
 
     def drain_dropped(self) -> list[Sample]:
         """Finished responses of dropped groups since the last call, whatever the reason."""
-        return self._ledger.drain_dropped()
+        return self._table.drain_dropped()
 
     def counts(self) -> dict[str, int]:
-        """Since `start`, which admits what it takes up. Groups: admitted = consumed + dropped_equal + dropped_late + running +
-        ready. Responses: asked, cut, requeued, given_up (cut ones that the law had no place for), surplus, replayed; open now."""
-        ledger = self._ledger
-        running = len(ledger.waiting()) - ledger.ready
-        return dict(ledger.counts) | {"ready": ledger.ready, "running": running, "open": ledger.open}
+        """Since `start`, which admits what it takes up. Groups: admitted = consumed + dropped_equal
+        + dropped_late + dropped_failed + running + ready. Responses: asked = finished + given_up +
+        open (now); aborted (and asked again), replayed."""
+        table = self._table
+        running = len(table.waiting()) - table.ready
+        return dict(table.counts) | {
+            "ready": table.ready,
+            "running": running,
+            "open": table.open,
+        }

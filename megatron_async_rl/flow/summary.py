@@ -1,56 +1,80 @@
-"""What a batch of samples looks like, as metrics: rewards, lengths, lags; and what was dropped beside it. No history."""
+"""Metrics of a batch of samples (rewards, lengths, lags), of what was dropped beside it, and of
+what engines and controller did between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_async_rl.samples import Sample, TrainBatch
+from megatron_async_rl.flow.engine_task import EngineSlot
+from megatron_async_rl.samples.rank_batch import RankBatch
+from megatron_async_rl.samples.types import Sample
 
 MetricValue = float | int | str | list[int] | list[float]
 
 
-def summarise(batch: TrainBatch, max_lag: int, update_norm: float | None = None) -> dict[str, MetricValue]:
+COUNTS = (
+    "flow/in_flight",
+    "flow/waiting",
+    "flow/buffer",
+    "flow/admitted",
+    "flow/consumed",
+    "flow/dropped_equal",
+    "flow/dropped_late",
+    "flow/dropped_failed",
+    "flow/aborted",
+    "flow/replayed",
+)
+
+
+def summarise(
+    batch: RankBatch, max_lag: int, update_norm: float | None = None
+) -> dict[str, MetricValue]:
     """Metrics of what this step trains on. Keys are documented in docs/metrics.md.
 
-    `lag/histogram` has one count of response tokens per lag, from 0 to at least `max_lag`. Rewards are over the
-    samples whose reward did not fail. `update_norm`: how far the step moved the weights, where a control measured it.
+    `lag/histogram` has one count of response tokens per lag, from 0 to at least `max_lag`. Rewards
+    are over the samples whose reward did not fail. `update_norm`: how far the step moved the
+    weights, where a control measured it.
     """
-    samples = list(batch.samples())
-    rewards = np.array([sample.reward for sample in samples if sample.valid], dtype=np.float64)
-    lengths = np.array([sample.length for sample in samples], dtype=np.float64)
-    starts = np.array([batch.version - sample.start_version for sample in samples], dtype=np.int64)
-    lags = batch.lags()
-    mixed = sum(1 for sample in samples if sample.versions[0] != sample.versions[-1])
+    lags = batch.version - batch.versions
+    starts = batch.version - batch.start_versions
+    mixed = batch.start_versions != batch.versions[batch.starts[1:] - 1]
     metrics: dict[str, MetricValue] = {
-        "reward/errors": int(sum(1 for sample in samples if not sample.valid)),
-        "response/length_mean": float(lengths.mean()),
-        "response/length_max": int(lengths.max()),
-        "response/truncated": float(np.mean([sample.truncated for sample in samples])),
-        "response/mixed_versions": mixed / len(samples),
+        "reward/errors": int((~batch.valid).sum()),
+        "response/length_mean": float(batch.lengths.mean()),
+        "response/length_max": int(batch.lengths.max()),
+        "response/truncated": float(batch.truncated.mean()),
+        "response/mixed_versions": float(mixed.mean()),
         "lag/start_mean": float(starts.mean()),
         "lag/start_max": int(starts.max()),
         "lag/mean": float(lags.mean()),
         "lag/max": int(lags.max()),
         "lag/histogram": np.bincount(lags, minlength=max_lag + 1).tolist(),
-        "trained/length_histogram": length_histogram([sample.length for sample in samples]),
-        "tokens/trained": int(sum(int(sample.loss_mask.sum()) for sample in samples if sample.valid)),
-        "tokens/prompt": int(sum(len(sample.prompt.token_ids) for sample in samples)),
+        "trained/length_histogram": length_histogram(batch.lengths),
+        "tokens/trained": int(batch.trained[batch.valid].sum()),
+        "tokens/prompt": int(batch.prompt_lengths.sum()),
     }
     if update_norm is not None:
         metrics["staleness/drift"] = int(starts.max()) * update_norm
-    sampled = any(sample.finish_reason != "given" for sample in samples)
-    if sampled and len(rewards):
+
+    rewards = batch.rewards[batch.valid]
+    if batch.sampled.any() and len(rewards):
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
-        groups = [[sample.reward for sample in group.samples if sample.valid] for group in batch.groups]
-        metrics["reward/equal_groups"] = float(np.mean([len(set(group)) <= 1 for group in groups]))
+        groups = batch.group.max() + 1
+        lowest, highest = np.full(groups, np.inf), np.full(groups, -np.inf)
+        np.minimum.at(lowest, batch.group[batch.valid], rewards)
+        np.maximum.at(highest, batch.group[batch.valid], rewards)
+        metrics["reward/equal_groups"] = float(np.mean(lowest >= highest))
     return metrics
 
 
 def summarise_dropped(samples: Sequence[Sample]) -> dict[str, MetricValue]:
-    """Metrics of the responses that were sampled to their end and dropped since the last step; none where there were none."""
+    """Metrics of the responses that were sampled to their end and dropped since the last step; none
+    where there were none."""
     if not samples:
         return {}
     lengths = [sample.length for sample in samples]
@@ -65,7 +89,82 @@ def summarise_dropped(samples: Sequence[Sample]) -> dict[str, MetricValue]:
     return metrics
 
 
-def length_histogram(lengths: Sequence[int]) -> list[int]:
-    """Bin i counts the lengths from 2^i up to, and not including, 2^(i + 1); lengths are at least 1."""
-    bins: list[int] = np.bincount([length.bit_length() - 1 for length in lengths]).tolist()
+def length_histogram(lengths: Sequence[int] | NDArray[np.int64]) -> list[int]:
+    """Bin i counts the lengths from 2^i up to, and not including, 2^(i + 1); lengths are at least
+    1."""
+    bins: list[int] = np.bincount(np.frexp(lengths)[1] - 1).tolist()
     return bins
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCounts:
+    """One engine, as the controller saw it last."""
+
+    alive: bool
+    version: int
+    in_flight: int
+    tokens: int
+    busy_s: float
+    restarts: int
+
+
+def engine_counts(slot: EngineSlot) -> EngineCounts:
+    report = slot.report
+    return EngineCounts(
+        alive=slot.serving,
+        version=slot.version,
+        in_flight=len(slot.held),
+        tokens=report.tokens if report else 0,
+        busy_s=report.busy_s if report else 0.0,
+        restarts=slot.restarts,
+    )
+
+
+def flow_metrics(counts: Mapping[str, float]) -> dict[str, MetricValue]:
+    """`counts` by the metrics' names without `flow/`; others are passed over."""
+    return {key: counts[name] for key in COUNTS if (name := key.removeprefix("flow/")) in counts}
+
+
+def engine_metrics(
+    now: Sequence[EngineCounts], before: Sequence[EngineCounts], seconds: float
+) -> dict[str, MetricValue]:
+    """Metrics of the `seconds` between `before` and `now`; engines that `before` lacks have joined
+    since.
+
+    Counts of an engine are since it started: one that has fewer than before was started again, and
+    all it has is new.
+    """
+    new = EngineCounts(alive=True, version=0, in_flight=0, tokens=0, busy_s=0.0, restarts=0)
+    earlier = [*before, *[new] * (len(now) - len(before))]
+    busy = [_since(new.busy_s, old.busy_s) for new, old in zip(now, earlier, strict=True)]
+    shares = [min(1.0, spent / seconds) if seconds > 0 else 0.0 for spent in busy]
+    return {
+        "engine/busy_share": sum(shares) / len(shares),
+        "engine/busy_shares": shares,
+        "engine/tokens": [
+            _since(new.tokens, old.tokens) for new, old in zip(now, earlier, strict=True)
+        ],
+        "engine/in_flight": [engine.in_flight for engine in now],
+        "engine/versions": [engine.version if engine.alive else -1 for engine in now],
+        "engine/alive": sum(engine.alive for engine in now),
+        "engine/restarts": sum(engine.restarts for engine in now),
+    }
+
+
+def counted(
+    now: Sequence[EngineCounts], before: Sequence[EngineCounts], seconds: float
+) -> list[EngineCounts]:
+    """The `before` of the next `engine_metrics`: what an engine reports late, more than `seconds`,
+    counts then."""
+    earlier = [*(old.busy_s for old in before), *[0.0] * (len(now) - len(before))]
+    most = [
+        old + seconds if new.busy_s >= old else seconds
+        for new, old in zip(now, earlier, strict=True)
+    ]
+    return [
+        replace(new, busy_s=min(new.busy_s, limit)) for new, limit in zip(now, most, strict=True)
+    ]
+
+
+def _since(new: float, old: float) -> float:
+    return new - old if new >= old else new

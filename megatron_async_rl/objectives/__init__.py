@@ -1,1 +1,1 @@
-"""What the loss is: advantages, losses and aggregation as pure tensor functions behind a registry."""
+"""The loss: advantages, losses and aggregation as pure tensor functions behind a registry."""

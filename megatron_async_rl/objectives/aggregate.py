@@ -1,13 +1,16 @@
 """How token losses become the number that is minimised.
 
-Denominators are those of the whole optimizer-step batch, over all data-parallel ranks and micro-batches, so the sum of
-`aggregate` over any cut of the batch into micro-batches is the loss of the batch, and its gradient does not depend on
-the cut. Nothing is ever divided by a padded width.
+Denominators are those of the whole optimizer-step batch, over all data-parallel ranks and
+micro-batches, so the sum of `aggregate` over any cut of the batch into micro-batches is the loss of
+the batch, and its gradient does not depend on the cut. Nothing is ever divided by a padded width.
+
+A rejected token counts as a zero. With `renormalize` it does not count: at each level that the
+aggregation divides at, what is left is averaged over what is left.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,21 +19,30 @@ from torch import Tensor
 from megatron_async_rl.objectives.batch import SequenceLoss, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.loss_facts import Aggregation
+    from megatron_async_rl.config.losses import Aggregation
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over the optimizer-step batch: trained tokens, and sequences with at least one trained token."""
+    """Counts over the optimizer-step batch: trained tokens, and sequences with at least one trained
+    token. kept: with `renormalize`, the same counts of what no correction has rejected, which the
+    loss then divides by."""
 
     tokens: int
     sequences: int
+    kept: Denominators | None = None
 
     @classmethod
-    def of(cls, batch: TokenBatch, *, kept_only: bool = False) -> Denominators:
-        """Of a whole batch; `kept_only`: of what no correction has rejected."""
-        counted = batch.sequence_sum(batch.kept() if kept_only else batch.mask)
-        return cls(tokens=int(counted.sum()), sequences=int((counted > 0).sum()))
+    def of(cls, batch: TokenBatch, *, renormalize: bool = False) -> Denominators:
+        """The counts of a whole batch."""
+        counted = batch.lengths()
+        kept = cls.of(batch.replace(mask=batch.kept())) if renormalize else None
+        return cls(int(counted.sum()), int((counted > 0).sum()), kept)
+
+    @property
+    def of_all(self) -> Denominators:
+        """For what is not corrected: a penalty has the batch's own denominators."""
+        return replace(self, kept=None)
 
 
 def aggregate(
@@ -42,13 +54,19 @@ def aggregate(
 ) -> Tensor:
     """This micro-batch's part of the batch loss, per sequence: -> [S], to be summed.
 
-    With l the weighted token loss, m the mask, N the trained tokens and B the sequences of the optimizer-step batch:
-    `token-mean` sum l m / N; `seq-mean-token-sum` sum_s (sum_t l m) / B; `seq-mean-token-mean` sum_s (mean_t l) / B
-    (the original GRPO); `seq-mean-token-sum-norm` sum_s (sum_t l m / norm_length) / B (Dr.GRPO, arXiv 2503.20783);
-    `seq-mean` sum_s l_s / B for the losses that are one number l_s per sequence, weighted by the mean of its tokens' weights.
+    With l the weighted token loss, m the mask, N the trained tokens and B the sequences of the
+    optimizer-step batch: `token-mean` sum l m / N; `seq-mean-token-sum` sum_s (sum_t l m) / B;
+    `seq-mean-token-mean` sum_s (mean_t l) / B (the original GRPO); `seq-mean-token-sum-norm` sum_s
+    (sum_t l m / norm_length) / B (Dr.GRPO, arXiv 2503.20783); `seq-mean` sum_s l_s / B for the
+    losses that are one number l_s per sequence, weighted by the mean of its tokens' weights. With
+    `denominators.kept`, N, B and the means over t are those of what is not rejected.
     """
+    if denominators.kept is not None:
+        batch, denominators = batch.replace(mask=batch.kept()), denominators.kept
     if isinstance(losses, SequenceLoss):
-        weighted = torch.where(batch.lengths() > 0, losses.loss * batch.sequence_mean(batch.weights), 0.0)
+        weighted = torch.where(
+            batch.lengths() > 0, losses.loss * batch.sequence_mean(batch.weights), 0.0
+        )
         return weighted / max(denominators.sequences, 1)
     sums = batch.sequence_sum(losses.loss * batch.weights)
     if aggregation == "token-mean":
@@ -59,7 +77,12 @@ def aggregate(
     if aggregation == "seq-mean-token-mean":
         return per_sequence / batch.lengths().clamp(min=1)
     if aggregation != "seq-mean-token-sum-norm":
-        raise ValueError(f"aggregation {aggregation} is for losses per sequence; this one is per token")
+        raise ValueError(
+            f"aggregation {aggregation} is for losses per sequence; this one is per token"
+        )
     if norm_length is None:
-        raise ValueError("aggregation seq-mean-token-sum-norm needs norm_length: the constant number of tokens to divide by")
+        raise ValueError(
+            "aggregation seq-mean-token-sum-norm needs norm_length: the constant number of tokens"
+            " to divide by"
+        )
     return per_sequence / norm_length

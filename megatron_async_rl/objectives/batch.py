@@ -1,11 +1,16 @@
-"""Response tokens, flat, with the three policies' log-probs side by side: of a whole optimizer step, or of one micro-batch.
+"""Response tokens, flat, with the three policies' log-probs side by side: of a whole optimizer
+step, or of one micro-batch.
 
 Invariants:
-- every [N] tensor has one entry per response token (N of them, in any order), so padding does not exist here;
+- every [N] tensor has one entry per response token (N of them, in any order), so padding does not
+  exist here;
 - sequence sums go through `sequence`, so any packing of the same tokens gives the same sums;
-- a sequence is never split over two TokenBatches; a group may be split over micro-batches, never over whole batches;
-- only `logp` (and `entropy`, `values`, where a loss term wants them) carries a gradient, and in a whole batch nothing does;
-- a tensor that nobody asked for is None: `require` names what is missing instead of computing with nothing.
+- a sequence is never split over two TokenBatches; a group may be split over micro-batches, never
+  over whole batches;
+- only `logp` (and `entropy`, `values`, where a loss term wants them) carries a gradient, and in a
+  whole batch nothing does;
+- a tensor that nobody asked for is None: `require` names what is missing instead of computing with
+  nothing.
 """
 
 from __future__ import annotations
@@ -18,15 +23,17 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios inside a loss are clamped to this magnitude: exp(20) is far outside every clip range and still finite."""
+"""Log-ratios inside a loss are clamped to this magnitude: exp(20) is far outside every clip range
+and still finite."""
 
 
 @dataclass(frozen=True, eq=False)
-class Decided:
-    """What a loss decided from the whole optimizer-step batch, before any micro-batch of it is trained on.
+class BatchDecision:
+    """Decisions of a loss from the whole optimizer-step batch, before any micro-batch of it is
+    trained on.
 
-    tokens: [N] each; sequences: [S] each; scalars: numbers, under the keys of the metrics log (`objective/...`).
-    A micro-batch holds its own tokens' and sequences' entries.
+    tokens: [N] each; sequences: [S] each; scalars: numbers, under the keys of the metrics log
+    (`objective/...`). A micro-batch holds its own tokens' and sequences' entries.
     """
 
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
@@ -38,27 +45,27 @@ class Decided:
 class TokenBatch:
     """N response tokens of S sequences.
 
-    logp: [N] float, with gradient: log-probs (nats) under the policy being trained, after temperature.
-    logp_prox: [N] float, detached: under the proximal policy, which the loss's ratio is taken against.
-    logp_behavior: [N] float, detached: as reported by the engine that sampled the token.
-    advantages: [N] float.
-    mask: [N] float: 1 = trained on, 0 = takes no part (environment tokens). Denominators count it.
-    weights: [N] float: factor on the token's loss: the sample's own weight times all corrections; 0 = rejected. It does not
+    logp: [N] float, with gradient: log-probs (nats) under the policy being trained, after
+    temperature. logp_prox: [N] float, detached: under the proximal policy, which the loss's ratio
+    is taken against. logp_behavior: [N] float, detached: as reported by the engine that sampled the
+    token. advantages: [N] float. mask: [N] float: 1 = trained on, 0 = takes no part (environment
+    tokens). Denominators count it. weights: [N] float: factor on the token's loss: the sample's own
+    weight times all corrections; 0 = rejected. It does not
         enter any denominator.
     sequence: [N] int64: the token's sequence, 0..S-1.
     decided: what the loss decided from the whole batch.
 
-    Present when something configured asked for it:
-    logp_ref: [N] float, detached: under the reference policy.
-    sum_p_squared: [N] float, detached: sum over the vocabulary of pi(v)^2 at the token's position.
-    values: [N] float: the value head's estimate at the token's position. values_old: [N] float, detached: the same before the
+    Present when something configured asked for it: logp_ref: [N] float, detached: under the
+    reference policy. sum_p_squared: [N] float, detached: sum over the vocabulary of pi(v)^2 at the
+    token's position. values: [N] float: the value head's estimate at the token's position.
+    values_old: [N] float, detached: the same before the
         step, in micro-batches (a whole batch's `values` are those).
-    returns: [N] float: what `values` learns.
-    rewards: [S] float: after shaping and KL. token_rewards: [N] float: the same spread over tokens, sums to `rewards`.
-    step_rewards: [N] float: as the task gave them, environment tokens included.
-    score_norms: [S] float, detached: the norm of each sequence's score gradient, where it was measured.
-    lag: [N] int64: trained version minus the version that sampled the token.
-    group: [S] int64 in 0..G-1, of whole batches only: statistics of a part of a group would be wrong.
+    returns: [N] float: what `values` learns. rewards: [S] float: after shaping and KL.
+    token_rewards: [N] float: the same spread over tokens, sums to `rewards`. step_rewards: [N]
+    float: as the task gave them, environment tokens included. score_norms: [S] float, detached: the
+    norm of each sequence's score gradient, where it was measured. lag: [N] int64: trained version
+    minus the version that sampled the token. group: [S] int64 in 0..G-1, of whole batches only:
+    statistics of a part of a group would be wrong.
     """
 
     logp: Tensor
@@ -69,7 +76,7 @@ class TokenBatch:
     weights: Tensor
     sequence: Tensor
     sequences: int
-    decided: Decided = Decided()
+    decided: BatchDecision = BatchDecision()
     logp_ref: Tensor | None = None
     sum_p_squared: Tensor | None = None
     values: Tensor | None = None
@@ -87,16 +94,20 @@ class TokenBatch:
         """The optional tensor `name`. Raises ValueError where it is missing."""
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"this token batch has no {name}: nothing configured asked for it, or it is a micro-batch")
+            raise ValueError(
+                f"this token batch has no {name}: nothing configured asked for it, or it is a"
+                " micro-batch"
+            )
         assert isinstance(value, Tensor)
         return value
 
-    def replace(self, **changes: Tensor | Decided) -> TokenBatch:
+    def replace(self, **changes: Tensor | BatchDecision) -> TokenBatch:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[N] -> [S]: sum of `values` over each sequence's trained tokens, differentiable."""
-        # Left out by selection, not multiplied by 0: what is not trained on may hold anything, inf and nan included.
+        # Left out by selection, not multiplied by 0: what is not trained on may hold anything, inf
+        # and nan included.
         kept = torch.where(self.mask > 0, values * self.mask, 0.0)
         return kept.new_zeros(self.sequences).index_add(0, self.sequence, kept)
 
@@ -119,12 +130,16 @@ class TokenBatch:
     def group_sum(self, values: Tensor) -> Tensor:
         """[S] -> [G]: sum over each group's sequences. Whole batches only."""
         group = self.require("group")
-        return values.new_zeros(int(group.max()) + 1 if len(group) else 0).index_add(0, group, values)
+        return values.new_zeros(int(group.max()) + 1 if len(group) else 0).index_add(
+            0, group, values
+        )
 
     def group_mean(self, values: Tensor) -> Tensor:
         """[S] -> [S]: the mean of the sequence's own group. Whole batches only."""
         group = self.require("group")
-        return (self.group_sum(values) / self.group_sum(torch.ones_like(values)).clamp(min=1))[group]
+        return (self.group_sum(values) / self.group_sum(torch.ones_like(values)).clamp(min=1))[
+            group
+        ]
 
     def group_count(self) -> Tensor:
         """[S] int64: sequences in the sequence's own group. Whole batches only."""
@@ -132,12 +147,15 @@ class TokenBatch:
         return torch.bincount(group)[group]
 
     def group_centred(self, values: Tensor) -> Tensor:
-        """[S] -> [S]: `values` minus their group's mean; exactly 0 where a group's values are all equal."""
+        """[S] -> [S]: `values` minus their group's mean; exactly 0 where a group's values are all
+        equal."""
         group = self.require("group")
         if not len(group):
             return values
         lowest, highest = (
-            torch.zeros(int(group.max()) + 1, dtype=values.dtype).scatter_reduce(0, group, values, kind, include_self=False)
+            torch.zeros(int(group.max()) + 1, dtype=values.dtype).scatter_reduce(
+                0, group, values, kind, include_self=False
+            )
             for kind in ("amin", "amax")
         )
         return torch.where((lowest == highest)[group], 0.0, values - self.group_mean(values))
@@ -153,7 +171,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
-    """What a token-level loss returns.
+    """Result of a token-level loss.
 
     loss: [N] float with gradient, before mask, weights and aggregation.
     clipped: [N] bool: tokens whose gradient the loss has cut to zero.
@@ -165,7 +183,8 @@ class TokenLoss:
 
 @dataclass(frozen=True, eq=False)
 class SequenceLoss:
-    """What a sequence-level loss returns; it is averaged over the sequences of the optimizer-step batch.
+    """Result of a sequence-level loss; it is averaged over the sequences of the optimizer-step
+    batch.
 
     loss: [S] float with gradient, before weights; 0 for a sequence without trained tokens.
     clipped: [N] bool: tokens whose gradient the loss has cut to zero.
@@ -177,12 +196,32 @@ class SequenceLoss:
 
 @dataclass(frozen=True, eq=False)
 class Advantages:
-    """What an advantage estimator returns, for the whole batch.
+    """Result of an advantage estimator, for the whole batch.
 
-    tokens: [N] float64, 0 where the mask is 0. returns: [N] float64, targets of a value head. baselines: [S] float64, where
-    the estimator has one per sequence (for inspection).
+    tokens: [N] float64, 0 where the mask is 0. returns: [N] float64, targets of a value head.
+    baselines: [S] float64, where the estimator has one per sequence (for inspection).
     """
 
     tokens: Tensor
     returns: Tensor | None = None
     baselines: Tensor | None = None
+
+
+def weighted_means(values: Tensor, weights: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """b_c = sum of w v / sum of w over the entries of cell c, in two parts: -> (lowest, above), [C]
+    each; b = lowest + above.
+
+    values, weights: [n]; cell: [n] int64, 0..C-1. `v - lowest[cell] - above[cell]` is exactly 0
+    where all values of a cell are equal, which v - b is not. Weights that sum to 0 say nothing, and
+    the plain mean is taken.
+    """
+    cells = int(cell.max()) + 1 if len(cell) else 0
+    empty = values.new_zeros(cells)
+    lowest = empty.scatter_reduce(0, cell, values, "amin", include_self=False)
+    over = values - lowest[cell]
+    total = empty.index_add(0, cell, weights)
+    weighted = empty.index_add(0, cell, weights * over)
+    plain = empty.index_add(0, cell, over) / empty.index_add(0, cell, torch.ones_like(over)).clamp(
+        min=1
+    )
+    return lowest, torch.where(total == 0, plain, weighted / torch.where(total == 0, 1.0, total))

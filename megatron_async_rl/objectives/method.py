@@ -1,8 +1,9 @@
 """What a registry line holds: the function of a method, and what it has to be given.
 
-A method that decides from the whole optimizer-step batch (a threshold, a group's mean log-prob, whitening) does so in a pure
-function of a whole TokenBatch, which every rank holds after one all-reduce of the surveyed columns. So a global decision costs
-the same number of collectives whatever the number of micro-batches, and every rank decides the same, to the bit.
+A method that decides from the whole optimizer-step batch (a threshold, a group's mean log-prob,
+whitening) does so in a pure function of a whole TokenBatch, which every rank holds after one
+all-reduce of the precomputed columns. So a global decision costs the same number of collectives
+whatever the number of micro-batches, and every rank decides the same, to the bit.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from megatron_async_rl.objectives.batch import Advantages, Decided, SequenceLoss, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.batch import (
+    Advantages,
+    BatchDecision,
+    SequenceLoss,
+    TokenBatch,
+    TokenLoss,
+)
 
 Column = Literal["logp", "sum_p_squared", "values", "logp_ref", "logp_prox"]
-"""Per-token numbers of the whole batch that a survey (a forward pass before the training pass) brings."""
+"""Per-token numbers of the whole batch that a precompute pass (a forward pass before the training
+pass) brings."""
 
 
 def _nothing(settings: Any) -> frozenset[Column]:
@@ -34,7 +42,8 @@ def columns(*names: Column) -> Needs:
 
 @dataclass(frozen=True)
 class AdvantageMethod:
-    """function(whole batch, settings) -> Advantages. Reads rewards, group, mask, sequence and the columns it needs."""
+    """function(whole batch, settings) -> Advantages. Reads rewards, group, mask, sequence and the
+    columns it needs."""
 
     function: Callable[[TokenBatch, Any], Advantages]
     needs: Needs = _nothing
@@ -42,20 +51,22 @@ class AdvantageMethod:
 
 @dataclass(frozen=True)
 class LossMethod:
-    """function(batch, settings) -> losses; `decide`, where there is one, ran on the whole batch first and its result is
-    `batch.decided`."""
+    """function(batch, settings) -> losses; `decide`, where there is one, ran on the whole batch
+    first and its result is `batch.decided`."""
 
     function: Callable[[TokenBatch, Any], TokenLoss | SequenceLoss]
-    decide: Callable[[TokenBatch, Any], Decided] | None = None
+    decide: Callable[[TokenBatch, Any], BatchDecision] | None = None
     needs: Needs = _nothing
 
 
 @dataclass(frozen=True)
 class CorrectionMethod:
-    """function(batch, settings) -> [N] factor on each token's loss, detached, >= 0; 0 rejects the token, and so does the mask.
+    """function(batch, settings) -> [N] factor on each token's loss, detached, >= 0; 0 rejects the
+    token, and so does the mask.
 
-    Works on a micro-batch and on a whole batch alike, unless `whole(settings)`: then it is given the whole batch only.
-    needs: columns besides `logp_prox` that it reads, which a survey has to bring where it is given a whole batch.
+    Works on a micro-batch and on a whole batch alike, unless `whole(settings)`: then it is given
+    the whole batch only. needs: columns besides `logp_prox` that it reads, which a precompute pass
+    has to bring where it is given a whole batch.
     """
 
     function: Callable[[TokenBatch, Any], Tensor]

@@ -1,20 +1,24 @@
-"""A configured objective: what it must be told about a batch, what it decides from it, and the loss of any part of it.
+"""A configured objective: what it must be told about a batch, what it decides from it, and the loss
+of any part of it.
 
 One optimizer step:
-    needs        which per-token columns of the whole batch have to be surveyed before training (often none)
-    prepare      on every rank alike: reward shaping, advantages, corrections that need the whole batch, global decisions
+    needs        which per-token columns of the whole batch are precomputed before training (often
+                 none)
+    prepare      on every rank alike: reward shaping, advantages, corrections that need the whole
+                 batch, global decisions
     loss         per micro-batch, with gradient: loss, KL penalty, entropy bonus, value loss
 
 Invariants:
-- everything that depends on more than one sequence is decided in `prepare`, from the whole batch, in float64;
-- the sum of `loss` over any cut of the batch into micro-batches is the same loss with the same gradient.
+- everything that depends on more than one sequence is decided in `prepare`, from the whole batch,
+  in float64;
+- the sum of `loss` over any cut of the batch into micro-batches is the same loss with the same
+  gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,14 +26,23 @@ from torch import Tensor
 
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
-from megatron_async_rl.objectives.kl import kl_estimate
 from megatron_async_rl.objectives.method import Column
-from megatron_async_rl.objectives.proximal import proximal_logp, proximal_metrics, surveyed_for_proximal
+from megatron_async_rl.objectives.off_policy import (
+    columns_for_proximal,
+    proximal_logp,
+    proximal_metrics,
+)
 from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
-from megatron_async_rl.objectives.shaping import kl_penalty, shaped_rewards, token_rewards
 from megatron_async_rl.objectives.targets import StepTargets, valid_samples, whole_batch
-from megatron_async_rl.objectives.value import value_loss, value_metrics
-from megatron_async_rl.samples.types import TrainBatch
+from megatron_async_rl.objectives.terms import (
+    kl_estimate,
+    kl_penalty,
+    shaped_rewards,
+    token_rewards,
+    value_loss,
+    value_metrics,
+)
+from megatron_async_rl.samples.rank_batch import RankBatch
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
@@ -56,20 +69,26 @@ class Objective:
         self._advantage = advantage_method(config.advantage.name)
         self._loss = loss_method(config.loss.name)
         self._corrections = [(correction_method(c.name), c) for c in config.corrections]
-        self._correct_whole = config.renormalize or any(method.whole(c) for method, c in self._corrections)
+        self._correct_whole = config.renormalize or any(
+            method.whole(c) for method, c in self._corrections
+        )
         self.needs = self._needs()
 
-    def prepare(self, batch: TrainBatch, surveyed: Mapping[str, Tensor]) -> StepTargets:
-        """Everything about this optimizer step that does not need gradients; the same on every rank.
+    def prepare(self, batch: RankBatch, precomputed: Mapping[str, Tensor]) -> StepTargets:
+        """Everything about this optimizer step that does not need gradients; the same on every
+        rank.
 
-        surveyed: the columns of `needs`, [N] each, over the tokens of the valid samples in the batch's order.
+        precomputed: the columns of `needs`, [N] each, over the tokens of the valid samples in the
+        batch's order.
         """
         config = self.config
-        samples, group = valid_samples(batch)
-        whole = whole_batch(samples, group, batch.version, surveyed)
-        if samples:
-            whole = whole.replace(logp_prox=proximal_logp(whole, config.proximal, surveyed.get("logp_prox")))
-            whole = whole.replace(rewards=shaped_rewards(whole, samples, config))
+        samples = valid_samples(batch)
+        whole = whole_batch(samples, precomputed)
+        if len(samples):
+            whole = whole.replace(
+                logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
+            )
+            whole = whole.replace(rewards=shaped_rewards(whole, samples.lengths, config))
             penalty = kl_penalty(whole, config.kl)
             whole = whole.replace(token_rewards=token_rewards(whole, penalty))
             whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))
@@ -84,25 +103,38 @@ class Objective:
         return StepTargets(
             samples=samples,
             whole=whole,
-            starts=tuple(accumulate((sample.length for sample in samples), initial=0)),
-            denominators=Denominators.of(whole, kept_only=config.renormalize),
+            denominators=Denominators.of(whole, renormalize=config.renormalize),
             corrected=self._correct_whole,
-            metrics={**whole.decided.scalars, **value_metrics(whole), **proximal_metrics(whole, surveyed.get("logp_prox"))},
+            metrics={
+                **whole.decided.scalars,
+                **value_metrics(whole),
+                **proximal_metrics(whole, precomputed.get("logp_prox")),
+            },
         )
 
     @property
     def adds_terms(self) -> bool:
         """True when something is added to the loss."""
         config = self.config
-        return bool(config.entropy_bonus) or config.value is not None or (config.kl is not None and config.kl.where == "loss")
+        return (
+            bool(config.entropy_bonus)
+            or config.value is not None
+            or (config.kl is not None and config.kl.where == "loss")
+        )
 
     def loss(
-        self, batch: TokenBatch, denominators: Denominators, *, corrected: bool = True, with_terms: bool = True
+        self,
+        batch: TokenBatch,
+        denominators: Denominators,
+        *,
+        corrected: bool = True,
+        with_terms: bool = True,
     ) -> BatchLoss:
         """Of one micro-batch whose `logp` carries the gradient.
 
-        `logp_prox` may still be nan where it was not surveyed: it is filled in here, exactly, from the detached `logp`.
-        corrected: the batch's weights already hold the corrections. with_terms: false leaves out what is added to the loss.
+        `logp_prox` may still be nan where it was not precomputed: it is filled in here, exactly,
+        from the detached `logp`. corrected: the batch's weights already hold the corrections.
+        with_terms: false leaves out what is added to the loss.
         """
         config = self.config
         if config.proximal in ("recompute", "loglinear"):
@@ -115,10 +147,17 @@ class Objective:
         parts = aggregate(losses, batch, used, denominators, config.norm_length)
         terms = {}
         for name, coefficient, values in self._terms(batch) if with_terms else ():
-            # A term per token beside a loss per sequence is averaged over tokens. Corrections do not weigh it.
+            # A term per token beside a loss per sequence is averaged over tokens. Corrections do
+            # not weigh it.
             plain = batch.replace(weights=torch.ones_like(batch.weights))
             average = "token-mean" if used == "seq-mean" else used
-            term = coefficient * aggregate(TokenLoss(values, losses.clipped), plain, average, denominators, config.norm_length)
+            term = coefficient * aggregate(
+                TokenLoss(values, losses.clipped),
+                plain,
+                average,
+                denominators.of_all,
+                config.norm_length,
+            )
             parts, terms[name] = parts + term, term.detach()
         return BatchLoss(parts, losses.clipped, (batch.weights == 0) & (batch.mask > 0), terms)
 
@@ -126,7 +165,9 @@ class Objective:
         """(name, factor, [N] values with gradient) of what is added to the loss."""
         config, found = self.config, []
         if config.kl is not None and config.kl.where == "loss":
-            log_ratio = (batch.logp - batch.require("logp_ref")).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            log_ratio = (batch.logp - batch.require("logp_ref")).clamp(
+                -LOG_RATIO_BOUND, LOG_RATIO_BOUND
+            )
             found.append(("kl", config.kl.coef, kl_estimate(log_ratio, config.kl.estimator)))
         if config.entropy_bonus:
             found.append(("entropy", -config.entropy_bonus, batch.require("entropy")))
@@ -137,19 +178,26 @@ class Objective:
     def _corrected(self, batch: TokenBatch) -> TokenBatch:
         detached = batch.replace(logp=batch.logp.detach())
         for method, settings in self._corrections:
-            detached = detached.replace(weights=detached.weights * method.function(detached, settings))
+            detached = detached.replace(
+                weights=detached.weights * method.function(detached, settings)
+            )
         return batch.replace(weights=detached.weights)
 
     def _needs(self) -> frozenset[Column]:
         config = self.config
-        wanted: set[Column] = {*self._advantage.needs(config.advantage), *self._loss.needs(config.loss)}
+        wanted: set[Column] = {
+            *self._advantage.needs(config.advantage),
+            *self._loss.needs(config.loss),
+        }
         if self._correct_whole:
             wanted.add("logp_prox")
             wanted.update(*(method.needs(c) for method, c in self._corrections))
         if config.kl is not None:
             wanted |= {"logp_ref", "logp"} if config.kl.where == "reward" else {"logp_ref"}
-        if config.proximal in ("snapshot", "ewma") and (config.loss.uses_proximal or self._corrections):
+        if config.proximal in ("snapshot", "ewma") and (
+            config.loss.uses_proximal or self._corrections
+        ):
             wanted.add("logp_prox")
         if "logp_prox" in wanted:
-            wanted = (wanted - {"logp_prox"}) | surveyed_for_proximal(config.proximal)
+            wanted = (wanted - {"logp_prox"}) | columns_for_proximal(config.proximal)
         return frozenset(wanted)

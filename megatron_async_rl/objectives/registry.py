@@ -1,4 +1,5 @@
-"""Names of the configuration -> methods. Adding a method is one file, one settings model and one line here."""
+"""Names of the configuration -> methods. A built-in method is one function, one settings model in
+config/ and one line here; a plug-in, `module:Class`, is one file."""
 
 from __future__ import annotations
 
@@ -6,21 +7,16 @@ import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
-from megatron_async_rl.objectives.advantages.baseline_free import no_baseline
-from megatron_async_rl.objectives.advantages.gae import gae
-from megatron_async_rl.objectives.advantages.grpo import grpo
-from megatron_async_rl.objectives.advantages.opo import opo
+from megatron_async_rl.config.base import Strict, plug_in_class
+from megatron_async_rl.objectives.advantages.discounted import (
+    gae,
+    reinforce_pp,
+    reinforce_pp_baseline,
+)
 from megatron_async_rl.objectives.advantages.opob import opob, opob_needs
 from megatron_async_rl.objectives.advantages.otb import otb
 from megatron_async_rl.objectives.advantages.partial_return import partial_return
-from megatron_async_rl.objectives.advantages.reinforce_pp import reinforce_pp
-from megatron_async_rl.objectives.advantages.reinforce_pp_baseline import reinforce_pp_baseline
-from megatron_async_rl.objectives.advantages.rloo import rloo
-from megatron_async_rl.objectives.corrections.icepop import icepop
-from megatron_async_rl.objectives.corrections.opsm import opsm
-from megatron_async_rl.objectives.corrections.reject import reject
-from megatron_async_rl.objectives.corrections.tis import tis
-from megatron_async_rl.objectives.corrections.token_veto import token_veto
+from megatron_async_rl.objectives.advantages.per_response import grpo, no_baseline, opo, rloo
 from megatron_async_rl.objectives.losses.aspo import aspo
 from megatron_async_rl.objectives.losses.bapo import bapo, decide_bapo
 from megatron_async_rl.objectives.losses.cispo import cispo
@@ -38,9 +34,18 @@ from megatron_async_rl.objectives.losses.reinforce import reinforce
 from megatron_async_rl.objectives.losses.sapo import sapo
 from megatron_async_rl.objectives.losses.sft import sft
 from megatron_async_rl.objectives.losses.topr import topr
-from megatron_async_rl.objectives.losses.trajectory_balance import decide_trajectory_balance, trajectory_balance
+from megatron_async_rl.objectives.losses.trajectory_balance import (
+    decide_trajectory_balance,
+    trajectory_balance,
+)
 from megatron_async_rl.objectives.losses.vespo import vespo
-from megatron_async_rl.objectives.method import AdvantageMethod, CorrectionMethod, LossMethod, columns
+from megatron_async_rl.objectives.method import (
+    AdvantageMethod,
+    CorrectionMethod,
+    LossMethod,
+    columns,
+)
+from megatron_async_rl.objectives.off_policy import icepop, opsm, reject, tis, token_veto
 
 ADVANTAGES: Mapping[str, AdvantageMethod] = {
     "none": AdvantageMethod(no_baseline),
@@ -67,7 +72,9 @@ LOSSES: Mapping[str, LossMethod] = {
     "dppo_tv": LossMethod(dppo_tv),
     "dppo_kl": LossMethod(dppo_kl),
     "topr": LossMethod(topr),
-    "trajectory_balance": LossMethod(trajectory_balance, decide_trajectory_balance, columns("logp", "logp_ref")),
+    "trajectory_balance": LossMethod(
+        trajectory_balance, decide_trajectory_balance, columns("logp", "logp_ref")
+    ),
     "oapl": LossMethod(oapl, decide_oapl),
     "kimi": LossMethod(kimi, decide_kimi),
     "vespo": LossMethod(vespo),
@@ -94,11 +101,17 @@ class UnknownName(ValueError):
 
 
 def find(kind: str, name: str, registry: Mapping[str, F]) -> F:
-    """Raises UnknownName, naming the nearest known names."""
+    """Raises UnknownName, naming the nearest known names; for a plug-in also ValueError."""
     if name in registry:
         return registry[name]
+    if ":" in name:
+        method: F = plug_in_class(name, Strict).method
+        return method
     nearest = difflib.get_close_matches(name, registry, n=3, cutoff=0.0)
-    raise UnknownName(f"unknown {kind} {name!r}; nearest: {', '.join(nearest)}; known: {', '.join(sorted(registry))}")
+    raise UnknownName(
+        f"unknown {kind} {name!r}; nearest: {', '.join(nearest)}; known:"
+        f" {', '.join(sorted(registry))}"
+    )
 
 
 def advantage_method(name: str) -> AdvantageMethod:

@@ -1,8 +1,10 @@
-"""From a Hugging Face directory to Megatron's configuration, layers and weight names: mbridge with our overrides.
+"""From a Hugging Face directory to Megatron's configuration, layers and weight names: mbridge with
+our overrides.
 
-mbridge assumes Transformer Engine layers and transformers 4. The overrides here use Megatron's local layers with our
-attention and normalisation, take `rope_theta` from `rope_parameters` (transformers 5), pad the vocabulary to the
-tensor-parallel size, and refuse what this path cannot compute exactly.
+mbridge assumes Transformer Engine layers and transformers 4. The overrides here use Megatron's
+local layers with our attention and normalisation, take `rope_theta` from `rope_parameters`
+(transformers 5), pad the vocabulary to the tensor-parallel size, and refuse what this path cannot
+compute exactly.
 
 Invariants:
 - a model whose forward pass would differ from transformers' is refused by name, not approximated;
@@ -13,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +27,35 @@ from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from torch import Tensor
 
 from megatron_async_rl.policy.attention import CoreAttention, RMSNorm
 from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.supported import unsupported
 
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants that Megatron's rope scaling has built in."""
+MBRIDGE_METHODS = {
+    "mbridge.core.bridge.Bridge": (
+        "_DIRECT_MAPPING",
+        "_OTHER_MAPPING",
+        "_adjust_mapping_for_shared_weights",
+        "_build_config",
+        "_weight_merge_across_tp",
+        "_weight_name_mapping_mcore_local_to_global",
+        "_weight_name_mapping_mcore_to_hf",
+        "_weight_name_mapping_mlp",
+        "_weight_name_mapping_other",
+        "_weight_split_across_tp",
+        "_weight_to_hf_format",
+        "_weight_to_mcore_format",
+    ),
+    "mbridge.core.llm_bridge.LLMBridge": ("_build_base_config",),
+}
+"""Class -> names that this module overrides or calls and that mbridge does not promise to keep; no
+other module uses one. A unit test looks that each exists."""
 
 
 class UnsupportedModel(ValueError):
@@ -55,7 +79,9 @@ class LocalBridge(LLMBridge):
             self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
         self._OTHER_MAPPING = {
             "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
-            "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+            "pre_mlp_layernorm.weight": [
+                "model.layers.{layer_number}.post_attention_layernorm.weight"
+            ],
         }
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
@@ -73,7 +99,8 @@ class LocalBridge(LLMBridge):
             **kwargs,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            # Every parameter is loaded afterwards (the loader insists), so drawing initial values is wasted time.
+            # Every parameter is loaded afterwards (the loader insists), so drawing initial values
+            # is wasted time.
             init_method=untouched,
             output_layer_init_method=untouched,
             embedding_init_method=untouched,
@@ -87,8 +114,34 @@ class LocalBridge(LLMBridge):
             attention_softmax_in_fp32=True,
         )
 
+    def global_names(self, chunk: torch.nn.Module) -> dict[str, str]:
+        """A parameter's name in the chunk -> its name with layers numbered over the whole model."""
+        names: dict[str, str] = self._weight_name_mapping_mcore_local_to_global(chunk)
+        return names
+
+    def to_hugging_face(self, name: str, whole: Tensor) -> tuple[list[str], list[Tensor]]:
+        """Names and tensors in Hugging Face's files of one whole Megatron parameter."""
+        names, tensors = self._weight_to_hf_format(name, whole)
+        return names, tensors
+
+    def to_megatron(self, name: str, hf_tensors: Sequence[Tensor]) -> Tensor:
+        """The whole Megatron parameter that these Hugging Face tensors make up."""
+        whole: Tensor = self._weight_to_mcore_format(name, list(hf_tensors))
+        return whole
+
+    def merge(self, name: str, shards: Sequence[Tensor], like: Any) -> Tensor:
+        """The whole parameter from its tensor-parallel shards, in order."""
+        whole: Tensor = self._weight_merge_across_tp(name, list(shards), like)
+        return whole
+
+    def split(self, name: str, whole: Tensor, like: Tensor) -> list[Tensor]:
+        """The tensor-parallel shards of a whole parameter, in order; `like` has a shard's shape."""
+        shards: list[Tensor] = self._weight_split_across_tp(name, whole, like, self.mpu.tp_size)
+        return shards
+
     def layer_spec(self, vp_stage: int | None) -> TransformerBlockSubmodules:
-        """The layers of this pipeline stage (of one virtual stage of it, where there are several) and the final norm."""
+        """The layers of this pipeline stage (of one virtual stage of it, where there are several)
+        and the final norm."""
         layer = get_gpt_layer_local_spec(
             num_experts=self.config.num_moe_experts,
             moe_grouped_gemm=False,
@@ -138,9 +191,10 @@ class Qwen3(LocalBridge, Qwen3Bridge):
 class Qwen3Moe(LocalBridge, Qwen3MoEBridge):
     """Qwen 3 with a mixture of experts in every layer.
 
-    Routing is the checkpoint's, in float32, and nothing else touches it: every token reaches its experts (no capacity), and the
-    load-balancing loss is off whatever config.json says (`router_aux_loss_coef` belongs to pre-training: it would add a gradient
-    that no objective asked for). Experts run one after the other: grouped products need Transformer Engine.
+    Routing is the checkpoint's, in float32, and nothing else touches it: every token reaches its
+    experts (no capacity), and the load-balancing loss is off whatever config.json says
+    (`router_aux_loss_coef` belongs to pre-training: it would add a gradient that no objective asked
+    for). Experts run one after the other: grouped products need Transformer Engine.
     """
 
     def _build_config(self) -> Any:
@@ -150,13 +204,15 @@ class Qwen3Moe(LocalBridge, Qwen3MoEBridge):
             num_moe_experts=hf.num_experts,
             moe_ffn_hidden_size=hf.moe_intermediate_size,
             moe_router_topk=hf.num_experts_per_tok,
-            # Softmax before the choice leaves the chosen weights as they are, after it they add up to one.
+            # Softmax before the choice leaves the chosen weights as they are, after it they add up
+            # to one.
             moe_router_pre_softmax=not hf.norm_topk_prob,
             moe_router_dtype="fp32",
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
             moe_grouped_gemm=False,
-            # Ranks have micro-batches of different sizes, which an all-gather of tokens would not allow.
+            # Ranks have micro-batches of different sizes, which an all-gather of tokens would not
+            # allow.
             moe_token_dispatcher_type="alltoall",
         )
 
@@ -170,16 +226,26 @@ class Qwen3Moe(LocalBridge, Qwen3MoEBridge):
         return [f"{prefix}.experts.{expert}.{matrix}.weight" for matrix in matrices]
 
 
-BRIDGES: dict[str, type[LocalBridge]] = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe}
+BRIDGES: dict[str, type[LocalBridge]] = {
+    "llama": Llama,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
+}
 
 
-def build_bridge(model_path: Path, *, dtype: torch.dtype, layout: Layout, sequence_parallel: bool) -> LocalBridge:
-    """The bridge of the model in `model_path`. Raises UnsupportedModel, or OSError/ValueError for an unreadable config."""
+def build_bridge(
+    model_path: Path, *, dtype: torch.dtype, layout: Layout, sequence_parallel: bool
+) -> LocalBridge:
+    """The bridge of the model in `model_path`. Raises UnsupportedModel, or OSError/ValueError for
+    an unreadable config."""
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
     refuse_unsupported(model_path, hf_config)
-    bridge = BRIDGES[hf_config.model_type](hf_config, dtype=dtype, make_vocab_size_divisible_by=layout.tp_size)
+    bridge = BRIDGES[hf_config.model_type](
+        hf_config, dtype=dtype, make_vocab_size_divisible_by=layout.tp_size
+    )
     bridge.set_extra_args(sequence_parallel=sequence_parallel and layout.tp_size > 1)
     bridge.layout = layout
     bridge.tied = bool(hf_config.tie_word_embeddings)
@@ -192,26 +258,6 @@ def refuse_unsupported(path: Path, hf_config: Any) -> None:
     """Raises UnsupportedModel naming the key of config.json that rules the model out."""
     if hf_config.model_type not in BRIDGES:
         raise UnsupportedModel(path, "model_type", hf_config.model_type, ", ".join(BRIDGES))
-    expected = {
-        "hidden_act": ("silu", "silu"),
-        "use_sliding_window": (False, "false (full attention)"),
-        "mlp_bias": (False, "false"),
-        "attention_bias": (False, "false (Qwen2's query, key and value biases need no key)"),
-        "decoder_sparse_step": (1, "1: experts in every layer"),
-        "mlp_only_layers": ([], "none: experts in every layer"),
-        "quantization_config": (None, "none: unquantised weights"),
-    }
-    for key, (value, supported) in expected.items():
-        found = getattr(hf_config, key, value)
-        if found != value and not (found is None and value is False):
-            raise UnsupportedModel(path, key, found, supported)
-    rope = hf_config.rope_parameters
-    kind = rope["rope_type"]
-    if kind not in ("default", "linear", "llama3"):
-        raise UnsupportedModel(path, "rope_parameters.rope_type", kind, "default, linear, llama3")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(path, "rope_parameters.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
-    if kind == "llama3":
-        for key, constant in LLAMA3_ROPE.items():
-            if rope[key] != constant:
-                raise UnsupportedModel(path, f"rope_parameters.{key}", rope[key], f"{constant} with rope_type llama3")
+    found = unsupported(hf_config.to_dict())
+    if found is not None:
+        raise UnsupportedModel(path, found.key, found.value, found.supported)

@@ -1,4 +1,5 @@
-"""A run's checkpoint folder from outside: which checkpoint is the newest, and whether its files are whole. Loads no torch.
+"""A run's checkpoint folder from outside: which checkpoint is the newest, and whether its files are
+whole. Loads no torch.
 
 `policy/checkpoint.py` has what the folder holds, and writes it.
 """
@@ -10,28 +11,33 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from megatron_async_rl.config.problem import UserError
+
 LATEST = "latest"
 
 
-class CheckpointBroken(RuntimeError):
+class CheckpointBroken(UserError):
     """A checkpoint directory does not hold what its names promise."""
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint that `latest` names; None where nothing was ever saved. Raises CheckpointBroken."""
+    """The checkpoint that `latest` names; None where nothing was ever saved. Raises
+    CheckpointBroken."""
     pointer = directory / LATEST
     if not pointer.exists():
         return None
     path = directory / pointer.read_text().strip()
     if not (path / "about.json").exists():
-        raise CheckpointBroken(
-            f"{pointer} names {path.name}, which is not a checkpoint; name another step_* of {directory} in it"
+        raise CheckpointBroken.of(
+            "run.dir",
+            f"{pointer} names {path.name}, which is not a checkpoint",
+            f"name another step_* of {directory} in it",
         )
     return path
 
 
 def read_file(directory: Path, name: str) -> bytes | None:
-    """What was saved as `files[name]` with the newest checkpoint; None where it has no such file."""
+    """The content of `files[name]` in the newest checkpoint; None where it has no such file."""
     path = newest(directory)
     return (path / name).read_bytes() if path is not None and (path / name).exists() else None
 
@@ -46,7 +52,8 @@ def about(path: Path) -> dict[str, Any]:
 
 
 def require_whole(path: Path) -> None:
-    """Raises CheckpointBroken for a missing or damaged file of the checkpoint, as far as it shows without loading the model."""
+    """Raises CheckpointBroken for a missing or damaged file of the checkpoint, as far as it shows
+    without loading the model."""
     about(path)
     try:
         with zipfile.ZipFile(path / "state.pt") as file:
@@ -59,7 +66,8 @@ def require_whole(path: Path) -> None:
 
 
 def _broken(path: Path, name: str, error: Exception) -> CheckpointBroken:
-    return CheckpointBroken(
-        f"{path / name} cannot be read ({type(error).__name__}: {error}); "
-        f"name an older step_* in {path.parent / LATEST}, or remove {path.parent} to begin anew"
+    return CheckpointBroken.of(
+        "run.dir",
+        f"{path / name} cannot be read ({type(error).__name__}: {error})",
+        f"name an older step_* in {path.parent / LATEST}, or remove {path.parent} to begin anew",
     )

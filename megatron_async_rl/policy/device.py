@@ -1,11 +1,13 @@
 """The one place that knows whether there is a GPU.
 
-Megatron-Core names CUDA in plain code: `device="cuda"`, `torch.cuda.current_device()`, `tensor.cuda()`, streams and the CUDA
-random generator. `install("cpu")` points those names at the CPU, for the life of the process, so that the same Megatron
-runs over gloo. `install("cuda")` patches nothing and chooses this rank's device.
+Megatron-Core names CUDA in plain code: `device="cuda"`, `torch.cuda.current_device()`,
+`tensor.cuda()`, streams and the CUDA random generator. `install("cpu")` points those names at the
+CPU, for the life of the process, so that the same Megatron runs over gloo. `install("cuda")`
+patches nothing and chooses this rank's device.
 
 Invariants:
-- installed once, before a process group or a model exists; a second call must ask for the same device;
+- installed once, before a process group or a model exists; a second call must ask for the same
+  device;
 - only names that say CUDA change meaning: code that never mentions CUDA behaves as before;
 - `torch.cuda.is_available()` keeps telling the truth.
 """
@@ -23,9 +25,25 @@ from torch import Tensor
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    "arange", "empty", "empty_like", "empty_strided", "full", "full_like", "linspace", "ones", "ones_like", "rand", "rand_like",
-    "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like",
-)  # fmt: skip
+    "arange",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
 _installed: str | None = None
 
 
@@ -37,7 +55,8 @@ def launched_rank() -> int:
 def install(device: str) -> str:
     """`auto` (cuda where there is one), `cpu` or `cuda`. Returns `cpu` or `cuda`.
 
-    Raises RuntimeError when CUDA is asked for and missing, or when another device is already installed.
+    Raises RuntimeError when CUDA is asked for and missing, or when another device is already
+    installed.
     """
     global _installed
     chosen = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -45,18 +64,25 @@ def install(device: str) -> str:
         raise ValueError(f"policy.device: {device!r} is not one of auto, cpu, cuda")
     if _installed is not None:
         if _installed != chosen:
-            raise RuntimeError(f"this process already runs on {_installed}; it cannot change to {chosen}")
+            raise RuntimeError(
+                f"this process already runs on {_installed}; it cannot change to {chosen}"
+            )
         return chosen
     if chosen == "cuda":
         if not torch.cuda.is_available():
             raise RuntimeError(
-                "policy.device: cuda, but torch sees no CUDA device "
-                f"(torch {torch.__version__}, built for CUDA {torch.version.cuda}); use policy.device: cpu or auto"
+                f"policy.device: cuda, but torch sees no CUDA device (torch {torch.__version__},"
+                f" built for CUDA {torch.version.cuda}); use policy.device: cpu or auto"
             )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        # Megatron first: its import loads torch's compiler, which catalogues torch's functions and must see the originals.
-        _point_megatron_at_cpu()
+
+    # Megatron before any name is replaced: its import loads torch's compiler, which catalogues
+    # torch's functions and must see the originals.
+    from megatron_async_rl.policy import megatron_private
+
+    megatron_private.define_missing_gemm()
+    if chosen == "cpu":
+        megatron_private.point_at_cpu(_get_cpu_state, _set_cpu_state)
         _point_factories_at_cpu()
         _point_tensors_at_cpu()
         _point_torch_cuda_at_cpu()
@@ -72,17 +98,20 @@ def device() -> torch.device:
 
 
 def _names_cuda(value: Any) -> bool:
-    return (isinstance(value, str) and value.startswith("cuda")) or (isinstance(value, torch.device) and value.type == "cuda")
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
 
 
 def _point_factories_at_cpu() -> None:
-    # torch caches which functions are factories for `with torch.device(...)`; fill that cache with the originals.
+    # torch caches which functions are factories for `with torch.device(...)`; fill that cache with
+    # the originals.
     from torch.utils._device import _device_constructors
 
     _device_constructors()
 
-    # Wrapping the factories, and not a TorchFunctionMode, because a mode doubles the cost of every small operation and
-    # is not seen by other threads.
+    # Wrapping the factories, and not a TorchFunctionMode, because a mode doubles the cost of every
+    # small operation and is not seen by other threads.
     def redirect(factory: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(factory)
         def redirected(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +172,8 @@ def _set_cpu_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _point_torch_cuda_at_cpu() -> None:
-    # One function object per name: torch's compiler refuses a catalogue with the same object under two names.
+    # One function object per name: torch's compiler refuses a catalogue with the same object under
+    # two names.
     def answering(make: Callable[[], Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: make()
 
@@ -158,21 +188,3 @@ def _point_torch_cuda_at_cpu() -> None:
     torch.cuda.Stream = torch.cuda.Event = _Stream
     torch.cuda.get_rng_state = lambda *args, **kwargs: _get_cpu_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: _set_cpu_state(state)
-
-
-def _point_megatron_at_cpu() -> None:
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    random._get_cuda_rng_state = _get_cpu_state
-    random._set_cuda_rng_state = _set_cpu_state
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    plain_all_to_all = token_dispatcher.all_to_all
-
-    # The dispatcher turns the counts of tokens into lists on their way from the GPU to the CPU, and only then.
-    def all_to_all(group: Any, tensor: Tensor, output_splits: Any = None, input_splits: Any = None) -> Any:
-        counts = (splits.tolist() if isinstance(splits, Tensor) else splits for splits in (output_splits, input_splits))
-        return plain_all_to_all(group, tensor, *counts)
-
-    token_dispatcher.all_to_all = all_to_all

@@ -1,10 +1,11 @@
-"""Micro-batches through Megatron's schedule: hidden states -> log-probs of response tokens -> whatever consumes them.
+"""Micro-batches through Megatron's schedule: hidden states -> log-probs of response tokens ->
+whatever consumes them.
 
 Invariants:
-- logits exist for the positions that predict response tokens only, a chunk of them at a time, and only on the last
-  pipeline stage;
-- the schedule (plain, or 1F1B over pipeline stages, interleaved over virtual ones) is Megatron's own; losses are summed over
-  micro-batches, undivided;
+- logits exist for the positions that predict response tokens only, a chunk of them at a time, and
+  only on the last pipeline stage;
+- the schedule (plain, or 1F1B over pipeline stages, interleaved over virtual ones) is Megatron's
+  own; losses are summed over micro-batches, undivided;
 - every rank of a pipeline runs the same micro-batches in the same order.
 """
 
@@ -16,13 +17,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_async_rl.observe import watch
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.microbatch import MicroBatch
-from megatron_async_rl.policy.pipeline import stage_messages
+from megatron_async_rl.watchdog import watch
 
 if TYPE_CHECKING:
     from megatron_async_rl.policy.model import PolicyModel
@@ -31,7 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TokenOutputs:
-    """What the model says about a micro-batch's N response tokens. logp, entropy, values: with gradient in training.
+    """The model's outputs at a micro-batch's N response tokens. logp, entropy, values: with
+    gradient in training.
 
     values: [N] of the value head; None where the objective has none.
     """
@@ -47,10 +52,17 @@ Consume = Callable[[MicroBatch, TokenOutputs], Tensor]
 
 
 class Schedule:
-    """Runs micro-batches through this rank's stage. `wrapped`: the chunks of `model` inside Megatron's DDP."""
+    """Runs micro-batches through this rank's stage. `wrapped`: the chunks of `model` inside
+    Megatron's DDP."""
 
     def __init__(
-        self, wrapped: Sequence[Any], model: PolicyModel, layout: Layout, *, temperature: float, logprob_chunk_tokens: int
+        self,
+        wrapped: Sequence[Any],
+        model: PolicyModel,
+        layout: Layout,
+        *,
+        temperature: float,
+        logprob_chunk_tokens: int,
     ) -> None:
         self.chunks = wrapped
         self.model = model
@@ -59,7 +71,8 @@ class Schedule:
         self.logprob_chunk_tokens = logprob_chunk_tokens
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> None:
-        """Leaves the gradient of the summed losses in the gradient buffers, reduced. Collective over the world."""
+        """Leaves the gradient of the summed losses in the gradient buffers, reduced. Collective
+        over the world."""
         self.clear()
         self.accumulate(micro_batches, consume)
         self.reduce()
@@ -70,13 +83,20 @@ class Schedule:
             chunk.zero_grad_buffer()
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> None:
-        """Adds this rank's own part of the gradient to its buffers. Collective over the ranks of one model replica."""
+        """Adds this rank's own part of the gradient to its buffers. Collective over the ranks of
+        one model replica."""
         for chunk in self.chunks:
             chunk.train()
 
-        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss(
+            micro_batch: MicroBatch, hidden: Tensor
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             outputs = self._outputs(micro_batch, hidden)
-            return consume(micro_batch, outputs), torch.zeros((), dtype=torch.int, device=hidden.device), {}
+            return (
+                consume(micro_batch, outputs),
+                torch.zeros((), dtype=torch.int, device=hidden.device),
+                {},
+            )
 
         config = self.model.config
         # Megatron's schedule would reduce at its end, each time.
@@ -87,21 +107,26 @@ class Schedule:
             config.finalize_model_grads_func = finalize
 
     def reduce(self) -> None:
-        """Sums the gradient buffers over the ranks that hold parts of the same gradient. Collective over the world."""
+        """Sums the gradient buffers over the ranks that hold parts of the same gradient. Collective
+        over the world."""
         self.model.config.finalize_model_grads_func(list(self.chunks))
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, TokenOutputs]]:
         """In order on the last stage; an empty list on the others. Collective over a pipeline."""
 
-        def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> tuple[MicroBatch, TokenOutputs]:
+        def collect(
+            micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool
+        ) -> tuple[MicroBatch, TokenOutputs]:
             return micro_batch, self._outputs(micro_batch, hidden)
 
         for chunk in self.chunks:
             chunk.eval()
         return self._run(micro_batches, collect, forward_only=True)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], loss: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+    def _run(
+        self, micro_batches: Sequence[MicroBatch], loss: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
         def step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro_batch = next(batches)
             watch.progress("micro-batches")
@@ -114,19 +139,25 @@ class Schedule:
             data_iterator=[iter(micro_batches) for _ in self.chunks],
             model=list(self.chunks),
             num_microbatches=len(micro_batches),
-            # Of the first micro-batch; with variable_seq_lengths stages tell each other every shape, or know it (pipeline.py).
+            # Of the first micro-batch; with variable_seq_lengths stages tell each other every
+            # shape, or know it (`StageMessages`).
             seq_length=length,
             micro_batch_size=rows,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
-            **(stage_messages(self.model.config, [tuple(m.tokens.shape) for m in micro_batches]) if len(self.chunks) > 1 else {}),
+            **(
+                stage_messages(self.model.config, [tuple(m.tokens.shape) for m in micro_batches])
+                if len(self.chunks) > 1
+                else {}
+            ),
         )
         return results
 
     def _outputs(self, micro_batch: MicroBatch, hidden: Tensor) -> TokenOutputs:
         """From hidden [B, L, H] of the last stage."""
         batch, length, width = hidden.shape
-        # Rows in the memory order of the stage's output, [L, B, H], so that the selection copies nothing else.
+        # Rows in the memory order of the stage's output, [L, B, H], so that the selection copies
+        # nothing else.
         position = micro_batch.rows % length * batch + micro_batch.rows // length
         selected = hidden.transpose(0, 1).reshape(length * batch, width).index_select(0, position)
         logp, entropy, sum_p_squared = vocab_parallel_logprobs(
@@ -140,3 +171,57 @@ class Schedule:
         )
         head = self.model.value_head
         return TokenOutputs(logp, entropy, sum_p_squared, None if head is None else head(selected))
+
+
+class StageMessages(P2PCommunicator):
+    """Messages between pipeline stages in one run of the interleaved schedule, where micro-batches
+    differ in shape.
+
+    Megatron 0.16.1 announces each tensor's shape by a message of its own. Between two interleaved
+    stages that goes wrong twice: the next stage is also the previous one, so that the shape of a
+    gradient is taken for that of an activation; and a stage that waits until its announcement is
+    read keeps one waiting that sends to it. Nothing has to be announced here: every rank of a
+    pipeline knows the micro-batches, and the schedule says in which order their tensors come.
+
+    Activations come for every (micro-batch, chunk) in the schedule's order; to the first rank,
+    which gets them from the last one for its own next chunk, those of all chunks but the last.
+    Gradients are the same, with the last rank in the place of the first.
+
+    shapes: [length, rows, hidden] of each micro-batch's tensor between stages, in order.
+    """
+
+    def __init__(self, pp_group: Any, config: Any, shapes: Sequence[list[int]]) -> None:
+        super().__init__(pp_group=pp_group, config=config)
+        chunks = config.virtual_pipeline_model_parallel_size
+        table = get_schedule_table(len(shapes), chunks, config.microbatch_group_size_per_vp_stage)
+        every = [shapes[micro_batch] for micro_batch, _ in table]
+        round_the_ring = [shapes[micro_batch] for micro_batch, chunk in table if chunk < chunks - 1]
+        rank, last = pp_group.rank(), pp_group.size() - 1
+        self._activations: Iterator[list[int]] = iter(round_the_ring if rank == 0 else every)
+        self._gradients: Iterator[list[int]] = iter(round_the_ring if rank == last else every)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        return next(self._activations) if recv_prev else [0, 0, 0], (
+            next(self._gradients) if recv_next else [0, 0, 0]
+        )
+
+
+def stage_messages(config: Any, micro_batches: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Keyword arguments of Megatron's schedule: the communicator, and the groups it then wants too.
+
+    config: Megatron's, of the model. micro_batches: (rows, length) of each.
+    """
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shapes = [[length // parts, rows, config.hidden_size] for rows, length in micro_batches]
+    return {"p2p_communicator": StageMessages(groups.pp, config, shapes), "pg_collection": groups}

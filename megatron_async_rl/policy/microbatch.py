@@ -1,27 +1,37 @@
 """Samples -> micro-batches: which rank, which rows, which positions.
 
 Invariants:
-- the plan is a pure function of lengths, computed alike on every rank, so no rank has to be told anything;
+- the plan is a pure function of lengths and owners, computed alike on every rank;
 - every sample lies in exactly one micro-batch of exactly one data-parallel rank, whole;
 - rows x padded length of a micro-batch never exceeds the token budget;
 - a response's last token is a target only: it predicts nothing and is not fed to the model;
-- every data-parallel rank runs the same number of micro-batches (an all-masked one fills up), since the collectives of
-  the schedule and of the gradient reduction are counted by micro-batch; the interleaved pipeline schedule wants a multiple of
-  the pipeline's size.
+- every data-parallel rank runs the same number of micro-batches (an all-masked one fills up), since
+  the collectives of the schedule and of the gradient reduction are counted by micro-batch; the
+  interleaved pipeline schedule wants a multiple of the pipeline's size.
 
-Rows are right-padded: under the causal mask no real token can see the padding, so no attention mask is needed.
+Rows are right-padded: under the causal mask no real token can see the padding, so no attention mask
+is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async_rl.samples.types import Sample
+from megatron_async_rl.samples.columns import spans
+from megatron_async_rl.samples.rank_batch import RankBatch
+
+MICRO_BATCH_COSTS = (256, 128, 64, 32, 16)
+"""Fixed cost of a micro-batch, in tokens: see `cut`."""
+
+MAX_PADDING = 0.1
+"""Share of the computed tokens from which on padding is worth more micro-batches than by their
+cost."""
 
 
 class SampleTooLong(ValueError):
@@ -29,16 +39,17 @@ class SampleTooLong(ValueError):
 
     def __init__(self, sample: str, tokens: int, budget: int) -> None:
         super().__init__(
-            f"sample {sample!r} has {tokens} tokens (prompt + response, padded), more than "
-            f"policy.tokens_per_micro_batch = {budget}; raise that key to at least {tokens}, or shorten prompts or "
-            "rollout.sampling.max_tokens"
+            f"sample {sample!r} has {tokens} tokens (prompt + response, padded), more than"
+            f" policy.tokens_per_micro_batch = {budget}; raise that key to at least {tokens}, or"
+            " shorten prompts or rollout.sampling.max_tokens"
         )
         self.sample, self.tokens, self.budget = sample, tokens, budget
 
 
 @dataclass(frozen=True)
 class Plan:
-    """ranks[r]: the micro-batches of data-parallel rank r, each a tuple of sample indices; () is an all-masked one.
+    """ranks[r]: the micro-batches of data-parallel rank r, each a tuple of sample indices; () is an
+    all-masked one.
 
     padding_share: padding tokens over all tokens computed, of the whole plan.
     """
@@ -54,11 +65,13 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """B rows of padded length L holding N response tokens of the samples `samples` (indices into the planned list).
+    """B rows of padded length L holding N response tokens of the samples `samples` (indices into
+    the planned batch).
 
-    tokens, position_ids: [B, L] int64. rows: [N] int64, flat index b * L + t into [B, L] of the position that predicts the
-    response token, one before it. targets: [N] int64. sequence: [N] int64 in 0..B-1. mask, behavior_logprobs: [N] float32.
-    versions: [N] int64. An all-masked micro-batch has samples == () and one token with mask 0.
+    tokens, position_ids: [B, L] int64. rows: [N] int64, flat index b * L + t into [B, L] of the
+    position that predicts the response token, one before it. targets: [N] int64. sequence: [N]
+    int64 in 0..B-1. versions: [N] int64. An all-masked micro-batch has samples == () and one token
+    of nobody.
     """
 
     samples: tuple[int, ...]
@@ -67,66 +80,141 @@ class MicroBatch:
     rows: Tensor
     targets: Tensor
     sequence: Tensor
-    mask: Tensor
-    behavior_logprobs: Tensor
     versions: Tensor
 
 
+def assign_owners(
+    lengths: NDArray[np.int64], data_parallel: int, group: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """[S]: the data-parallel rank that trains each sample: longest first onto the rank with fewest
+    tokens. group: the samples' groups, where they have to stay whole."""
+    if data_parallel == 1 or not len(lengths):
+        return np.zeros(len(lengths), dtype=np.int64)
+    member = np.arange(len(lengths)) if group is None else np.unique(group, return_inverse=True)[1]
+    tokens = np.bincount(member, lengths).astype(np.int64)
+    owner = np.zeros(len(tokens), dtype=np.int64)
+    lightest = [(0, rank) for rank in range(data_parallel)]
+    for unit in np.argsort(-tokens, kind="stable").tolist():
+        load, rank = lightest[0]
+        owner[unit] = rank
+        heapq.heapreplace(lightest, (load + int(tokens[unit]), rank))
+    return owner[member]
+
+
 def plan_micro_batches(
-    samples: Sequence[Sample], *, data_parallel: int, budget: int, multiple: int = 1, in_groups_of: int = 1
+    batch: RankBatch,
+    *,
+    data_parallel: int,
+    budget: int,
+    multiple: int = 1,
+    in_groups_of: int = 1,
 ) -> Plan:
-    """Splits over ranks by tokens (longest first onto the lightest rank), then buckets each rank's samples by length.
+    """Cuts the samples of each owner into micro-batches.
 
-    multiple: padded lengths are multiples of it (the tensor-parallel size under sequence parallelism). in_groups_of: so is the
-    number of micro-batches of a rank (the pipeline's size with virtual stages).
-    Raises SampleTooLong.
+    multiple: padded lengths are multiples of it (the tensor-parallel size under sequence
+    parallelism). in_groups_of: so is the number of micro-batches of a rank (the pipeline's size
+    with virtual stages). Raises SampleTooLong.
     """
-    lengths = [_round_up(_fed(sample), multiple) for sample in samples]
-    for sample, length in zip(samples, lengths, strict=True):
-        tokens = max(sample.total_length, length)
-        if tokens > budget:
-            raise SampleTooLong(sample.id, tokens, budget)
-    longest_first = sorted(range(len(samples)), key=lambda i: (-lengths[i], i))
-    shares: list[list[int]] = [[] for _ in range(data_parallel)]
-    loads = [0] * data_parallel
-    for index in longest_first:
-        lightest = loads.index(min(loads))
-        shares[lightest].append(index)
-        loads[lightest] += lengths[index]
-    buckets = [_bucket(share, lengths, budget) for share in shares]
-    count = _round_up(max(1, max(len(rank) for rank in buckets)), in_groups_of)
-    ranks = tuple(tuple(rank) + ((),) * (count - len(rank)) for rank in buckets)
-    computed = sum(len(rows) * lengths[rows[0]] if rows else multiple for rank in ranks for rows in rank)
-    return Plan(ranks, 1.0 - sum(_fed(sample) for sample in samples) / computed)
+    lengths = _round_up(batch.fed, multiple)
+    needed = np.maximum(batch.fed + 1, lengths)
+    if (needed > budget).any():
+        first = int(np.argmax(needed > budget))
+        raise SampleTooLong(batch.ids[first].as_py(), int(needed[first]), budget)
+
+    shares = [np.flatnonzero(batch.owner == rank) for rank in range(data_parallel)]
+    cuts = [cut(share, lengths, budget) for share in shares]
+    rounds = -(-max(1, *(len(rank) for rank in cuts)) // in_groups_of)
+    count = rounds * in_groups_of
+    ranks = tuple(tuple(rank) + ((),) * (count - len(rank)) for rank in cuts)
+
+    computed = sum(
+        len(rows) * int(lengths[rows[0]]) if rows else multiple for rank in ranks for rows in rank
+    )
+    return Plan(ranks, 1.0 - int(batch.fed.sum()) / computed)
 
 
-def build_micro_batch(samples: Sequence[Sample], rows: tuple[int, ...], device: torch.device, multiple: int = 1) -> MicroBatch:
-    """Tensors of one entry of a plan made with the same `samples` and `multiple`."""
+def cut(share: NDArray[np.int64], lengths: NDArray[np.int64], budget: int) -> list[tuple[int, ...]]:
+    """One rank's samples, longest first, as micro-batches.
+
+    On one CPU core a micro-batch takes by itself (however small it is: kernels are started,
+    gradients are added up) as long as some 250 tokens do for a model of 0.3 million parameters, 150
+    for one of 1 million, fewer for larger ones. So the cut is the cheapest at the first of
+    MICRO_BATCH_COSTS, unless more than MAX_PADDING of it is padding; then at the next one. The
+    last bounds how many micro-batches a few samples are cut into.
+    """
+    real, found = int(lengths[share].sum()), []
+    for fixed in MICRO_BATCH_COSTS:
+        found = cheapest_cut(share, lengths, budget, fixed)
+        if real >= (1.0 - MAX_PADDING) * sum(len(rows) * int(lengths[rows[0]]) for rows in found):
+            break
+    return found
+
+
+def cheapest_cut(
+    share: NDArray[np.int64], lengths: NDArray[np.int64], budget: int, fixed: int
+) -> list[tuple[int, ...]]:
+    """The micro-batches, longest samples first, that cost least: each the tokens it computes,
+    padding included, and `fixed` more.
+
+    Rows of a micro-batch are neighbours in length, so the cheapest cut is found from the longest
+    on: the cheapest cut before a run of samples, plus the run.
+    """
+    ordered = share[np.lexsort((share, -lengths[share]))]
+
+    # Samples of one length are cut apart only where the budget asks for it.
+    distinct, counts = np.unique(lengths[ordered], return_counts=True)
+    longest, ends = distinct[::-1], np.concatenate(([0], np.cumsum(counts[::-1])))
+    cheapest, came_from = np.zeros(len(ends)), np.zeros(len(ends), dtype=np.int64)
+    for end in range(1, len(ends)):
+        rows = ends[end] - ends[:end]
+        micro_batches = -(-rows // (budget // longest[:end]))
+        costs = cheapest[:end] + rows * longest[:end] + fixed * micro_batches
+        came_from[end] = costs.argmin()
+        cheapest[end] = costs[came_from[end]]
+
+    found: list[tuple[int, ...]] = []
+    end = len(ends) - 1
+    while end:
+        start = int(came_from[end])
+        rows = ordered[ends[start] : ends[end]]
+        pieces = -(-len(rows) // (budget // int(longest[start])))
+        found += [tuple(piece.tolist()) for piece in np.array_split(rows, pieces)[::-1]]
+        end = start
+    return found[::-1]
+
+
+def build_micro_batch(
+    batch: RankBatch, rows: tuple[int, ...], device: torch.device, multiple: int = 1
+) -> MicroBatch:
+    """Tensors of one entry of a plan made with the same `batch` and `multiple`; the tokens of the
+    samples are this rank's own."""
     if not rows:
         return _all_masked(device, multiple)
-    chosen = [samples[index] for index in rows]
-    length = _round_up(max(_fed(sample) for sample in chosen), multiple)
-    tokens = np.zeros((len(chosen), length), dtype=np.int64)
-    predicting = []
-    for row, sample in enumerate(chosen):
-        prompt = len(sample.prompt.token_ids)
-        tokens[row, :prompt] = sample.prompt.token_ids
-        tokens[row, prompt : _fed(sample)] = sample.response_ids[:-1]
-        predicting.append(row * length + prompt - 1 + np.arange(sample.length))
+    chosen = np.array(rows)
+    starts, fed, lengths = batch.token_starts[chosen], batch.fed[chosen], batch.lengths[chosen]
+    prompts = batch.prompt_lengths[chosen]
+    if starts.min() < 0:
+        missing = batch.ids[int(chosen[starts.argmin()])].as_py()
+        raise ValueError(
+            f"sample {missing!r} is another data-parallel rank's: no tokens of it here"
+        )
 
-    def flat(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(device=device, dtype=dtype)
+    length = int(_round_up(fed, multiple).max())
+    line = np.arange(len(chosen)) * length
+    tokens = np.zeros(len(chosen) * length, dtype=np.int64)
+    tokens[spans(line, fed)] = batch.token_ids[spans(starts, fed)]
+
+    def on_device(values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(device)
 
     return MicroBatch(
         samples=rows,
-        tokens=torch.from_numpy(tokens).to(device),
+        tokens=on_device(tokens.reshape(len(chosen), length)),
         position_ids=torch.arange(length, device=device).expand(len(chosen), length),
-        rows=flat(predicting, torch.int64),
-        targets=flat([sample.response_ids for sample in chosen], torch.int64),
-        sequence=flat([np.full(sample.length, row) for row, sample in enumerate(chosen)], torch.int64),
-        mask=flat([sample.loss_mask for sample in chosen], torch.float32),
-        behavior_logprobs=flat([sample.behavior_logprobs for sample in chosen], torch.float32),
-        versions=flat([sample.versions for sample in chosen], torch.int64),
+        rows=on_device(spans(line + prompts - 1, lengths)),
+        targets=on_device(batch.token_ids[spans(starts + prompts, lengths)].astype(np.int64)),
+        sequence=on_device(np.repeat(np.arange(len(chosen)), lengths)),
+        versions=on_device(batch.versions[spans(batch.starts[chosen], lengths)].astype(np.int64)),
     )
 
 
@@ -138,26 +226,9 @@ def _all_masked(device: torch.device, multiple: int) -> MicroBatch:
         rows=torch.zeros(1, dtype=torch.int64, device=device),
         targets=torch.zeros(1, dtype=torch.int64, device=device),
         sequence=torch.zeros(1, dtype=torch.int64, device=device),
-        mask=torch.zeros(1, device=device),
-        behavior_logprobs=torch.zeros(1, device=device),
         versions=torch.zeros(1, dtype=torch.int64, device=device),
     )
 
 
-def _bucket(share: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Cuts a share, longest first, into runs whose count times the first (longest) length stays within the budget."""
-    buckets: list[list[int]] = []
-    for index in share:
-        if buckets and (len(buckets[-1]) + 1) * lengths[buckets[-1][0]] <= budget:
-            buckets[-1].append(index)
-        else:
-            buckets.append([index])
-    return [tuple(bucket) for bucket in buckets]
-
-
-def _fed(sample: Sample) -> int:
-    return sample.total_length - 1
-
-
-def _round_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
+def _round_up(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+    return -(-lengths // multiple) * multiple

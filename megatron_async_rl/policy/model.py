@@ -1,11 +1,16 @@
-"""The policy as Megatron chunks, loaded from a Hugging Face directory, whose last stage returns hidden states.
+"""The policy as Megatron chunks, loaded from a Hugging Face directory, whose last stage returns
+hidden states.
 
 Invariants:
-- no chunk ever computes logits: log-probs take the hidden states and the output weight (`logprobs.py`);
-- the output weight is the module's own parameter (the embedding's, when tied on one stage), so gradients reach it through
-  autograd and Megatron's accumulation hooks and its all-reduce of tied embeddings work unchanged;
-- a model from `build_model` is a loaded one: every parameter came from the directory, and every tensor there was used; the
-  value head alone is not in it and starts at zero.
+- no chunk ever computes logits: log-probs take the hidden states and the output weight
+  (`logprobs.py`);
+- the output weight is the module's own parameter (the embedding's, when tied on one stage), so
+  gradients reach it through autograd and Megatron's accumulation hooks and its all-reduce of tied
+  embeddings work unchanged;
+- a model from `build_model` is a loaded one: every parameter came from the directory, and every
+  tensor there was used; the value head alone is not in it and starts at zero;
+- the value head belongs to the last stage's module, so that gradient buffers, optimizer and
+  checkpoints hold it; Hugging Face's files and the engines do not (`parameters.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_async_rl.policy.bridge import LocalBridge, build_bridge
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.value_head import ValueHead
-from megatron_async_rl.weights.load import load_hf
+from megatron_async_rl.policy.parameters import load_hf
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ValueConfig
@@ -31,12 +35,41 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+class ValueHead(nn.Module):
+    """One linear output on the hidden states that log-probs are made from: V_t = w . h_t + b, with
+    h_t after the final norm, at the position that predicts token t; w and b start at zero.
+
+    Arithmetic is float32, and so are the weights that the optimizer moves. The parameters have the
+    model's dtype: in Megatron 0.16.1 neither optimizer can checkpoint a bfloat16 model that has
+    float32 parameters as well. Hidden states are whole on every tensor-parallel rank (sequence
+    parallelism gathers them first), so every rank computes the same values and the same gradient:
+    the parameters are copies, counted once, and nothing has to be summed over those ranks.
+
+    config: Megatron's TransformerConfig. detach: it learns from the hidden states without changing
+    them.
+    """
+
+    def __init__(self, config: Any, *, detach: bool, device: torch.device) -> None:
+        super().__init__()
+        self.detach = detach
+        self.weight = nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N] float32, with gradient."""
+        source = hidden.detach() if self.detach else hidden
+        return nn.functional.linear(source.float(), self.weight.float(), self.bias.float())[:, 0]
+
+
 class HiddenStateModel(GPTModel):
     """Megatron's GPTModel without its logits.
 
-    Call as `chunk(input_ids, position_ids, attention_mask=None)`. The last stage returns the hidden states after the final
-    norm, [rows, length, hidden], whole on every tensor-parallel rank; other stages return what Megatron's schedule sends on.
-    value_head: on the last stage, where the objective has one.
+    Call as `chunk(input_ids, position_ids, attention_mask=None)`. The last stage returns the hidden
+    states after the final norm, [rows, length, hidden], whole on every tensor-parallel rank; other
+    stages return what Megatron's schedule sends on. value_head: on the last stage, where the
+    objective has one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +80,8 @@ class HiddenStateModel(GPTModel):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # The log-prob's backward already sums over tensor-parallel ranks, so each rank's slice of the gradient is whole.
+            # The log-prob's backward already sums over tensor-parallel ranks, so each rank's slice
+            # of the gradient is whole.
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
@@ -56,7 +90,9 @@ class HiddenStateModel(GPTModel):
     def output_weight(self) -> Tensor:
         """The parameter [padded vocabulary / tp, hidden] that makes logits; last stage only."""
         weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
         )
         assert isinstance(weight, Tensor)
         return weight
@@ -64,10 +100,12 @@ class HiddenStateModel(GPTModel):
 
 @dataclass(frozen=True, eq=False)
 class PolicyModel:
-    """chunks: this rank's part of the model as unwrapped Megatron modules, one per virtual pipeline stage.
+    """chunks: this rank's part of the model as unwrapped Megatron modules, one per virtual pipeline
+    stage.
 
-    config: Megatron's TransformerConfig, shared by the chunks. vocab_size: rows of the true vocabulary; the last
-    tensor-parallel rank's output weight may hold padding rows beyond it. source: the model directory it was made from.
+    config: Megatron's TransformerConfig, shared by the chunks. vocab_size: rows of the true
+    vocabulary; the last tensor-parallel rank's output weight may hold padding rows beyond it.
+    source: the model directory it was made from.
     """
 
     chunks: list[HiddenStateModel]
@@ -77,27 +115,40 @@ class PolicyModel:
     source: Path
 
     def output_weight(self) -> Tensor:
-        """[padded vocabulary / tp, hidden] of the last stage. Raises RuntimeError on other stages."""
+        """[padded vocabulary / tp, hidden] of the last stage. Raises RuntimeError on other
+        stages."""
         if not self.bridge.layout.is_last_stage:
-            raise RuntimeError(f"pipeline stage {self.bridge.layout.pp_rank} has no output weight; only the last stage has")
+            raise RuntimeError(
+                f"pipeline stage {self.bridge.layout.pp_rank} has no output weight; only the last"
+                " stage has"
+            )
         return self.chunks[-1].output_weight()
 
     @property
     def value_head(self) -> ValueHead | None:
-        """Of the last stage; None on other stages, and where the objective has none."""
+        """The last stage's; None on other stages, and where the objective has none."""
         return self.chunks[-1].value_head
 
 
-def assemble_model(model: ModelConfig, policy: PolicyConfig, layout: Layout, value: ValueConfig | None = None) -> PolicyModel:
-    """This rank's stage of the model of `model.path`, in `model.dtype` on the layout's device, its weights still undefined.
+def assemble_model(
+    model: ModelConfig, policy: PolicyConfig, layout: Layout, value: ValueConfig | None = None
+) -> PolicyModel:
+    """This rank's stage of the model of `model.path`, in `model.dtype` on the layout's device, its
+    weights still undefined.
 
     Raises UnsupportedModel.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    # Megatron's layers fork this generator while they are built; nothing in the policy draws from it afterwards.
+    # Megatron's layers fork this generator while they are built; nothing in the policy draws from
+    # it afterwards.
     model_parallel_cuda_manual_seed(0)
-    bridge = build_bridge(model.path, dtype=DTYPES[model.dtype], layout=layout, sequence_parallel=policy.parallel.sequence)
+    bridge = build_bridge(
+        model.path,
+        dtype=DTYPES[model.dtype],
+        layout=layout,
+        sequence_parallel=policy.parallel.sequence,
+    )
     chunks = []
     for index in range(layout.virtual_stages):
         vp_stage = index if layout.virtual_stages > 1 else None
@@ -116,10 +167,18 @@ def assemble_model(model: ModelConfig, policy: PolicyConfig, layout: Layout, val
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk)
-    return PolicyModel(chunks=chunks, bridge=bridge, config=bridge.config, vocab_size=bridge.vocab_size, source=model.path)
+    return PolicyModel(
+        chunks=chunks,
+        bridge=bridge,
+        config=bridge.config,
+        vocab_size=bridge.vocab_size,
+        source=model.path,
+    )
 
 
-def build_model(model: ModelConfig, policy: PolicyConfig, layout: Layout, value: ValueConfig | None = None) -> PolicyModel:
+def build_model(
+    model: ModelConfig, policy: PolicyConfig, layout: Layout, value: ValueConfig | None = None
+) -> PolicyModel:
     """`assemble_model`, loaded from `model.path`. Collective over pipeline ranks.
 
     Raises UnsupportedModel, or WeightsDoNotFit when directory and model differ in any tensor.

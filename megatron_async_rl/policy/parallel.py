@@ -1,12 +1,16 @@
-"""Which rank holds what: process groups over Megatron's parallel state, and the shards of a gradient.
+"""Which rank holds what: process groups over Megatron's parallel state, and the shards of a
+gradient.
 
 Invariants:
-- every collective of the policy runs in a group of this layout, with the deadline given to `initialise`;
-- ranks are ordered tensor fastest, then data, then pipeline (Megatron's order); a pipeline rank holds `virtual_stages` model
-  chunks, chunk v of rank p being stage v * pp_size + p of the model;
-- experts are whole (never cut by tensor parallelism): a stage's ranks in order form expert-parallel groups of `ep_size`, and what
-  tensor- and data-parallel ranks are to other parameters, the other groups are to experts: replicas;
-- an element of the model's gradient is counted by exactly one rank of the world (`GradientShard.counted`).
+- every collective of the policy runs in a group of this layout, with the deadline given to
+  `initialise`;
+- ranks are ordered tensor fastest, then data, then pipeline (Megatron's order); a pipeline rank
+  holds `virtual_stages` model chunks, chunk v of rank p being stage v * pp_size + p of the model;
+- experts are whole (never cut by tensor parallelism): a stage's ranks in order form expert-parallel
+  groups of `ep_size`, and what tensor- and data-parallel ranks are to other parameters, the other
+  groups are to experts: replicas;
+- an element of the model's gradient is counted by exactly one rank of the world
+  (`GradientShard.counted`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from megatron_async_rl.watchdog.events import timed_out
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import ParallelConfig
@@ -28,16 +33,25 @@ T = TypeVar("T")
 
 
 PATIENCE = timedelta(days=7)
-"""Of ranks that wait for what rank 0 waits for. Rank 0 knows whether that moves, and the watchdog whether rank 0 does."""
+"""Deadline of ranks that wait for what rank 0 waits for. Rank 0 knows whether that moves, and the
+watchdog whether rank 0 does."""
 
 
 class RankZeroFailed(RuntimeError):
-    """Rank 0 raised while the other ranks waited for its result."""
+    """Rank 0 raised while the other ranks waited for its result. `timed_out`: it was a wait that
+    was over."""
+
+    consequence = True
+
+    def __init__(self, text: str, *, timed_out: bool = False) -> None:
+        super().__init__(text)
+        self.timed_out = timed_out
 
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place. Groups are torch process groups; `cpu_group` spans the world over gloo, for Python objects."""
+    """This rank's place. Groups are torch process groups; `cpu_group` spans the world over gloo,
+    for Python objects."""
 
     device_type: str
     device: torch.device
@@ -65,9 +79,14 @@ class Layout:
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
 
+    def dp_rank_of(self, rank: int) -> int:
+        """The data-parallel rank of a rank of the world."""
+        return rank // self.tp_size % self.dp_size
+
     @property
     def expert_replica(self) -> int:
-        """Which copy of its experts this rank holds, from 0: its rank among the stage's ranks with the same experts."""
+        """Which copy of its experts this rank holds, from 0: its rank among the stage's ranks with
+        the same experts."""
         return (self.dp_rank * self.tp_size + self.tp_rank) // self.ep_size
 
     def is_first_chunk(self, virtual_stage: int) -> bool:
@@ -83,7 +102,8 @@ class Layout:
         return self.pp_rank == self.pp_size - 1
 
     def from_rank_zero(self, make: Callable[[], T]) -> T:
-        """Collective. `make` runs on rank 0 alone, as long as it takes; every rank returns its (pickled) result.
+        """Collective. `make` runs on rank 0 alone, as long as it takes; every rank returns its
+        (pickled) result.
 
         Raises on rank 0 what `make` raised, and RankZeroFailed with its text on the others.
         """
@@ -93,16 +113,16 @@ class Layout:
         failure: BaseException | None = None
         if self.rank == 0:
             try:
-                message = [("result", make())]
+                message = [("result", make(), False)]
             except BaseException as error:  # noqa: BLE001 - raised again below, once the other ranks have been told
                 failure = error
-                message = [("failure", f"{type(error).__name__}: {error}")]
+                message = [("failure", f"{type(error).__name__}: {error}", timed_out(error))]
         dist.broadcast_object_list(message, src=0, group=self.patient_group)
         if failure is not None:
             raise failure
-        kind, value = message[0]
+        kind, value, over = message[0]
         if kind == "failure":
-            raise RankZeroFailed(value)
+            raise RankZeroFailed(value, timed_out=over)
         return value
 
     def barrier(self) -> None:
@@ -121,7 +141,8 @@ class Layout:
 def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> Layout:
     """Joins the ranks that torchrun started (or a world of one without torchrun). Collective.
 
-    `timeout_s`: deadline of every collective but `from_rank_zero`. Raises ValueError when the ranks do not fit `parallel`.
+    `timeout_s`: deadline of every collective but `from_rank_zero`. Raises ValueError when the ranks
+    do not fit `parallel`.
     """
     from megatron.core import parallel_state
 
@@ -129,29 +150,38 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != parallel.ranks:
-        raise ValueError(f"policy.parallel.ranks is {parallel.ranks}, but {world_size} ranks were started; they must be equal")
+        raise ValueError(
+            f"policy.parallel.ranks is {parallel.ranks}, but {world_size} ranks were started; they"
+            " must be equal"
+        )
     if world_size % (parallel.tensor * parallel.pipeline):
         raise ValueError(
-            f"policy.parallel: tensor ({parallel.tensor}) x pipeline ({parallel.pipeline}) must divide ranks ({world_size})"
+            f"policy.parallel: tensor ({parallel.tensor}) x pipeline ({parallel.pipeline}) must"
+            f" divide ranks ({world_size})"
         )
     if world_size // parallel.pipeline % parallel.expert:
         raise ValueError(
-            f"policy.parallel.expert ({parallel.expert}) must divide a stage's ranks: ranks ({world_size}) over pipeline "
-            f"({parallel.pipeline})"
+            f"policy.parallel.expert ({parallel.expert}) must divide a stage's ranks: ranks"
+            f" ({world_size}) over pipeline ({parallel.pipeline})"
         )
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo" if device_type == "cpu" else "nccl"
     if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        # All ranks are on this machine: gloo need not resolve the host's name, which containers often cannot.
+        # All ranks are on this machine: gloo need not resolve the host's name, which containers
+        # often cannot.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+        ),
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
@@ -175,31 +205,10 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         dp_group=parallel_state.get_data_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
         world_group=dist.group.WORLD,
-        cpu_group=dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
+        cpu_group=(
+            dist.group.WORLD
+            if backend == "gloo"
+            else dist.new_group(backend="gloo", timeout=timeout)
+        ),
         patient_group=dist.new_group(backend="gloo", timeout=PATIENCE),
     )
-
-
-@dataclass(frozen=True, eq=False)
-class GradientShard:
-    """A piece of the reduced gradient that this rank can read and change in place.
-
-    grad: any shape, float32 or bfloat16. counted: False where another rank counts the same elements.
-    """
-
-    grad: Tensor
-    counted: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Gradients:
-    """The reduced gradient of one step as this rank holds it. `group`: the ranks whose counted shards make the whole."""
-
-    shards: tuple[GradientShard, ...]
-    group: Any
-    device: torch.device
-
-    def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Sums a float64 tensor over `group`, in place; returns it. Collective."""
-        dist.all_reduce(values, group=self.group)
-        return values

@@ -3,15 +3,16 @@
 Invariants:
 - every rank is handed the same batch and returns the same metrics (times are the rank's own);
 - one batch is one optimizer step: log-probs, loss, gradient, controls, step;
-- the loss and its gradient do not depend on the parallel layout, on the token budget or on the order of samples.
+- the loss and its gradient do not depend on the parallel layout, on the token budget or on the
+  order of samples.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,18 +26,26 @@ from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import StepTargets, valid_samples
 from megatron_async_rl.policy import checkpoint
-from megatron_async_rl.policy.diagnostics import StepTable, step_metrics
-from megatron_async_rl.policy.displacement import displacement
+from megatron_async_rl.policy.anomaly import AnomalyReport, Spike
+from megatron_async_rl.policy.batches import receive
 from megatron_async_rl.policy.forward import Schedule, TokenOutputs
-from megatron_async_rl.policy.microbatch import MicroBatch, Plan, build_micro_batch, plan_micro_batches
+from megatron_async_rl.policy.microbatch import (
+    MicroBatch,
+    Plan,
+    build_micro_batch,
+    plan_micro_batches,
+)
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
-from megatron_async_rl.policy.other_policies import OtherPolicies
 from megatron_async_rl.policy.parameter_state import assembled, cut
+from megatron_async_rl.policy.precompute import Fill, PrecomputeTable, passes
+from megatron_async_rl.policy.reference_policies import ReferencePolicies
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
-from megatron_async_rl.policy.survey import Fill, SurveyTable, passes
-from megatron_async_rl.samples.types import Sample, TrainBatch
+from megatron_async_rl.policy.step_table import StepTable, step_metrics
+from megatron_async_rl.policy.weight_copies import HeldMasters, Snapshots, weight_displacement
+from megatron_async_rl.samples.rank_batch import RankBatch
+from megatron_async_rl.samples.types import TrainBatch
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
     from megatron_async_rl.config.controls import Control as ControlConfig
     from megatron_async_rl.config.objective import ObjectiveConfig
     from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
+    from megatron_async_rl.gradients import Gradients
     from megatron_async_rl.policy.parallel import Layout
 
 log = logging.getLogger(__name__)
@@ -59,10 +69,11 @@ class Policy:
     schedule: Schedule
     optimizer: MegatronOptimizer
     objective: Objective
-    others: OtherPolicies
+    references: ReferencePolicies
     controls: Mapping[str, Control]
     step: OptimizerStep
     baseline: ExactBaseline | None
+    anomalies: AnomalyReport
 
     @classmethod
     def build(
@@ -75,58 +86,112 @@ class Policy:
         layout: Layout,
         temperature: float,
         total_steps: int,
+        anomalies: Path | None = None,
     ) -> Policy:
-        """Loads the model of `model_config.path` on this layout. `temperature`: the one the responses are sampled at.
+        """Loads the model of `model_config.path` on this layout. `temperature`: the one the
+        responses are sampled at.
 
-        `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. Nothing in the policy is random.
+        `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. Nothing in
+        the policy is random. `anomalies`: the file that anomalous gradients are traced to.
         """
         model = build_model(model_config, policy_config, layout, objective_config.value)
         wrapped = wrap_for_gradients(model.chunks, policy_config)
         optimizer = build_optimizer(wrapped, policy_config, DTYPES[model_config.dtype])
         controls = build_controls(controls_config)
         schedule = Schedule(
-            wrapped, model, layout, temperature=temperature, logprob_chunk_tokens=policy_config.logprob_chunk_tokens
+            wrapped,
+            model,
+            layout,
+            temperature=temperature,
+            logprob_chunk_tokens=policy_config.logprob_chunk_tokens,
         )
-        step = OptimizerStep(optimizer, policy_config.optimizer, controls, layout, total_steps)
+        step = OptimizerStep(
+            optimizer,
+            policy_config.optimizer,
+            controls,
+            layout,
+            total_steps,
+            on_anomaly=policy_config.on_anomaly,
+        )
         objective = Objective(objective_config)
-        keep_past = any(config.needs_past_weights for config in controls_config)
-        others = OtherPolicies(objective_config, objective.needs, model, keep_past=keep_past)
+        past_masters = (
+            Snapshots(lambda: HeldMasters(model, optimizer), objective_config.snapshots)
+            if any(config.needs_past_weights for config in controls_config)
+            else None
+        )
+        references = ReferencePolicies(
+            objective_config, objective.needs, model, past_masters=past_masters
+        )
         baseline = exact_baseline(objective_config, schedule, layout)
-        return cls(policy_config, layout, model, schedule, optimizer, objective, others, controls, step, baseline)
+        return cls(
+            policy_config,
+            layout,
+            model,
+            schedule,
+            optimizer,
+            objective,
+            references,
+            controls,
+            step,
+            baseline,
+            AnomalyReport(schedule, model, optimizer, layout, anomalies),
+        )
 
-    def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer step on `batch`. Keys are those of observe/keys.py.
+    def receive(self, take: Callable[[], TrainBatch | None]) -> RankBatch | None:
+        """Hands each rank its part of what rank 0 takes: see `batches.receive`."""
+        return receive(take, self.layout, whole_groups=self.baseline is not None)
 
-        A batch without a single trainable token makes no step. Raises SampleTooLong and SnapshotMissing.
+    def train_step(self, batch: RankBatch) -> dict[str, float]:
+        """One optimizer step on `batch`. Keys are those of metrics/catalogue.py.
+
+        A batch without a single trainable token makes no step. Raises SampleTooLong and
+        SnapshotMissing.
         """
-        samples, _ = valid_samples(batch)
-        self.others.begin(batch.version)
-        if not any(sample.loss_mask.any() for sample in samples):
-            return self.step.pass_over()
+        samples = valid_samples(batch)
+        self.references.begin(batch.version)
+        if not samples.loss_mask.any():
+            return self.step.skip()
         started = time.perf_counter()
-        past = self.others.past
-        displaced = displacement(samples, batch.version, past, self.model, self.optimizer) if past is not None else None
+        past = self.references.past_masters
+        displaced = weight_displacement(samples, past, self.optimizer) if past is not None else None
         plan, mine = self._micro_batches(samples)
-        targets = self.objective.prepare(batch, self._survey(samples, mine, batch.version))
-        surveyed = time.perf_counter()
+        targets = self.objective.prepare(samples, self._precompute(samples, mine))
+        precomputed = time.perf_counter()
         table = StepTable(len(samples), self.layout.device)
-        # Without the distributed optimizer a parameter's grad is its gradient buffer: left in place, the next backward would
-        # add to the buffer twice.
+        # Without the distributed optimizer a parameter's grad is its gradient buffer: left in
+        # place, the next backward would add to the buffer twice.
         self.optimizer.zero_grad()
         if self.baseline is None:
             self.schedule.forward_backward(mine, _Consumer(self, targets, table, batch.version))
-            chosen = {}
+            chosen: dict[str, float] = {}
         else:
-            chosen = self._with_measured_baseline(self.baseline, targets, mine, table, batch.version)
+            chosen, targets = self._with_measured_baseline(
+                self.baseline, targets, mine, table, batch.version
+            )
         dist.all_reduce(table.values, group=self.layout.world_group)
         reduced = time.perf_counter()
         measured = step_metrics(table.values.cpu().numpy(), samples)
         facts = StepFacts(
-            loss=measured["policy/loss"], log_weights=table.log_weights(samples), lag_max=int(batch.lags().max(initial=0))
+            loss=measured["policy/loss"],
+            log_weights=table.log_weights(samples),
+            lag_max=int((batch.version - batch.versions).max(initial=0)),
         )
-        taken = self.step.take(facts, displaced)
+
+        def report(spike: Spike, gradients: Gradients) -> None:
+            scratch = StepTable(len(samples), self.layout.device)
+            self.anomalies.write(
+                spike,
+                gradients,
+                step=batch.version + 1,
+                samples=samples,
+                rows=plan.ranks[self.layout.dp_rank],
+                build=lambda rows: self._micro_batch(samples, rows),
+                consume=_Consumer(self, targets, scratch, batch.version),
+            )
+
+        taken = self.step.take(facts, displaced, report)
         if not taken["policy/skipped"]:
-            self.others.stepped(self.step.updates)
+            self.references.stepped(self.step.updates)
         return {
             **measured,
             **targets.metrics,
@@ -134,37 +199,51 @@ class Policy:
             **taken,
             "policy/micro_batches": float(plan.micro_batches),
             "policy/padding_share": plan.padding_share,
-            "time/survey_s": surveyed - started,
-            "time/forward_backward_s": reduced - surveyed,
+            "time/precompute_s": precomputed - started,
+            "time/forward_backward_s": reduced - precomputed,
             "time/optimizer_s": time.perf_counter() - reduced,
         }
 
-    def score(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Log-probs (nats, after temperature) of each sample's response tokens under the current weights, on every rank."""
-        if not samples:
+    def score(self, samples: RankBatch) -> list[NDArray[np.float32]]:
+        """Log-probs (nats, after temperature) of each sample's response tokens under the current
+        weights, on every rank."""
+        if not len(samples):
             return []
-        table = SurveyTable(samples, ["logp"], self.layout)
+        table = PrecomputeTable(samples, ["logp"], self.layout)
         table.run(self.schedule, self._micro_batches(samples)[1], [Fill("logp", "logp")])
-        return np.split(table.finish()["logp"].numpy(), table.starts[1:-1])
+        return np.split(table.finish()["logp"].numpy(), samples.starts[1:-1])
 
-    def _survey(self, samples: Sequence[Sample], mine: Sequence[MicroBatch], version: int) -> dict[str, Tensor]:
-        """The columns the objective needs, over the tokens of `samples`. Collective. Raises SnapshotMissing."""
-        table = SurveyTable(samples, sorted(self.objective.needs), self.layout)
-        planned = passes(table.columns, samples, version, self.others)
-        with self.others.trained_restored(after=any(each.weights is not None for each in planned)):
+    def _precompute(self, samples: RankBatch, mine: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """The columns the objective needs, over the tokens of `samples`. Collective. Raises
+        SnapshotMissing."""
+        table = PrecomputeTable(samples, sorted(self.objective.needs), self.layout)
+        planned = passes(table.columns, samples, self.references)
+        with self.references.trained_restored(
+            after=any(each.weights is not None for each in planned)
+        ):
             for each in planned:
                 if each.weights is not None:
                     each.weights.place()
-                batches = mine if each.rows is None else self._micro_batches([samples[row] for row in each.rows])[1]
+                batches = (
+                    mine if each.rows is None else self._micro_batches(samples.select(each.rows))[1]
+                )
                 table.run(self.schedule, batches, each.fills, each.rows)
         return table.finish()
 
     def _with_measured_baseline(
-        self, baseline: ExactBaseline, targets: StepTargets, mine: Sequence[MicroBatch], table: StepTable, version: int
-    ) -> dict[str, float]:
-        """Gradients and table of a step whose advantages are known only after the backward passes. Collective."""
+        self,
+        baseline: ExactBaseline,
+        targets: StepTargets,
+        mine: Sequence[MicroBatch],
+        table: StepTable,
+        version: int,
+    ) -> tuple[dict[str, float], StepTargets]:
+        """Gradients and table of a step whose advantages are known only after the backward passes;
+        returns metrics, and the targets with those advantages. Collective."""
         alone = _Consumer(self, targets, table, version, advantage=1.0, with_terms=False)
-        measured = baseline.accumulate(targets, lambda rows: self._micro_batch(targets.samples, rows), alone)
+        measured = baseline.accumulate(
+            targets, lambda rows: self._micro_batch(targets.samples, rows), alone
+        )
         table.weigh(measured.advantages)
         if self.objective.adds_terms:
             # What is added to the loss knows no advantage: at advantage 0 it is all there is.
@@ -172,7 +251,9 @@ class Policy:
             self.schedule.accumulate(mine, _Consumer(self, targets, terms, version, advantage=0.0))
             table.add_terms(terms)
         self.schedule.reduce()
-        return measured.metrics(targets.whole)
+        whole = targets.whole
+        weighed = whole.replace(advantages=whole.per_token(measured.advantages))
+        return measured.metrics(whole), replace(targets, whole=weighed)
 
     def save(
         self,
@@ -183,10 +264,11 @@ class Policy:
         keep: int,
         files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Saves weights, optimizer, schedule, controls and the run's own `state` and `files` (rank 0's) as a checkpoint of
-        `version`.
+        """Saves weights, optimizer, schedule, controls and the run's own `state` and `files` (rank
+        0's) as a checkpoint of `version`.
 
-        Keeps the newest `keep` checkpoints of `directory`; returns the new one. Raises as `checkpoint.save` does.
+        Keeps the newest `keep` checkpoints of `directory`; returns the new one. Raises as
+        `checkpoint.save` does.
         """
         return checkpoint.save(
             directory,
@@ -199,7 +281,7 @@ class Policy:
                 "controls": {name: control.state_dict() for name, control in self.controls.items()},
             },
             parameter_state={
-                **self.others.parameter_state(),
+                **self.references.parameter_state(),
                 **{
                     _of_control(name, kind): assembled(shards, self.model, self.optimizer)
                     for name, control in self.controls.items()
@@ -214,38 +296,47 @@ class Policy:
     def load(self, directory: Path) -> dict[str, Any] | None:
         """Restores the newest checkpoint and returns the run's own state; None where there is none.
 
-        On another parallel layout than it was saved on, too. A control that it does not have starts afresh, with a warning.
+        On another parallel layout than it was saved on, too. A control that it does not have starts
+        afresh, with a warning.
         """
-        loaded = checkpoint.load(directory, model=self.model, optimizer=self.optimizer, layout=self.layout)
+        loaded = checkpoint.load(
+            directory, model=self.model, optimizer=self.optimizer, layout=self.layout
+        )
         if loaded is None:
             return None
         self.step.load_state_dict(loaded.state["step"])
-        self.others.load(loaded, warn=self.layout.rank == 0)
+        self.references.load(loaded, warn=self.layout.rank == 0)
         numbers = loaded.state.get("controls", {})
         for name, control in self.controls.items():
             if name in numbers:
                 control.load_state_dict(numbers[name])
                 control.load_shard_state(
                     {
-                        held.removeprefix(_of_control(name, "")): cut(loaded.read(held), self.model, self.optimizer)
+                        held.removeprefix(_of_control(name, "")): cut(
+                            loaded.read(held), self.model, self.optimizer
+                        )
                         for held in loaded.names
                         if held.startswith(_of_control(name, ""))
                     }
                 )
             elif self.layout.rank == 0:
-                log.warning("the checkpoint in %s has no state of control %s: it starts afresh", directory, name)
+                log.warning(
+                    "the checkpoint in %s has no state of control %s: it starts afresh",
+                    directory,
+                    name,
+                )
         run: dict[str, Any] = loaded.state["run"]
         return run
 
     @property
     def _multiple(self) -> int:
-        """What padded lengths are multiples of."""
+        """Padded lengths are multiples of it."""
         return self.layout.tp_size if self.model.config.sequence_parallel else 1
 
-    def _micro_batch(self, samples: Sequence[Sample], rows: tuple[int, ...]) -> MicroBatch:
+    def _micro_batch(self, samples: RankBatch, rows: tuple[int, ...]) -> MicroBatch:
         return build_micro_batch(samples, rows, self.layout.device, self._multiple)
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> tuple[Plan, list[MicroBatch]]:
+    def _micro_batches(self, samples: RankBatch) -> tuple[Plan, list[MicroBatch]]:
         """The plan of all ranks, and this rank's micro-batches."""
         plan = plan_micro_batches(
             samples,
@@ -259,14 +350,16 @@ class Policy:
 
 
 def _of_control(name: str, kind: str) -> str:
-    """What a checkpoint calls this shard state of a control."""
+    """The name in a checkpoint of this shard state of a control."""
     return f"control.{name}.{kind}"
 
 
 class _Consumer:
-    """What the last stage does with a micro-batch's log-probs: the objective, and the samples' rows of the table.
+    """Takes a micro-batch's log-probs on the last stage: the objective's loss, and the rows of the
+    table.
 
-    advantage: of every trained token; None for the batch's own. with_terms: false leaves out what is added to the loss.
+    advantage: of every trained token; None for the batch's own. with_terms: false leaves out what
+    is added to the loss.
     """
 
     def __init__(
@@ -287,14 +380,19 @@ class _Consumer:
         self.with_terms = with_terms
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-        tokens = self.targets.part(micro_batch.samples, dtype=outputs.logp.dtype, device=outputs.logp.device)
+        tokens = self.targets.part(
+            micro_batch.samples, dtype=outputs.logp.dtype, device=outputs.logp.device
+        )
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
         if outputs.values is not None:
             tokens = tokens.replace(values=outputs.values, values_old=tokens.require("values"))
         if self.advantage is not None:
             tokens = tokens.replace(advantages=self.advantage * tokens.mask)
         loss = self.policy.objective.loss(
-            tokens, self.targets.denominators, corrected=self.targets.corrected, with_terms=self.with_terms
+            tokens,
+            self.targets.denominators,
+            corrected=self.targets.corrected,
+            with_terms=self.with_terms,
         )
         if self.policy.layout.tp_rank == 0:
             self.table.record(micro_batch, tokens, loss, self.version)

@@ -3,38 +3,42 @@
 Invariants:
 - every decision rests on all-reduced numbers, so all ranks step or none does;
 - a skipped step changes nothing: no weight, no moment, no step count, no weight decay;
-- a gradient that is not finite, or one of a loss that is not finite, is never applied, whatever the controls say.
+- a gradient that is not finite, or one of a loss that is not finite, is never applied, whatever the
+  controls say;
+- a gradient far outside the run's history is reported before it is applied, or skipped;
+- gradient memory is swept for a norm only where no control has measured it already.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from megatron_async_rl.controls.decision import Control, StepView, UpdateView
-from megatron_async_rl.controls.inner_product import squared_norm, squared_norm_of
-from megatron_async_rl.policy.adam import AdamView, TakenStep
-from megatron_async_rl.policy.optimizer import gradients_of, learning_rate
+from megatron_async_rl.controls.decision import Control, Decision, StepView, UpdateView
+from megatron_async_rl.gradients import scale, squared_norm, squared_norm_of
+from megatron_async_rl.policy.anomaly import NormHistory, Spike
+from megatron_async_rl.policy.optimizer import AdamView, TakenStep, gradients_of, learning_rate
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
     from megatron_async_rl.config.schema import OptimizerConfig
-    from megatron_async_rl.policy.displacement import Displacement
-    from megatron_async_rl.policy.parallel import Gradients, Layout
+    from megatron_async_rl.gradients import Gradients
+    from megatron_async_rl.policy.parallel import Layout
+    from megatron_async_rl.policy.weight_copies import WeightDisplacement
 
 CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepFacts:
-    """What the forward passes said about the batch, the same on every rank; fields as in StepView."""
+    """Facts about the batch from the forward passes, the same on every rank; fields as in
+    StepView."""
 
     loss: float
     log_weights: NDArray[np.float64]
@@ -42,8 +46,8 @@ class StepFacts:
 
 
 class OptimizerStep:
-    """Counts: `steps` taken or skipped so far (the schedule's clock), `updates` of them taken, `nonfinite` of them skipped for
-    their gradient."""
+    """Counts: `steps` taken or skipped so far (the schedule's clock), `updates` of them taken,
+    `nonfinite` of them skipped for their gradient."""
 
     def __init__(
         self,
@@ -52,111 +56,196 @@ class OptimizerStep:
         controls: Mapping[str, Control],
         layout: Layout,
         total_steps: int,
+        *,
+        on_anomaly: Literal["report", "skip"] = "report",
     ) -> None:
         self.optimizer = optimizer
         self.settings = settings
         self.controls = controls
         self.layout = layout
         self.total_steps = total_steps
+        self.on_anomaly = on_anomaly
         self.steps = 0
         self.updates = 0
         self.nonfinite = 0
         self.last: TakenStep | None = None
+        self.norms = NormHistory()
 
-    def take(self, facts: StepFacts, displacement: Displacement | None = None) -> dict[str, float]:
-        """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the controls, before clipping.
+    def take(
+        self,
+        facts: StepFacts,
+        displacement: WeightDisplacement | None = None,
+        report: Callable[[Spike, Gradients], None] | None = None,
+    ) -> dict[str, float]:
+        """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the
+        controls, before clipping.
 
-        The loss is looked at because clamps turn one that is not a number into a gradient of 0, which would pass for a
-        harmless one.
+        The loss is looked at because clamps turn one that is not a number into a gradient of 0,
+        which would pass for a harmless one. report: called on every rank with an anomalous
+        gradient, before it is applied; it may use the gradient buffers, and leaves them as it found
+        them.
         """
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
         overflow = self.optimizer.prepare_grads()
         gradients = gradients_of(self.optimizer, self.layout)
         usable = math.isfinite(facts.loss) and not overflow
-        view = StepView(
-            gradients=gradients,
-            optimizer=self._view(),
-            log_weights=facts.log_weights,
-            lag_max=facts.lag_max,
-            lr=lr,
-        )
-        metrics: dict[str, float] = {}
-        skip, lr_scale, gradient_scale, beta1, lengthened = not usable, 1.0, 1.0, self.settings.betas[0], 1.0
-        for control in self.controls.values():
-            if not usable:
-                control.forget()
-                continue
-            decision = control.apply(view)
-            metrics |= decision.metrics
-            skip |= decision.skip
-            lr_scale *= decision.lr_scale
-            gradient_scale *= decision.gradient_scale
-            beta1 = decision.beta1 if decision.beta1 is not None else beta1
-        norm = math.sqrt(squared_norm(gradients))
-        if not usable or not math.isfinite(norm):
-            self.nonfinite += 1
-            skip = True
+
+        decision = self._decide(gradients, facts, lr, usable)
+        norm = decision.norm_after
+        if norm is None:
+            norm = math.sqrt(squared_norm(gradients))
+        found = norm if decision.norm_before is None else decision.norm_before
+        usable = usable and math.isfinite(norm) and math.isfinite(found)
+        skip = decision.skip or not usable
+        self.nonfinite += not usable
+
+        spike = self.norms.spike(found) if usable else None
+        if spike is not None:
+            if report is not None:
+                report(spike, gradients)
+                gradients = gradients_of(self.optimizer, self.layout)
+            skip = skip or self.on_anomaly == "skip"
+        if usable:
+            self.norms.add(found)
+
+        metrics = dict(decision.metrics)
+        lengthened = 1.0
+        beta1 = decision.beta1 if decision.beta1 is not None else self.settings.betas[0]
         if not skip:
             clip_to(gradients, norm, self.settings.clip_grad)
-            if gradient_scale != 1.0:
-                torch._foreach_mul_([shard.grad for shard in gradients.shards], gradient_scale)
+            scale(gradients, decision.gradient_scale)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr * lr_scale
+                group["lr"] = lr * decision.lr_scale
                 group["betas"] = (beta1, self.settings.betas[1])
-            for control in self.controls.values():
-                update = UpdateView(gradients=gradients, update=self._view().next_update(), displacement=displacement)
-                nudge = control.before_update(update)
-                metrics |= nudge.metrics
-                lengthened *= nudge.length
-                if nudge.along != 0.0 and displacement is not None:
-                    displacement.add(nudge.along)
+            lengthened = self._correct(gradients, displacement, metrics)
             self.optimizer.step_with_ready_grads()
             self.updates += 1
-            self.last = TakenStep(lr * lr_scale, beta1)
+            self.last = TakenStep(lr * decision.lr_scale, beta1)
+
         return (
             metrics
             | self._update_norm(None if skip else gradients, lengthened)
             | {
                 "policy/grad_norm": norm,
+                "policy/grad_anomaly": 0.0 if spike is None else spike.norm / spike.median,
                 "policy/lr": lr,
-                "policy/lr_scale": lr_scale,
+                "policy/lr_scale": decision.lr_scale,
                 "policy/beta1": beta1,
                 "policy/skipped": float(skip),
                 "policy/nonfinite": float(self.nonfinite),
             }
         )
 
-    def pass_over(self) -> dict[str, float]:
+    def skip(self) -> dict[str, float]:
         """A batch that has nothing to learn from: the clock moves, nothing else does."""
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
-        skipped = {"policy/lr": lr, "policy/skipped": 1.0, "policy/nonfinite": float(self.nonfinite)}
+        skipped = {
+            "policy/lr": lr,
+            "policy/skipped": 1.0,
+            "policy/nonfinite": float(self.nonfinite),
+        }
         return skipped | self._update_norm(None)
+
+    def _decide(self, gradients: Gradients, facts: StepFacts, lr: float, usable: bool) -> Decision:
+        """The controls' decisions in one; a gradient that is not usable is none of theirs."""
+        if not usable:
+            for control in self.controls.values():
+                control.reset()
+            return Decision()
+        view = StepView(
+            gradients=gradients,
+            optimizer=self._view(),
+            log_weights=facts.log_weights,
+            lag_max=facts.lag_max,
+            lr=lr,
+            is_anomaly=lambda norm: self.norms.spike(norm) is not None,
+        )
+        return combined(control.apply(view) for control in self.controls.values())
+
+    def _correct(
+        self,
+        gradients: Gradients,
+        displacement: WeightDisplacement | None,
+        metrics: dict[str, float],
+    ) -> float:
+        """Lets the controls correct the update that the optimizer is set for, and adds their
+        metrics; returns the corrected update's length over Adam's own."""
+        lengthened = 1.0
+        for control in self.controls.values():
+            correction = control.before_update(
+                UpdateView(
+                    gradients=gradients,
+                    update=self._view().next_update(),
+                    displacement=displacement,
+                )
+            )
+            metrics |= correction.metrics
+            lengthened *= correction.length
+            if correction.along != 0.0 and displacement is not None:
+                displacement.add(correction.along)
+        return lengthened
 
     def _view(self) -> AdamView:
         return AdamView(self.optimizer, self.settings, self.updates, self.last)
 
-    def _update_norm(self, gradients: Gradients | None, lengthened: float = 1.0) -> dict[str, float]:
-        """Length of the update just made, `lengthened` times that of Adam's part; 0 without one. Only where there are controls,
-        whose baselines are matched on it: it costs a sweep over Adam's state and an all-reduce of one scalar."""
-        if not self.controls:
+    def _update_norm(
+        self, gradients: Gradients | None, lengthened: float = 1.0
+    ) -> dict[str, float]:
+        """Length of the update just made, `lengthened` times that of Adam's part; 0 without one.
+        Only where it is asked for: it costs a sweep over Adam's state and an all-reduce of one
+        scalar."""
+        asked = self.settings.log_update_norm or any(
+            control.needs_update_norm for control in self.controls.values()
+        )
+        if not asked:
             return {}
         update = self._view().last_update() if gradients is not None else None
-        if gradients is None or update is None:
+        if gradients is None or update is None or self.last is None:
             return {"update/norm": 0.0}
-        return {"update/norm": lengthened * math.sqrt(squared_norm_of(gradients, update))}
+        norm = math.sqrt(squared_norm_of(gradients, update))
+        self.last = replace(self.last, norm=norm)
+        return {"update/norm": lengthened * norm}
 
     def state_dict(self) -> dict[str, Any]:
-        last = None if self.last is None else {"lr": self.last.lr, "beta1": self.last.beta1}
-        return {"steps": self.steps, "updates": self.updates, "nonfinite": self.nonfinite, "last": last}
+        last = self.last
+        return {
+            "steps": self.steps,
+            "updates": self.updates,
+            "nonfinite": self.nonfinite,
+            "last": None
+            if last is None
+            else {"lr": last.lr, "beta1": last.beta1, "norm": last.norm},
+            "norms": self.norms.values,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps, self.updates, self.nonfinite = state["steps"], state["updates"], state["nonfinite"]
+        self.steps, self.updates = state["steps"], state["updates"]
+        self.nonfinite = state["nonfinite"]
         self.last = None if state["last"] is None else TakenStep(**state["last"])
+        # Absent in checkpoints of earlier versions.
+        self.norms = NormHistory(state.get("norms", ()))
+
+
+def combined(decisions: Iterable[Decision]) -> Decision:
+    """Factors multiply, the last word on beta1 and on the norm counts, any may skip."""
+    whole = Decision()
+    for each in decisions:
+        whole = Decision(
+            skip=whole.skip or each.skip,
+            lr_scale=whole.lr_scale * each.lr_scale,
+            gradient_scale=whole.gradient_scale * each.gradient_scale,
+            beta1=whole.beta1 if each.beta1 is None else each.beta1,
+            norm_before=each.norm_before if whole.norm_before is None else whole.norm_before,
+            norm_after=whole.norm_after if each.norm_after is None else each.norm_after,
+            metrics={**whole.metrics, **each.metrics},
+        )
+    return whole
 
 
 def clip_to(gradients: Gradients, norm: float, limit: float | None) -> None:
-    """Scales all gradients in place so that their global norm is at most `limit`; copies are scaled alike."""
+    """Scales all gradients in place so that their global norm is at most `limit`; copies are scaled
+    alike."""
     if limit is not None and norm > limit:
-        torch._foreach_mul_([shard.grad for shard in gradients.shards], limit / (norm + CLIP_EPSILON))
+        scale(gradients, limit / (norm + CLIP_EPSILON))

@@ -1,36 +1,52 @@
-"""The Ray cluster that engines live in."""
+"""The Ray cluster that engines live in.
+
+Invariant: Ray hands none of the trainer's GPUs to an engine: on a Ray of our own they are hidden
+from it, on a cluster that was there before an actor holds them.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from typing import Any
 
-from megatron_async_rl.observe import watch
-from megatron_async_rl.observe.processes import RUN_ID_VARIABLE
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ray_get
+from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 
 OBJECT_STORE_BYTES = 256 * 2**20
+RESERVE_S = 60.0
 
 
-def join_ray(trainer_gpus: int, *, quiet: bool = False) -> None:
-    """The cluster named by RAY_ADDRESS, or one of our own on this machine that ends with this process.
+class TrainerDevicesTaken(RuntimeError):
+    """Another job of the cluster has GPUs that the trainer's ranks use."""
 
-    `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must not hand out. `quiet`: Ray says
-    on this terminal only what went wrong.
+
+def join_ray(trainer_gpus: int, *, quiet: bool = False) -> Any:
+    """The cluster named by RAY_ADDRESS, or one of our own on this machine that ends with this
+    process. Returns what holds the trainer's GPUs: keep it until the run ends.
+
+    `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must
+    not hand out. `quiet`: Ray says on this terminal only what went wrong. Raises
+    TrainerDevicesTaken.
     """
     import ray
 
     level = logging.ERROR if quiet else logging.INFO
     if os.environ.get("RAY_ADDRESS"):
-        # Actors on a cluster that was there before inherit nothing: by these they are watched, and found at the end.
-        inherited = {name: os.environ[name] for name in (RUN_ID_VARIABLE, watch.INHERITED) if name in os.environ}
+        # Actors on a cluster that was there before inherit nothing: by these they are watched, and
+        # found at the end.
+        inherited = {
+            name: os.environ[name]
+            for name in (RUN_ID_VARIABLE, watch.INHERITED)
+            if name in os.environ
+        }
         ray.init(log_to_driver=False, logging_level=level, runtime_env={"env_vars": inherited})
-        return
-    if trainer_gpus:
-        import torch
+        return reserve(visible_gpus()[:trainer_gpus]) if trainer_gpus else None
 
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[trainer_gpus:])
+    if trainer_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[trainer_gpus:])
     ray.init(
         address="local",
         include_dashboard=False,
@@ -39,3 +55,50 @@ def join_ray(trainer_gpus: int, *, quiet: bool = False) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         num_cpus=os.cpu_count(),
     )
+    return None
+
+
+def visible_gpus() -> list[str]:
+    """This process's GPUs, in the order in which ranks take them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return visible.split(",")
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def reserve(gpus: Sequence[str]) -> Any:
+    """An actor on this machine that holds just these GPUs of the cluster and does nothing. Raises
+    TrainerDevicesTaken where others have them."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    holder = (
+        ray.remote(_Reservation)
+        .options(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=here)
+        .remote()
+    )
+    fix = "wait for the other jobs of this Ray cluster, or give the trainer other GPUs"
+    try:
+        held = ray_get(holder.gpus.remote(), "Ray to reserve the trainer's GPUs", RESERVE_S)
+    except DeadlineExceeded:
+        ray.kill(holder)
+        raise TrainerDevicesTaken(
+            f"Ray has no {len(gpus)} free GPUs on this machine for the trainer's ranks; {fix}"
+        ) from None
+    if sorted(held) != sorted(gpus):
+        ray.kill(holder)
+        raise TrainerDevicesTaken(
+            f"the trainer's ranks use GPUs {', '.join(gpus)}, and of those Ray has handed out some:"
+            f" free are {', '.join(sorted(held))}; {fix}"
+        )
+    return holder
+
+
+class _Reservation:
+    def gpus(self) -> list[str]:
+        import ray
+
+        return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]

@@ -2,9 +2,11 @@
 
 Invariants:
 - the tokens of a prefix keep their log-probs and versions; what is sampled comes after them;
-- a continuation draws with a seed of its own: with that of the first part it would repeat the first part's draws;
-- a stop string ends a response wherever it stands in the text we decode: also across the end of the prefix, which vLLM takes
-  for a prompt and does not search, and where vLLM's tokenizer puts the tokens together differently from ours.
+- a continuation draws with a seed of its own: with that of the first part it would repeat the first
+  part's draws;
+- a stop string ends a response wherever it stands in the text we decode: also across the end of the
+  prefix, which vLLM takes for a prompt and does not search, and where vLLM's tokenizer puts the
+  tokens together differently from ours.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_async_rl.samples.requests import Prefix, Request
+from megatron_async_rl.samples.types import PartialResponse, Request
 
 
 def sample_seed(run_seed: int, group: int, sample: int, prefix: int = 0) -> int:
-    """Seed of one response, 63 bits: of the run's seed, the response's place in it and its prefix's length, of nothing else."""
+    """Seed of one response, 63 bits: of the run's seed, the response's place in it and its prefix's
+    length, of nothing else."""
     place = f"{run_seed}/{group}/{sample}" + (f"/{prefix}" if prefix else "")
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -29,32 +32,37 @@ def require_room(request: Request, max_tokens: int) -> None:
     length = 0 if request.prefix is None else len(request.prefix.response_ids)
     if length >= max_tokens:
         raise ValueError(
-            f"request {request.id} has a prefix of {length} tokens and rollout.sampling.max_tokens is {max_tokens}: "
-            "nothing is left to sample"
+            f"request {request.id} has a prefix of {length} tokens and rollout.sampling.max_tokens"
+            f" is {max_tokens}: nothing is left to sample"
         )
 
 
-def joined(prefix: Prefix | None, sampled: Prefix | None) -> Prefix | None:
+def joined(
+    prefix: PartialResponse | None, sampled: PartialResponse | None
+) -> PartialResponse | None:
     """`sampled` after `prefix`."""
     if prefix is None or sampled is None:
         return prefix or sampled
-    return Prefix(
+    return PartialResponse(
         response_ids=np.concatenate([prefix.response_ids, sampled.response_ids]),
         behavior_logprobs=np.concatenate([prefix.behavior_logprobs, sampled.behavior_logprobs]),
         versions=np.concatenate([prefix.versions, sampled.versions]),
     )
 
 
-def first(tokens: Prefix, length: int) -> Prefix:
-    return Prefix(
+def first(tokens: PartialResponse, length: int) -> PartialResponse:
+    return PartialResponse(
         response_ids=tokens.response_ids[:length],
         behavior_logprobs=tokens.behavior_logprobs[:length],
         versions=tokens.versions[:length],
     )
 
 
-def stopped_length(ids: Sequence[int], prefix: int, stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int | None:
-    """Tokens up to and with the one that first completes a string of `stop`, None without. The first `prefix` complete none."""
+def stopped_length(
+    ids: Sequence[int], prefix: int, stop: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> int | None:
+    """Tokens up to and with the one that first completes a string of `stop`, None without. The
+    first `prefix` complete none."""
 
     def stopped(length: int) -> bool:
         text = decode(ids[:length])

@@ -1,40 +1,48 @@
-"""One vLLM engine: requests in, scored samples out, new weights in between, in flight.
+"""One vLLM engine, as a Ray actor: requests in, scored samples out, new weights in between, in
+flight.
 
 Invariants:
-- every token carries the number of the weights that sampled it, from vLLM's own spans; a gap in them is an error;
-- `in_flight: keep`: running requests keep their key-value cache through an update, so tokens after it attend to keys and
-  values of the weights before it. The prefix cache is off: its entries would outlive the update too, vLLM can clear it only
-  by recomputing every running request, and a new response would begin on keys and values of old weights;
-- `in_flight: recompute`: no key or value outlives a pause. Running requests keep their tokens and their place in the draws
-  of their seed, and their prompt and response so far are read again by the weights that sample on. The prefix cache is on;
-- nothing is sampled while paused or asleep (`phase.py` has the states). On a GPU sleeping gives up the weights' and the
-  cache's memory, so there it recomputes in both modes; on a CPU it is a pause;
-- `report` raises once vLLM's process has ended, and once a request has failed; nothing is sampled for anybody after that.
+- all that the engine and vLLM's processes write goes to the engine's log file, and the environment
+  that vLLM reads is set, before vLLM is imported: so it is imported in `start`;
+- every token carries the number of the weights that sampled it, from vLLM's own spans; a gap in
+  them is an error;
+- `in_flight: keep`: running requests keep their key-value cache through an update, so tokens after
+  it attend to keys and values of the weights before it. The prefix cache is off: its entries would
+  outlive the update too, vLLM can clear it only by recomputing every running request, and a new
+  response would begin on keys and values of old weights;
+- `in_flight: recompute`: no key or value outlives a pause. Running requests keep their tokens and
+  their place in the draws of their seed, and their prompt and response so far are read again by the
+  weights that sample on. The prefix cache is on;
+- nothing is sampled while paused or asleep (`engine_state.py` has the states). On a GPU sleeping
+  gives up the weights' and the cache's memory, so there it recomputes in both modes; on a CPU it is
+  a pause;
+- `report` raises once vLLM's process has ended, and once a request has failed; nothing is sampled
+  for anybody after that.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import TypeVar
-
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-from vllm.v1.engine.async_llm import AsyncLLM
+import os
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_async_rl.data.tokenizer import load_tokenizer
-from megatron_async_rl.observe import watch
-from megatron_async_rl.rollout.busy import BusyClock
-from megatron_async_rl.rollout.diary import Diary
-from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
-from megatron_async_rl.rollout.phase import Phase
-from megatron_async_rl.rollout.pulse import EngineDied, Pulse
-from megatron_async_rl.rollout.responses import Responses
-from megatron_async_rl.rollout.rewards import load_reward
+from megatron_async_rl.rollout.engine_state import BusyClock, EngineState, EngineTimeline
+from megatron_async_rl.rollout.health_check import EngineDied, HealthCheck
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.requests import EngineReport, Request
-from megatron_async_rl.weights.receive import plain
-from megatron_async_rl.weights.shared_memory import BucketRef
+from megatron_async_rl.rollout.vllm_plugin import environment
+from megatron_async_rl.samples.types import EngineReport, Request
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.deadline import name_this_process
+from megatron_async_rl.watchdog.logs import redirect_output
+from megatron_async_rl.weights.manifest import BucketRef, Manifest
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megatron_async_rl.rollout.responses import Responses
 
 STOP_S = 10.0
 """Grace before vLLM kills its engine process. A killed one leaves small files in /dev/shm."""
@@ -46,129 +54,179 @@ ALIVE_POLL_S = 1.0
 
 
 class RolloutEngine:
-    """Used by one event loop. Call `start` first; responses may be sampled while weights are loaded."""
+    """Used by one event loop. Call `start` first; responses may be sampled while weights are
+    loaded."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        redirect_output(spec.log)
+        name_this_process(spec.name)
+        watch.join(spec.name)
+        os.environ.update(environment(spec))
         self.spec = spec
-        reward = spec.rollout.reward
-        self._tokenizer = load_tokenizer(spec.model_path)
-        self._scorer = Scorer(load_reward(reward.name), timeout_s=reward.timeout_s)
-        self._phase = Phase(spec.name)
-        self._diary = Diary(spec.run_dir, spec.name, self._phase)
-        self._busy = BusyClock(self._diary.turned)
+        self._state = EngineState(spec.name)
+        self._timeline = EngineTimeline(spec.run_dir, spec.name, self._state)
+        self._busy = BusyClock(self._timeline.changed)
         self._version = spec.first_version
         self._llm: AsyncLLM | None = None
         self._responses: Responses | None = None
+        self._scorer = Scorer(spec.rollout.reward)
         self._sampled = 0
-        self._pulse = Pulse(lambda: self._vllm().get_weight_version(), lambda: self._vllm().errored)
+        self._health = HealthCheck(
+            lambda: self._vllm().get_weight_version(), lambda: self._vllm().errored
+        )
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts vLLM and stamps the weights it loaded with `spec.first_version`. Raises what vLLM raises."""
-        self._llm = AsyncLLM.from_engine_args(engine_arguments(self.spec))
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"version": self.spec.first_version}))
-        await self._llm.update_weight_version(str(self.spec.first_version))
-        sampling = sampling_parameters(self.spec, self._tokenizer.eos_ids)
-        self._responses = Responses(self._llm, self.spec, sampling, self._tokenizer, self._scorer, self._busy)
+        """Starts vLLM and numbers the weights it loaded `spec.first_version`. Raises what vLLM
+        raises."""
+        with watch.phase("starting vLLM", self.spec.rollout.start_timeout_s):
+            await self._start()
+        watch.fact("engine", self.describe)
+
+    async def _start(self) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
+        from megatron_async_rl.rollout.responses import Responses
+
+        spec, tokenizer = self.spec, load_tokenizer(self.spec.model_path)
+        self._scorer.start()
+        self._llm = AsyncLLM.from_engine_args(engine_arguments(spec))
+        await self._llm.init_weight_transfer_engine(
+            WeightTransferInitRequest(
+                init_info={"version": spec.first_version, "transport": spec.transport}
+            )
+        )
+        await self._llm.update_weight_version(str(spec.first_version))
+
+        await self._scorer.ready()
+        sampling = sampling_parameters(spec, tokenizer.eos_ids)
+        self._responses = Responses(self._llm, spec, sampling, tokenizer, self._scorer, self._busy)
         self._watch = asyncio.create_task(self._watch_vllm(self._responses))
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Takes requests for one response each. Raises ValueError for one it works on already, or with nothing left to sample."""
+        """Takes requests for one response each. Raises ValueError for one it works on already, or
+        with nothing left to sample."""
         await self._started().submit(requests)
 
-    async def cut(self, ids: Sequence[str]) -> None:
-        """Stops these requests where they stand; unknown ids are ignored."""
-        await self._started().cut(ids)
+    async def abort(self, ids: Sequence[str]) -> None:
+        """Stops these requests where they stand; each is then in a report, as `aborted`, or as
+        `finished` if it was quicker. Unknown ids are ignored."""
+        await self._started().abort(ids)
 
     async def report(self, timeout_s: float) -> EngineReport:
-        """As soon as a response was finished or cut, and after `timeout_s` at the latest. Raises what ended the engine."""
+        """Answers as soon as a response was finished or aborted, after `timeout_s` at the latest.
+        Raises what ended the engine."""
         responses = self._started()
-        finished, cut = await responses.outbox.take(timeout_s)
-        before, self._sampled = self._sampled, 0 if finished or cut else responses.sampled
+        finished, aborted = await responses.reports.take(timeout_s)
+        before, self._sampled = self._sampled, 0 if finished or aborted else responses.sampled
         return EngineReport(
             finished=finished,
-            cut=cut,
-            state=self._phase.state,
+            aborted=aborted,
+            state=self._state.state,
             version=self._version,
             running=responses.running,
             tokens=responses.tokens,
             busy_s=self._busy.seconds,
-            silent_s=self._pulse.silent_s,
+            silent_s=self._health.silent_s,
             sampling=self._sampled > before,
         )
 
-    async def update(self, buckets: Sequence[BucketRef], version: int, digests: Mapping[str, str]) -> dict[str, str]:
-        """Pauses, loads every bucket of `version`, and resumes if what was loaded has just these `digests`; else it stays paused.
+    async def update(self, version: int, manifest: Manifest) -> dict[str, str]:
+        """Pauses, loads every bucket of `version`, and samples on if what was loaded has just the
+        manifest's digests; else it stays stopped. One that sleeps wakes.
 
-        Returns name -> digest of every tensor as loaded. Raises what `pause`, `load_bucket` and `resume` raise.
+        Returns name -> digest of every tensor as loaded. Raises what `pause`, `load_bucket`,
+        `wake` and `resume` raise.
         """
-        await self.pause()
+        asleep = self._state.state == "asleep"
+        await (self.wake(("weights",)) if asleep else self.pause())
         loaded: dict[str, str] = {}
-        for index, bucket in enumerate(buckets):
-            loaded = await self.load_bucket(bucket, version, index == 0, index == len(buckets) - 1)
-        if loaded == digests:
-            await self.resume()
+        last = len(manifest.buckets) - 1
+        for index, bucket in enumerate(manifest.buckets):
+            loaded = await self.load_bucket(bucket, version, index == 0, index == last)
+
+        if loaded == manifest.digests:
+            await (self.wake() if asleep else self.resume())
         return loaded
 
     async def pause(self) -> None:
-        """Returns when no forward pass is running. Requests in flight keep their place. Raises WrongPhase when asleep."""
-        self._phase.require_awake("pause")
+        """Returns when no forward pass is running. Requests in flight keep their place. Raises
+        WrongState when asleep."""
+        self._state.require_awake("pause")
         await self._stop_sampling("pause")
-        self._phase.pause()
+        self._state.pause()
         self._busy.pause(True)
 
-    async def load_bucket(self, bucket: BucketRef, version: int, first: bool, last: bool) -> dict[str, str]:
-        """Loads one bucket of the update to `version`; `first` opens the update, `last` closes it and numbers the weights.
+    async def load_bucket(
+        self, bucket: BucketRef, version: int, first: bool, last: bool
+    ) -> dict[str, str]:
+        """Loads one bucket of the update to `version`; `first` opens the update, `last` closes it
+        and numbers the weights.
 
-        Returns, with the last bucket, name -> digest of every tensor of the update as loaded. Raises WrongPhase unless paused
-        or asleep with its weights awake, ValueError for a version that is not newer, RuntimeError for an update that left out
-        a parameter.
+        Returns, with the last bucket, name -> digest of every tensor of the update as loaded.
+        Raises WrongState unless paused or asleep with its weights awake, ValueError for a version
+        that is not newer, RuntimeError for an update that left out a parameter.
         """
-        self._phase.require_loadable()
-        self._diary.load()
+        self._state.require_loadable()
+        self._timeline.load()
         engine = self._vllm()
-        load = engine.collective_rpc("load_weight_bucket", args=(plain(bucket), version, first, last))
+        load = engine.collective_rpc(
+            "load_weight_bucket", args=(bucket.as_plain(), version, first, last)
+        )
         answers = await self._while_alive(f"load weights of version {version}", load)
         digests: dict[str, str] = answers[0]
         for rank, other in enumerate(answers):
             if other != digests:
-                differ = sorted(name for name in digests.keys() | other.keys() if digests.get(name) != other.get(name))
-                raise RuntimeError(f"{self.spec.name}: workers 0 and {rank} loaded different weights: {', '.join(differ[:8])}")
+                differ = sorted(
+                    name
+                    for name in digests.keys() | other.keys()
+                    if digests.get(name) != other.get(name)
+                )
+                raise RuntimeError(
+                    f"{self.spec.name}: workers 0 and {rank} loaded different weights:"
+                    f" {', '.join(differ[:8])}"
+                )
         if last:
-            await self._while_alive(f"number its weights {version}", engine.update_weight_version(str(version)))
+            await self._while_alive(
+                f"number its weights {version}", engine.update_weight_version(str(version))
+            )
             self._version = version
         return digests
 
     async def resume(self) -> None:
-        """Raises WrongPhase when asleep."""
-        self._phase.require_awake("resume")
+        """Raises WrongState when asleep."""
+        self._state.require_awake("resume")
         await self._while_alive("resume", self._vllm().resume_generation())
-        self._phase.resume()
+        self._state.resume()
         self._busy.pause(False)
 
     async def sleep(self) -> None:
-        """Stops sampling and, on a GPU, moves the weights to host memory and gives up the cache. Requests in flight stay.
+        """Stops sampling and, on a GPU, moves the weights to host memory and gives up the cache.
+        Requests in flight stay.
 
-        Raises WrongPhase when asleep already.
+        Raises WrongState when asleep already.
         """
-        self._phase.require_awake("sleep")
+        self._state.require_awake("sleep")
         if self.spec.device == "cuda":
             await self._while_alive("sleep", self._vllm().sleep(level=1, mode="keep"))
         else:
             await self._stop_sampling("sleep")
-        self._phase.sleep()
+        self._state.sleep()
         self._busy.pause(True)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Wakes `weights`, `kv_cache` or, with None, what sleeps; sampling goes on once both are awake.
+        """Wakes `weights`, `kv_cache` or, with None, what sleeps; sampling goes on once both are
+        awake.
 
-        Raises WrongPhase for what is awake, ValueError for anything else.
+        Raises WrongState for what is awake, ValueError for anything else.
         """
-        sleepers = self._phase.sleepers(tags)
+        sleepers = self._state.sleepers(tags)
         if self.spec.device == "cuda":
             await self._while_alive("wake", self._vllm().wake_up(list(sleepers)))
-        self._phase.wake(sleepers)
-        if self._phase.runs:
+        self._state.wake(sleepers)
+        if self._state.runs:
             await self.resume()
 
     async def version(self) -> int:
@@ -184,25 +242,29 @@ class RolloutEngine:
         if self._llm is not None:
             self._llm.shutdown(timeout=STOP_S)
             self._llm = None
-        self._diary.close()
+        self._timeline.close()
 
     async def _stop_sampling(self, what: str) -> None:
-        if not self._phase.runs:
+        if not self._state.runs:
             return
+        from megatron_async_rl.weights.vllm_private import pause_scheduler
+
         clear = self.spec.rollout.in_flight == "recompute"
-        # AsyncLLM.pause_generation does just this and then sleeps 20 ms to order outputs for its callers; we need no order.
-        await self._while_alive(what, self._vllm().engine_core.pause_scheduler_async(mode="keep", clear_cache=clear))
+        await self._while_alive(what, pause_scheduler(self._vllm(), clear_cache=clear))
 
     async def _watch_vllm(self, responses: Responses) -> None:
         try:
-            await self._pulse.until_dead()
+            await self._health.until_dead()
         except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
-            responses.outbox.fail(error)
+            responses.reports.fail(error)
         else:
-            responses.outbox.fail(EngineDied(self.spec, f"it worked on {responses.running} responses"))
+            responses.reports.fail(
+                EngineDied(self.spec, f"it worked on {responses.running} responses")
+            )
 
     async def _while_alive(self, what: str, call: Awaitable[Result]) -> Result:
-        """Awaits `call`, which vLLM leaves unanswered for ever when its process ends. Raises EngineDied then."""
+        """Awaits `call`, which vLLM leaves unanswered for ever when its process ends. Raises
+        EngineDied then."""
         task = asyncio.ensure_future(call)
         with watch.doing("wait", f"vLLM to {what}"):
             while not (await asyncio.wait((task,), timeout=ALIVE_POLL_S))[0]:
@@ -212,11 +274,13 @@ class RolloutEngine:
         return task.result()
 
     def describe(self) -> str:
-        """One line on how it stands, for whoever asks why nothing moves. Called from another thread."""
+        """One line on how it stands, for whoever asks why nothing moves. Called from another
+        thread."""
         responses = self._started()
         return (
-            f"{self._phase.state}, version {self._version}, {responses.running} responses running, the oldest for "
-            f"{responses.oldest_s:.0f} s, vLLM silent for {self._pulse.silent_s:.0f} s"
+            f"{self._state.state}, version {self._version}, {responses.running} responses running,"
+            f" the oldest for {responses.oldest_s:.0f} s, vLLM silent for"
+            f" {self._health.silent_s:.0f} s"
         )
 
     def _vllm(self) -> AsyncLLM:

@@ -1,4 +1,4 @@
-"""What vLLM is started with and what each response is asked with: our settings in its words."""
+"""Arguments of vLLM and sampling parameters of each response: our settings in its words."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from vllm.config import WeightTransferConfig
 from vllm.sampling_params import RequestOutputKind
 
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.weights.plugin import TRANSPORTS, WORKER_EXTENSION
+from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """By its path: the short name `uni` is replaced by a second process on a CPU."""
 
 
 def sampling_parameters(spec: EngineSpec, eos_ids: Sequence[int]) -> SamplingParams:
-    """Of every response; each gets its seed and its own token limit besides."""
+    """Parameters of every response; each gets its seed and its own token limit besides."""
     sampling = spec.rollout.sampling
     return SamplingParams(
         temperature=sampling.temperature,
@@ -28,6 +28,9 @@ def sampling_parameters(spec: EngineSpec, eos_ids: Sequence[int]) -> SamplingPar
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        # A deep copy of them for each request, and vLLM's of that, would be the dearest part of a
+        # request. Only `seed` and `max_tokens` of a copy are ever changed.
+        skip_clone=True,
     )
 
 
@@ -44,7 +47,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=rollout.in_flight == "recompute",
         disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend=TRANSPORTS[spec.transport].backend),
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,
         **(_cpu_arguments(spec) if spec.device == "cpu" else _gpu_arguments(spec)),
     )
@@ -54,13 +57,15 @@ def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {
         # Of each worker; together they hold what the engine may.
         "kv_cache_memory_bytes": int(spec.rollout.kv_cache_gib * 2**30) // spec.rollout.tensor,
-        # Compiling takes up to 40 s of the first start and was not measurably faster in steady state.
+        # Compiling takes up to 40 s of the first start and was not measurably faster in steady
+        # state.
         "enforce_eager": True,
-        # A prompt cut in two draws a token that vLLM takes back, and a seeded CPU generator cannot be wound back: it raises.
-        # So vLLM reads a prompt, or a preempted request's prompt and response, in one step, and sees to it that one fits.
+        # A prompt cut in two draws a token that vLLM takes back, and a seeded CPU generator cannot
+        # be wound back: it raises. So vLLM reads a prompt, or a preempted request's prompt and
+        # response, in one step, and sees to it that one fits.
         "enable_chunked_prefill": False,
-        # Where one worker is enough the model runs in the engine's own process: vLLM's default on a CPU, a second one behind
-        # a queue, starts later and pays for the queue at every step.
+        # Where one worker is enough the model runs in the engine's own process: vLLM's default on a
+        # CPU, a second one behind a queue, starts later and pays for the queue at every step.
         "distributed_executor_backend": "mp" if spec.rollout.tensor > 1 else UNIPROC,
     }
 
@@ -69,6 +74,7 @@ def _gpu_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {
         "gpu_memory_utilization": spec.rollout.gpu_memory_utilization,
         "enable_sleep_mode": spec.rollout.placement == "colocated",
-        # In a Ray actor vLLM might choose Ray for its workers, and they would not end with the engine.
+        # In a Ray actor vLLM might choose Ray for its workers, and they would not end with the
+        # engine.
         "distributed_executor_backend": "mp" if spec.rollout.tensor > 1 else "uni",
     }

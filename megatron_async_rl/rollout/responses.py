@@ -1,19 +1,31 @@
-"""The responses an engine works on: submitted one by one, cut where they stand, scored as soon as they end.
+"""The responses an engine works on: submitted one by one, stopped where they stand, scored as soon
+as they end.
+
+    submit -> vLLM -> _arrived (in vLLM's output loop) -> _collect (one task) -> ReportQueue
+                                                              |                      ^
+                                                              +-> reward process ----+
 
 Invariants:
 - they are submitted as they come and finish in any order; nothing waits for a batch or a group;
-- every request that was taken ends in the outbox once: as a sample, as a cut, or with the failure that ended the engine;
-- a cut response has every token that vLLM had handed over by then, and no other; one that is being scored just finishes;
-- a sample's `behavior_logprobs` are those of the distribution it was drawn from: after temperature, by the engine itself;
-- the token that ended a response (end of sequence) is part of it: it was sampled, so it is trained on.
+- every request that was taken ends in the report queue once: as a sample, as an abort, or with the
+  failure that ended the engine;
+- an aborted response has every token that vLLM had handed over by then, and no other; one that is
+  being scored just finishes;
+- a sample's `behavior_logprobs` are those of the distribution it was drawn from: after temperature,
+  by the engine itself;
+- the token that ended a response (end of sequence) is part of it: it was sampled, so it is trained
+  on;
+- a file that cannot be written costs its line, not the engine.
 
-A response has no deadline of its own: vLLM's process is watched as a whole (`pulse.py`), and a reward has one (`scoring.py`).
+A response has no deadline of its own: vLLM's process is watched as a whole (`health_check.py`), and
+a reward has one (`scoring.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput
@@ -28,15 +41,24 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.rollout.busy import BusyClock
-from megatron_async_rl.rollout.completion import sampled_logprobs, token_versions
-from megatron_async_rl.rollout.continuation import first, joined, require_room, sample_seed, stopped_length
-from megatron_async_rl.rollout.outbox import Outbox
-from megatron_async_rl.rollout.pulse import EngineDied
+from megatron_async_rl.rollout.continuation import (
+    first,
+    joined,
+    require_room,
+    sample_seed,
+    stopped_length,
+)
+from megatron_async_rl.rollout.engine_state import BusyClock
+from megatron_async_rl.rollout.health_check import EngineDied
+from megatron_async_rl.rollout.report_queue import ReportQueue
+from megatron_async_rl.rollout.rewards.registry import Scored
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import FinishReason, Sample
-from megatron_async_rl.samples.requests import Cut, Prefix, Request
+from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
+from megatron_async_rl.weights.vllm_private import on_output, tokens_so_far
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -45,7 +67,7 @@ class _Running:
     started_at: float = field(default_factory=time.time)
     in_vllm: str | None = None
     """vLLM's own id of the request, once it has it."""
-    cut: bool = False
+    aborted: bool = False
 
     @property
     def prefix_length(self) -> int:
@@ -56,7 +78,13 @@ class Responses:
     """Used by one event loop."""
 
     def __init__(
-        self, llm: AsyncLLM, spec: EngineSpec, sampling: SamplingParams, tokenizer: Tokenizer, scorer: Scorer, busy: BusyClock
+        self,
+        llm: AsyncLLM,
+        spec: EngineSpec,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        scorer: Scorer,
+        busy: BusyClock,
     ) -> None:
         self._llm = llm
         self._spec = spec
@@ -65,11 +93,16 @@ class Responses:
         self._scorer = scorer
         self._busy = busy
         self._running: dict[str, _Running] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._arrived: list[tuple[_Running, Any]] = []
+        """Outputs of vLLM for responses that ended, in order."""
+        self._arrival = asyncio.Event()
+        self._collector = asyncio.create_task(self._collect())
+        self._being_scored: set[asyncio.Task[None]] = set()
         self._numbered = 0
-        self.outbox = Outbox()
+        self._log_failed = False
+        self.reports = ReportQueue()
         self.tokens = 0
-        """Of finished samples, prefixes included."""
+        """Response tokens of finished samples, prefixes included."""
 
     @property
     def running(self) -> int:
@@ -78,15 +111,18 @@ class Responses:
     @property
     def oldest_s(self) -> float:
         """Seconds since the longest-running response was taken; 0 when there is none."""
-        return max((time.time() - entry.started_at for entry in self._running.copy().values()), default=0.0)
+        return max(
+            (time.time() - entry.started_at for entry in self._running.copy().values()), default=0.0
+        )
 
     @property
     def sampled(self) -> int:
         """Tokens that vLLM has handed over so far of the responses it works on."""
-        return sum(state.detokenizer.num_output_tokens() for state in self._llm.output_processor.request_states.values())
+        return tokens_so_far(self._llm)
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Raises ValueError, before any is taken, for a request that is running or whose prefix leaves nothing to sample."""
+        """Raises ValueError, before any is taken, for a request that is running or whose prefix
+        leaves nothing to sample."""
         ids = [request.id for request in requests]
         twice = [one for one, count in Counter([*ids, *self._running]).items() if count > 1]
         if twice:
@@ -98,93 +134,137 @@ class Responses:
         for entry in entries:
             await self._hand_over(entry)
 
-    async def cut(self, ids: Sequence[str]) -> None:
+    async def abort(self, ids: Sequence[str]) -> None:
         entries = [self._running[one] for one in ids if one in self._running]
         for entry in entries:
-            entry.cut = True
-        # vLLM answers an abort with everything it has handed over of the response so far, and forgets what comes later.
-        await self._llm.abort([entry.in_vllm for entry in entries if entry.in_vllm is not None], internal=True)
+            entry.aborted = True
+        # vLLM answers an abort with everything it has handed over of the response so far, and
+        # forgets what comes later.
+        await self._llm.abort(
+            [entry.in_vllm for entry in entries if entry.in_vllm is not None], internal=True
+        )
 
     def close(self) -> None:
-        for task in self._tasks:
+        for task in (self._collector, *self._being_scored):
             task.cancel()
 
     async def _hand_over(self, entry: _Running) -> None:
-        if entry.cut:
-            self._end(entry, Cut(id=entry.request.id, prefix=entry.request.prefix))
+        if entry.aborted:
+            self._end(entry, Aborted(id=entry.request.id, partial=entry.request.prefix))
             return
+
         request, prefix = entry.request, entry.request.prefix
-        parameters = self._sampling.clone()
-        parameters.seed = sample_seed(self._spec.seed, request.group, request.k, entry.prefix_length)
+        parameters = self._sampling.clone()  # shallow: `sampling_parameters` asks for it
+        parameters.seed = sample_seed(
+            self._spec.seed, request.group, request.k, entry.prefix_length
+        )
         parameters.max_tokens = self._spec.rollout.sampling.max_tokens - entry.prefix_length
         ids = [*request.prompt.token_ids, *(() if prefix is None else prefix.response_ids.tolist())]
         self._numbered += 1
         try:
-            answer = await self._llm.add_request(f"{self._spec.index}-{self._numbered}", tokens_input(ids), parameters)
+            answer = await self._llm.add_request(
+                f"{self._spec.index}-{self._numbered}", tokens_input(ids), parameters
+            )
         except Exception as error:
-            self.outbox.fail(error)
+            self.reports.fail(error)
             raise
-        entry.in_vllm = answer.request_id
-        if entry.cut:
-            await self._llm.abort(answer.request_id, internal=True)
-        task = asyncio.create_task(self._see_through(entry, answer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
-    async def _see_through(self, entry: _Running, answer: Any) -> None:
-        try:
-            self._busy.begin()
-            try:
-                completion = (await answer.get()).outputs[0]  # FINAL_ONLY: there is one
-            finally:
+        entry.in_vllm = answer.request_id
+        self._busy.begin()
+        on_output(answer, lambda output: self._on_output(entry, output))
+        if entry.aborted:
+            await self._llm.abort(answer.request_id, internal=True)
+
+    def _on_output(self, entry: _Running, output: Any) -> None:
+        """Called by vLLM's output loop, which an exception would end: so it is only noted here."""
+        self._arrived.append((entry, output))
+        self._arrival.set()
+
+    async def _collect(self) -> None:
+        """One task for all responses: a task, an event and two wake-ups for each would cost more
+        than all that is done for a short one."""
+        while True:
+            await self._arrival.wait()
+            self._arrival.clear()
+            arrived, self._arrived = self._arrived, []
+            for entry, output in arrived:
                 self._busy.end()
                 entry.in_vllm = None
-            self._end(entry, await self._outcome(entry, completion))
-        except EngineDeadError:
-            self.outbox.fail(EngineDied(self._spec, f"it worked on {len(self._running)} responses"))
-        except Exception as error:  # noqa: BLE001 - the reader of the outbox raises it
-            self.outbox.fail(error)
-        finally:
-            answer.close()
+                try:
+                    self._conclude(entry, output)
+                except EngineDeadError:
+                    working = f"it worked on {len(self._running)} responses"
+                    self.reports.fail(EngineDied(self._spec, working))
+                except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
+                    self.reports.fail(error)
 
-    def _end(self, entry: _Running, outcome: Sample | Cut) -> None:
-        self._running.pop(entry.request.id, None)
-        self.outbox.put(outcome)
-
-    async def _outcome(self, entry: _Running, completion: CompletionOutput) -> Sample | Cut:
-        """Raises RuntimeError for a response that vLLM ended for a reason of its own."""
-        request = entry.request
+    def _conclude(self, entry: _Running, output: Any) -> None:
+        """Raises what vLLM reported in place of a response, and RuntimeError for a response that it
+        ended for a reason of its own."""
+        if isinstance(output, Exception):
+            raise output
+        completion: CompletionOutput = output.outputs[0]  # FINAL_ONLY: there is one
         sampled = None
         if len(completion.token_ids):
-            sampled = Prefix(
+            sampled = PartialResponse(
                 response_ids=np.asarray(completion.token_ids, dtype=np.int32),
                 behavior_logprobs=sampled_logprobs(completion),
                 versions=token_versions(completion),
             )
+
+        request = entry.request
         tokens = joined(request.prefix, sampled)
         reason: FinishReason = "length" if completion.finish_reason == "length" else "stop"
         if tokens is not None:
             stop = self._spec.rollout.sampling.stop
-            stopped = stopped_length(tokens.response_ids.tolist(), entry.prefix_length, stop, self._tokenizer.decode)
+            stopped = stopped_length(
+                tokens.response_ids.tolist(), entry.prefix_length, stop, self._tokenizer.decode
+            )
             if stopped is not None:
-                return await self._sample(entry, first(tokens, stopped), "stop")
-        if entry.cut and completion.finish_reason == "abort":
-            return Cut(id=request.id, prefix=tokens)
+                self._score(entry, first(tokens, stopped), "stop")
+                return
+
+        if entry.aborted and completion.finish_reason == "abort":
+            self._end(entry, Aborted(id=request.id, partial=tokens))
+            return
         if tokens is None or completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(
-                f"{self._spec.name} ended its response to prompt {request.prompt.id!r} with finish reason "
-                f"{completion.finish_reason!r}; see {self._spec.log}"
+                f"{self._spec.name} ended its response to prompt {request.prompt.id!r} with finish"
+                f" reason {completion.finish_reason!r}; see {self._spec.log}"
             )
-        return await self._sample(entry, tokens, reason)
+        self._score(entry, tokens, reason)
 
-    async def _sample(self, entry: _Running, tokens: Prefix, reason: FinishReason) -> Sample:
+    def _score(self, entry: _Running, tokens: PartialResponse, reason: FinishReason) -> None:
         prompt = entry.request.prompt
         text = self._tokenizer.decode(tokens.response_ids.tolist())
-        scored = await self._scorer.score(prompt, text)
+        if self._scorer.inline:
+            scored = self._scorer.score_inline(prompt, text)
+            self._finish(entry, tokens, reason, text, scored)
+            return
+
+        async def score() -> None:
+            try:
+                scored = await self._scorer.score(prompt, text)
+                self._finish(entry, tokens, reason, text, scored)
+            except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
+                self.reports.fail(error)
+
+        task = asyncio.create_task(score())
+        self._being_scored.add(task)
+        task.add_done_callback(self._being_scored.discard)
+
+    def _finish(
+        self,
+        entry: _Running,
+        tokens: PartialResponse,
+        reason: FinishReason,
+        text: str,
+        scored: Scored,
+    ) -> None:
         length = len(tokens.response_ids)
         sample = Sample(
             id=entry.request.id,
-            prompt=prompt,
+            prompt=entry.request.prompt,
             response_ids=tokens.response_ids,
             behavior_logprobs=tokens.behavior_logprobs,
             versions=tokens.versions,
@@ -200,7 +280,11 @@ class Responses:
         self.tokens += length
         if scored.error is not None:
             self._record_failure(sample)
-        return sample
+        self._end(entry, sample)
+
+    def _end(self, entry: _Running, outcome: Sample | Aborted) -> None:
+        self._running.pop(entry.request.id, None)
+        self.reports.put(outcome)
 
     def _record_failure(self, sample: Sample) -> None:
         line = {
@@ -210,5 +294,51 @@ class Responses:
             "response": sample.text,
             "error": sample.reward_error,
         }
-        with open(self._spec.reward_log, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        try:
+            with open(self._spec.reward_log, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        except OSError as error:
+            if not self._log_failed:
+                _log.warning("a failed reward was not written to its file: %s", error)
+            self._log_failed = True
+
+
+def token_versions(completion: CompletionOutput) -> NDArray[np.int32]:
+    """Weight version of each response token. Raises RuntimeError when vLLM's spans leave a token
+    without a numbered version."""
+    length = len(completion.token_ids)
+    spans = list(completion.weight_versions or ())
+    for span in spans:
+        if not span.version.isdecimal():
+            raise RuntimeError(
+                f"tokens {span.start} to {span.end} carry weight version {span.version!r}, which is"
+                " not a number"
+            )
+
+    # Nearly all responses, and short ones are many: one set of weights sampled all of it.
+    if len(spans) == 1 and (spans[0].start, spans[0].end) == (0, length):
+        return np.full(length, int(spans[0].version), dtype=np.int32)
+
+    versions = np.full(length, -1, dtype=np.int32)
+    for span in spans:
+        versions[span.start : span.end] = int(span.version)
+    if np.any(versions < 0):
+        without = np.flatnonzero(versions < 0).tolist()
+        raise RuntimeError(f"tokens {without} of {length} carry no weight version: {spans}")
+    return versions
+
+
+def sampled_logprobs(completion: CompletionOutput) -> NDArray[np.float32]:
+    """Log-prob of each response token, in nats. Raises RuntimeError when the engine did not report
+    exactly one for each."""
+    flat: Any = completion.logprobs
+    if flat is None or flat.token_ids != list(completion.token_ids):
+        raise RuntimeError(
+            f"the engine reported no log-probs of the {len(completion.token_ids)} tokens it sampled"
+        )
+    logprobs = np.asarray(flat.logprobs, dtype=np.float32)
+    if not np.all(np.isfinite(logprobs)):
+        raise RuntimeError(
+            f"the engine reported log-probs that are not finite: {logprobs.tolist()}"
+        )
+    return logprobs

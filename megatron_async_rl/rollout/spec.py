@@ -1,4 +1,4 @@
-"""What one engine is told at start. Plain data, picklable, imports neither torch nor vLLM."""
+"""Settings of one engine at its start. Plain data, picklable, imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megatron_async_rl.config.schema import RolloutConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """One vLLM engine. `index` is unique in the run and names its log, `engine-<index>.log` in `log_dir`."""
+    """One vLLM engine. `index` is unique in the run and names its log, `engine-<index>.log` in
+    `log_dir`."""
 
     index: int
     model_path: Path
@@ -23,18 +24,20 @@ class EngineSpec:
     device: Literal["cpu", "cuda"]
     log_dir: Path
     run_dir: Path | None = None
-    """Of the run in whose timeline the engine writes what it does; null: in none."""
+    """The run in whose timeline the engine writes what it does; null: none."""
     first_version: int = 0
-    """-1: weights that nobody vouches for. Sampling from them is an error until the first update numbers them."""
+    """-1: weights that nobody vouches for. Sampling from them is an error until the first update
+    numbers them."""
     threads: int = 1
     """OpenMP threads of the model on a CPU."""
     transport: str = "shared_memory"
-    """Key of `weights.plugin.TRANSPORTS`: how new weights arrive."""
+    """How new weights arrive: `weights.transport` of the configuration."""
 
     def __post_init__(self) -> None:
         if self.first_version < -1:
             raise ValueError(
-                f"engine {self.index}: first_version is {self.first_version}; versions count from 0, and -1 is none yet"
+                f"engine {self.index}: first_version is {self.first_version}; versions count from"
+                " 0, and -1 is none yet"
             )
 
     @property

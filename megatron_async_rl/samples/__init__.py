@@ -1,4 +1,4 @@
-"""The types that flow round the circle. They carry data and check their own invariants; they do nothing else."""
+"""The types that flow. They carry data and check their own invariants; they do nothing else."""
 
 from megatron_async_rl.samples.types import FinishReason, Group, Prompt, Sample, TrainBatch
 

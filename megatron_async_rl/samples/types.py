@@ -1,15 +1,19 @@
-"""Prompt -> Sample -> Group -> TrainBatch.
+"""The types that flow: prompts become samples, groups and train batches; requests go to engines,
+reports come back.
 
 Invariants, checked on construction:
-- every response token has exactly one behaviour log-prob, one weight version and one mask value;
+- every response token has exactly one behaviour log-prob, one weight version and one mask value,
+  and so has every token of a partial response;
 - step rewards, where there are any, are one per response token and sum to the reward;
 - weight versions never decrease along a response (engines only move forward);
 - the samples of a group answer the group's prompt;
-- no token of a train batch was sampled by weights newer than the batch's own version.
+- no token of a train batch was sampled by weights newer than the batch's own version;
+- a request is one response; its id, `<group>-<k>`, is the id of the sample that answers it.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,12 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "given"]
-"""`stop`: an end-of-sequence or stop condition; `length`: cut at the token limit (truncated); `given`: data, not sampled."""
+"""`stop`: an end-of-sequence or stop condition; `length`: cut at the token limit (truncated);
+`given`: data, not sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One question. `fields` holds every other key of its JSONL line (`answer`, `numbers`, ...), for the reward."""
+    """One question. `fields` holds every other key of its JSONL line (`answer`, `numbers`, ...),
+    for the reward."""
 
     id: str
     text: str
@@ -35,13 +41,50 @@ class Prompt:
             raise ValueError(f"prompt {self.id!r} has no tokens")
 
 
+def check_response(
+    name: str,
+    response_ids: NDArray[np.int32],
+    per_token: Mapping[str, NDArray[Any]],
+    reward: float,
+    reward_error: str | None,
+    step_rewards: NDArray[np.float32] | None,
+) -> None:
+    """Raises ValueError for a response that breaks an invariant. `per_token`: `versions` and the
+    other arrays that have an entry per response token."""
+    length = len(response_ids)
+    if length == 0:
+        raise ValueError(f"sample {name!r} has an empty response")
+    for key, values in per_token.items():
+        if len(values) != length:
+            raise ValueError(
+                f"sample {name!r}: {key} has {len(values)} entries for {length} response tokens"
+            )
+    versions = per_token["versions"]
+    if (versions[1:] < versions[:-1]).any():
+        raise ValueError(
+            f"sample {name!r}: weight versions decrease along the response: {versions.tolist()}"
+        )
+    if step_rewards is None:
+        return
+    if len(step_rewards) != length:
+        raise ValueError(
+            f"sample {name!r}: step_rewards has {len(step_rewards)} entries for {length} response"
+            " tokens"
+        )
+    total = float(np.sum(step_rewards, dtype=np.float64))
+    if reward_error is None and not np.isclose(total, reward, rtol=1e-5, atol=1e-5):
+        raise ValueError(
+            f"sample {name!r}: step rewards sum to {total}, and its reward is {reward}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
     """One response to one prompt.
 
-    Arrays have one entry per response token (length T):
-    response_ids int32, behavior_logprobs float32 (nats, after temperature, as the engine sampled them),
-    versions int32 (weight version that sampled the token), loss_mask uint8 (1 = trained on; 0 = environment token).
+    Arrays have one entry per response token (length T): response_ids int32, behavior_logprobs
+    float32 (nats, after temperature, as the engine sampled them), versions int32 (weight version
+    that sampled the token), loss_mask uint8 (1 = trained on; 0 = environment token).
     """
 
     id: str
@@ -57,34 +100,31 @@ class Sample:
     weight: float = 1.0
     """Per-sample weight of the `sft` loss; 1 for sampled responses."""
     step_rewards: NDArray[np.float32] | None = None
-    """Where the task rewards steps: the reward that came with each response token, [T]; sums to `reward`."""
+    """Where the task rewards steps: the reward that came with each response token, [T]; sums to
+    `reward`."""
     engine: int = 0
     started_at: float = 0.0
     finished_at: float = 0.0
 
     def __post_init__(self) -> None:
-        length = len(self.response_ids)
-        if length == 0:
-            raise ValueError(f"sample {self.id!r} has an empty response")
-        for name in ("behavior_logprobs", "versions", "loss_mask"):
-            if len(getattr(self, name)) != length:
-                raise ValueError(
-                    f"sample {self.id!r}: {name} has {len(getattr(self, name))} entries for {length} response tokens"
-                )
-        if np.any(np.diff(self.versions) < 0):
-            raise ValueError(f"sample {self.id!r}: weight versions decrease along the response: {self.versions.tolist()}")
-        if self.step_rewards is not None:
-            if len(self.step_rewards) != length:
-                raise ValueError(
-                    f"sample {self.id!r}: step_rewards has {len(self.step_rewards)} entries for {length} response tokens"
-                )
-            total = float(np.sum(self.step_rewards, dtype=np.float64))
-            if self.reward_error is None and not np.isclose(total, self.reward, rtol=1e-5, atol=1e-5):
-                raise ValueError(f"sample {self.id!r}: step rewards sum to {total}, and its reward is {self.reward}")
+        per_token: dict[str, NDArray[Any]] = {
+            "behavior_logprobs": self.behavior_logprobs,
+            "versions": self.versions,
+            "loss_mask": self.loss_mask,
+        }
+        check_response(
+            self.id,
+            self.response_ids,
+            per_token,
+            self.reward,
+            self.reward_error,
+            self.step_rewards,
+        )
 
     @property
     def valid(self) -> bool:
-        """False when the reward failed: such a sample is logged and counted but takes no part in training."""
+        """False when the reward failed: such a sample is logged and counted but takes no part in
+        training."""
         return self.reward_error is None
 
     @property
@@ -108,7 +148,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """The n responses to one prompt. `index` is the order of admission, from 0 over the whole run."""
+    """The n responses to one prompt. `index` is the order of admission, from 0 over the whole
+    run."""
 
     index: int
     prompt: Prompt
@@ -121,13 +162,15 @@ class Group:
         for sample in self.samples:
             if sample.prompt.id != self.prompt.id:
                 raise ValueError(
-                    f"group {self.index}: sample {sample.id!r} answers prompt {sample.prompt.id!r}, not {self.prompt.id!r}"
+                    f"group {self.index}: sample {sample.id!r} answers prompt {sample.prompt.id!r},"
+                    f" not {self.prompt.id!r}"
                 )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainBatch:
-    """The groups one optimizer step consumes, in admission order. `version`: the weights that will be trained."""
+    """The groups one optimizer step consumes, in admission order. `version`: the weights that will
+    be trained."""
 
     version: int
     groups: tuple[Group, ...]
@@ -136,12 +179,93 @@ class TrainBatch:
         for sample in self.samples():
             newest = int(sample.versions[-1])
             if newest > self.version:
-                raise ValueError(f"sample {sample.id!r} was sampled by version {newest}, newer than the batch's {self.version}")
+                raise ValueError(
+                    f"sample {sample.id!r} was sampled by version {newest}, newer than the batch's"
+                    f" {self.version}"
+                )
 
     def samples(self) -> Iterator[Sample]:
         for group in self.groups:
             yield from group.samples
 
-    def lags(self) -> NDArray[np.int32]:
-        """Per response token, over the whole batch: `version` minus the version that sampled it."""
-        return np.concatenate([self.version - sample.versions for sample in self.samples()]).astype(np.int32)
+
+StateName = Literal["running", "paused", "asleep"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartialResponse:
+    """The tokens of a response that was aborted: response_ids int32, behavior_logprobs float32
+    (nats, as sampled), versions int32."""
+
+    response_ids: NDArray[np.int32]
+    behavior_logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.versions)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(
+                "a partial response has at least one token, each with a log-prob and a version; got"
+                f" lengths {sorted(lengths)}"
+            )
+
+    @property
+    def start_version(self) -> int:
+        return int(self.versions[0])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One response to be sampled: member `k` of group `group` (negative for held-out
+    evaluation)."""
+
+    group: int
+    k: int
+    prompt: Prompt
+    prefix: PartialResponse | None = None
+    """The response continues after these tokens, which keep their log-probs and versions."""
+    id: str = field(init=False)
+    """Made once: whoever keeps account of the request holds the same string."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", f"{self.group}-{self.k}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Aborted:
+    """The answer to an abort: what had been sampled of the request by then, with what it began
+    with; null when there was no token yet."""
+
+    id: str
+    partial: PartialResponse | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngineReport:
+    """What happened on an engine since the last report. Counts are since the engine started."""
+
+    finished: tuple[Sample, ...]
+    aborted: tuple[Aborted, ...]
+    state: StateName
+    version: int
+    """Version of the weights that sample the next token."""
+    running: int
+    """Requests given to the engine and not yet finished or aborted."""
+    tokens: int
+    """Response tokens of finished samples, prefixes included."""
+    busy_s: float
+    """Seconds in which at least one request was running and sampling was not paused."""
+    silent_s: float
+    """Seconds since vLLM's own process last answered."""
+    sampling: bool = False
+    """Whether a response has grown since the last report; looked at where nothing finished and
+    nothing was aborted."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Whole, in one piece: what is handed to Ray as buffers is read in its object store, which
+        # would keep every report for as long as one of its samples waits.
+        return _report, (pickle.dumps(vars(self), protocol=5),)
+
+
+def _report(pickled: bytes) -> EngineReport:
+    return EngineReport(**pickle.loads(pickled))

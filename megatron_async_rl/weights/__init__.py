@@ -1,1 +1,2 @@
-"""Policy weights to the engines and to disk: export under Hugging Face names, transports, attestation, conversion."""
+"""Policy weights to the engines and to disk: export under Hugging Face names, transports,
+digests, conversion."""

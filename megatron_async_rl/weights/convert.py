@@ -1,8 +1,10 @@
-"""A policy as a Hugging Face directory that transformers and vLLM load: from a live run, or from a checkpoint.
+"""A policy as a Hugging Face directory that transformers and vLLM load: from a live run, or from a
+checkpoint.
 
 Invariants:
 - the directory appears whole: it is written beside its place and renamed into it;
-- everything but weights and config.json's dtype is copied from the directory the model was made from;
+- everything but weights and config.json's dtype is copied from the directory the model was made
+  from;
 - memory holds one bucket and one file's tensors, never the model.
 """
 
@@ -18,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.weights.export import Bucket, WeightExporter
 
 BUCKET_BYTES = 512 * 2**20
@@ -26,7 +29,8 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json
 
 
 def export_hf(exporter: WeightExporter, source_model_dir: Path, out_dir: Path) -> None:
-    """Writes the live weights to `out_dir`, replacing what is there. Collective on all ranks; rank 0 writes."""
+    """Writes the live weights to `out_dir`, replacing what is there. Collective on all ranks; rank
+    0 writes."""
     buckets = exporter.buckets(BUCKET_BYTES)
     if not exporter.receives:
         for _ in buckets:
@@ -44,9 +48,11 @@ def export_hf(exporter: WeightExporter, source_model_dir: Path, out_dir: Path) -
 
 
 def convert(checkpoint: Path, out_dir: Path) -> None:
-    """Writes a checkpoint (a run's checkpoint folder, or one step of it), saved on any layout, to `out_dir`; one process, CPU.
+    """Writes a checkpoint (a run's checkpoint folder, or one step of it), saved on any layout, to
+    `out_dir`; one process, CPU.
 
-    Raises FileNotFoundError when the checkpoint or its model directory is missing, FileExistsError when `out_dir` holds files.
+    Raises UserError when the checkpoint or its model directory is missing, or `out_dir` holds
+    files.
     """
     from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_async_rl.policy import device
@@ -57,16 +63,27 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
 
     path = checkpoint if (checkpoint / "about.json").exists() else newest(checkpoint)
     if path is None:
-        raise FileNotFoundError(f"{checkpoint} holds no checkpoint; name RUN/checkpoint, or a step_* folder in it")
+        raise UserError.of(
+            "CHECKPOINT",
+            f"{checkpoint} holds no checkpoint",
+            "name RUN/checkpoint, or a step_* folder in it",
+        )
     if out_dir.exists() and any(out_dir.iterdir()):
-        raise FileExistsError(f"{out_dir} is not empty; name a new directory")
+        raise UserError.of("OUT", f"{out_dir} is not empty", "name a new directory")
     content = about(path)
     source = Path(content["model_path"])
     if not (source / "config.json").exists():
-        raise FileNotFoundError(f"{path} was trained from {source}, whose config.json and tokenizer are needed and not there")
+        raise UserError.of(
+            "CHECKPOINT",
+            f"{path} was trained from {source}, whose config.json and tokenizer are needed and not"
+            " there",
+            "put that model directory back",
+        )
     layout = initialise(ParallelConfig(), device.install("cpu"), timeout_s=600)
     try:
-        model = assemble_model(ModelConfig(path=source, dtype=content["dtype"]), PolicyConfig(), layout)
+        model = assemble_model(
+            ModelConfig(path=source, dtype=content["dtype"]), PolicyConfig(), layout
+        )
         load_model(path, model)
         export_hf(WeightExporter(model.bridge, model.chunks), source, out_dir)
     finally:
@@ -118,5 +135,9 @@ def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     for file in source.iterdir():
-        if file.is_file() and file.name != "config.json" and not file.name.endswith(_WEIGHT_SUFFIXES):
+        if (
+            file.is_file()
+            and file.name != "config.json"
+            and not file.name.endswith(_WEIGHT_SUFFIXES)
+        ):
             shutil.copyfile(file, directory / file.name)

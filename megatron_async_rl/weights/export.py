@@ -1,14 +1,17 @@
 """Megatron shards -> full tensors under Hugging Face names, one bucket at a time.
 
-A bucket is a run of parameters of one pipeline stage, all of them experts divided over ranks or none. Its shards are packed into
-one flat tensor, so it costs one gather over the tensor-parallel group (for divided experts over the expert-parallel group) and,
-for later stages, one message to rank 0, however many tensors it has. What rank 0 holds whole is neither packed nor copied.
+A bucket is a run of parameters of one pipeline stage, all of them experts divided over ranks or
+none. Its shards are packed into one flat tensor, so it costs one gather over the tensor-parallel
+group (for divided experts over the expert-parallel group) and, for later stages, one message to
+rank 0, however many tensors it has. What rank 0 holds whole is neither packed nor copied.
 
 Invariants:
-- names, shapes and the cut into buckets are settled when the exporter is made: publishing moves bytes only;
+- names, shapes and the cut into buckets are settled when the exporter is made: publishing moves
+  bytes only;
 - tensors exist once, on rank 0, for one bucket at a time; data-parallel copies take no part;
 - the owners' parts of a divided parameter have the same size and travel in the same bucket;
-- each tensor of the Hugging Face checkpoint comes exactly once, a tied output layer as the embedding alone;
+- each tensor of the Hugging Face checkpoint comes exactly once, a tied output layer as the
+  embedding alone;
 - every rank walks through every bucket, so all ranks leave together.
 """
 
@@ -23,14 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async_rl.weights.parameters import ParameterEntry, all_entries, merged
+from megatron_async_rl.policy.parameters import ParameterEntry, all_entries, merged
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
     """Full tensors under Hugging Face names on rank 0; None in their places on other ranks.
 
-    The tensors may be the live parameters: they are valid until the next bucket is asked for or the next step is taken.
+    The tensors may be the live parameters: they are valid until the next bucket is asked for or the
+    next step is taken.
     """
 
     names: tuple[str, ...]
@@ -50,7 +54,8 @@ class WeightExporter:
             if not seen.intersection(entry.hf_names):
                 seen.update(entry.hf_names)
                 self._entries.append(entry)
-        # Experts after the rest of their stage, so that the two kinds do not cut each other's buckets short.
+        # Experts after the rest of their stage, so that the two kinds do not cut each other's
+        # buckets short.
         self._entries.sort(key=lambda entry: (entry.stage, entry.owner is not None))
 
     @property
@@ -64,25 +69,34 @@ class WeightExporter:
         return bool(self._bridge.layout.rank == 0)
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Collective on all ranks: each must take every bucket. A bucket holds at most `max_bytes` of full tensors, or one
-        parameter that is larger alone."""
+        """Collective on all ranks: each must take every bucket. A bucket holds at most `max_bytes`
+        of full tensors, or one parameter that is larger alone."""
         for entries in self._cut(max_bytes):
             shards = self._shards(entries)
             names = tuple(name for entry in entries for name in entry.hf_names)
             if shards is None:
                 yield Bucket(names, (None,) * len(names))
                 continue
-            full = (merged(self._bridge, entry, parts) for entry, parts in zip(entries, shards, strict=True))
+            full = (
+                merged(self._bridge, entry, parts)
+                for entry, parts in zip(entries, shards, strict=True)
+            )
             yield Bucket(names, tuple(tensor for tensors in full for tensor in tensors))
 
     def _cut(self, max_bytes: int) -> list[list[ParameterEntry]]:
         """Entries of one local parameter, one per owner, stay together."""
         buckets: list[list[ParameterEntry]] = []
         size = 0
-        for _, owned in groupby(self._entries, key=lambda entry: (entry.stage, entry.chunk, entry.local_name)):
+        for _, owned in groupby(
+            self._entries, key=lambda entry: (entry.stage, entry.chunk, entry.local_name)
+        ):
             entries = list(owned)
             added = sum(entry.hf_bytes for entry in entries)
-            if not buckets or size + added > max_bytes or _kind(entries[0]) != _kind(buckets[-1][0]):
+            if (
+                not buckets
+                or size + added > max_bytes
+                or _kind(entries[0]) != _kind(buckets[-1][0])
+            ):
                 buckets.append([])
                 size = 0
             buckets[-1] += entries
@@ -99,13 +113,16 @@ class WeightExporter:
         return None if held is None else self._unpacked(entries, held)
 
     def _gather(self, entries: list[ParameterEntry]) -> Tensor | None:
-        """On rank 0 [holders, elements], else None. Holders: of divided experts their owners, else the tensor-parallel ranks."""
+        """On rank 0 [holders, elements], else None. Holders: of divided experts their owners, else
+        the tensor-parallel ranks."""
         layout = self._bridge.layout
         stage, divided = entries[0].stage, entries[0].owner is not None
         if (layout.expert_replica if divided else layout.dp_rank) != 0:
             return None
         group, rank, size = (
-            (layout.ep_group, layout.ep_rank, layout.ep_size) if divided else (layout.tp_group, layout.tp_rank, layout.tp_size)
+            (layout.ep_group, layout.ep_rank, layout.ep_size)
+            if divided
+            else (layout.tp_group, layout.tp_rank, layout.tp_size)
         )
         elements = sum(entry.shard_elements for entry in entries) // (size if divided else 1)
         if layout.pp_rank != stage:

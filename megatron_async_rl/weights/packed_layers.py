@@ -1,4 +1,5 @@
-"""Layers of vLLM's model whose kernels keep a packed copy of their weights, as on a CPU, and how they get another.
+"""Layers of vLLM's model whose kernels keep a packed copy of their weights, as on a CPU, and how
+they get another.
 
 Invariants:
 - a layer is packed anew once all pieces of its weights came, and never from a part of them;
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
@@ -23,7 +26,8 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 
 class Scratch:
-    """Memory for weights whose pieces are coming in, kept and lent again. Fresh memory costs more than what is copied to it."""
+    """Memory for weights whose pieces are coming in, kept and lent again. Fresh memory costs more
+    than what is copied to it."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
@@ -37,7 +41,8 @@ class Scratch:
 
 
 class AwaitedWeight:
-    """A parameter of `layer` as vLLM first made it, in place of what its kernel made of it, while its pieces come in.
+    """A parameter of `layer` as vLLM first made it, in place of what its kernel made of it, while
+    its pieces come in.
 
     `memory`: where they are put. `when_full` is called as soon as all are there.
     """
@@ -66,7 +71,8 @@ class AwaitedWeight:
         self._received = 0
         self._taken: Tensor | None = None
         self._sizes: dict[Hashable, int] = {}
-        """Elements that a piece brings, by what the loader was told of it; found out at its first time."""
+        """Elements that a piece brings, by what the loader was told of it; found out at its first
+        time."""
 
     def await_pieces(self) -> None:
         self.release()
@@ -86,7 +92,8 @@ class AwaitedWeight:
         told = self._signature.bind(*args, **named)
         told.apply_defaults()
         _, piece, *part = told.arguments.values()
-        # A part may have this shape too: over two workers, one matrix is as large as a worker's halves of two.
+        # A part may have this shape too: over two workers, one matrix is as large as a worker's
+        # halves of two.
         whole = all(one is None for one in part)
         if whole and piece.shape == self._shape and piece.dtype == self._nothing.dtype:
             self.parameter.data = piece
@@ -129,13 +136,14 @@ class PackedLinear:
 
 
 class PackedExperts:
-    """The experts of one layer, whose kernel packs both their weights once. vLLM's own reload leaves them unpacked on a CPU, and
-    the kernel then reads them as if they were packed."""
+    """The experts of one layer, whose kernel packs both their weights once. vLLM's own reload
+    leaves them unpacked on a CPU, and the kernel then reads them as if they were packed."""
 
     def __init__(self, name: str, layer: Any) -> None:
         self._layer = layer
         self.weights = tuple(
-            AwaitedWeight(name, layer, attribute, _fresh, self._pack_if_full) for attribute in ("w13_weight", "w2_weight")
+            AwaitedWeight(name, layer, attribute, _fresh, self._pack_if_full)
+            for attribute in ("w13_weight", "w2_weight")
         )
 
     def await_pieces(self) -> None:
@@ -155,12 +163,19 @@ class PackedExperts:
 def keeps_only_packed(layer: Any) -> bool:
     if not isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod):
         return False
-    return not layer.weight.numel() and get_layerwise_info(layer).restore_metadata[0]["weight"].numel() > 0
+    return (
+        not layer.weight.numel()
+        and get_layerwise_info(layer).restore_metadata[0]["weight"].numel() > 0
+    )
 
 
 def are_packed_experts(layer: Any) -> bool:
     method: Any = getattr(layer, "quant_method", None)
-    if type(method) is not UnquantizedFusedMoEMethod or method.moe_kernel is None or method.moe.has_bias:
+    if (
+        type(method) is not UnquantizedFusedMoEMethod
+        or method.moe_kernel is None
+        or method.moe.has_bias
+    ):
         return False
     return isinstance(method.moe_kernel.fused_experts, CPUUnquantizedExperts)
 

@@ -1,10 +1,12 @@
 """The engine's end of a weight update: runs inside vLLM's worker processes.
 
 Invariants:
-- versions only grow; an update to a version that is not newer is refused before a weight is touched;
-- a digest is taken of every tensor as `load_weights` consumes it, so it attests what this worker was given, not what was sent;
-- an update ends only when every parameter of the model was loaded in it. A fused parameter (qkv, gate_up) counts as
-  loaded when each of its parts came;
+- versions only grow; an update to a version that is not newer is refused before a weight is
+  touched;
+- a digest is taken of every tensor as `load_weights` consumes it, so it is of what this worker
+  was given, not what was sent;
+- an update ends only when every parameter of the model was loaded in it. A fused parameter (qkv,
+  gate_up) counts as loaded when each of its parts came;
 - what the kernels made of the old weights is made anew (`reload.py`).
 """
 
@@ -15,23 +17,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 
-from megatron_async_rl.weights.digest import tensor_digest
+from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 from megatron_async_rl.weights.reload import reload_of
-from megatron_async_rl.weights.shared_memory import BucketReader, BucketRef, TensorEntry
+from megatron_async_rl.weights.transport import Reader, carrier, tensor_digest
 
 
 @dataclass
 class FirstVersion(WeightTransferInitInfo):
-    """`version` of the weights the engine was started with."""
+    """`version` of the weights the engine was started with; `transport`: the carrier's name."""
 
     version: int
+    transport: str
 
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """`BucketRef` as plain values: what crosses vLLM's message queue."""
+    """`BucketRef.as_plain`."""
 
     path: str
     size: int
@@ -39,22 +46,23 @@ class BucketInfo(WeightTransferUpdateInfo):
     entries: list[dict[str, Any]]
 
     def ref(self) -> BucketRef:
-        entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in self.entries)
+        entries = tuple(
+            TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in self.entries
+        )
         return BucketRef(path=self.path, size=self.size, nbytes=self.nbytes, entries=entries)
 
 
-def plain(ref: BucketRef) -> dict[str, Any]:
-    """The keyword arguments of `BucketInfo` for `ref`."""
-    return {**vars(ref), "entries": [vars(entry) for entry in ref.entries]}
-
-
 def missing_parameters(
-    parameters: Collection[str], loaded: Collection[str], received: Collection[str], fused: Mapping[str, Sequence[str]]
+    parameters: Collection[str],
+    loaded: Collection[str],
+    received: Collection[str],
+    fused: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """What of the model's `parameters` an update left out, sorted.
+    """The model's `parameters` that an update left out, sorted.
 
-    `loaded`: names that `load_weights` reported; `received`: names of the tensors it was given; `fused`: the model's map
-    from a fused module to its parts (`qkv_proj` -> `q_proj`, `k_proj`, `v_proj`). A missing part is named as the part.
+    `loaded`: names that `load_weights` reported; `received`: names of the tensors it was given;
+    `fused`: the model's map from a fused module to its parts (`qkv_proj` -> `q_proj`, `k_proj`,
+    `v_proj`). A missing part is named as the part.
     """
     missing = []
     for parameter in parameters:
@@ -67,8 +75,8 @@ def missing_parameters(
     return sorted(missing)
 
 
-class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
-    """Loads full tensors under Hugging Face names from bucket files in shared memory."""
+class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
+    """Loads full tensors under Hugging Face names out of a carrier's buckets."""
 
     init_info_cls = FirstVersion
     update_info_cls = BucketInfo
@@ -80,60 +88,80 @@ class SharedMemoryReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._loaded: set[str] = set()
         self._incomplete: list[str] = []
         self._version = -1
-        self._reader = BucketReader()
+        self._reader: Reader | None = None
         self._paths: set[str] = set()
+        self._paths_before: set[str] = set()
         self.digests: dict[str, str] = {}
 
     def init_transfer_engine(self, init_info: FirstVersion) -> None:
         self._version = init_info.version
+        self._reader = carrier(init_info.transport).reader()
 
     def accept(self, version: int) -> None:
         """Raises ValueError unless `version` is newer than what the engine holds."""
         if version <= self._version:
-            raise ValueError(f"weight version {version} was refused: versions only grow, and the engine holds {self._version}")
+            raise ValueError(
+                f"weight version {version} was refused: versions only grow, and the engine holds"
+                f" {self._version}"
+            )
         self._version = version
 
     def start_weight_update(self) -> None:
         self._loaded = set()
-        self._paths = set()
+        self._paths_before, self._paths = self._paths, set()
         self.digests = {}
         self._reload.begin()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         self._paths.add(update_info.path)
-        self._loaded |= self._reload.load(self._attested(update_info.ref()))
+        self._loaded |= self._reload.load(self._verified(update_info.ref()))
 
     def finish_weight_update(self) -> None:
         self._incomplete = self._reload.end()
-        self._reader.keep(self._paths)
+        assert self._reader is not None
+        # Versions are staged in two slots in turn: the next one comes where the one before was.
+        self._reader.keep(self._paths | self._paths_before)
 
     def require_complete(self) -> None:
-        """Raises RuntimeError when the update that just ended left out a parameter of the model, or part of one."""
+        """Raises RuntimeError when the update that just ended left out a parameter of the model, or
+        part of one."""
         fused = getattr(self.model, "packed_modules_mapping", {})
-        missing = missing_parameters(self._parameters, self._loaded, self.digests.keys(), fused) or self._incomplete
+        missing = (
+            missing_parameters(self._parameters, self._loaded, self.digests.keys(), fused)
+            or self._incomplete
+        )
         if missing:
             raise RuntimeError(
-                f"the update to version {self._version} brought {len(self.digests)} tensors and left out {len(missing)}: "
-                f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
+                f"the update to version {self._version} brought {len(self.digests)} tensors and"
+                f" left out {len(missing)}:"
+                f" {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
             )
 
     def shutdown(self) -> None:
-        """Lets go of the sender's files, which stay mapped between updates."""
-        self._reader.keep(())
+        """Lets go of the sender's buckets, which stay mapped between updates."""
+        if self._reader is not None:
+            self._reader.keep(())
 
-    def _attested(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
+    def _verified(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
+        assert self._reader is not None
         for name, tensor in self._reader.read(ref):
             if name in self.digests:
-                raise ValueError(f"tensor {name} came twice in the update to version {self._version}")
+                raise ValueError(
+                    f"tensor {name} came twice in the update to version {self._version}"
+                )
             self.digests[name] = tensor_digest(tensor)
             yield name, tensor
 
 
 class WeightLoadingWorker:
-    """Mixed into vLLM's worker (`worker_extension_cls`): a whole bucket in one call, with the digests as its answer."""
+    """Mixed into vLLM's worker (`worker_extension_cls`): a whole bucket in one call, with the
+    digests as its answer."""
 
-    def load_weight_bucket(self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool) -> dict[str, str]:
-        """`first` and `last` open and close the update. Returns, with the last bucket, name -> digest of all its tensors."""
+    def load_weight_bucket(
+        self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool
+    ) -> dict[str, str]:
+        """`first` and `last` open and close the update. Returns, with the last bucket, name ->
+        digest of all its tensors."""
         receiver = self.weight_transfer_engine
         if first:
             receiver.accept(version)

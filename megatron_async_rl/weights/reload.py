@@ -1,9 +1,10 @@
-"""How an engine's model takes new weights while it lives: in place where every layer is known, else by vLLM's own reload.
+"""How an engine's model takes new weights while it lives: in place where every layer is known, else
+by vLLM's own reload.
 
-`InPlaceReload`: each tensor goes through its parameter's own loader into memory that is there. Kernels that keep a packed copy of
-a weight, as vLLM's do on a CPU, get a new one as soon as the last piece of the weight came.
-`LayerwiseReload`: vLLM builds every layer anew and copies it over the old one. It knows every layer and quantisation, and takes
-several times as long.
+`InPlaceReload`: each tensor goes through its parameter's own loader into memory that is there.
+Kernels that keep a packed copy of a weight, as vLLM's do on a CPU, get a new one as soon as the
+last piece of the weight came. `LayerwiseReload`: vLLM builds every layer anew and copies it over
+the old one. It knows every layer and quantisation, and takes several times as long.
 
 Invariants, of both:
 - after `end` no kernel uses an old weight: one whose weight did not come, or in part, is gone;
@@ -28,7 +29,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.platforms import current_platform
 
 from megatron_async_rl.weights.packed_layers import (
@@ -41,7 +45,9 @@ from megatron_async_rl.weights.packed_layers import (
     pack_when_used,
 )
 
-log = init_logger("vllm.megatron_async_rl.reload")  # below vLLM's own, which alone is shown in its processes
+log = init_logger(
+    "vllm.megatron_async_rl.reload"
+)  # below vLLM's own, which alone is shown in its processes
 
 
 class Reload(Protocol):
@@ -49,16 +55,19 @@ class Reload(Protocol):
 
     def begin(self) -> None: ...
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Full tensors by their Hugging Face names. Returns the names of the parameters that took one."""
+        """Full tensors by their Hugging Face names. Returns the names of the parameters that took
+        one."""
         ...
 
     def end(self) -> list[str]:
-        """Returns the weights that are known to be incomplete; with any of these the model cannot run."""
+        """Returns the weights that are known to be incomplete; with any of these the model cannot
+        run."""
         ...
 
 
 def reload_of(model: torch.nn.Module, model_config: ModelConfig) -> Reload:
-    """In place where that is known to be right for every layer of `model`; the log says which it is, and why.
+    """In place where that is known to be right for every layer of `model`; the log says which it
+    is, and why.
 
     Raises RuntimeError for a model whose reload by vLLM is known to be wrong.
     """
@@ -69,14 +78,21 @@ def reload_of(model: torch.nn.Module, model_config: ModelConfig) -> Reload:
     if current_platform.is_cpu() and any(
         isinstance(getattr(x, "quant_method", None), FusedMoEMethodBase) for x in model.modules()
     ):
-        raise RuntimeError(f"vLLM cannot take new weights of this mixture of experts on a CPU: {obstacle}")
+        raise RuntimeError(
+            f"vLLM cannot take new weights of this mixture of experts on a CPU: {obstacle}"
+        )
     log.info("new weights are loaded by vLLM's layer-wise reload: %s", obstacle)
     return LayerwiseReload(model, model_config)
 
 
 def _obstacle(model: torch.nn.Module) -> str | None:
-    if current_platform.is_zen_cpu() or not (current_platform.is_cpu() or current_platform.is_cuda()):
-        return f"its kernels on {current_platform.device_name} may keep a weight that was handed to them"
+    if current_platform.is_zen_cpu() or not (
+        current_platform.is_cpu() or current_platform.is_cuda()
+    ):
+        return (
+            f"its kernels on {current_platform.device_name} may keep a weight that was handed to"
+            " them"
+        )
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
         if "quant_method" in name.split("."):  # judged with its layer
@@ -84,7 +100,10 @@ def _obstacle(model: torch.nn.Module) -> str | None:
         if is_deferred_attention_layer(layer):
             known = type(layer) is Attention and method is None
         elif isinstance(method, QuantizeMethodBase):
-            known = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod) or are_packed_experts(layer)
+            known = type(method) in (
+                UnquantizedLinearMethod,
+                UnquantizedEmbeddingMethod,
+            ) or are_packed_experts(layer)
         else:
             known = not callable(getattr(layer, "process_weights_after_loading", None))
         if not known:
@@ -94,7 +113,8 @@ def _obstacle(model: torch.nn.Module) -> str | None:
 
 
 class LayerwiseReload:
-    """Only layers that receive a tensor are packed by vLLM; a tied output layer receives none, so it is packed here."""
+    """Only layers that receive a tensor are packed by vLLM; a tied output layer receives none, so
+    it is packed here."""
 
     def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         self._model = model
@@ -116,7 +136,8 @@ class LayerwiseReload:
 
 
 class InPlaceReload:
-    """An embedding that only looks rows up needs no packed copy: it gets one when it is first used as a linear layer."""
+    """An embedding that only looks rows up needs no packed copy: it gets one when it is first used
+    as a linear layer."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -147,7 +168,9 @@ class InPlaceReload:
             pack_linear(layer)
         for layer in self._lookups:
             pack_when_used(layer)
-        return [weight.name for layer in self._packed for weight in layer.weights if not weight.full]
+        return [
+            weight.name for layer in self._packed for weight in layer.weights if not weight.full
+        ]
 
 
 def tied_layers(model: torch.nn.Module) -> list[Any]:

@@ -1,6 +1,8 @@
-"""Finds weights that a killed run left behind in shared memory. Loads no torch: the launcher calls it.
+"""Finds weights that a killed run left behind in shared memory. Loads no torch: the launcher calls
+it.
 
-Invariant: a file whose writer lives is left alone; the writer holds an exclusive `flock` on it (`shared_memory.py`).
+Invariant: a file whose writer lives is left alone; the writer holds an exclusive `flock` on it
+(`shared_memory.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "mar-weights-"
-"""Of the names of bucket files."""
+"""Start of the names of bucket files."""
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Delete the bucket files of dead processes in `directory`; returns what was deleted. Live ones are left alone."""
+    """Delete the bucket files of dead processes in `directory`; returns what was deleted. Live ones
+    are left alone."""
     removed = []
     for path in sorted(directory.glob(f"{PREFIX}*")):
         try:

@@ -41,8 +41,9 @@ def flaky(prompt, response):
 
 
 @dataclass
-class Workplace:
-    """A folder with the example's model and data, a reward of its own, and configs written into it."""
+class Workspace:
+    """A folder with the example's model and data, a reward of its own, and configs written into
+    it."""
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -53,13 +54,19 @@ class Workplace:
             "model": {"path": "model", "dtype": "float32"},
             "data": {"train": "train.jsonl"},
             "flow": {"prompts_per_step": 4, "group_size": 4, "async_ratio": 1},
-            "rollout": {"sampling": {"max_tokens": 6}, "reward": {"name": "arithmetic"}, "kv_cache_gib": 0.25},
+            "rollout": {
+                "sampling": {"max_tokens": 6},
+                "reward": {"name": "arithmetic"},
+                "kv_cache_gib": 0.25,
+            },
             "policy": {"parallel": {"ranks": 2, "tensor": 2}, "optimizer": {"lr": 1e-3}},
             "controls": ["gac"],
             "watchdog": {"timeout_s": 120},
         }
         for section, values in changes.items():
-            tree[section] = {**tree.get(section, {}), **values} if isinstance(values, dict) else values
+            tree[section] = (
+                {**tree.get(section, {}), **values} if isinstance(values, dict) else values
+            )
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tree))
         return path
@@ -109,10 +116,16 @@ def run_id(process: psutil.Process) -> str | None:
 
 
 def alive(processes: list[psutil.Process]) -> list[str]:
-    return [process.name() for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process.name()
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
-def wait_until(done: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 240) -> None:
+def wait_until(
+    done: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 240
+) -> None:
     deadline = time.monotonic() + timeout
     while not done():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -123,8 +136,8 @@ def wait_until(done: Callable[[], bool], process: subprocess.Popen[str], timeout
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    folder = tmp_path_factory.mktemp("workplace")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    folder = tmp_path_factory.mktemp("workspace")
     runpy.run_path(str(ROOT / "examples" / "arithmetic" / "prepare.py"))["write"](folder, seed=0)
     (folder / "flaky_reward.py").write_text(REWARD)
-    return Workplace(folder)
+    return Workspace(folder)

@@ -1,5 +1,5 @@
-"""A fleet of two engines in a real run: one dies, comes back with proven weights, is lost for good; then the other dies too,
-comes back, and dies again, with which the run ends."""
+"""A fleet of two engines in a real run: one dies, comes back with proven weights, is lost for good;
+then the other dies too, comes back, and dies again, with which the run ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import Workplace, alive, started_by, wait_until
+from tests.end_to_end.conftest import Workspace, alive, started_by, wait_until
 from tests.vllm_process import core_of
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
@@ -18,43 +18,54 @@ UNRESPONSIVE_S = 4.0
 
 
 @pytest.fixture(scope="module")
-def troubled(workplace: Workplace) -> dict[str, object]:
-    """Engine 0 is killed, restarted, then stopped like a wedged process; with one restart allowed, engine 1 goes on alone. It is
-    killed as well, so that for a while there is none, restarted, and killed for good."""
-    config = workplace.config(
+def troubled(workspace: Workspace) -> dict[str, object]:
+    """Engine 0 is killed, restarted, then stopped like a wedged process; with one restart allowed,
+    engine 1 goes on alone. It is killed as well, so that for a while there is none, restarted, and
+    killed for good."""
+    config = workspace.config(
         "fleet",
         run={"dir": "runs/fleet", "steps": 100000},
         flow={"async_ratio": 2},
         rollout={
             "engines": 2,
-            "restarts": 1,
+            "restarts_per_hour": 1,
             "unresponsive_s": UNRESPONSIVE_S,
             "reward": {"name": "flaky_reward:varied"},
             "in_flight": "recompute",
             "sampling": {"max_tokens": 24},
         },
-        objective={"advantage": "none", "proximal": "snapshot", "loss": "decoupled_ppo", "snapshots": 3},
+        objective={
+            "advantage": "none",
+            "proximal": "snapshot",
+            "loss": "decoupled_ppo",
+            "snapshots": 3,
+        },
         policy={"parallel": {"ranks": 1, "tensor": 1}, "optimizer": {"lr": 1e-4}},
         checkpoint={"every": 0},
     )
-    run = workplace.folder / "runs" / "fleet"
-    process = workplace.start("train", str(config))
-    wait_until(lambda: len(workplace.metrics("fleet")) >= 2, process)
+    run = workspace.folder / "runs" / "fleet"
+    process = workspace.start("train", str(config))
+    wait_until(lambda: len(workspace.metrics("fleet")) >= 2, process)
     core_of(run / "logs" / "engine-0.log").kill()
     wait_until(lambda: any("engine-0 is back" in text for text in events(run)), process)
-    back_at = len(workplace.metrics("fleet"))
-    wait_until(lambda: len(workplace.metrics("fleet")) >= back_at + 3, process)
+    back_at = len(workspace.metrics("fleet"))
+    wait_until(
+        lambda: any(row["engine/tokens"][0] > 0 for row in workspace.metrics("fleet")[back_at:]),
+        process,
+    )
     core_of(run / "logs" / "engine-0.log").send_signal(signal.SIGSTOP)
     wait_until(lambda: any("lost for good" in text for text in events(run)), process)
-    alone_at = len(workplace.metrics("fleet"))
-    wait_until(lambda: len(workplace.metrics("fleet")) >= alone_at + 3, process)
+    alone_at = len(workspace.metrics("fleet"))
+    wait_until(lambda: len(workspace.metrics("fleet")) >= alone_at + 3, process)
     core_of(run / "logs" / "engine-1.log").kill()
     wait_until(lambda: any("engine-1 is back" in text for text in events(run)), process)
-    none_at = len(workplace.metrics("fleet"))
-    wait_until(lambda: len(workplace.metrics("fleet")) >= none_at + 3, process)
-    rows, processes = workplace.metrics("fleet"), started_by(process)
+    none_at = len(workspace.metrics("fleet"))
+    wait_until(lambda: len(workspace.metrics("fleet")) >= none_at + 3, process)
+    rows, processes = workspace.metrics("fleet"), started_by(process)
     core_of(run / "logs" / "engine-1.log").kill()
-    output, _ = process.communicate(timeout=60)  # well under watchdog.timeout_s: the death is noticed, not waited out
+    output, _ = process.communicate(
+        timeout=60
+    )  # well under watchdog.timeout_s: the death is noticed, not waited out
     return {
         "code": process.returncode,
         "output": output,
@@ -69,10 +80,16 @@ def troubled(workplace: Workplace) -> dict[str, object]:
 
 def events(run: Path) -> list[str]:
     path = run / "events.jsonl"
-    return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line)["text"] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
-def test_the_loss_of_the_last_engine_ends_the_run_with_its_name_and_nothing_left_running(troubled: dict[str, object]) -> None:
+def test_the_loss_of_the_last_engine_ends_the_run_with_its_name_and_nothing_left_running(
+    troubled: dict[str, object],
+) -> None:
     output = str(troubled["output"])
     assert troubled["code"] == 1, output
     said = output[output.index("The run failed:") :]
@@ -82,7 +99,9 @@ def test_the_loss_of_the_last_engine_ends_the_run_with_its_name_and_nothing_left
     assert troubled["left"] == []
 
 
-def test_the_loss_the_return_and_the_end_of_an_engine_are_said_to_the_user(troubled: dict[str, object]) -> None:
+def test_the_loss_the_return_and_the_end_of_an_engine_are_said_to_the_user(
+    troubled: dict[str, object],
+) -> None:
     said = " ".join(troubled["events"])  # type: ignore[arg-type]
     assert "engine-0 is lost and its prompts are asked again; restart 1 of 1" in said
     assert "engine-0 is back, with the weights of version" in said
@@ -98,12 +117,18 @@ def test_a_restarted_engine_samples_with_the_current_weights(troubled: dict[str,
     after = [row for row in rows if row["step"] > troubled["back_at"]]  # type: ignore[attr-defined, operator]
     used = [row for row in after if row["engine/tokens"][0] > 0]
     assert used, "the restarted engine took part"
-    assert max(row["ratio/logp_diff_lag0_max"] for row in rows if "ratio/logp_diff_lag0_max" in row) < 1e-5  # type: ignore[attr-defined]
+    assert (
+        max(row["ratio/logp_diff_lag0_max"] for row in rows if "ratio/logp_diff_lag0_max" in row)
+        < 1e-5
+    )  # type: ignore[attr-defined]
     assert max(row["engine/restarts"] for row in rows) == 2  # type: ignore[attr-defined]
 
 
-def test_every_token_has_the_log_prob_of_the_version_it_carries(troubled: dict[str, object]) -> None:
-    """The trainer's snapshot of that version says so, for responses that span updates too: each update has them recomputed."""
+def test_every_token_has_the_log_prob_of_the_version_it_carries(
+    troubled: dict[str, object],
+) -> None:
+    """The trainer's snapshot of that version says so, for responses that span updates too: each
+    update has them recomputed."""
     rows = troubled["rows"]
     assert max(row["response/mixed_versions"] for row in rows) > 0  # type: ignore[attr-defined]
     assert max(row["ratio/logp_diff_max"] for row in rows) > 1e-4, "the weights did move"  # type: ignore[attr-defined]

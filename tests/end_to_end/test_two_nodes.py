@@ -1,4 +1,5 @@
-"""A run over two machines, imitated on one: each a launcher, a host name and half of the ranks, with one run directory."""
+"""A run over two machines, imitated on one: each a launcher, a host name and half of the ranks,
+with one run directory."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.end_to_end.conftest import ROOT, Workplace, alive, started_by, wait_until
+from tests.end_to_end.conftest import ROOT, Workspace, alive, started_by, wait_until
 from tests.ports import free_ports
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow]
@@ -29,7 +30,8 @@ PROCESSES = ("rank 0", "rank 1", "controller", "engine-0", "engine-0 EngineCore"
 
 @dataclass
 class Ended:
-    """A run over two nodes. `states`: of its processes while it ran; `left`: names of those that still live."""
+    """A run over two nodes. `states`: of its processes while it ran; `left`: names of those that
+    still live."""
 
     codes: list[int]
     said: list[str]
@@ -39,16 +41,19 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def machines(workplace: Workplace) -> list[Workplace]:
-    renamed = workplace.folder / "renamed"
+def machines(workspace: Workspace) -> list[Workspace]:
+    renamed = workspace.folder / "renamed"
     renamed.mkdir()
     (renamed / "sitecustomize.py").write_text(RENAMED)
     first = {"GLOO_SOCKET_IFNAME": "lo"}
-    return [replace(workplace, environment=first | {"PYTHONPATH": path}) for path in (str(ROOT), f"{renamed}:{ROOT}")]
+    return [
+        replace(workspace, environment=first | {"PYTHONPATH": path})
+        for path in (str(ROOT), f"{renamed}:{ROOT}")
+    ]
 
 
 @contextmanager
-def ray_on_both(machines: list[Workplace]) -> Iterator[str]:
+def ray_on_both(machines: list[Workspace]) -> Iterator[str]:
     """The address of a cluster with a node on each machine."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     try:
@@ -58,7 +63,7 @@ def ray_on_both(machines: list[Workplace]) -> Iterator[str]:
         cluster.shutdown()
 
 
-def run(machines: list[Workplace], name: str, stopped: str | None = None) -> Ended:
+def run(machines: list[Workspace], name: str, stopped: str | None = None) -> Ended:
     """A run to its end, in which the process `stopped` is stopped after a step."""
     config = machines[0].config(
         name,
@@ -70,7 +75,10 @@ def run(machines: list[Workplace], name: str, stopped: str | None = None) -> End
     directory = machines[0].folder / "runs" / name
     (port,) = free_ports(1)
     options = ["--nnodes=2", f"--rdzv-endpoint=localhost:{port}"]
-    nodes = [machine.start("train", str(config), *options, f"--node-rank={rank}") for rank, machine in enumerate(machines)]
+    nodes = [
+        machine.start("train", str(config), *options, f"--node-rank={rank}")
+        for rank, machine in enumerate(machines)
+    ]
     files = {name: directory / "watch" / f"{name}.json" for name in PROCESSES}
     wait_until(lambda: all(file.exists() for file in files.values()), nodes[0])
     states = {name: json.loads(file.read_text()) for name, file in files.items()}
@@ -83,12 +91,14 @@ def run(machines: list[Workplace], name: str, stopped: str | None = None) -> End
 
 
 @pytest.fixture(scope="module")
-def runs(machines: list[Workplace]) -> Iterator[dict[str, Future[Ended]]]:
+def runs(machines: list[Workspace]) -> Iterator[dict[str, Future[Ended]]]:
     """Both at once: most of their time is imports and waiting."""
     with ThreadPoolExecutor(2) as pool:
         stopped = pool.submit(run, machines, "stopped", "rank 1")
         with ray_on_both(machines) as address:
-            joining = replace(machines[0], environment=machines[0].environment | {"RAY_ADDRESS": address})
+            joining = replace(
+                machines[0], environment=machines[0].environment | {"RAY_ADDRESS": address}
+            )
             whole = pool.submit(run, [joining, machines[1]], "whole")
             yield {"whole": whole, "stopped": stopped}
 
@@ -100,13 +110,19 @@ def test_a_run_over_two_nodes_ends_well_on_both(runs: dict[str, Future[Ended]]) 
     assert ended.left == []
 
 
-def test_ranks_are_divided_and_what_shares_memory_with_rank_0_is_on_its_node(runs: dict[str, Future[Ended]]) -> None:
-    hosts = {name: state["host"] for name, state in runs["whole"].result(timeout=300).states.items()}
+def test_ranks_are_divided_and_what_shares_memory_with_rank_0_is_on_its_node(
+    runs: dict[str, Future[Ended]],
+) -> None:
+    hosts = {
+        name: state["host"] for name, state in runs["whole"].result(timeout=300).states.items()
+    }
     assert hosts.pop("rank 1") == "second"
     assert set(hosts.values()) == {socket.gethostname()}
 
 
-def test_a_rank_that_stops_on_one_node_ends_the_run_on_both_and_is_named(runs: dict[str, Future[Ended]]) -> None:
+def test_a_rank_that_stops_on_one_node_ends_the_run_on_both_and_is_named(
+    runs: dict[str, Future[Ended]],
+) -> None:
     ended = runs["stopped"].result(timeout=300)
     assert ended.codes == [1, 1], ended.said
     pid = ended.states["rank 1"]["pid"]
@@ -114,7 +130,10 @@ def test_a_rank_that_stops_on_one_node_ends_the_run_on_both_and_is_named(runs: d
         assert f"The run failed: Stalled: Nothing moved for {TIMEOUT_S} s" in said
         assert f"rank 1 (pid {pid} on second) is stopped (T)" in said
         for name in PROCESSES:
-            assert f"\n{name} (pid {ended.states[name]['pid']} on {ended.states[name]['host']}): " in said
+            assert (
+                f"\n{name} (pid {ended.states[name]['pid']} on {ended.states[name]['host']}): "
+                in said
+            )
         assert "on another machine" not in said
     stacks = (ended.directory / "stall.txt").read_text().partition("\nStacks\n")[2]
     assert stacks.count("most recent call first") >= len(PROCESSES) - 1

@@ -1,4 +1,5 @@
-"""Requests to running engine actors, as the controller makes them: submit, then report after report."""
+"""Requests to running engine actors, as the controller makes them: submit, then report after
+report."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_async_rl.samples import Sample
-from megatron_async_rl.samples.requests import Cut, EngineReport, Request
+from megatron_async_rl.samples.types import Aborted, EngineReport, Request
 
 
 def submit(handle: Any, requests: Sequence[Request]) -> None:
@@ -16,10 +17,10 @@ def submit(handle: Any, requests: Sequence[Request]) -> None:
     ray.get(handle.submit.remote(list(requests)), timeout=60)
 
 
-def cut(handle: Any, ids: Sequence[str]) -> None:
+def abort(handle: Any, ids: Sequence[str]) -> None:
     import ray
 
-    ray.get(handle.cut.remote(list(ids)), timeout=60)
+    ray.get(handle.abort.remote(list(ids)), timeout=60)
 
 
 def report(handle: Any, timeout_s: float = 5.0) -> EngineReport:
@@ -29,14 +30,14 @@ def report(handle: Any, timeout_s: float = 5.0) -> EngineReport:
     return answer
 
 
-def outcomes(handle: Any, ids: Sequence[str], timeout_s: float = 120.0) -> list[Sample | Cut]:
+def outcomes(handle: Any, ids: Sequence[str], timeout_s: float = 120.0) -> list[Sample | Aborted]:
     """What became of these requests, in order."""
-    came: dict[str, Sample | Cut] = {}
+    came: dict[str, Sample | Aborted] = {}
     deadline = time.monotonic() + timeout_s
     while not came.keys() >= set(ids):
         assert time.monotonic() < deadline, f"no answer to {sorted(set(ids) - came.keys())}"
         answer = report(handle)
-        came |= {outcome.id: outcome for outcome in (*answer.finished, *answer.cut)}
+        came |= {outcome.id: outcome for outcome in (*answer.finished, *answer.aborted)}
     return [came[one] for one in ids]
 
 

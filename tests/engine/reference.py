@@ -19,7 +19,13 @@ VOCABULARY = 512
 def save_checkpoint(directory: Path, *, seed: int, kv_heads: int = 1) -> Path:
     """A tiny Qwen3 with a word-level tokenizer `w0 w1 ...`; id 0 ends a sequence."""
     # 32 is the smallest head of vLLM's attention on a CPU.
-    shape = {"hidden_size": 64, "heads": 2, "kv_heads": kv_heads, "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
+    shape = {
+        "hidden_size": 64,
+        "heads": 2,
+        "kv_heads": kv_heads,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 1024,
+    }
     save_tiny_model(directory, "qwen3", tied=True, seed=seed, **shape)
     tokens = {f"w{i}": i for i in range(VOCABULARY)}
     special = {
@@ -39,7 +45,9 @@ def save_checkpoint(directory: Path, *, seed: int, kv_heads: int = 1) -> Path:
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     # Else vLLM reads it as the model family's own tokenizer, whose text has no spaces.
-    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     return directory
 
 
@@ -58,14 +66,25 @@ class Reference:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     @torch.no_grad()
-    def logprobs_over(self, cache: Any, inputs: Sequence[int], sampled: Sequence[int], temperature: float) -> Tensor:
-        """[len(sampled)] log-probs of the last tokens after `inputs`, which attend to `cache` and are added to it."""
-        logits = self._model(torch.tensor([list(inputs)]), past_key_values=cache, use_cache=True).logits[0, -len(sampled) :]
-        return torch.log_softmax(logits.float() / temperature, dim=-1).gather(1, torch.tensor(sampled)[:, None])[:, 0]
+    def logprobs_over(
+        self, cache: Any, inputs: Sequence[int], sampled: Sequence[int], temperature: float
+    ) -> Tensor:
+        """[len(sampled)] log-probs of the last tokens after `inputs`, which attend to `cache` and
+        are added to it."""
+        logits = self._model(
+            torch.tensor([list(inputs)]), past_key_values=cache, use_cache=True
+        ).logits[0, -len(sampled) :]
+        return torch.log_softmax(logits.float() / temperature, dim=-1).gather(
+            1, torch.tensor(sampled)[:, None]
+        )[:, 0]
 
     @torch.no_grad()
-    def logprobs(self, prompt_ids: tuple[int, ...], response_ids: list[int], temperature: float) -> Tensor:
+    def logprobs(
+        self, prompt_ids: tuple[int, ...], response_ids: list[int], temperature: float
+    ) -> Tensor:
         """[T] log-probs of the response tokens, float32."""
         ids = torch.tensor([[*prompt_ids, *response_ids]])
         logits = self._model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
-        return torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(response_ids)[:, None])[:, 0]
+        return torch.log_softmax(logits / temperature, dim=-1).gather(
+            1, torch.tensor(response_ids)[:, None]
+        )[:, 0]

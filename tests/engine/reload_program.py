@@ -1,8 +1,10 @@
-"""What vLLM's own model computes after updates, against what it computed when it had just read the same checkpoint.
+"""What vLLM's own model computes after updates, against what it computed when it had just read the
+same checkpoint.
 
-Arguments: where to write the answer, then `A:B` or `A:B:both`, checkpoints of one shape. The engine starts with A and is updated
-to B, A, B, in the way it chooses; with `both`, to A and B by vLLM's layer-wise reload then.
-The answer: for each A by name, for each state [way of the update, which checkpoint (0: A), log-probs and other outputs].
+Arguments: where to write the answer, then `A:B` or `A:B:both`, checkpoints of one shape. The engine
+starts with A and is updated to B, A, B, in the way it chooses; with `both`, to A and B by vLLM's
+layer-wise reload then. The answer: for each A by name, for each state [way of the update, which
+checkpoint (0: A), log-probs and other outputs].
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from megatron_async_rl.weights.plugin import TRANSPORTS, WORKER_EXTENSION, register
-from megatron_async_rl.weights.receive import plain
+from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION, register
 from megatron_async_rl.weights.reload import LayerwiseReload
-from megatron_async_rl.weights.staging import StagedWeights
+from megatron_async_rl.weights.shared_memory import SharedMemory
+from megatron_async_rl.weights.staging import Staging
 
 OWN = [(1, False), (0, False), (1, False)]
 LAYERWISE = [(0, True), (1, True)]
@@ -42,11 +44,15 @@ def main() -> None:
     answer = {}
     for pair in sys.argv[2:]:
         first, second, *both = pair.split(":")
-        answer[Path(first).name] = states([Path(first), Path(second)], [*OWN, *(LAYERWISE if both else [])])
+        answer[Path(first).name] = states(
+            [Path(first), Path(second)], [*OWN, *(LAYERWISE if both else [])]
+        )
     Path(sys.argv[1]).write_text(json.dumps(answer))
 
 
-def states(checkpoints: list[Path], updates: list[tuple[int, bool]]) -> list[tuple[str, int, list[float]]]:
+def states(
+    checkpoints: list[Path], updates: list[tuple[int, bool]]
+) -> list[tuple[str, int, list[float]]]:
     engine = LLM(
         str(checkpoints[0]),
         dtype="float32",
@@ -56,21 +62,26 @@ def states(checkpoints: list[Path], updates: list[tuple[int, bool]]) -> list[tup
         kv_cache_memory_bytes=2**26,
         max_logprobs=-1,
         enable_prefix_caching=False,
-        weight_transfer_config=WeightTransferConfig(backend=TRANSPORTS["shared_memory"].backend),
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,
     )
-    engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {"version": 0}})
+    engine.collective_rpc(
+        "init_weight_transfer_engine",
+        kwargs={"init_info": {"version": 0, "transport": "shared_memory"}},
+    )
     done = [("none", 0, outputs(engine))]
-    staged = StagedWeights(Path("/dev/shm"))
+    staging = Staging(SharedMemory())
     for version, (which, layerwise) in enumerate(updates, start=1):
         if layerwise:
             engine.collective_rpc(use_layerwise)
-        staged.stage(version, buckets(checkpoints[which]))
-        for index, ref in enumerate(staged.buckets):
-            last = index == len(staged.buckets) - 1
-            engine.collective_rpc("load_weight_bucket", args=(plain(ref), version, index == 0, last))
+        manifest = staging.stage(version, buckets(checkpoints[which]))
+        for index, ref in enumerate(manifest.buckets):
+            last = index == len(manifest.buckets) - 1
+            engine.collective_rpc(
+                "load_weight_bucket", args=(ref.as_plain(), version, index == 0, last)
+            )
         done.append((engine.collective_rpc(name_of_reload)[0], which, outputs(engine)))
-    staged.close()
+    staging.close()
     del engine
     cleanup_dist_env_and_memory()
     return done
@@ -96,12 +107,20 @@ def buckets(checkpoint: Path) -> list[SimpleNamespace]:
 
 
 def outputs(engine: LLM) -> list[float]:
-    """Log-probs of every word after the prompt, and of the prompt's own; and of the embedding, used the other way round."""
+    """Log-probs of every word after the prompt, and of the prompt's own; and of the embedding, used
+    the other way round."""
     asked = SamplingParams(max_tokens=1, logprobs=-1, prompt_logprobs=0, detokenize=False)
     (output,) = engine.generate([{"prompt_token_ids": PROMPT}], asked, use_tqdm=False)
     after = output.outputs[0].logprobs[0]
-    own = [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)]
-    return [*own, *(after[token].logprob for token in sorted(after)), *engine.collective_rpc(embedding_as_output_layer)[0]]
+    own = [
+        step[token].logprob
+        for step, token in zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)
+    ]
+    return [
+        *own,
+        *(after[token].logprob for token in sorted(after)),
+        *engine.collective_rpc(embedding_as_output_layer)[0],
+    ]
 
 
 def embedding_as_output_layer(worker: Any) -> list[float]:

@@ -1,5 +1,7 @@
 """A reward that does what its prompt says."""
 
+import os
+import re
 import time
 
 from megatron_async_rl.samples import Prompt
@@ -12,5 +14,9 @@ def misbehave(prompt: Prompt, response: str) -> float:
         case "nan":
             return float("nan")
         case "hangs":
-            time.sleep(30)
+            time.sleep(3600)
+        case "backtracks":  # for years, and holds the interpreter lock all the while
+            return float(bool(re.match(r"(a+)+$", "a" * 60 + "b")))
+        case "dies":
+            os._exit(7)
     return float(len(response.split()))

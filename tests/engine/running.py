@@ -1,7 +1,9 @@
-"""Real vLLM engines behind Ray, fed with new weights by the real publisher, beside transformers on the same checkpoints."""
+"""Real vLLM engines behind Ray, fed with staged weights, beside transformers on the same
+checkpoints."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +14,14 @@ import numpy as np
 import torch
 
 from megatron_async_rl.config.schema import RolloutConfig
-from megatron_async_rl.rollout.actor import start_engines, stop_engines
+from megatron_async_rl.rollout.engine_process import start_engine
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.requests import Request
-from megatron_async_rl.weights.engine_client import RayEngine
-from megatron_async_rl.weights.publish import Publisher, PublishReport
+from megatron_async_rl.samples.types import Request
+from megatron_async_rl.watchdog.deadline import ray_get
+from megatron_async_rl.weights.manifest import Manifest, require_equal
+from megatron_async_rl.weights.shared_memory import SharedMemory
+from megatron_async_rl.weights.staging import Staging
 from tests.engine.asking import sampled
 from tests.engine.reference import VOCABULARY, Reference, checkpoint_weights
 
@@ -27,7 +31,9 @@ TOLERANCE = 1e-5
 class Engines:
     """One engine for each of `settings` (of `rollout`), and which checkpoint each version was."""
 
-    def __init__(self, root: Path, settings: Sequence[Mapping[str, Any]], checkpoints: Sequence[Path]) -> None:
+    def __init__(
+        self, root: Path, settings: Sequence[Mapping[str, Any]], checkpoints: Sequence[Path]
+    ) -> None:
         self.checkpoints = list(checkpoints)
         self.references = [Reference(path) for path in checkpoints]
         self.version = 0
@@ -39,7 +45,10 @@ class Engines:
                 dtype="float32",
                 rollout=RolloutConfig.model_validate(
                     {
-                        "reward": {"name": "tests.engine.rewards_that_fail:misbehave", "timeout_s": 1.0},
+                        "reward": {
+                            "name": "tests.engine.rewards_that_fail:misbehave",
+                            "timeout_s": 5.0,
+                        },
                         "kv_cache_gib": 0.25,
                         "max_concurrent": 64,
                         "start_timeout_s": 400,
@@ -52,36 +61,64 @@ class Engines:
             )
             for index, of_engine in enumerate(settings)
         ]
-        self.handles = start_engines(self.specs)
-        self.clients = [RayEngine(spec.name, handle) for spec, handle in zip(self.specs, self.handles, strict=True)]
-        self.publisher = Publisher(self.clients, timeout_s=60)
+        self.handles = started(self.specs)
+        self.staging = Staging(SharedMemory())
         self._groups = 0
 
     def asked(self, prompts: Sequence[Prompt], n: int, index: int | None = None) -> list[Request]:
-        """Requests for `n` responses to each prompt, in groups never asked before, or all of group `index`."""
+        """Requests for `n` responses to each prompt, in groups never asked before, or all of group
+        `index`."""
         numbers = [self._groups + i if index is None else index for i in range(len(prompts))]
         self._groups += len(prompts)
-        return [Request(group=g, k=k, prompt=prompt) for g, prompt in zip(numbers, prompts, strict=True) for k in range(n)]
+        return [
+            Request(group=g, k=k, prompt=prompt)
+            for g, prompt in zip(numbers, prompts, strict=True)
+            for k in range(n)
+        ]
 
-    def groups(self, engine: int, prompts: Sequence[Prompt], n: int, index: int | None = None) -> list[list[Sample]]:
+    def groups(
+        self, engine: int, prompts: Sequence[Prompt], n: int, index: int | None = None
+    ) -> list[list[Sample]]:
         """`n` responses to each prompt."""
         samples = sampled(self.handles[engine], self.asked(prompts, n, index))
         return [samples[i : i + n] for i in range(0, len(samples), n)]
 
-    def publish(self, checkpoint: int, *, per_bucket: int = 1000) -> PublishReport:
+    def publish(self, checkpoint: int, *, per_bucket: int = 1000) -> Manifest:
+        """One version more into every engine, verified."""
+        manifest = self.stage(checkpoint, per_bucket=per_bucket)
+        self.feed(manifest)
+        return manifest
+
+    def stage(self, checkpoint: int, *, per_bucket: int = 1000) -> Manifest:
         self.version += 1
         self.of_version[self.version] = checkpoint
-        return self.publisher.publish(self.version, buckets(self.checkpoints[checkpoint], per_bucket))
+        return self.staging.stage(self.version, buckets(self.checkpoints[checkpoint], per_bucket))
+
+    def feed(self, manifest: Manifest, only: Sequence[int] | None = None) -> None:
+        """What is staged into all engines, or into those of `only`, at the same time. Raises what
+        the first of them raises, and WeightMismatch."""
+        indices = range(len(self.handles)) if only is None else only
+        calls = [self.handles[index].update.remote(self.version, manifest) for index in indices]
+        for index, answer in zip(indices, calls, strict=True):
+            loaded = ray_get(answer, "an engine to take weights", 60)
+            require_equal(self.specs[index].name, manifest.digests, loaded)
 
     def reference(self, version: int) -> Reference:
         return self.references[self.of_version[version]]
 
-    def difference(self, engine: int, sample: Sample, version: int, since: int = 0, upto: int | None = None) -> float:
-        """Largest |engine's log-prob - transformers'| of the sample's tokens `since` to `upto` under the weights of `version`."""
+    def difference(
+        self, engine: int, sample: Sample, version: int, since: int = 0, upto: int | None = None
+    ) -> float:
+        """Largest |engine's log-prob - transformers'| of the sample's tokens `since` to `upto`
+        under the weights of `version`."""
         ids = sample.response_ids.tolist()[:upto]
         temperature = self.specs[engine].rollout.sampling.temperature
         reference = self.reference(version).logprobs(sample.prompt.token_ids, ids, temperature)
-        return float((torch.from_numpy(sample.behavior_logprobs[since:upto].copy()) - reference[since:]).abs().max())
+        return float(
+            (torch.from_numpy(sample.behavior_logprobs[since:upto].copy()) - reference[since:])
+            .abs()
+            .max()
+        )
 
 
 @contextmanager
@@ -89,16 +126,43 @@ def running(start: Callable[[], Engines]) -> Iterator[Engines]:
     """Engines in a Ray of their own."""
     import ray
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+    )
     try:
         engines = start()
         try:
             yield engines
         finally:
-            engines.publisher.close()
-            stop_engines(engines.handles, timeout_s=20)
+            engines.staging.close()
+            stop(engines.handles)
     finally:
         ray.shutdown()
+
+
+def started(specs: Sequence[EngineSpec], *, again: bool = False) -> list[Any]:
+    """Handles of actors, which run."""
+
+    async def start() -> list[Any]:
+        return await asyncio.gather(*(start_engine(spec, again=again) for spec in specs))
+
+    return [engine.actor for engine in asyncio.run(start())]
+
+
+def stop(handles: Sequence[Any]) -> None:
+    import ray
+
+    ray.wait([handle.stop.remote() for handle in handles], num_returns=len(handles), timeout=20)
+    for handle in handles:
+        ray.kill(handle)
+
+
+def call(handle: Any, method: str, *arguments: Any) -> Any:
+    return ray_get(getattr(handle, method).remote(*arguments), f"an engine to {method}", 60)
 
 
 def buckets(checkpoint: Path, per_bucket: int = 1000) -> Iterator[SimpleNamespace]:
@@ -110,4 +174,6 @@ def buckets(checkpoint: Path, per_bucket: int = 1000) -> Iterator[SimpleNamespac
 
 def prompt_of(length: int, seed: int = 0, **fields: Any) -> Prompt:
     ids = np.random.default_rng([seed, length]).integers(1, VOCABULARY, length)
-    return Prompt(id=f"p{seed}-{length}", text="", token_ids=tuple(int(i) for i in ids), fields=fields)
+    return Prompt(
+        id=f"p{seed}-{length}", text="", token_ids=tuple(int(i) for i in ids), fields=fields
+    )

@@ -1,20 +1,30 @@
-"""The controller actor over real vLLM engines: one serves the arithmetic example, one the Countdown example."""
+"""The controller actor over real vLLM engines: one serves the arithmetic example, one the Countdown
+example."""
 
 import runpy
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
+from megatron_async_rl.config.schema import EvalConfig, FlowConfig, RolloutConfig
 from megatron_async_rl.data import PromptSource, load_tokenizer, read_prompts
-from megatron_async_rl.flow.actor import ControllerSpec, start_controller
-from megatron_async_rl.rollout.actor import start_engines, stop_engines
+from megatron_async_rl.flow.controller import Controller, ControllerSpec
+from megatron_async_rl.flow.errors import EngineFailed
+from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.rollout.engine_process import Engine, RemoteEngine, start_engine
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt
-from megatron_async_rl.samples.requests import Request
+from megatron_async_rl.samples.types import Request
+from megatron_async_rl.watchdog.deadline import ray_get
+from megatron_async_rl.weights.shared_memory import SharedMemory
+from megatron_async_rl.weights.staging import Staging
 from tests.engine.asking import sampled
+from tests.engine.running import buckets, started, stop
+from tests.vllm_process import core_of
 
 pytestmark = pytest.mark.engine
 
@@ -27,15 +37,22 @@ def prompts(folder: Path, name: str) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Any]]]:
-    """The folder that holds both examples, and their engines."""
+def served(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, list[Any], list[EngineSpec]]]:
+    """The folder that holds both examples, their engines, and what these were told."""
     import ray
 
     root = tmp_path_factory.mktemp("served")
     specs = []
     for index, name in enumerate(EXAMPLES):
         runpy.run_path(str(ROOT / "examples" / name / "prepare.py"))["write"](root / name, seed=1)
-        rollout = {"sampling": {"max_tokens": 8}, "reward": {"name": name}, "kv_cache_gib": 0.25, "max_concurrent": 256}
+        rollout = {
+            "sampling": {"max_tokens": 8},
+            "reward": {"name": name},
+            "kv_cache_gib": 0.25,
+            "max_concurrent": 256,
+        }
         specs.append(
             EngineSpec(
                 index=index,
@@ -47,63 +64,128 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, lis
                 log_dir=root / "logs",
             )
         )
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+    )
     engines: list[Any] = []
     try:
-        engines = start_engines(specs)
-        yield root, engines
+        engines = started(specs)
+        yield root, engines, specs
     finally:
-        stop_engines(engines, timeout_s=20)
+        stop(engines)
         ray.shutdown()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_vllm_serves_an_example_model_and_its_responses_are_scored(served: tuple[Path, list[Any]], name: str) -> None:
-    root, engines = served
+def test_vllm_serves_an_example_model_and_its_responses_are_scored(
+    served: tuple[Path, list[Any], list[EngineSpec]], name: str
+) -> None:
+    root, engines, _ = served
     tokenizer = load_tokenizer(root / name / "model")
     prompt = prompts(root / name, "train.jsonl")[0]
-    for sample in sampled(engines[EXAMPLES.index(name)], [Request(group=0, k=k, prompt=prompt) for k in range(16)]):
+    for sample in sampled(
+        engines[EXAMPLES.index(name)], [Request(group=0, k=k, prompt=prompt) for k in range(16)]
+    ):
         assert sample.reward_error is None
         assert sample.reward in (0.0, 1.0)
         assert sample.text == tokenizer.decode(sample.response_ids.tolist())
         assert (sample.response_ids[-1] == tokenizer.eos_ids[0]) == (sample.finish_reason == "stop")
 
 
-def test_prompts_that_overflow_one_scheduling_step_are_all_answered(served: tuple[Path, list[Any]]) -> None:
-    """vLLM would cut the prompt at the edge of its token budget in two, and its seeded sampler on the CPU dies of that."""
-    root, engines = served
+def test_prompts_that_overflow_one_scheduling_step_are_all_answered(
+    served: tuple[Path, list[Any], list[EngineSpec]],
+) -> None:
+    """vLLM would cut the prompt at the edge of its token budget in two, and its seeded sampler on
+    the CPU dies of that."""
+    root, engines, _ = served
     asked = prompts(root / "countdown", "train.jsonl")
     assert sum(len(prompt.token_ids) for prompt in asked) * 30 > 2 * 2048
-    requests = [Request(group=index, k=k, prompt=prompt) for index, prompt in enumerate(asked) for k in range(30)]
+    requests = [
+        Request(group=index, k=k, prompt=prompt)
+        for index, prompt in enumerate(asked)
+        for k in range(30)
+    ]
     assert len(sampled(engines[1], requests)) == 30 * len(asked)
 
 
-def test_the_controller_feeds_batches_in_order_evaluates_and_reports_a_dead_engine(served: tuple[Path, list[Any]]) -> None:
+def take_all(ask: Callable[..., Any]) -> None:
+    """Batches, until there are none."""
+    for version in (5, 6, 7):
+        ask("next_batch", version)
+
+
+class Launch:
+    """The engine that runs already, then new ones."""
+
+    def __init__(self, running: Any) -> None:
+        self.running = running
+
+    async def __call__(self, spec: EngineSpec, *, again: bool) -> Engine:
+        if spec.index == 0:
+            return RemoteEngine(self.running)  # type: ignore[return-value]
+        return await start_engine(spec, again=again)
+
+
+def test_the_controller_feeds_batches_while_engines_join_leave_and_die(
+    served: tuple[Path, list[Any], list[EngineSpec]],
+) -> None:
     import ray
 
-    root, engines = served
+    root, engines, specs = served
+    run_dir = root / "run"
     train, held_out = (prompts(root / "arithmetic", f"{part}.jsonl") for part in ("train", "eval"))
-    flow = FlowConfig(prompts_per_step=3, group_size=4, async_ratio=1.0)
-    spec = ControllerSpec(flow=flow, on_reward_error="stop", log_path=root / "logs" / "controller.log")
-    controller = start_controller(PromptSource(train, seed=1, shuffle=False), engines[:1], spec)
-    result = ray.get(controller.evaluate.remote(held_out, 4, 0, 60.0, (1,), 1.0), timeout=90)
+    spec = ControllerSpec(
+        flow=FlowConfig(prompts_per_step=3, group_size=4, async_ratio=1.0),
+        engines=[replace(specs[0], log_dir=run_dir / "logs")],
+        fleet=FleetSettings(restarts_per_hour=0, unresponsive_s=30.0),
+        timeout_s=60.0,
+        on_reward_error="stop",
+        evaluation=EvalConfig(samples_per_prompt=4),
+        held_out=held_out,
+        run_dir=run_dir,
+    )
+    actor = ray.remote(num_cpus=0, max_concurrency=100)(Controller)
+    source = PromptSource(train, seed=1, shuffle=False)
+    controller = actor.remote(source, spec, Launch(engines[0]))
+
+    def ask(method: str, *arguments: Any) -> Any:
+        return ray_get(getattr(controller, method).remote(*arguments), f"it to {method}", 240)
+
+    staging = Staging(SharedMemory())
+    ask("start", None)
+    result = ask("evaluate", 0)
     assert (result.samples, len(result.per_prompt), result.reward_errors) == (48, 12, 0)
-    ray.get(controller.start.remote(0), timeout=60)
     for version in range(2):
-        batch = ray.get(controller.next_batch.remote(version, 60.0), timeout=90)
-        assert [group.index for group in batch.groups] == [3 * version, 3 * version + 1, 3 * version + 2]
-        assert [group.prompt.id for group in batch.groups] == [prompt.id for prompt in train[3 * version : 3 * version + 3]]
-        assert {sample.start_version for sample in batch.samples()} == {0}
-        turned, position = controller.advance.remote(version + 1), controller.position.remote()
-        ray.get(turned, timeout=60)
-        state, _ = ray.get(position, timeout=60)
-        assert state["consumed"] == 3 * version + 3
-    ray.kill(engines[0])
-    index, reason = ray.get(controller.lost.remote(), timeout=50)
-    assert index == 0
-    ray.get(controller.give_up.remote(0), timeout=30)
-    with pytest.raises(ray.exceptions.RayTaskError, match="EngineFailed: no training engine is left: ") as failure:
-        ray.get(controller.next_batch.remote(5, 60.0), timeout=50)
-    assert reason in str(failure.value)
-    assert "engine 0 is lost" in (root / "logs" / "controller.log").read_text()
+        batch = ask("next_batch", version).batch
+        first = 3 * version
+        assert [group.index for group in batch.groups] == [first, first + 1, first + 2]
+        assert [group.prompt.id for group in batch.groups] == [
+            prompt.id for prompt in train[first : first + 3]
+        ]
+        assert min(sample.start_version for sample in batch.samples()) == max(0, version - 1)
+        weights = buckets(root / "arithmetic" / "model")
+        ask("staged", version + 1, staging.stage(version + 1, weights))
+        assert ask("state").state["consumed"] == first + 3
+
+    assert ask("add_engine") == 1
+    deadline = time.monotonic() + 240
+    while [engine.version for engine in ask("stats")["engines"]] != [2, 2]:
+        assert time.monotonic() < deadline, "the one that joined did not load version 2"
+        time.sleep(0.2)
+    ask("remove_engine", 0)
+    for version in (2, 3, 4):  # what trains last was admitted after that
+        batch = ask("next_batch", version).batch
+        ask("staged", version + 1, staging.stage(version + 1, buckets(specs[0].model_path)))
+    assert {sample.engine for sample in batch.samples()} == {1}
+
+    core_of(run_dir / "logs" / "engine-1.log").kill()
+    with pytest.raises(EngineFailed, match=r"no training engine is left: .*engine 1: .*died"):
+        take_all(ask)
+    assert "engine-1 is lost" in (run_dir / "logs" / "controller.log").read_text()
+    staging.close()
+    ask("close")
     ray.kill(controller)

@@ -1,7 +1,8 @@
-"""What an update does to the responses that run through it, and engines that sleep, fall silent, die and come back.
+"""What an update does to the responses that run through it, and engines that sleep, fall silent,
+die and come back.
 
-Two real engines: one keeps the key-value cache through an update, the other recomputes it, over two workers. The tests share
-them and run in order; every one that loads weights takes the next version.
+Two real engines: one keeps the key-value cache through an update, the other recomputes it, over two
+workers. The tests share them and run in order; every one that loads weights takes the next version.
 """
 
 import pickle
@@ -18,14 +19,12 @@ import psutil
 import pytest
 import torch
 
-from megatron_async_rl.observe.remote import remote_cause
-from megatron_async_rl.rollout.actor import kill_engine, start_engine
 from megatron_async_rl.samples import Sample
-from megatron_async_rl.samples.requests import Cut
-from megatron_async_rl.weights.engine_client import RayEngine
-from tests.engine.asking import cut, outcomes, report, sampled, submit
+from megatron_async_rl.samples.types import Aborted
+from megatron_async_rl.watchdog.deadline import remote_cause
+from tests.engine.asking import abort, outcomes, report, sampled, submit
 from tests.engine.reference import save_checkpoint
-from tests.engine.running import TOLERANCE, Engines, buckets, prompt_of, running
+from tests.engine.running import TOLERANCE, Engines, buckets, call, prompt_of, running, started
 from tests.parallel.ranks import run_ranks
 from tests.vllm_process import core_of
 
@@ -42,8 +41,14 @@ UPDATES = 3
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     root = tmp_path_factory.mktemp("in_flight")
     sampling = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
-    settings = [{"sampling": sampling}, {"sampling": sampling, "in_flight": "recompute", "tensor": 2}]
-    checkpoints = [save_checkpoint(root / f"model-{seed}", seed=seed, kv_heads=2) for seed in range(UPDATES + 1)]
+    settings = [
+        {"sampling": sampling},
+        {"sampling": sampling, "in_flight": "recompute", "tensor": 2},
+    ]
+    checkpoints = [
+        save_checkpoint(root / f"model-{seed}", seed=seed, kv_heads=2)
+        for seed in range(UPDATES + 1)
+    ]
     with running(lambda: Engines(root, settings, checkpoints)) as engines:
         yield engines
 
@@ -59,7 +64,11 @@ def through_updates(engines: Engines) -> dict[int, list[Sample]]:
         engines.publish(checkpoint)
     found = {}
     for engine, handle in enumerate(engines.handles):
-        samples = [sample for sample in outcomes(handle, [r.id for r in asked]) if isinstance(sample, Sample)]
+        samples = [
+            sample
+            for sample in outcomes(handle, [r.id for r in asked])
+            if isinstance(sample, Sample)
+        ]
         found[engine] = [s for s in samples if len(set(s.versions.tolist())) == UPDATES + 1]
         assert len(found[engine]) >= 2, [s.versions.tolist() for s in samples]
     return found
@@ -72,13 +81,18 @@ def spans(sample: Sample) -> list[tuple[int, int, int]]:
 
 
 def apart(sample: Sample, start: int, end: int, reference: torch.Tensor) -> float:
-    return float((torch.from_numpy(sample.behavior_logprobs[start:end].copy()) - reference).abs().max())
+    return float(
+        (torch.from_numpy(sample.behavior_logprobs[start:end].copy()) - reference).abs().max()
+    )
 
 
 def alone(engines: Engines, sample: Sample, version: int, start: int, end: int) -> torch.Tensor:
-    """Log-probs of tokens start to end under one version, which has read the prompt and the response so far itself."""
+    """Log-probs of tokens start to end under one version, which has read the prompt and the
+    response so far itself."""
     ids = sample.response_ids.tolist()
-    return engines.reference(version).logprobs(sample.prompt.token_ids, ids[:end], TEMPERATURE)[start:]
+    return engines.reference(version).logprobs(sample.prompt.token_ids, ids[:end], TEMPERATURE)[
+        start:
+    ]
 
 
 def test_recomputed_every_token_has_the_logprob_of_the_weights_that_sampled_it(
@@ -86,20 +100,33 @@ def test_recomputed_every_token_has_the_logprob_of_the_weights_that_sampled_it(
 ) -> None:
     for sample in through_updates[RECOMPUTE]:
         for version, start, end in spans(sample):
-            assert apart(sample, start, end, alone(engines, sample, version, start, end)) < TOLERANCE
+            assert (
+                apart(sample, start, end, alone(engines, sample, version, start, end)) < TOLERANCE
+            )
             if version:
-                assert apart(sample, start, end, alone(engines, sample, version - 1, start, end)) > 0.1
+                assert (
+                    apart(sample, start, end, alone(engines, sample, version - 1, start, end)) > 0.1
+                )
 
 
-def test_recomputed_they_are_the_trainers_too(engines: Engines, through_updates: dict[int, list[Sample]], tmp_path: Path) -> None:
+def test_recomputed_they_are_the_trainers_too(
+    engines: Engines, through_updates: dict[int, list[Sample]], tmp_path: Path
+) -> None:
     samples = through_updates[RECOMPUTE][:2]
     (tmp_path / "samples").write_bytes(pickle.dumps(samples))
-    arguments = [tmp_path / "samples", str(TEMPERATURE), tmp_path / "logprobs", *engines.checkpoints]
+    arguments = [
+        tmp_path / "samples",
+        str(TEMPERATURE),
+        tmp_path / "logprobs",
+        *engines.checkpoints,
+    ]
     run_ranks(1, "tests.engine.trainer_program", arguments)
     found = pickle.loads((tmp_path / "logprobs").read_bytes())
     for row, sample in enumerate(samples):
         for version, start, end in spans(sample):
-            under = torch.from_numpy(found[str(engines.checkpoints[engines.of_version[version]])][row])
+            under = torch.from_numpy(
+                found[str(engines.checkpoints[engines.of_version[version]])][row]
+            )
             assert apart(sample, start, end, under[start:end]) < TOLERANCE
 
 
@@ -111,10 +138,15 @@ def test_kept_every_token_has_the_logprob_of_its_weights_over_the_cache_of_the_w
     for sample in through_updates[KEEP]:
         ids, cache = sample.response_ids.tolist(), DynamicCache()
         for version, start, end in spans(sample):
-            # The step that samples a token reads the one before it: that one's keys and values are of the same weights.
-            inputs = [*sample.prompt.token_ids, *ids][0 if start == 0 else len(sample.prompt.token_ids) + start - 1 :]
+            # The step that samples a token reads the one before it: that one's keys and values are
+            # of the same weights.
+            inputs = [*sample.prompt.token_ids, *ids][
+                0 if start == 0 else len(sample.prompt.token_ids) + start - 1 :
+            ]
             inputs = inputs[: len(inputs) - (sample.length - end) - 1]
-            over = engines.reference(version).logprobs_over(cache, inputs, ids[start:end], TEMPERATURE)
+            over = engines.reference(version).logprobs_over(
+                cache, inputs, ids[start:end], TEMPERATURE
+            )
             assert apart(sample, start, end, over) < TOLERANCE
             by_itself = apart(sample, start, end, alone(engines, sample, version, start, end))
             assert by_itself < TOLERANCE if start == 0 else by_itself > TOLERANCE
@@ -122,16 +154,17 @@ def test_kept_every_token_has_the_logprob_of_its_weights_over_the_cache_of_the_w
 
 @BOTH
 def test_a_pause_changes_no_draw(engines: Engines, engine: int) -> None:
-    """Recomputed, a response is read again from its beginning; its seed's generator must stand where it stood."""
+    """Recomputed, a response is read again from its beginning; its seed's generator must stand
+    where it stood."""
     asked = engines.asked([prompt_of(30)], 4, index=900)
-    client, answers = engines.clients[engine], []
+    handle, answers = engines.handles[engine], []
     for pauses in (0, 3):
-        submit(engines.handles[engine], asked)
+        submit(handle, asked)
         for _ in range(pauses):
             time.sleep(0.1)
-            client.pause().result(timeout=30)
-            client.resume().result(timeout=30)
-        came = outcomes(engines.handles[engine], [request.id for request in asked])
+            call(handle, "pause")
+            call(handle, "resume")
+        came = outcomes(handle, [request.id for request in asked])
         answers.append([s.response_ids.tolist() for s in came if isinstance(s, Sample)])
     assert answers[0] == answers[1]
     assert max(len(response) for response in answers[0]) > 100
@@ -141,47 +174,51 @@ def test_a_pause_changes_no_draw(engines: Engines, engine: int) -> None:
 def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_then_goes_on(
     engines: Engines, engine: int
 ) -> None:
-    handle, client = engines.handles[engine], engines.clients[engine]
+    handle = engines.handles[engine]
     asked = engines.asked([prompt_of(10, seed) for seed in range(4)], 1)
     submit(handle, asked)
-    client.sleep().result(timeout=30)
+    call(handle, "sleep")
     asleep, later = report(handle, 0.3), report(handle, 0.3)
     assert later.state == "asleep"
     assert (later.running, later.finished) == (asleep.running, ())
     assert later.busy_s == asleep.busy_s
     assert later.silent_s < 5
     version = engines.version + 1
-    for call, refusal in (
-        (client.pause, "was to pause, and is asleep"),
-        (client.resume, "was to resume, and is asleep"),
-        (client.sleep, "was to sleep, and is asleep"),
-        (lambda: client.wake(("cache",)), "cannot wake cache"),
+    for method, refusal, *arguments in (
+        ("pause", "was to pause, and is asleep"),
+        ("resume", "was to resume, and is asleep"),
+        ("sleep", "was to sleep, and is asleep"),
+        ("wake", "cannot wake cache", ("cache",)),
     ):
-        refused(call, refusal)
-    engines.publisher.stage(version, buckets(engines.checkpoints[0]))
-    (ref,) = engines.publisher._staged.buckets
-    refused(lambda: client.load_bucket(ref, version, True, True), "its weights are asleep: wake them first")
-    client.wake(("weights",)).result(timeout=30)
-    refused(lambda: client.wake(("weights",)), "was to wake, and weights is awake")
-    client.load_bucket(ref, version, True, True).result(timeout=30)
+        refused(handle, refusal, method, *arguments)
+    (ref,) = engines.staging.stage(version, buckets(engines.checkpoints[0])).buckets
+    refused(handle, "asleep: wake them first", "load_bucket", ref, version, True, True)
+    call(handle, "wake", ("weights",))
+    refused(handle, "was to wake, and weights is awake", "wake", ("weights",))
+    call(handle, "load_bucket", ref, version, True, True)
     assert report(handle, 0.1).state == "asleep"
-    client.wake(None).result(timeout=30)
-    refused(lambda: client.load_bucket(ref, version + 1, True, True), "is running: pause it first")
-    refused(lambda: client.wake(None), "was to wake, and it is awake")
+    call(handle, "wake", None)
+    refused(handle, "running: pause it first", "load_bucket", ref, version + 1, True, True)
+    refused(handle, "was to wake, and it is awake", "wake", None)
     engines.of_version[version] = 0
     if engine == RECOMPUTE:
         engines.version = version
-    for sample in outcomes(handle, [request.id for request in asked if request.id not in {s.id for s in asleep.finished}]):
+    for sample in outcomes(
+        handle,
+        [request.id for request in asked if request.id not in {s.id for s in asleep.finished}],
+    ):
         assert isinstance(sample, Sample)
         assert sample.versions[-1] == version
 
 
-def refused(call: Any, why: str) -> None:
+def refused(handle: Any, why: str, method: str, *arguments: Any) -> None:
     with pytest.raises(Exception, match=why):
-        call().result(timeout=30)
+        call(handle, method, *arguments)
 
 
-def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs_it_had(engines: Engines) -> None:
+def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs_it_had(
+    engines: Engines,
+) -> None:
     first, then = engines.handles[KEEP], engines.handles[RECOMPUTE]
     asked = engines.asked([prompt_of(12, seed) for seed in range(6)], 1)
     submit(first, asked)
@@ -189,22 +226,39 @@ def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs
     engines.publish(1)
     finished |= grown(first) | grown(first)
     ids = [request.id for request in asked if request.id not in finished]
-    cut(first, ids)
-    cuts = {one.id: one.prefix for one in outcomes(first, ids) if isinstance(one, Cut) and one.prefix is not None}
+    abort(first, ids)
+    cuts = {
+        one.id: one.partial
+        for one in outcomes(first, ids)
+        if isinstance(one, Aborted) and one.partial is not None
+    }
     through = {one for one, prefix in cuts.items() if len(set(prefix.versions.tolist())) == 2}
     assert through, "some were cut after the update that they ran through"
     before = engines.version
     engines.publish(3)
-    again = [replace(request, prefix=cuts[request.id]) for request in asked if request.id in through]
+    again = [
+        replace(request, prefix=cuts[request.id]) for request in asked if request.id in through
+    ]
     for sample in sampled(then, again):
         prefix = cuts[sample.id]
         assert prefix is not None
         length = len(prefix.response_ids)
         assert sample.response_ids[:length].tolist() == prefix.response_ids.tolist()
         assert sample.behavior_logprobs[:length].tolist() == prefix.behavior_logprobs.tolist()
-        assert sample.versions.tolist() == [*prefix.versions.tolist(), *[before + 1] * (sample.length - length)]
+        assert sample.versions.tolist() == [
+            *prefix.versions.tolist(),
+            *[before + 1] * (sample.length - length),
+        ]
         assert sample.length > length
-        assert apart(sample, length, sample.length, alone(engines, sample, before + 1, length, sample.length)) < TOLERANCE
+        assert (
+            apart(
+                sample,
+                length,
+                sample.length,
+                alone(engines, sample, before + 1, length, sample.length),
+            )
+            < TOLERANCE
+        )
 
 
 def grown(handle: Any) -> set[str]:
@@ -218,36 +272,47 @@ def grown(handle: Any) -> set[str]:
         assert answer.running, "all of them finished"
 
 
-def test_an_engine_that_dies_at_an_update_says_so_and_one_in_its_place_is_fed_with_what_is_staged(engines: Engines) -> None:
+def test_an_engine_that_dies_at_an_update_says_so_and_one_in_its_place_is_fed_with_what_is_staged(
+    engines: Engines,
+) -> None:
     import ray
 
-    handle, spec, core = engines.handles[KEEP], engines.specs[KEEP], core_of(engines.specs[KEEP].log)
-    engines.version += 1
-    engines.of_version[engines.version] = 2
-    engines.publisher.stage(engines.version, buckets(engines.checkpoints[2], 5))
+    handle, spec, core = (
+        engines.handles[KEEP],
+        engines.specs[KEEP],
+        core_of(engines.specs[KEEP].log),
+    )
+    manifest = engines.stage(2, per_bucket=5)
     asked = engines.asked([prompt_of(8)], 2)
     submit(handle, asked)
     core.suspend()  # or it could be through the update before it is killed
-    delivery = engines.publisher.deliver(engines.version)
+    update = handle.update.remote(engines.version, manifest)
+    engines.feed(manifest, [RECOMPUTE])
     core.kill()
-    published = delivery.result(timeout=60)
-    assert published.lost.keys() == {spec.name}
-    assert published.pauses.keys() == {engines.specs[RECOMPUTE].name}
+    with pytest.raises(ray.exceptions.RayTaskError, match="the vLLM process of engine-0 died"):
+        ray.get(update, timeout=60)
     with pytest.raises(ray.exceptions.RayTaskError) as failure:
         outcomes(handle, [request.id for request in asked])
-    assert f"the vLLM process of engine-0 died while it worked on 2 responses; see {spec.log}" in str(remote_cause(failure.value))
-    kill_engine(handle)
-    engines.handles[KEEP] = start_engine(spec)
+    assert (
+        f"the vLLM process of engine-0 died while it worked on 2 responses; see {spec.log}"
+        in str(remote_cause(failure.value))
+    )
+    ray.kill(handle)
+    (engines.handles[KEEP],) = started([spec], again=True)
     assert "EngineDeadError" in spec.log.with_name("engine-0.log.1").read_text()
     assert "EngineDeadError" not in spec.log.read_text()
-    engines.publisher.bring_up(RayEngine(spec.name, engines.handles[KEEP]))
+    engines.feed(manifest, [KEEP])
     for engine in (KEEP, RECOMPUTE):
         for (sample,) in engines.groups(engine, [prompt_of(8, seed) for seed in range(2)], 1):
             assert set(sample.versions.tolist()) == {engines.version}
             assert engines.difference(engine, sample, engines.version) < TOLERANCE
 
 
-def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_kill(engines: Engines) -> None:
+def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_kill(
+    engines: Engines,
+) -> None:
+    import ray
+
     core = core_of(engines.specs[RECOMPUTE].log)
     actor = core.parent()
     assert actor is not None
@@ -262,6 +327,6 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
     core.kill()
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive, "a worker ends with the process that started it, without a hand of its own"
-    kill_engine(engines.handles[RECOMPUTE])
+    ray.kill(engines.handles[RECOMPUTE])
     _, alive = psutil.wait_procs([actor], timeout=20)
     assert not alive

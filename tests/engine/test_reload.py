@@ -1,4 +1,5 @@
-"""vLLM's model after an update against the same model freshly read: bit for bit, for dense models and a mixture of experts."""
+"""vLLM's model after an update against the same model freshly read: bit for bit, for dense models
+and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -34,12 +35,15 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[State]]:
     asked = []
     for name, model in MODELS.items():
         first, second = (
-            save_tiny_model(root / which / name, seed=seed, **model, **SHAPE) for which, seed in (("a", 1), ("b", 2))
+            save_tiny_model(root / which / name, seed=seed, **model, **SHAPE)
+            for which, seed in (("a", 1), ("b", 2))
         )
         asked.append(f"{first}:{second}" + (":both" if name in LAYERWISE_TOO else ""))
     answer = root / "answer.json"
     program = [sys.executable, "-m", "tests.engine.reload_program", str(answer), *asked]
-    run = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    run = subprocess.run(
+        program, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+    )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     found: dict[str, list[State]] = json.loads(answer.read_text())
     return found
@@ -51,9 +55,13 @@ def test_after_an_update_it_computes_what_the_same_checkpoint_freshly_read_does(
 ) -> None:
     (start, _, fresh), (way, _, first), (_, _, back), (_, _, again), *layerwise = states[model]
     assert (start, way) == ("none", "InPlaceReload")
-    assert np.max(np.abs(np.subtract(first, fresh))) > 0.1, "the two checkpoints agree: nothing is tested"
+    assert np.max(np.abs(np.subtract(first, fresh))) > 0.1, (
+        "the two checkpoints agree: nothing is tested"
+    )
     assert back == fresh
     assert again == first
-    assert [way for way, _, _ in layerwise] == (["LayerwiseReload"] * 2 if model in LAYERWISE_TOO else [])
+    assert [way for way, _, _ in layerwise] == (
+        ["LayerwiseReload"] * 2 if model in LAYERWISE_TOO else []
+    )
     for _, which, logprobs in layerwise:
         assert logprobs == (first if which else fresh)

@@ -1,4 +1,5 @@
-"""Two real vLLM engines behind Ray, fed with new weights by the real publisher, held against transformers.
+"""Two real vLLM engines behind Ray, fed with new weights by the real publisher, held against
+transformers.
 
 The tests share the engines and run in order; every one that loads weights takes the next version.
 """
@@ -17,13 +18,13 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_async_rl.rollout.actor import EngineStartError, start_engines
+from megatron_async_rl.rollout.engine_process import EngineStartError
 from megatron_async_rl.samples import Sample
-from megatron_async_rl.samples.requests import Cut, Prefix
-from megatron_async_rl.weights.publish import PublishFailed, WeightMismatch
-from tests.engine.asking import cut, outcomes, report, sampled, submit
+from megatron_async_rl.samples.types import Aborted, PartialResponse
+from megatron_async_rl.weights.manifest import WeightMismatch
+from tests.engine.asking import abort, outcomes, report, sampled, submit
 from tests.engine.reference import checkpoint_weights, save_checkpoint
-from tests.engine.running import TOLERANCE, Engines, buckets, prompt_of, running
+from tests.engine.running import TOLERANCE, Engines, buckets, call, prompt_of, running, started
 from tests.vllm_process import core_of
 
 pytestmark = pytest.mark.engine
@@ -43,13 +44,17 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         {"sampling": {"temperature": temperature, "max_tokens": tokens, "stop": stop}}
         for temperature, tokens, stop in zip(TEMPERATURES, MAX_TOKENS, STOPS, strict=True)
     ]
-    checkpoints = [save_checkpoint(root / f"model-{seed}", seed=seed) for seed in range(CHECKPOINTS)]
+    checkpoints = [
+        save_checkpoint(root / f"model-{seed}", seed=seed) for seed in range(CHECKPOINTS)
+    ]
     with running(lambda: Engines(root, settings, checkpoints)) as engines:
         yield engines
 
 
 @pytest.mark.parametrize("engine", [SHORT, LONG], ids=["temperature 0.7", "temperature 1.0"])
-def test_sampled_logprobs_are_those_of_transformers_at_the_sampling_temperature(engines: Engines, engine: int) -> None:
+def test_sampled_logprobs_are_those_of_transformers_at_the_sampling_temperature(
+    engines: Engines, engine: int
+) -> None:
     for group in engines.groups(engine, [prompt_of(3), prompt_of(40), prompt_of(1)], 4):
         for sample in group:
             assert sample.versions.tolist() == [0] * sample.length
@@ -57,7 +62,11 @@ def test_sampled_logprobs_are_those_of_transformers_at_the_sampling_temperature(
 
 
 def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines: Engines) -> None:
-    samples = [s for group in engines.groups(LONG, [prompt_of(5, seed) for seed in range(8)], 4) for s in group]
+    samples = [
+        s
+        for group in engines.groups(LONG, [prompt_of(5, seed) for seed in range(8)], 4)
+        for s in group
+    ]
     stopped = [s for s in samples if s.finish_reason == "stop"]
     cut = [s for s in samples if s.finish_reason == "length"]
     assert stopped
@@ -77,22 +86,27 @@ def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines:
 
 
 def test_a_group_is_repeated_by_its_index_and_its_samples_differ(engines: Engines) -> None:
-    (first,), (again,), (other,) = (engines.groups(SHORT, [prompt_of(9)], 4, index=index) for index in (77, 77, 78))
+    (first,), (again,), (other,) = (
+        engines.groups(SHORT, [prompt_of(9)], 4, index=index) for index in (77, 77, 78)
+    )
     responses = [sample.response_ids.tolist() for sample in first]
     assert responses == [sample.response_ids.tolist() for sample in again]
     assert responses != [sample.response_ids.tolist() for sample in other]
     assert len({tuple(response) for response in responses}) == 4
 
 
-def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(engines: Engines) -> None:
-    """A prompt longer than a cache block comes again after every update: nothing of it may be reused."""
+def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(
+    engines: Engines,
+) -> None:
+    """A prompt longer than a cache block comes again after every update: nothing of it may be
+    reused."""
     import ray
 
     repeated = prompt_of(300)
     for checkpoint, per_bucket in ((1, 1000), (2, 5), (3, 1)):
         engines.groups(LONG, [repeated], 2)
         report = engines.publish(checkpoint, per_bucket=per_bucket)
-        assert report.tensors == len(checkpoint_weights(engines.checkpoints[checkpoint]))
+        assert len(report.digests) == len(checkpoint_weights(engines.checkpoints[checkpoint]))
         for engine in (SHORT, LONG):
             assert ray.get(engines.handles[engine].version.remote(), timeout=30) == engines.version
             for group in engines.groups(engine, [repeated, prompt_of(6)], 2):
@@ -104,12 +118,19 @@ def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(en
                     )
 
 
-def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_weights(engines: Engines) -> None:
-    """Tokens up to the switch match the old weights. After it they attend to kept keys and values of the old weights, so
-    they match neither model exactly; what holds is that the new number is theirs and that sampling went on."""
+def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_weights(
+    engines: Engines,
+) -> None:
+    """Tokens up to the switch match the old weights. After it they attend to kept keys and values
+    of the old weights, so they match neither model exactly; what holds is that the new number is
+    theirs and that sampling went on."""
     old = engines.version
     done: list[list[Sample]] = []
-    worker = threading.Thread(target=lambda: done.extend(engines.groups(LONG, [prompt_of(4, seed) for seed in range(16)], 4)))
+    worker = threading.Thread(
+        target=lambda: done.extend(
+            engines.groups(LONG, [prompt_of(4, seed) for seed in range(16)], 4)
+        )
+    )
     worker.start()
     time.sleep(0.4)
     report = engines.publish(0)
@@ -125,25 +146,31 @@ def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_wei
         under_old = engines.reference(old).logprobs(
             sample.prompt.token_ids, sample.response_ids.tolist()[: switch + 1], TEMPERATURES[LONG]
         )[-1]
-        assert abs(float(first_new[0]) - float(under_old)) > TOLERANCE, "the switch is where the stamps say"
+        assert abs(float(first_new[0]) - float(under_old)) > TOLERANCE, (
+            "the switch is where the stamps say"
+        )
     print(f"publish with {len(both)} responses in flight: {report}")
 
 
-def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_other_weights(engines: Engines) -> None:
+def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_other_weights(
+    engines: Engines,
+) -> None:
     handle, old = engines.handles[LONG], engines.version
     asked = engines.asked([prompt_of(7, seed) for seed in range(6)], 1)
     submit(handle, asked)
     time.sleep(0.3)
     ids = [request.id for request in asked]
-    cut(handle, [*ids, "no-such-request"])
-    cuts = [outcome for outcome in outcomes(handle, ids) if isinstance(outcome, Cut)]
+    abort(handle, [*ids, "no-such-request"])
+    cuts = [outcome for outcome in outcomes(handle, ids) if isinstance(outcome, Aborted)]
     assert len(cuts) >= 3
     again = {sample.id: sample for sample in sampled(handle, asked)}
     engines.publish(0)
     rest = {request.id: request for request in asked}
-    prefixes = {answer.id: answer.prefix for answer in cuts if answer.prefix is not None}
+    prefixes = {answer.id: answer.partial for answer in cuts if answer.partial is not None}
     assert prefixes
-    for sample in sampled(handle, [replace(rest[one], prefix=prefix) for one, prefix in prefixes.items()]):
+    for sample in sampled(
+        handle, [replace(rest[one], prefix=prefix) for one, prefix in prefixes.items()]
+    ):
         prefix = prefixes[sample.id]
         length = len(prefix.response_ids)
         assert prefix.response_ids.tolist() == again[sample.id].response_ids[:length].tolist(), (
@@ -173,83 +200,103 @@ def test_reports_say_whether_responses_grow_while_none_has_finished(engines: Eng
     assert not ray.get(handle.report.remote(0.05), timeout=60).sampling
 
 
-def test_a_request_cut_before_its_first_token_keeps_its_prefix_and_nothing_else(engines: Engines) -> None:
-    handle, client = engines.handles[LONG], engines.clients[LONG]
+def test_a_request_cut_before_its_first_token_keeps_its_prefix_and_nothing_else(
+    engines: Engines,
+) -> None:
+    handle = engines.handles[LONG]
     fresh, continued = engines.asked([prompt_of(7)], 2)
-    begun = Prefix(
-        response_ids=np.array([5, 6], np.int32), behavior_logprobs=np.zeros(2, np.float32), versions=np.zeros(2, np.int32)
+    begun = PartialResponse(
+        response_ids=np.array([5, 6], np.int32),
+        behavior_logprobs=np.zeros(2, np.float32),
+        versions=np.zeros(2, np.int32),
     )
     before = report(handle, 0.1)
-    client.pause().result(timeout=30)
+    call(handle, "pause")
     submit(handle, [fresh, replace(continued, prefix=begun)])
     assert report(handle, 0.1).running == 2
-    cut(handle, [fresh.id, continued.id])
+    abort(handle, [fresh.id, continued.id])
     first, second = outcomes(handle, [fresh.id, continued.id])
-    client.resume().result(timeout=30)
-    assert isinstance(first, Cut)
-    assert isinstance(second, Cut)
-    assert first.prefix is None
-    assert second.prefix is not None
-    assert second.prefix.response_ids.tolist() == [5, 6]
+    call(handle, "resume")
+    assert isinstance(first, Aborted)
+    assert isinstance(second, Aborted)
+    assert first.partial is None
+    assert second.partial is not None
+    assert second.partial.response_ids.tolist() == [5, 6]
     after = report(handle, 0.1)
     assert (after.running, after.tokens, after.busy_s) == (0, before.tokens, before.busy_s)
 
 
 def test_a_stop_string_ends_a_response_also_across_the_end_of_its_prefix(engines: Engines) -> None:
-    samples = [sample for group in engines.groups(SHORT, [prompt_of(3, seed) for seed in range(20)], 4) for sample in group]
+    samples = [
+        sample
+        for group in engines.groups(SHORT, [prompt_of(3, seed) for seed in range(20)], 4)
+        for sample in group
+    ]
     stopped = [sample for sample in samples if "19 w" in sample.text]
     assert stopped
     for sample in stopped:
         assert sample.finish_reason == "stop"
         assert "19 w" not in " ".join(sample.text.split()[:-1])
-    begun = Prefix(
-        response_ids=np.array([5, 119], np.int32), behavior_logprobs=np.zeros(2, np.float32), versions=np.zeros(2, np.int32)
+    begun = PartialResponse(
+        response_ids=np.array([5, 119], np.int32),
+        behavior_logprobs=np.zeros(2, np.float32),
+        versions=np.zeros(2, np.int32),
     )
     asked = [replace(request, prefix=begun) for request in engines.asked([prompt_of(3)], 2)]
-    assert [(sample.length, sample.finish_reason) for sample in sampled(engines.handles[SHORT], asked)] == [(3, "stop")] * 2
+    assert [
+        (sample.length, sample.finish_reason) for sample in sampled(engines.handles[SHORT], asked)
+    ] == [(3, "stop")] * 2
 
 
 def test_requests_that_cannot_be_answered_are_refused_before_any_is_taken(engines: Engines) -> None:
     handle = engines.handles[SHORT]
     asked = engines.asked([prompt_of(3)], 2)
-    full = Prefix(
-        response_ids=np.full(24, 5, np.int32), behavior_logprobs=np.zeros(24, np.float32), versions=np.zeros(24, np.int32)
+    full = PartialResponse(
+        response_ids=np.full(24, 5, np.int32),
+        behavior_logprobs=np.zeros(24, np.float32),
+        versions=np.zeros(24, np.int32),
     )
     with pytest.raises(ValueError, match=f"given requests twice: {asked[0].id}"):
         submit(handle, [*asked, asked[0]])
-    with pytest.raises(ValueError, match=r"prefix of 24 tokens and rollout\.sampling\.max_tokens is 24: nothing is left"):
+    with pytest.raises(
+        ValueError,
+        match=r"prefix of 24 tokens and rollout\.sampling\.max_tokens is 24: nothing is left",
+    ):
         submit(handle, [asked[0], replace(asked[1], prefix=full)])
     assert report(handle, 0.1).running == 0
 
 
-def test_rewards_that_raise_are_nan_or_hang_are_recorded_and_disturb_nobody(engines: Engines) -> None:
-    prompts = [
-        prompt_of(4, 1, reward="raises"),
-        prompt_of(4, 2, reward="nan"),
-        *(prompt_of(4, 3, reward="hangs") for _ in range(3)),
-    ]
+def test_rewards_that_fail_in_any_way_are_recorded_and_disturb_nobody(engines: Engines) -> None:
+    too_slow = "no reward within rollout.reward.timeout_s: 5"
+    failures = {
+        "raises": "KeyError: 'answer'",
+        "nan": "the reward is nan, not a finite number",
+        "hangs": too_slow,
+        "backtracks": too_slow,
+        "dies": "the reward's process ended with code 7; see the engine's log",
+    }
+    prompts = [prompt_of(4, seed, reward=name) for seed, name in enumerate(failures)]
     good = [prompt_of(4, seed) for seed in range(10, 20)]
     groups = engines.groups(SHORT, [*prompts, *good], 2)
-    errors = [{sample.reward_error for sample in group} for group in groups]
-    assert errors[0] == {"KeyError: 'answer'"}
-    assert errors[1] == {"the reward is nan, not a finite number"}
-    assert errors[2] == errors[3] == errors[4] == {"no reward within rollout.reward.timeout_s: 1"}
-    for group in groups[:5]:
+    for group, error in zip(groups, failures.values(), strict=False):
+        assert [sample.reward_error for sample in group] == [error] * 2
         assert all(sample.reward == 0.0 and not sample.valid for sample in group)
-    for group in groups[5:]:
+    for group in groups[len(failures) :]:
         assert all(sample.valid and sample.reward == len(sample.text.split()) for sample in group)
+
+    failed = [sample for group in groups[: len(failures)] for sample in group]
     lines = [json.loads(line) for line in engines.specs[SHORT].reward_log.read_text().splitlines()]
-    assert sorted(line["error"] for line in lines) == sorted(
-        s.reward_error for group in groups[:5] for s in group if s.reward_error
+    assert sorted((line["error"], line["response"]) for line in lines) == sorted(
+        (str(sample.reward_error), sample.text) for sample in failed
     )
-    assert {line["response"] for line in lines} == {sample.text for group in groups[:5] for sample in group}
 
 
-def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(engines: Engines) -> None:
+def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(
+    engines: Engines,
+) -> None:
     victim = "model.layers.1.mlp.up_proj.weight"
-    engines.version += 1
-    engines.publisher.stage(engines.version, buckets(engines.checkpoints[1]))
-    (staged,) = engines.publisher._staged.buckets
+    manifest = engines.stage(1)
+    (staged,) = manifest.buckets
     (entry,) = (entry for entry in staged.entries if entry.name == victim)
     with open(staged.path, "r+b") as file:
         file.seek(entry.offset + 5)
@@ -257,7 +304,7 @@ def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(eng
         file.seek(entry.offset + 5)
         file.write(bytes([byte ^ 1]))
     with pytest.raises(WeightMismatch, match=r"engine-0") as failure:
-        engines.publisher.deliver(engines.version).result(timeout=60)
+        engines.feed(manifest)
     assert failure.value.name == victim
     assert failure.value.sent != failure.value.loaded
     assert report(engines.handles[0], 0.1).state == "paused"
@@ -265,10 +312,11 @@ def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(eng
 
 
 def test_a_version_that_does_not_grow_is_refused_and_the_weights_stay(engines: Engines) -> None:
-    with pytest.raises(PublishFailed, match=f"engine-0 failed to .*weight version {engines.version} was refused"):
-        engines.publisher.publish(engines.version, buckets(engines.checkpoints[2]))
-    for client in engines.clients:
-        client.resume().result(timeout=30)
+    manifest = engines.staging.stage(engines.version, buckets(engines.checkpoints[2]))
+    with pytest.raises(Exception, match=f"weight version {engines.version} was refused"):
+        engines.feed(manifest)
+    for handle in engines.handles:
+        call(handle, "resume")
     (group,) = engines.groups(SHORT, [prompt_of(12)], 2)
     for sample in group:
         assert engines.difference(SHORT, sample, engines.version) < TOLERANCE
@@ -276,17 +324,23 @@ def test_a_version_that_does_not_grow_is_refused_and_the_weights_stay(engines: E
 
 def test_an_update_that_leaves_out_part_of_a_fused_parameter_is_refused(engines: Engines) -> None:
     left_out = "model.layers.0.self_attn.k_proj.weight"
-    pairs = [pair for pair in checkpoint_weights(engines.checkpoints[2]).items() if pair[0] != left_out]
+    pairs = [
+        pair for pair in checkpoint_weights(engines.checkpoints[2]).items() if pair[0] != left_out
+    ]
     names, tensors = zip(*pairs, strict=True)
     engines.version += 1
-    with pytest.raises(PublishFailed, match=f"left out 1: {left_out}"):
-        engines.publisher.publish(engines.version, [SimpleNamespace(names=names, tensors=tensors)])
+    part = [SimpleNamespace(names=names, tensors=tensors)]
+    manifest = engines.staging.stage(engines.version, part)
+    with pytest.raises(Exception, match=f"left out 1: {left_out}"):
+        engines.feed(manifest)
     engines.publish(2)
     (group,) = engines.groups(SHORT, [prompt_of(12)], 2)
     assert all(engines.difference(SHORT, sample, engines.version) < TOLERANCE for sample in group)
 
 
-def test_engines_write_to_their_logs_and_not_to_the_terminal(engines: Engines, capfd: pytest.CaptureFixture[str]) -> None:
+def test_engines_write_to_their_logs_and_not_to_the_terminal(
+    engines: Engines, capfd: pytest.CaptureFixture[str]
+) -> None:
     engines.groups(SHORT, [prompt_of(3)], 1)
     reports = [engines.publish(checkpoint) for checkpoint in (3, 0, 1)]
     print("publishes:", *reports, sep="\n")
@@ -297,14 +351,20 @@ def test_engines_write_to_their_logs_and_not_to_the_terminal(engines: Engines, c
         assert "EngineCore" in spec.log.read_text()
 
 
-def test_an_engine_that_cannot_start_says_why_and_where_it_is_written(engines: Engines, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_says_why_and_where_it_is_written(
+    engines: Engines, tmp_path: Path
+) -> None:
     model = save_checkpoint(tmp_path / "model", seed=0)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 16}))
+    (model / "config.json").write_text(
+        json.dumps(config | {"intermediate_size": config["intermediate_size"] + 16})
+    )
     spec = replace(engines.specs[SHORT], index=7, model_path=model, log_dir=tmp_path / "logs")
     with pytest.raises(EngineStartError, match="engine-7 did not start") as failure:
-        start_engines([spec])
-    assert "cause: RuntimeError: start (0) + length (64) exceeds dimension size (48)" in str(failure.value)
+        started([spec])
+    assert "cause: RuntimeError: start (0) + length (64) exceeds dimension size (48)" in str(
+        failure.value
+    )
     assert str(tmp_path / "logs" / "engine-7.log") in str(failure.value)
 
 

@@ -1,4 +1,5 @@
-"""What vLLM says about a response is taken only when it accounts for every token. No engine is started here."""
+"""What vLLM says about a response is taken only when it accounts for every token. No engine is
+started here."""
 
 from types import SimpleNamespace
 
@@ -8,12 +9,16 @@ pytestmark = pytest.mark.engine
 
 
 def completion(*spans: tuple[str, int, int], tokens: int = 4, **fields: object) -> SimpleNamespace:
-    versions = [SimpleNamespace(version=version, start=start, end=end) for version, start, end in spans]
-    return SimpleNamespace(token_ids=list(range(tokens)), weight_versions=versions or None, **fields)
+    versions = [
+        SimpleNamespace(version=version, start=start, end=end) for version, start, end in spans
+    ]
+    return SimpleNamespace(
+        token_ids=list(range(tokens)), weight_versions=versions or None, **fields
+    )
 
 
 def test_spans_become_one_version_for_each_token() -> None:
-    from megatron_async_rl.rollout.completion import token_versions
+    from megatron_async_rl.rollout.responses import token_versions
 
     assert token_versions(completion(("3", 0, 1), ("5", 1, 4))).tolist() == [3, 5, 5, 5]  # type: ignore[arg-type]
 
@@ -28,7 +33,7 @@ def test_spans_become_one_version_for_each_token() -> None:
     ids=["no spans", "a gap", "a label"],
 )
 def test_a_token_without_a_numbered_version_is_refused(said: SimpleNamespace, why: str) -> None:
-    from megatron_async_rl.rollout.completion import token_versions
+    from megatron_async_rl.rollout.responses import token_versions
 
     with pytest.raises(RuntimeError, match=why):
         token_versions(said)  # type: ignore[arg-type]
@@ -39,13 +44,19 @@ def test_a_token_without_a_numbered_version_is_refused(said: SimpleNamespace, wh
     [
         (None, "no log-probs of the 4 tokens"),
         (SimpleNamespace(token_ids=[0, 1, 2], logprobs=[-1.0] * 3), "no log-probs of the 4 tokens"),
-        (SimpleNamespace(token_ids=[0, 1, 2, 9], logprobs=[-1.0] * 4), "no log-probs of the 4 tokens"),
-        (SimpleNamespace(token_ids=[0, 1, 2, 3], logprobs=[-1.0, float("-inf"), -1.0, -1.0]), "not finite"),
+        (
+            SimpleNamespace(token_ids=[0, 1, 2, 9], logprobs=[-1.0] * 4),
+            "no log-probs of the 4 tokens",
+        ),
+        (
+            SimpleNamespace(token_ids=[0, 1, 2, 3], logprobs=[-1.0, float("-inf"), -1.0, -1.0]),
+            "not finite",
+        ),
     ],
     ids=["none", "too few", "of another token", "impossible"],
 )
 def test_a_token_without_its_own_logprob_is_refused(flat: SimpleNamespace | None, why: str) -> None:
-    from megatron_async_rl.rollout.completion import sampled_logprobs
+    from megatron_async_rl.rollout.responses import sampled_logprobs
 
     with pytest.raises(RuntimeError, match=why):
         sampled_logprobs(completion(logprobs=flat))  # type: ignore[arg-type]

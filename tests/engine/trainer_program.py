@@ -1,6 +1,7 @@
 """The trainer's log-probs of given samples under each of several checkpoints; one rank.
 
-Arguments: a pickle of samples, the temperature, where to write {checkpoint: [log-probs of each sample]}, the checkpoints.
+Arguments: a pickle of samples, the temperature, where to write {checkpoint: [log-probs of each
+sample]}, the checkpoints.
 """
 
 from __future__ import annotations
@@ -17,18 +18,25 @@ from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import build_micro_batch
 from megatron_async_rl.policy.model import build_model
 from megatron_async_rl.policy.parallel import initialise
+from tests.train_batches import columns_of
 
 
 @torch.no_grad()
 def main() -> None:
-    samples = pickle.loads(Path(sys.argv[1]).read_bytes())
+    samples = columns_of(pickle.loads(Path(sys.argv[1]).read_bytes()))
     device.install("cpu")
     layout = initialise(ParallelConfig(), "cpu", timeout_s=60)
     found = {}
     for checkpoint in sys.argv[4:]:
-        model = build_model(ModelConfig(path=Path(checkpoint), dtype="float32"), PolicyConfig(), layout)
-        schedule = Schedule(model.chunks, model, layout, temperature=float(sys.argv[2]), logprob_chunk_tokens=1024)
-        alone = [build_micro_batch(samples, (row,), layout.device, 1) for row in range(len(samples))]
+        model = build_model(
+            ModelConfig(path=Path(checkpoint), dtype="float32"), PolicyConfig(), layout
+        )
+        schedule = Schedule(
+            model.chunks, model, layout, temperature=float(sys.argv[2]), logprob_chunk_tokens=1024
+        )
+        alone = [
+            build_micro_batch(samples, (row,), layout.device, 1) for row in range(len(samples))
+        ]
         found[checkpoint] = [outputs.logp.numpy() for _, outputs in schedule.forward(alone)]
     Path(sys.argv[3]).write_bytes(pickle.dumps(found))
 

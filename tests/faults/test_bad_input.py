@@ -15,8 +15,8 @@ import pytest
 
 from megatron_async_rl.flow.buffer import Buffer
 from megatron_async_rl.flow.buffer_file import written
-from megatron_async_rl.observe.status import Status, write_status
-from megatron_async_rl.run_lock import alone_in
+from megatron_async_rl.launch.run_lock import lock_run_dir
+from megatron_async_rl.metrics.status import Status, write_status
 from tests.ports import free_ports
 from tests.written_run import write_model, write_run
 
@@ -27,11 +27,14 @@ SCREEN_LINES = 30
 
 def mar(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_async_rl", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
 
 
 def refused(config: Path, *overrides: str, says: tuple[str, ...], command: str = "train") -> str:
-    """Runs `mar train`; what it printed, after checking that it is one screen that says all of `says`."""
+    """Runs `mar train`; what it printed, after checking that it is one screen that says all of
+    `says`."""
     begun = time.monotonic()
     done = mar(command, config, *overrides, folder=config.parent)
     took = time.monotonic() - begun
@@ -79,7 +82,11 @@ def test_a_wrong_type_names_what_was_given_and_what_is_expected(config):
 
 
 def test_an_unknown_method_lists_the_known_ones(config):
-    refused(config, "objective.loss=ppo_clipp", says=("objective.loss", "ppo_clipp", "choose one of: reinforce, ppo_clip, "))
+    refused(
+        config,
+        "objective.loss=ppo_clipp",
+        says=("objective.loss", "ppo_clipp", "choose one of: reinforce, ppo_clip, "),
+    )
 
 
 def test_broken_yaml_names_its_line(config):
@@ -125,12 +132,18 @@ def test_pipeline_parallelism_that_does_not_divide_the_layers(config):
 
 def test_a_batch_that_does_not_divide_over_data_parallel_ranks(config):
     refused(
-        config, "policy.parallel.ranks=3", says=("flow.prompts_per_step", "8 samples", "3 data-parallel ranks", "multiple of 3")
+        config,
+        "policy.parallel.ranks=3",
+        says=("flow.prompts_per_step", "8 samples", "3 data-parallel ranks", "multiple of 3"),
     )
 
 
 def test_a_missing_model_directory(config):
-    refused(config, "model.path=nowhere", says=("model.path", str(config.parent / "nowhere"), "Hugging Face model directory"))
+    refused(
+        config,
+        "model.path=nowhere",
+        says=("model.path", str(config.parent / "nowhere"), "Hugging Face model directory"),
+    )
 
 
 def test_a_model_directory_without_weights(config):
@@ -165,16 +178,28 @@ def test_a_prompt_longer_than_the_context_names_its_line(config):
 
 
 def test_responses_that_leave_no_room_for_a_prompt(config):
-    refused(config, "rollout.sampling.max_tokens=64", says=("rollout.sampling.max_tokens", "context of 64"))
+    refused(
+        config,
+        "rollout.sampling.max_tokens=64",
+        says=("rollout.sampling.max_tokens", "context of 64"),
+    )
 
 
 def test_a_reward_that_does_not_import(config):
-    refused(config, "rollout.reward.name=no_such_module:score", says=("rollout.reward.name", "no_such_module"))
+    refused(
+        config,
+        "rollout.reward.name=no_such_module:score",
+        says=("rollout.reward.name", "no_such_module"),
+    )
 
 
 def test_a_reward_whose_module_raises(config):
     (config.parent / "my_rewards.py").write_text("raise RuntimeError('half written')\n")
-    refused(config, "rollout.reward.name=my_rewards:score", says=("rollout.reward.name", "my_rewards", "half written"))
+    refused(
+        config,
+        "rollout.reward.name=my_rewards:score",
+        says=("rollout.reward.name", "my_rewards", "half written"),
+    )
 
 
 def test_all_problems_are_told_at_once(config):
@@ -185,7 +210,14 @@ def test_all_problems_are_told_at_once(config):
         "rollout.reward.name=arithmetics",
         "policy.parallel.ranks=3",
         "policy.parallel.tensor=2",
-        says=("4 problems", "model.path", "data.train", "rollout.reward.name", "policy.parallel.ranks", "'arithmetic'"),
+        says=(
+            "4 problems",
+            "model.path",
+            "data.train",
+            "rollout.reward.name",
+            "policy.parallel.ranks",
+            "'arithmetic'",
+        ),
     )
 
 
@@ -194,7 +226,7 @@ def test_a_run_directory_that_is_a_file(config):
 
 
 def test_a_run_directory_in_which_another_run_goes_on(config):
-    with alone_in(config.parent / "out"):
+    with lock_run_dir(config.parent / "out"):
         refused(config, says=("run.dir", "is in use", f"pid {os.getpid()} on ", "fix: "))
 
 
@@ -207,18 +239,31 @@ def test_a_status_that_is_none(config):
 def test_a_run_directory_in_which_nothing_can_be_made(config):
     (config.parent / "out").mkdir()
     (config.parent / "out" / "lock").mkdir()
-    refused(config, says=("run.dir", str(config.parent / "out" / "lock"), "Is a directory", "fix: "))
+    refused(
+        config, says=("run.dir", str(config.parent / "out" / "lock"), "Is a directory", "fix: ")
+    )
 
 
 def test_a_node_that_does_not_find_its_config_ends_the_one_that_waits_for_it(config):
     nodes = ["--nnodes=2", f"--rdzv-endpoint=localhost:{free_ports(1)[0]}"]
-    good = [sys.executable, "-m", "megatron_async_rl", "train", config.name, "policy.parallel.ranks=2", *nodes, "--node-rank=0"]
-    zero = subprocess.Popen(good, cwd=config.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    good = [
+        sys.executable,
+        "-m",
+        "megatron_async_rl",
+        "train",
+        config.name,
+        "policy.parallel.ranks=2",
+        *nodes,
+        "--node-rank=0",
+    ]
+    zero = subprocess.Popen(
+        good, cwd=config.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     one = mar("train", "nowhere.yaml", *nodes, "--node-rank=1", folder=config.parent)
     said, _ = zero.communicate(timeout=60)
     assert (one.returncode, zero.returncode) == (2, 2), one.stdout + one.stderr + said
-    assert f"node 1 ({socket.gethostname()}) does not start" in said
-    assert "nowhere.yaml\n    cannot be read: No such file" in said
+    assert f"node 1 ({socket.gethostname()})\n  does not start" in said
+    assert "nowhere.yaml\n      cannot be read: No such file" in said
     assert "Traceback" not in said
     assert not list((config.parent / "out" / "logs").glob("*"))
 
@@ -226,10 +271,12 @@ def test_a_node_that_does_not_find_its_config_ends_the_one_that_waits_for_it(con
 def test_a_damaged_line_of_metrics_is_put_aside_and_not_in_the_way(config):
     run_dir = config.parent / "out"
     write_status(run_dir, Status(phase="finished", step=4, steps=4, time=0.0))
-    (run_dir / "metrics.jsonl").write_text('{"step": 1, "version": 1, "time": 1.0, "time/step_s": 1.0}\n{"step": 2, "ver\n')
+    (run_dir / "metrics.jsonl").write_text(
+        '{"step": 1, "version": 1, "time": 1.0, "time/step_s": 1.0}\n{"step": 2, "ver\n'
+    )
     reported = mar("report", run_dir, folder=config.parent)
     assert reported.returncode == 2
-    assert reported.stderr.startswith(f"{run_dir / 'metrics.jsonl'}:2 is not a line of metrics")
+    assert reported.stderr.startswith(f"{run_dir / 'metrics.jsonl'}:2\n  is not a line of metrics")
     done = mar("train", config, folder=config.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished at step 4" in done.stdout + done.stderr
@@ -239,7 +286,8 @@ def test_a_damaged_line_of_metrics_is_put_aside_and_not_in_the_way(config):
 
 @pytest.fixture
 def checkpoint(config: Path) -> Path:
-    """The newest checkpoint of a run that can be resumed, as far as it shows before the model is loaded."""
+    """The newest checkpoint of a run that can be resumed, as far as it shows before the model is
+    loaded."""
     path = config.parent / "out" / "checkpoint" / "step_00000002"
     (path / "sharded").mkdir(parents=True)
     (path / "sharded" / ".metadata").write_bytes(b"any")
@@ -270,16 +318,27 @@ def test_a_missing_file_of_the_checkpoint_is_named_before_anything_starts(config
     refused(config, says=("run.dir", str(checkpoint.parent), "fix: name "))
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_one_of_a_longer_context_is_not(config, checkpoint):
+def test_a_checkpoint_of_another_model_is_refused_and_one_of_a_longer_context_is_not(
+    config, checkpoint
+):
     for changes in ({"intermediate_size": 64}, {"max_position_embeddings": 128}):
         other = write_model(config.parent / str(changes), **changes)
         (checkpoint / "about.json").write_text(json.dumps({"model_path": str(other)}))
         if "intermediate_size" in changes:
-            refused(config, says=("model.path", f"{checkpoint} is of another model: intermediate 64 there, 32 here", "run.dir"))
+            refused(
+                config,
+                says=(
+                    "model.path",
+                    f"{checkpoint} is of another model: intermediate 64 there, 32 here",
+                    "run.dir",
+                ),
+            )
     assert mar("plan", config, folder=config.parent).returncode == 0
 
 
-@pytest.mark.parametrize(("command", "says"), [("report", "metrics.jsonl"), ("convert", "is no folder")])
+@pytest.mark.parametrize(
+    ("command", "says"), [("report", "metrics.jsonl"), ("convert", "is not a directory")]
+)
 def test_other_commands_refuse_what_is_not_there_without_a_traceback(tmp_path, command, says):
     done = mar(command, "nowhere", *(["out"] if command == "convert" else []), folder=tmp_path)
     assert done.returncode == 2

@@ -1,4 +1,5 @@
-"""GAC's reference in page-locked host memory: the same bits as on the GPU, with the copies on a stream of their own."""
+"""GAC's reference in page-locked host memory: the same bits as on the GPU, with the copies on a
+stream of their own."""
 
 import pytest
 import torch
@@ -7,18 +8,25 @@ from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.controls.gac import Gac
 from tests.gradients import OneRank, Shard, step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SIZES = (50_000_000, 3_000, 20_000_001)
 
 
 def run(settings: GacControl) -> tuple[list[dict[str, float]], list[torch.Tensor]]:
-    """Large shards, so that copies are still under way when the gradient is written over and the next step begins."""
+    """Large shards, so that copies are still under way when the gradient is written over and the
+    next step begins."""
     draw = torch.Generator("cuda").manual_seed(0)
     common = [torch.randn(size, device="cuda", generator=draw) for size in SIZES]
     control, metrics, sums = Gac(settings), [], []
     for share in (0.0, 1.0, 0.5, 0.1, 2.0, 1.0):
-        shards = [Shard(share * base + torch.randn(base.shape, device="cuda", generator=draw)) for base in common]
+        shards = [
+            Shard(share * base + torch.randn(base.shape, device="cuda", generator=draw))
+            for base in common
+        ]
         gradients = OneRank(shards, device=torch.device("cuda"))
         metrics.append(dict(control.apply(step(gradients)).metrics))
         sums.append(torch.stack([shard.grad.double().sum() for shard in shards]))
@@ -49,7 +57,9 @@ def test_an_offloaded_reference_takes_no_memory_of_the_gpu_between_steps():
     for offload in ("none", "cpu"):
         control = Gac(GacControl(reference_offload=offload))
         before = torch.cuda.memory_allocated()
-        gradients = OneRank([Shard(torch.randn(10_000_000, device="cuda"))], device=torch.device("cuda"))
+        gradients = OneRank(
+            [Shard(torch.randn(10_000_000, device="cuda"))], device=torch.device("cuda")
+        )
         control.apply(step(gradients))
         del gradients
         torch.cuda.synchronize()

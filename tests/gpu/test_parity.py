@@ -12,7 +12,10 @@ from tests.parallel.test_export import assert_same
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"needs a CUDA device; torch {torch.__version__} sees none"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason=f"needs a CUDA device; torch {torch.__version__} sees none",
+    ),
 ]
 
 PROGRAM = """
@@ -31,13 +34,15 @@ layout = initialise(ParallelConfig(), device.install("cuda"), timeout_s=60)
 samples = torch.load(material / "samples.pt", weights_only=False)
 found = {}
 for path in sorted(p for p in material.iterdir() if p.is_dir()):
-    model = load_model(path, ParallelConfig(), layout, "bfloat16" if path.name.endswith("bfloat16") else "float32")
+    dtype = "bfloat16" if path.name.endswith("bfloat16") else "float32"
+    model = load_model(path, ParallelConfig(), layout, dtype)
     assert all(parameter.is_cuda for parameter in model.chunks[0].parameters())
     found[path.name] = {
         "logprobs": [logp.cpu() for logp in logprobs(model, samples, layout)],
         "exported": {name: tensor.cpu() for name, tensor in exported(model, 1 << 30).items()},
     }
-found["checkpoint"] = checkpoints(material / CHECKPOINTED["dense"], ParallelConfig(), layout, output, "")
+source = material / CHECKPOINTED["dense"]
+found["checkpoint"] = checkpoints(source, ParallelConfig(), layout, output, "")
 torch.save(found, output / "results.pt")
 layout.shutdown()
 """
@@ -47,16 +52,33 @@ layout.shutdown()
 def found(tmp_path_factory):
     output = tmp_path_factory.mktemp("gpu")
     # Without torchrun's variables: a world of one.
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    subprocess.run([sys.executable, "-c", PROGRAM, models.material("dense"), output], check=True, timeout=300, env=environment)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, models.material("dense"), output],
+        check=True,
+        timeout=300,
+        env=environment,
+    )
     return torch.load(output / "results.pt", weights_only=False, map_location="cpu")
 
 
 @pytest.mark.parametrize(
-    ("model", "tolerance"), [("llama-untied", 1e-5), ("qwen2-tied", 1e-5), ("qwen3-tied-odd", 1e-5), ("qwen3-bfloat16", 0.08)]
+    ("model", "tolerance"),
+    [
+        ("llama-untied", 1e-5),
+        ("qwen2-tied", 1e-5),
+        ("qwen3-tied-odd", 1e-5),
+        ("qwen3-bfloat16", 0.08),
+    ],
 )
 def test_log_probs_agree_with_transformers(found, model, tolerance):
-    for ours, reference in zip(found[model]["logprobs"], models.reference_logprobs(model), strict=True):
+    for ours, reference in zip(
+        found[model]["logprobs"], models.reference_logprobs(model), strict=True
+    ):
         torch.testing.assert_close(ours, reference, rtol=0, atol=tolerance)
 
 

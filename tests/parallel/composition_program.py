@@ -1,7 +1,7 @@
 """One rank that trains a tiny policy for two steps under each combination of tests/combinations.py.
 
-Arguments: the model's directory, and the JSON file to write: one list per combination with the metrics of its two steps, or the
-error that ended it.
+Arguments: the model's directory, and the JSON file to write: one list per combination with the
+metrics of its two steps, or the error that ended it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,15 @@ def two_steps(config, model, layout):
         temperature=0.7,
         total_steps=2,
     )
-    size = {"groups": 2, "group_size": config.flow.group_size, "vocabulary": VOCABULARY, "max_prompt": 4, "max_response": 6}
-    return [policy.train_step(ragged_batch(version=version, seed=version, **size)) for version in (0, 1)]
+    size = {
+        "groups": 2,
+        "group_size": config.flow.group_size,
+        "vocabulary": VOCABULARY,
+        "max_prompt": 4,
+        "max_response": 6,
+    }
+    batches = [ragged_batch(version=version, seed=version, **size) for version in (0, 1)]
+    return [policy.train_step(policy.receive(lambda batch=batch: batch)) for batch in batches]
 
 
 def main() -> None:

@@ -14,11 +14,13 @@ import torch.distributed as dist
 
 from megatron_async_rl.config.controls import DisplacementControl
 from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.controls.inner_product import products_of
-from megatron_async_rl.policy.displacement import start_shares
+from megatron_async_rl.gradients import products_of
+from megatron_async_rl.objectives.targets import valid_samples
+from megatron_async_rl.policy.model import DTYPES
 from megatron_async_rl.policy.optimizer import gradients_of, optimizer_parameters
 from megatron_async_rl.policy.parameter_state import cut
-from tests.parallel.layout_program import Rank, run_each
+from megatron_async_rl.policy.weight_copies import start_shares
+from tests.parallel.layout_program import Rank, received, run_each
 from tests.parallel.reference_program import at_version
 
 CONTROLS = {
@@ -28,34 +30,62 @@ CONTROLS = {
 }
 
 
+ADDED = [("threshold", "float32"), ("zero", "bfloat16")]
+"""The steps that are looked into on several ranks; on one, every control in every dtype."""
+
+
 def trained(rank: Rank, model: str, names, control, **settings):
-    """A policy, and its steps on batches of the versions 0, 1, ..., whose samples began under any version so far."""
-    policy = rank.policy(model, controls=(control,), **settings)
-    return policy, [policy.train_step(at_version(rank.batches[name], version)) for version, name in enumerate(names)]
+    """A policy, and its steps on batches of the versions 0, 1, ..., whose samples began under any
+    version so far."""
+    policy = rank.policy(model, controls=(control,), log_update_norm=True, **settings)
+    return policy, [
+        policy.train_step(received(policy, at_version(rank.batches[name], version)))
+        for version, name in enumerate(names)
+    ]
 
 
-def added_by_a_step(rank: Rank, model: str, a: str, b: str, control, dtype: str) -> dict:
-    """What the optimizer's own parameters show of a step on a stale batch, found without the control's help."""
-    policy, _ = trained(rank, model, [a, b, a], control, dtype=dtype, lr=5e-3)
-    batch = at_version(rank.batches[a], 3)
-    held = optimizer_parameters(policy.optimizer)
-    before = [parameter.detach().clone() for parameter in held]
-    copies = [{name: p.detach().clone() for name, p in chunk.named_parameters()} for chunk in policy.model.chunks]
-    ways = [part.float() for part in cut(copies, policy.model, policy.optimizer)]
+def of_the_model(policy) -> list[torch.Tensor]:
+    """This rank's shards of the weights that the model computes with, in float32."""
+    present = [
+        {name: p.detach() for name, p in chunk.named_parameters()} for chunk in policy.model.chunks
+    ]
+    shards = cut(present, policy.model, policy.optimizer)
+    return [shard.float().clone() for shard in shards]
+
+
+def added_by_a_step(rank: Rank, model: str, a: str, b: str, control, dtype: str, lr: float) -> dict:
+    """What the optimizer's own parameters show of a step on a stale batch, found without the
+    control's help."""
+    policy = rank.policy(model, controls=(control,), log_update_norm=True, dtype=dtype, lr=lr)
+    held, past, past_in_model = optimizer_parameters(policy.optimizer), [], []
+    for version, name in enumerate([a, b, a]):
+        past.append([parameter.detach().clone() for parameter in held])
+        past_in_model.append(of_the_model(policy))
+        policy.train_step(received(policy, at_version(rank.batches[name], version)))
+    batch = received(policy, at_version(rank.batches[a], 3))
+    before, in_model = [parameter.detach().clone() for parameter in held], of_the_model(policy)
     metrics = policy.train_step(batch)
-    for version, share in start_shares([s for s in batch.samples() if s.valid]).items():
-        then = cut(policy.others.past.of(version, current=3).tensors, policy.model, policy.optimizer)
-        ways = [way - share * part.float() for way, part in zip(ways, then, strict=True)]
+    shares = start_shares(valid_samples(batch))
+    shares.pop(3, None)
+    ways, rounded = (
+        [
+            sum(share * (now - then[version][index]) for version, share in shares.items())
+            for index, now in enumerate(present)
+        ]
+        for present, then in ((before, past), (in_model, past_in_model))
+    )
+    gradients = gradients_of(policy.optimizer, rank.layout)
+    agreement, true, seen = products_of(gradients, ways, rounded)
     group_of = {id(p): group for group in policy.optimizer.param_groups for p in group["params"]}
     made = [
-        parameter.detach() - old * (1.0 - group_of[id(parameter)]["lr"] * group_of[id(parameter)]["weight_decay"])
+        parameter.detach()
+        - old * (1.0 - group_of[id(parameter)]["lr"] * group_of[id(parameter)]["weight_decay"])
         for parameter, old in zip(held, before, strict=True)
     ]
-    product, update, way = products_of(gradients_of(policy.optimizer, rank.layout), made, ways)
-    present = [{name: p.detach() for name, p in chunk.named_parameters()} for chunk in policy.model.chunks]
+    product, update, way = products_of(gradients, made, ways)
     follows = all(
-        torch.equal(mine, main.detach().to(mine.dtype))
-        for mine, main in zip(cut(present, policy.model, policy.optimizer), held, strict=True)
+        torch.equal(mine, main.detach().to(DTYPES[dtype]).float())
+        for mine, main in zip(of_the_model(policy), held, strict=True)
     )
     everyone: list = [None] * rank.layout.world_size
     dist.all_gather_object(everyone, follows)
@@ -63,7 +93,23 @@ def added_by_a_step(rank: Rank, model: str, a: str, b: str, control, dtype: str)
         "step": metrics,
         "cosine": product / math.sqrt(update * way),
         "norm": math.sqrt(update),
+        "cosine_of_the_models_own": agreement / math.sqrt(true * seen),
         "model_follows": all(everyone),
+    }
+
+
+def resumed(rank: Rank, model: str, a: str, b: str) -> dict:
+    """Steps on stale batches after a checkpoint, of the policy that wrote it and of the one that
+    read it."""
+    settings = {"dtype": "bfloat16", "lr": 1e-5}
+    policy, _ = trained(rank, model, [a, b], CONTROLS["zero"], **settings)
+    policy.save(rank.scratch / "checkpoint", 2, {"version": 2}, keep=1)
+    again, _ = trained(rank, model, [], CONTROLS["zero"], **settings)
+    again.load(rank.scratch / "checkpoint")
+    batch = received(policy, at_version(rank.batches[a], 2))
+    return {
+        "steps": [p.train_step(batch) for p in (policy, again)],
+        "oldest": again.references.oldest(2),
     }
 
 
@@ -76,12 +122,17 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         policy, steps = trained(rank, model, [a, b, a, b], control)
         results[name] = {"steps": steps, "weights": rank.weights(policy)}
     results["added"] = {
-        (name, dtype): added_by_a_step(rank, model, a, b, CONTROLS[name], dtype)
+        (name, dtype): added_by_a_step(rank, model, a, b, CONTROLS[name], dtype, lr)
         for name in ("zero", "threshold")
-        for dtype in ("float32", "bfloat16")
+        for dtype, lr in (("float32", 5e-3), ("bfloat16", 1e-5))
+        if (name, dtype) in ADDED or rank.layout.world_size == 1
     }
+    results["resumed"] = resumed(rank, model, a, b)
     told: list = [None] * rank.layout.world_size
-    mine = [[{k: v for k, v in s.items() if not k.startswith("time/")} for s in results[name]["steps"]] for name in CONTROLS]
+    mine = [
+        [{k: v for k, v in s.items() if not k.startswith("time/")} for s in results[name]["steps"]]
+        for name in CONTROLS
+    ]
     dist.all_gather_object(told, json.dumps(mine))
     if rank.layout.rank == 0:
         results["ranks_agree"] = len(set(told)) == 1

@@ -1,11 +1,13 @@
-"""One rank of a layout test: trains tiny policies for a few steps on given batches and writes what it measured.
+"""One rank of a layout test: trains tiny policies for a few steps on given batches and writes what
+it measured.
 
-Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port, ParallelConfig), all of this
-number of ranks and run one after the other, and the output directory.
+Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port,
+ParallelConfig), all of this number of ranks and run one after the other, and the output directory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -13,13 +15,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from megatron_async_rl.config.controls import GacControl
+from megatron_async_rl.config.controls import EssLrControl, GacControl
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
-from megatron_async_rl.controls.inner_product import squared_norm
+from megatron_async_rl.config.schema import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
+from megatron_async_rl.gradients import squared_norm
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.optimizer import gradients_of
 from megatron_async_rl.policy.parallel import initialise
@@ -28,20 +37,34 @@ from megatron_async_rl.weights.export import WeightExporter
 
 TEMPERATURE = 0.7
 GAC = GacControl(c_low=0.15)
+CONTROLS = (GAC, EssLrControl())
 
 
 class Rank:
-    def __init__(self, material: Path, parallel: ParallelConfig, scratch: Path) -> None:
+    def __init__(
+        self, material: Path, parallel: ParallelConfig, scratch: Path, device_type: str = "cpu"
+    ) -> None:
         self.material = material
         self.scratch = scratch
         self.parallel = parallel
-        self.layout = initialise(parallel, "cpu", timeout_s=60)
+        self.layout = initialise(parallel, device_type, timeout_s=60)
         self.batches = pickle.loads((material / "batches.pickle").read_bytes())
 
     def policy(
-        self, model="tied", *, controls=(GAC,), budget=64, objective=None, temperature=TEMPERATURE, dtype="float32", **optimizer
+        self,
+        model="tied",
+        *,
+        controls=(GAC,),
+        budget=96,
+        objective=None,
+        temperature=TEMPERATURE,
+        dtype="float32",
+        on_anomaly="report",
+        anomalies=None,
+        **optimizer,
     ):
-        # A large epsilon keeps Adam smooth: with a tiny one the update of a near-zero gradient is its rounding's sign.
+        # A large epsilon keeps Adam smooth: with a tiny one the update of a near-zero gradient is
+        # its rounding's sign.
         optimizer = {"lr": 1e-3, "eps": 0.01, "weight_decay": 1.0, "clip_grad": 0.5, **optimizer}
         return Policy.build(
             ModelConfig(path=self.material / model, dtype=dtype),
@@ -50,12 +73,14 @@ class Rank:
                 optimizer=OptimizerConfig(**optimizer),
                 tokens_per_micro_batch=budget,
                 logprob_chunk_tokens=16,
+                on_anomaly=on_anomaly,
             ),
             objective or ObjectiveConfig(),
             controls,
             layout=self.layout,
             temperature=temperature,
             total_steps=10,
+            anomalies=anomalies,
         )
 
     def weights(self, policy):
@@ -68,7 +93,7 @@ class Rank:
         return tensors
 
     def train(self, policy, names):
-        steps = [policy.train_step(self.batches[name]) for name in names]
+        steps = [policy.train_step(received(policy, self.batches[name])) for name in names]
         return {"steps": steps, "weights": self.weights(policy)}
 
     def norms(self, policy):
@@ -77,6 +102,32 @@ class Rank:
             "ours": squared_norm(gradients_of(policy.optimizer, self.layout)) ** 0.5,
             "megatron": policy.optimizer.get_grad_norm(),
         }
+
+
+def received(policy, batch):
+    """As in a run: rank 0 alone has the batch."""
+    return policy.receive(lambda: batch)
+
+
+def scorable(batch):
+    """The batch with the samples, too, whose reward failed: they belong to no rank."""
+    groups = [
+        dataclasses.replace(
+            group,
+            samples=tuple(dataclasses.replace(s, reward_error=None) for s in group.samples),
+        )
+        for group in batch.groups
+    ]
+    return dataclasses.replace(batch, groups=tuple(groups))
+
+
+def tokens_by_rank(rank: Rank, policy, batch) -> list[tuple[int, list[str]]]:
+    """Each rank of the world: its data-parallel rank, and the samples that it has tokens of."""
+    mine = received(policy, batch)
+    own = mine.ids.take(pa.array(np.flatnonzero(mine.token_starts >= 0))).to_pylist()
+    everyone: list = [None] * rank.layout.world_size
+    dist.all_gather_object(everyone, (rank.layout.dp_rank, own))
+    return everyone
 
 
 def spoil_rank_zeros_gradient(policy):
@@ -89,44 +140,65 @@ def everywhere(rank: Rank) -> dict:
     """What every layout has to agree on."""
     results = {}
     for model in ("tied", "untied"):
-        policy = rank.policy(model)
-        scores = policy.score(list(rank.batches["a"].samples()))
-        results[model] = {"scores": scores, **rank.train(policy, ["a", "a", "b"]), "norms": rank.norms(policy)}
-    recompute = ObjectiveConfig(proximal="recompute", aggregation="seq-mean-token-mean", advantage="rloo")
+        policy = rank.policy(model, controls=CONTROLS)
+        scores = policy.score(received(policy, scorable(rank.batches["a"])))
+        results[model] = {
+            "scores": scores,
+            **rank.train(policy, ["a", "a", "b"]),
+            "norms": rank.norms(policy),
+        }
+    recompute = ObjectiveConfig(
+        proximal="recompute", aggregation="seq-mean-token-mean", advantage="rloo"
+    )
     results["recompute"] = rank.train(rank.policy(objective=recompute), ["a"])
 
     policy = rank.policy(controls=(GacControl(c_low=0.15, c_high=0.5, max_consecutive_skips=1),))
     first = rank.train(policy, ["a"])
-    adam = [{k: torch.as_tensor(v).clone() for k, v in state.items()} for _, state in policy.optimizer.optimizer.state.items()]
+    adam = [
+        {k: torch.as_tensor(v).clone() for k, v in state.items()}
+        for _, state in policy.optimizer.optimizer.state.items()
+    ]
     skipped = rank.train(policy, ["a"])
     untouched = all(
         torch.equal(torch.as_tensor(now[key]), before[key])
         for now, before in zip(policy.optimizer.optimizer.state.values(), adam, strict=True)
         for key in before
     )
-    results["skip"] = {"before": first["weights"], **skipped, "adam_untouched": untouched, "adam_states": len(adam)}
+    results["skip"] = {
+        "before": first["weights"],
+        **skipped,
+        "adam_untouched": untouched,
+        "adam_states": len(adam),
+    }
     results["after_skip"] = rank.train(policy, ["a"])
 
-    for name, bad in (("bad_loss", "poisoned"), ("bad_gradient", "a")):
-        policy = rank.policy()
-        first = rank.train(policy, ["a"])
-        whole = policy.schedule.forward_backward
-        if name == "bad_gradient":
-            policy.schedule.forward_backward = lambda *args: (whole(*args), spoil_rank_zeros_gradient(policy))  # noqa: B023
-        then = rank.train(policy, [bad])
-        policy.schedule.forward_backward = whole
-        results[name] = {
-            "before": first["weights"],
-            **then,
-            "steps": first["steps"] + then["steps"] + rank.train(policy, ["a", "a"])["steps"],
-        }
+    policy = rank.policy()
+    runs = [rank.train(policy, names) for names in (["a"], ["poisoned"], ["a", "a"])]
+    whole = policy.schedule.forward_backward
+    policy.schedule.forward_backward = lambda *args: (
+        whole(*args),
+        spoil_rank_zeros_gradient(policy),
+    )
+    runs.append(rank.train(policy, ["a"]))
+    policy.schedule.forward_backward = whole
+    runs.append(rank.train(policy, ["a", "a"]))
+    results["bad"] = {
+        "steps": [step for run in runs for step in run["steps"]],
+        "around_loss": [run["weights"] for run in runs[:2]],
+        "around_gradient": [run["weights"] for run in runs[2:4]],
+    }
 
     policy, resumed = rank.policy(schedule="linear"), rank.policy(schedule="linear")
     through = rank.train(policy, ["a", "b"])
     policy.save(rank.scratch / "checkpoint", 2, {"version": 2, "note": "kept"}, keep=1)
     state = resumed.load(rank.scratch / "checkpoint")
     results["uninterrupted"] = {"before": through["weights"], **rank.train(policy, ["a", "b"])}
-    results["resumed"] = {"state": state, "loaded": rank.weights(resumed), **rank.train(resumed, ["a", "b"])}
+    results["resumed"] = {
+        "state": state,
+        "loaded": rank.weights(resumed),
+        **rank.train(resumed, ["a", "b"]),
+    }
+    results["tokens_of"] = tokens_by_rank(rank, policy, rank.batches["a"])
     results["nothing_saved"] = {"state": resumed.load(rank.scratch / "nowhere")}
 
     policy = rank.policy(controls=(), clip_grad=None)
@@ -138,15 +210,21 @@ def everywhere(rank: Rank) -> dict:
 def alone(rank: Rank) -> dict:
     """What one rank can show: cuts, orders and the absence of clipping do not matter."""
     variants = {
-        "one_by_one": rank.policy(budget=26),
-        "all_at_once": rank.policy(budget=4096),
-        "permuted": rank.policy(),
+        "one_by_one": rank.policy(controls=CONTROLS, budget=26),
+        "all_at_once": rank.policy(controls=CONTROLS, budget=4096),
+        "permuted": rank.policy(controls=CONTROLS),
         "given": rank.policy(objective=ObjectiveConfig(loss="sft", advantage="none")),
     }
     names = {"permuted": ["a_permuted", "a_permuted", "b"], "given": ["given"]}
-    results = {name: rank.train(policy, names.get(name, ["a", "a", "b"])) for name, policy in variants.items()}
+    results = {
+        name: rank.train(policy, names.get(name, ["a", "a", "b"]))
+        for name, policy in variants.items()
+    }
     unclipped = rank.policy(controls=(), clip_grad=None)
-    results["unclipped"] = {**rank.train(unclipped, ["a"]), "gradient": unclipped.optimizer.get_grad_norm()}
+    results["unclipped"] = {
+        **rank.train(unclipped, ["a"]),
+        "gradient": unclipped.optimizer.get_grad_norm(),
+    }
     return results
 
 
@@ -157,7 +235,12 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         results |= alone(rank)
     # Every rank must have been told the same numbers, to the bit.
     steps = {name: result["steps"] for name, result in results.items() if "steps" in result}
-    told = json.dumps([[{k: v for k, v in step.items() if not k.startswith("time/")} for step in run] for run in steps.values()])
+    told = json.dumps(
+        [
+            [{k: v for k, v in step.items() if not k.startswith("time/")} for step in run]
+            for run in steps.values()
+        ]
+    )
     everyone: list = [None] * rank.layout.world_size
     dist.all_gather_object(everyone, told)
     if rank.layout.rank == 0:
@@ -167,11 +250,13 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
 
 
 def run_each(run: Callable[[Path, ParallelConfig, Path], None]) -> None:
-    """A program's whole main: `run(material, parallel, file to save to)` for each layout of the command line in turn."""
+    """A program's whole main: `run(material, parallel, file to save to)` for each layout of the
+    command line in turn."""
     material, parallels, output = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     device.install("cpu")
     for name, (port, parallel) in parallels.items():
-        # A store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
+        # A store keeps the addresses of groups that are gone, so each layout meets in a store of
+        # its own.
         os.environ["MASTER_PORT"] = str(port)
         run(material, ParallelConfig(**parallel), output / f"{name}.pt")
 

@@ -1,4 +1,5 @@
-"""What the layout tests run on, and each layout's results, computed once per test session."""
+"""Models, batches and layouts of the layout tests, and each layout's results, computed once per
+test session."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from tests.train_batches import ragged_batch
 
 VOCABULARY = 97
 """Odd, so that two tensor-parallel ranks need a padding row."""
+BLANK = VOCABULARY - 1
+"""A token whose embedding is all zeros in the models named `..._blank`, as that of padding is."""
 LAYERS = 4
 """Enough for two pipeline ranks with two virtual stages each."""
 LAYOUTS = {
@@ -39,9 +42,26 @@ MIXTURE_LAYOUTS = {
     "expert_replicated_optimizer": {"ranks": 2, "expert": 2, "distributed_optimizer": False},
     "expert_tensor": {"ranks": 4, "expert": 2, "tensor": 2, "sequence": True},
 }
-"""Of the model with experts; for the programs of `WITH_MIXTURES` alone."""
+"""For the model with experts; for the programs of `WITH_MIXTURES` alone."""
 WITH_MIXTURES = ("objective_program", "displacement_program")
 ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
+GRADIENT_LAYOUTS = {
+    "data_tensor_replicated": {"ranks": 4, "tensor": 2, "distributed_optimizer": False},
+    "data_tensor_distributed": {"ranks": 4, "tensor": 2},
+    "data_pipeline_replicated": {"ranks": 4, "pipeline": 2, "distributed_optimizer": False},
+    "data_pipeline_distributed": {"ranks": 4, "pipeline": 2},
+    "virtual_pipeline_tensor": {"ranks": 4, "pipeline": 2, "virtual_pipeline": 2, "tensor": 2},
+    "expert_replicas": {"ranks": 4, "expert": 2, "distributed_optimizer": False},
+    "expert_replicas_distributed": {"ranks": 4, "expert": 2},
+    "expert_pipeline": {
+        "ranks": 4,
+        "expert": 2,
+        "pipeline": 2,
+        "distributed_optimizer": False,
+    },
+}
+"""Two dimensions at a time: what decides where a gradient is counted. `objective_program` measures
+the gradient alone on these. Those named `expert...` run the model with experts."""
 
 
 _directories: list[tempfile.TemporaryDirectory] = []
@@ -55,11 +75,18 @@ def temporary() -> Path:
 
 @functools.cache
 def material() -> Path:
-    """A directory with three models, and batches whose behaviour log-probs are near the tied model's own, or the mixture's."""
+    """A directory with three models, and batches whose behaviour log-probs are near the tied
+    model's own, or the mixture's."""
     directory = temporary()
     for name, tied in (("tied", True), ("untied", False)):
-        save_tiny_model(directory / name, tied=tied, seed=1, vocab_size=VOCABULARY, layers=LAYERS, scale=2.0)
-    save_tiny_model(directory / "mixture", "qwen3_moe", tied=True, seed=2, vocab_size=VOCABULARY, scale=2.0)
+        save_tiny_model(
+            directory / name, tied=tied, seed=1, vocab_size=VOCABULARY, layers=LAYERS, scale=2.0
+        )
+    save_tiny_model(
+        directory / "mixture", "qwen3_moe", tied=True, seed=2, vocab_size=VOCABULARY, scale=2.0
+    )
+    for name in ("tied", "mixture"):
+        save_with_a_blank_token(directory / name, directory / f"{name}_blank")
     raw = [ragged_batch(vocabulary=VOCABULARY, seed=seed) for seed in (0, 1)]
     a, b = (with_behavior(directory / "tied", batch) for batch in raw)
     mixture_a, mixture_b = (with_behavior(directory / "mixture", batch) for batch in raw)
@@ -69,10 +96,23 @@ def material() -> Path:
         "mixture_a": mixture_a,
         "mixture_b": mixture_b,
         "a_permuted": permuted(a),
-        "poisoned": replaced(a, lambda s: {"behavior_logprobs": np.full(s.length, np.nan, np.float32)}),
+        "usual": without_blank(a),
+        "one_blank": with_one_blank(without_blank(a)),
+        "mixture_usual": without_blank(mixture_a),
+        "mixture_one_blank": with_one_blank(without_blank(mixture_a)),
+        "poisoned": replaced(
+            a, lambda s: {"behavior_logprobs": np.full(s.length, np.nan, np.float32)}
+        ),
         "equal": replaced(a, lambda s: {"reward": 0.3}),
         "failed": replaced(a, lambda s: {"reward_error": "raised"}),
-        "given": replaced(a, lambda s: {"finish_reason": "given", "weight": 0.5 + len(s.id) % 3, "reward_error": None}),
+        "given": replaced(
+            a,
+            lambda s: {
+                "finish_reason": "given",
+                "weight": 0.5 + len(s.id) % 3,
+                "reward_error": None,
+            },
+        ),
     }
     (directory / "batches.pickle").write_bytes(pickle.dumps(batches))
     return directory
@@ -84,8 +124,8 @@ def batch(name: str) -> TrainBatch:
 
 @functools.cache
 def results(layout: str, program: str = "layout_program") -> dict:
-    """What `program` measured on this layout."""
-    outcome = _results_of_all(ALL_LAYOUTS[layout]["ranks"], program)
+    """The measurements of `program` on this layout."""
+    outcome = _results_of_all((ALL_LAYOUTS | GRADIENT_LAYOUTS)[layout]["ranks"], program)
     if isinstance(outcome, AssertionError):
         raise outcome
     return outcome[layout]
@@ -93,23 +133,35 @@ def results(layout: str, program: str = "layout_program") -> dict:
 
 @functools.cache
 def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionError:
-    """The layouts of this many ranks share one start of the processes, which takes longer than the steps.
+    """The layouts of this many ranks share one start of the processes, which takes longer than the
+    steps.
 
     A failure is returned, so that it is waited for once and not by every test.
     """
     offered = ALL_LAYOUTS if program in WITH_MIXTURES else LAYOUTS
+    if program == "objective_program":
+        offered = offered | GRADIENT_LAYOUTS
     chosen = [name for name, settings in offered.items() if settings["ranks"] == ranks]
     output = temporary()
-    arguments = {name: (port, offered[name]) for name, port in zip(chosen, free_ports(len(chosen)), strict=True)}
+    arguments = {
+        name: (port, offered[name])
+        for name, port in zip(chosen, free_ports(len(chosen)), strict=True)
+    }
     try:
-        run_ranks(ranks, f"tests.parallel.{program}", [material(), json.dumps(arguments), output], timeout=400)
+        run_ranks(
+            ranks,
+            f"tests.parallel.{program}",
+            [material(), json.dumps(arguments), output],
+            timeout=400,
+        )
     except AssertionError as failure:
         return failure
     return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in chosen}
 
 
 def reference_logprobs(model, sample) -> tuple[torch.Tensor, torch.Tensor]:
-    """([T] log-probs, [T] entropies) of a sample's response under transformers, at the tests' temperature."""
+    """([T] log-probs, [T] entropies) of a sample's response under transformers, at the tests'
+    temperature."""
     ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_ids.tolist()]])
     logits = model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1] / TEMPERATURE
     distribution = torch.log_softmax(logits, dim=-1)
@@ -122,16 +174,69 @@ def reference_model(name: str):
 
 
 def loaded(model_path: Path):
-    """The model under transformers, in float64, which the grouped products that it has for experts do not take."""
+    """The model under transformers, in float64, which the grouped products that it has for experts
+    do not take."""
     import transformers
 
     experts = {"experts_implementation": "eager"} if model_path.name == "mixture" else {}
-    return transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, **experts)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float64, **experts
+    )
+
+
+def save_with_a_blank_token(source: Path, target: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[BLANK] = 0.0
+    model.save_pretrained(target)
+
+
+def without_blank(source: TrainBatch) -> TrainBatch:
+    groups = [
+        dataclasses.replace(
+            g,
+            prompt=dataclasses.replace(
+                g.prompt, token_ids=tuple(min(t, BLANK - 1) for t in g.prompt.token_ids)
+            ),
+        )
+        for g in source.groups
+    ]
+    prompts = {g.prompt.id: g.prompt for g in groups}
+    return replaced(
+        TrainBatch(version=source.version, groups=tuple(groups)),
+        lambda s: {
+            "prompt": prompts[s.prompt.id],
+            "response_ids": np.minimum(s.response_ids, BLANK - 1),
+        },
+    )
+
+
+def with_one_blank(source: TrainBatch) -> TrainBatch:
+    """One trained sample, `blamed`, has sampled the blank token, not as its last."""
+    chosen = blamed(source)
+
+    def sampled(sample):
+        ids = sample.response_ids.copy()
+        ids[1] = BLANK if sample.id == chosen else ids[1]
+        return {"response_ids": ids}
+
+    return replaced(source, sampled)
+
+
+def blamed(source: TrainBatch) -> str:
+    """The longest trained sample."""
+    trained = [s for s in source.samples() if s.valid]
+    return max(trained, key=lambda s: int(s.loss_mask.sum())).id
 
 
 def replaced(source: TrainBatch, changes) -> TrainBatch:
     groups = [
-        dataclasses.replace(g, samples=tuple(dataclasses.replace(s, **changes(s)) for s in g.samples)) for g in source.groups
+        dataclasses.replace(
+            g, samples=tuple(dataclasses.replace(s, **changes(s)) for s in g.samples)
+        )
+        for g in source.groups
     ]
     return TrainBatch(version=source.version, groups=tuple(groups))
 
@@ -139,7 +244,11 @@ def replaced(source: TrainBatch, changes) -> TrainBatch:
 def permuted(source: TrainBatch) -> TrainBatch:
     rng = np.random.default_rng(5)
     groups = [
-        Group(index=i, prompt=g.prompt, samples=tuple(g.samples[k] for k in rng.permutation(len(g.samples))))
+        Group(
+            index=i,
+            prompt=g.prompt,
+            samples=tuple(g.samples[k] for k in rng.permutation(len(g.samples))),
+        )
         for i, g in enumerate(source.groups[k] for k in rng.permutation(len(source.groups)))
     ]
     return TrainBatch(version=source.version, groups=tuple(groups))
@@ -152,9 +261,9 @@ def with_behavior(model_path: Path, source: TrainBatch) -> TrainBatch:
     @torch.no_grad()
     def noisy(sample):
         return {
-            "behavior_logprobs": (reference_logprobs(model, sample)[0].numpy() + 0.2 * rng.normal(size=sample.length)).astype(
-                np.float32
-            )
+            "behavior_logprobs": (
+                reference_logprobs(model, sample)[0].numpy() + 0.2 * rng.normal(size=sample.length)
+            ).astype(np.float32)
         }
 
     return replaced(source, noisy)

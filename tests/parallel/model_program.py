@@ -1,7 +1,8 @@
-"""One rank of the model tests: log-probs, export and checkpoints of tiny models on one parallel layout.
+"""One rank of the model tests: log-probs, export and checkpoints of tiny models on one parallel
+layout.
 
-Arguments: directory of the material (models, sequences), a JSON of ParallelConfig, the output directory, and a directory
-of checkpoints to load after this layout has saved its own.
+Arguments: directory of the material (models, sequences), a JSON of ParallelConfig, the output
+directory, and a directory of checkpoints to load after this layout has saved its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
 from megatron_async_rl.policy import checkpoint, device
 from megatron_async_rl.policy.checkpoint_folder import read_file
 from megatron_async_rl.policy.forward import Schedule
@@ -27,9 +33,10 @@ from megatron_async_rl.policy.model import PolicyModel, build_model
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.weights.convert import export_hf
-from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.export import WeightExporter
+from megatron_async_rl.weights.transport import tensor_digest
 from tests.parallel.models import CHECKPOINTED, TEMPERATURE
+from tests.train_batches import columns_of
 
 
 def load_model(path: Path, parallel: ParallelConfig, layout: Layout, dtype: str) -> PolicyModel:
@@ -38,10 +45,15 @@ def load_model(path: Path, parallel: ParallelConfig, layout: Layout, dtype: str)
 
 def logprobs(model: PolicyModel, samples, layout: Layout) -> list[torch.Tensor] | None:
     """Per sample the log-probs of its response, on the last stage."""
-    schedule = Schedule(model.chunks, model, layout, temperature=TEMPERATURE, logprob_chunk_tokens=7)
+    schedule = Schedule(
+        model.chunks, model, layout, temperature=TEMPERATURE, logprob_chunk_tokens=7
+    )
+    samples = columns_of(samples)
     multiple = layout.tp_size if model.config.sequence_parallel else 1
     rounds = layout.pp_size if layout.virtual_stages > 1 else 1
-    plan = plan_micro_batches(samples, data_parallel=1, budget=100, multiple=multiple, in_groups_of=rounds)
+    plan = plan_micro_batches(
+        samples, data_parallel=1, budget=100, multiple=multiple, in_groups_of=rounds
+    )
     found = {}
     for micro_batch, outputs in schedule.forward(
         [build_micro_batch(samples, rows, layout.device, multiple) for rows in plan.ranks[0]]
@@ -64,8 +76,13 @@ def exported(model: PolicyModel, max_bytes: int) -> dict[str, torch.Tensor] | No
 
 
 def lent(model: PolicyModel) -> set[str] | None:
-    """Names of the exported tensors that lie in a parameter's own memory; None where there are none to export."""
-    memory = {parameter.untyped_storage().data_ptr() for chunk in model.chunks for parameter in chunk.parameters()}
+    """Names of the exported tensors that lie in a parameter's own memory; None where there are none
+    to export."""
+    memory = {
+        parameter.untyped_storage().data_ptr()
+        for chunk in model.chunks
+        for parameter in chunk.parameters()
+    }
     buckets = WeightExporter(model.bridge, model.chunks).buckets(1 << 30)
     named = [pair for bucket in buckets for pair in zip(bucket.names, bucket.tensors, strict=True)]
     if any(tensor is None for _, tensor in named):
@@ -75,7 +92,10 @@ def lent(model: PolicyModel) -> set[str] | None:
 
 def collectives_of_one_export(model: PolicyModel, max_bytes: int) -> int:
     calls = 0
-    originals = {name: getattr(dist, name) for name in ("gather", "send", "recv", "all_gather", "broadcast", "all_gather_object")}
+    originals = {
+        name: getattr(dist, name)
+        for name in ("gather", "send", "recv", "all_gather", "broadcast", "all_gather_object")
+    }
 
     def counting(original):
         def call(*args, **kwargs):
@@ -98,7 +118,8 @@ def collectives_of_one_export(model: PolicyModel, max_bytes: int) -> int:
 
 
 class Trained:
-    """A model with an optimizer that has taken steps on made-up gradients, equal on every layout."""
+    """A model with an optimizer that has taken steps on made-up gradients, equal on every
+    layout."""
 
     def __init__(self, path: Path, parallel: ParallelConfig, layout: Layout) -> None:
         policy = PolicyConfig(parallel=parallel, optimizer=OptimizerConfig(lr=1e-2, clip_grad=None))
@@ -121,13 +142,21 @@ class Trained:
 
     def save(self, directory: Path, step: int, keep: int = 2, mark: str = "") -> None:
         checkpoint.save(
-            directory, step, model=self.model, optimizer=self.optimizer, layout=self.layout, keep=keep,
+            directory,
+            step,
+            model=self.model,
+            optimizer=self.optimizer,
+            layout=self.layout,
+            keep=keep,
             state={"version": step, "mark": mark, "nested": {"position": (3, 4)}},
-            parameter_state={}, files={"mark.bin": mark.encode()},
-        )  # fmt: skip
+            parameter_state={},
+            files={"mark.bin": mark.encode()},
+        )
 
     def load(self, directory: Path) -> checkpoint.Checkpoint | None:
-        return checkpoint.load(directory, model=self.model, optimizer=self.optimizer, layout=self.layout)
+        return checkpoint.load(
+            directory, model=self.model, optimizer=self.optimizer, layout=self.layout
+        )
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         return exported(self.model, 1 << 30)
@@ -136,7 +165,9 @@ class Trained:
 FILES = [("checkpoint", "mark.bin"), ("checkpoint", "never_saved.bin"), ("nowhere", "mark.bin")]
 
 
-def checkpoints(source: Path, parallel: ParallelConfig, layout: Layout, output: Path, other: str) -> dict:
+def checkpoints(
+    source: Path, parallel: ParallelConfig, layout: Layout, output: Path, other: str
+) -> dict:
     trained = Trained(source, parallel, layout)
     trained.step()
     trained.step()
@@ -175,9 +206,13 @@ class Killed(Exception):
     pass
 
 
-def interrupted_saves(source: Path, parallel: ParallelConfig, layout: Layout, output: Path) -> list[dict]:
-    """Saves step 1, then dies at each file-system operation of saving step 2 in turn; what a fresh process then finds."""
-    # Megatron collects garbage at every save; without the imported modules in its way this takes milliseconds.
+def interrupted_saves(
+    source: Path, parallel: ParallelConfig, layout: Layout, output: Path
+) -> list[dict]:
+    """Saves step 1, then dies at each file-system operation of saving step 2 in turn; what a fresh
+    process then finds."""
+    # Megatron collects garbage at every save; without the imported modules in its way this takes
+    # milliseconds.
     gc.freeze()
     trained, fresh = Trained(source, parallel, layout), Trained(source, parallel, layout)
     trained.step()
@@ -268,11 +303,23 @@ def refusals(source: Path, layout: Layout, output: Path) -> dict[str, str]:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
     breakages = {
         "missing tensor": weights(lambda tensors: tensors.pop(name)),
-        "foreign tensor": weights(lambda tensors: tensors.update({"model.layers.1.mlp.extra.weight": torch.ones(2)})),
+        "foreign tensor": weights(
+            lambda tensors: tensors.update({"model.layers.1.mlp.extra.weight": torch.ones(2)})
+        ),
         "wrong shape": weights(lambda tensors: tensors.update({name: torch.ones(3, 3)})),
-        "derived tensor": weights(lambda tensors: tensors.update({"model.rotary_emb.inv_freq": torch.ones(2)})),
-        "tied copy": weights(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})),
-        "truncated file": lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-100]),
+        "derived tensor": weights(
+            lambda tensors: tensors.update({"model.rotary_emb.inv_freq": torch.ones(2)})
+        ),
+        "tied copy": weights(
+            lambda tensors: tensors.update(
+                {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+            )
+        ),
+        "truncated file": (
+            lambda d: (d / "model.safetensors").write_bytes(
+                (d / "model.safetensors").read_bytes()[:-100]
+            )
+        ),
         "no weights": lambda directory: (directory / "model.safetensors").unlink(),
         "model type": config(model_type="gpt2"),
         "rope": config(rope_parameters=rope),
@@ -292,14 +339,21 @@ def refusals(source: Path, layout: Layout, output: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    material, settings, output, other = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    material, settings, output, other = (
+        Path(sys.argv[1]),
+        json.loads(sys.argv[2]),
+        Path(sys.argv[3]),
+        sys.argv[4],
+    )
     device.install("cpu")
     parallel = ParallelConfig(**settings)
     layout = initialise(parallel, "cpu", timeout_s=60)
     samples = torch.load(material / "samples.pt", weights_only=False)
     results: dict = {"models": {}}
     for path in sorted(p for p in material.iterdir() if p.is_dir()):
-        model = load_model(path, parallel, layout, "bfloat16" if path.name.endswith("bfloat16") else "float32")
+        model = load_model(
+            path, parallel, layout, "bfloat16" if path.name.endswith("bfloat16") else "float32"
+        )
         started = time.perf_counter()
         whole = exported(model, 1 << 30)
         results["models"][path.name] = {
@@ -312,10 +366,14 @@ def main() -> None:
             "collectives": collectives_of_one_export(model, 1 << 30),
         }
     kind = "mixture" if (material / CHECKPOINTED["mixture"]).exists() else "dense"
-    results["checkpoint"] = checkpoints(material / CHECKPOINTED[kind], parallel, layout, output, other)
+    results["checkpoint"] = checkpoints(
+        material / CHECKPOINTED[kind], parallel, layout, output, other
+    )
     if layout.world_size == 1 and kind == "dense":
         results["refusals"] = refusals(material / "qwen3-tied", layout, output)
-        results["interrupted"] = interrupted_saves(material / "qwen3-tied", parallel, layout, output)
+        results["interrupted"] = interrupted_saves(
+            material / "qwen3-tied", parallel, layout, output
+        )
     gathered: list = [None] * layout.world_size
     dist.all_gather_object(gathered, results)
     if layout.rank == 0:

@@ -1,4 +1,5 @@
-"""What the model tests run on: tiny checkpoints, sequences, and each layout's results, computed once per test session."""
+"""What the model tests run on: tiny checkpoints, sequences, and each layout's results, computed
+once per test session."""
 
 from __future__ import annotations
 
@@ -53,9 +54,17 @@ TEMPERATURE = 0.7
 CHECKPOINTED = {"dense": "qwen3-tied-odd", "mixture": "mixture"}
 """The models that are trained a little, saved and loaded."""
 DENSE = (
-    "llama-untied", "llama-tied", "qwen2-untied", "qwen2-tied", "qwen3-untied", "qwen3-tied",
-    "qwen3-tied-odd", "qwen2-untied-odd", "llama-llama3-rope", "llama-linear-rope",
-)  # fmt: skip
+    "llama-untied",
+    "llama-tied",
+    "qwen2-untied",
+    "qwen2-tied",
+    "qwen3-untied",
+    "qwen3-tied",
+    "qwen3-tied-odd",
+    "qwen2-untied-odd",
+    "llama-llama3-rope",
+    "llama-linear-rope",
+)
 MIXTURES = ("mixture", "mixture-not-normalised")
 CASES = [(layout, model) for layout in LAYOUTS for model in DENSE]
 CASES += [(layout, model) for layout in MIXTURE_LAYOUTS for model in MIXTURES]
@@ -81,8 +90,16 @@ def material(kind: str) -> Path:
     directory = temporary()
     torch.save(sequences(), directory / "samples.pt")
     if kind == "mixture":
-        save_tiny_model(directory / "mixture", "qwen3_moe", tied=True, vocab_size=VOCABULARY + 1, seed=8)
-        save_tiny_model(directory / "mixture-not-normalised", "qwen3_moe", vocab_size=VOCABULARY, seed=9, norm_topk_prob=False)
+        save_tiny_model(
+            directory / "mixture", "qwen3_moe", tied=True, vocab_size=VOCABULARY + 1, seed=8
+        )
+        save_tiny_model(
+            directory / "mixture-not-normalised",
+            "qwen3_moe",
+            vocab_size=VOCABULARY,
+            seed=9,
+            norm_topk_prob=False,
+        )
         return directory
     for family in FAMILIES:
         for tied in (False, True):
@@ -94,11 +111,29 @@ def material(kind: str) -> Path:
                 layers=LAYERS,
                 seed=len(family),
             )
-    save_tiny_model(directory / "qwen3-tied-odd", "qwen3", tied=True, vocab_size=VOCABULARY + 1, layers=LAYERS, seed=5)
     save_tiny_model(
-        directory / "qwen2-untied-odd", "qwen2", vocab_size=VOCABULARY + 1, layers=LAYERS, seed=6, max_shard_size="20KB"
+        directory / "qwen3-tied-odd",
+        "qwen3",
+        tied=True,
+        vocab_size=VOCABULARY + 1,
+        layers=LAYERS,
+        seed=5,
     )
-    llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    save_tiny_model(
+        directory / "qwen2-untied-odd",
+        "qwen2",
+        vocab_size=VOCABULARY + 1,
+        layers=LAYERS,
+        seed=6,
+        max_shard_size="20KB",
+    )
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     save_tiny_model(
         directory / "llama-llama3-rope",
         "llama",
@@ -112,7 +147,14 @@ def material(kind: str) -> Path:
         layers=LAYERS,
         rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     )
-    save_tiny_model(directory / "qwen3-bfloat16", "qwen3", dtype="bfloat16", vocab_size=VOCABULARY, layers=LAYERS, seed=7)
+    save_tiny_model(
+        directory / "qwen3-bfloat16",
+        "qwen3",
+        dtype="bfloat16",
+        vocab_size=VOCABULARY,
+        layers=LAYERS,
+        seed=7,
+    )
     return directory
 
 
@@ -124,7 +166,9 @@ def sequences() -> list[Sample]:
         samples.append(
             Sample(
                 id=str(index),
-                prompt=Prompt(id=str(index), text="", token_ids=tuple(int(i) for i in ids[:prompt])),
+                prompt=Prompt(
+                    id=str(index), text="", token_ids=tuple(int(i) for i in ids[:prompt])
+                ),
                 response_ids=ids[prompt:].astype(np.int32),
                 behavior_logprobs=np.zeros(response, np.float32),
                 versions=np.zeros(response, np.int32),
@@ -138,7 +182,8 @@ def sequences() -> list[Sample]:
 
 
 def results(layout: str) -> list[dict]:
-    """Per rank, what model_program measured. A layout that failed once fails at once for every later test."""
+    """Per rank, what model_program measured. A layout that failed once fails at once for every
+    later test."""
     outcome = _outcome(layout)
     if isinstance(outcome, AssertionError):
         raise outcome
@@ -154,7 +199,10 @@ def _outcome(layout: str) -> list[dict] | AssertionError:
         if LOADS_FROM[layout]:
             results(LOADS_FROM[layout])
         run_ranks(
-            settings["ranks"], "tests.parallel.model_program", [material(kind), json.dumps(settings), output, other], timeout=300
+            settings["ranks"],
+            "tests.parallel.model_program",
+            [material(kind), json.dumps(settings), output, other],
+            timeout=300,
         )
     except AssertionError as failure:
         return failure
@@ -168,15 +216,24 @@ def directory_of(layout: str) -> Path:
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     """What the safetensors files of a model directory hold."""
-    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def as_transformers_loads(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a model directory after transformers has read it, under the names it writes; nothing may be missing."""
+    """The tensors of a model directory after transformers has read it, under the names it writes;
+    nothing may be missing."""
     import transformers
 
-    model, problems = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    assert not any(problems[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model, problems = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(
+        problems[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
     model.save_pretrained(scratch)
     return tensors_of(scratch)
 
@@ -185,11 +242,17 @@ def as_transformers_loads(directory: Path, scratch: Path) -> dict[str, torch.Ten
 def reference_logprobs(model: str) -> list[torch.Tensor]:
     import transformers
 
-    reference = transformers.AutoModelForCausalLM.from_pretrained(source_of(model), dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        source_of(model), dtype=torch.float32
+    )
     found = []
     for sample in sequences():
         ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_ids.tolist()]])
         with torch.no_grad():
             logits = reference(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1] / TEMPERATURE
-        found.append(torch.log_softmax(logits, -1).gather(1, ids[0, len(sample.prompt.token_ids) :, None])[:, 0])
+        found.append(
+            torch.log_softmax(logits, -1).gather(1, ids[0, len(sample.prompt.token_ids) :, None])[
+                :, 0
+            ]
+        )
     return found

@@ -1,4 +1,5 @@
-"""One rank of the tests of whole-batch decisions and step controls; arguments as those of layout_program.
+"""One rank of the tests of whole-batch decisions and gradient controls; arguments as those of
+layout_program.
 
 Layouts named `mixture...` or `expert...` run the model with experts, the others the tied dense one.
 """
@@ -6,25 +7,59 @@ Layouts named `mixture...` or `expert...` run the model with experts, the others
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from megatron_async_rl.config.controls import EssLrControl
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.policy import step
-from tests.parallel.layout_program import GAC, Rank, run_each
+from megatron_async_rl.gradients import products_with, squared_norm
+from megatron_async_rl.policy import optimizer as optimizer_module
+from megatron_async_rl.policy.optimizer import gradients_of
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parameter_state import assembled
+from megatron_async_rl.policy.step import clip_to
+from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, scorable
+from tests.parallel.layouts import GRADIENT_LAYOUTS
 
+# With bounds at which the material's batches have tokens on both sides.
 OBJECTIVES = {
-    "m2po": ObjectiveConfig(loss={"name": "m2po", "second_moment": 0.01}),
-    "bapo": ObjectiveConfig(loss="bapo"),
+    "m2po": ObjectiveConfig(loss={"name": "m2po", "second_moment": 0.002}),
+    "bapo": ObjectiveConfig(
+        loss={
+            "name": "bapo",
+            "target_share": 0.5,
+            "low": [0.9, 0.99, 0.01],
+            "high": [1.01, 1.2, 0.01],
+        }
+    ),
     "whitened": ObjectiveConfig(advantage={"name": "reinforce_pp", "gamma": 0.9}),
+    "renormalized": ObjectiveConfig(
+        proximal="recompute",
+        corrections=({"name": "reject", "statistic": "k2", "level": "token", "high": 0.02},),
+        renormalize=True,
+        aggregation="seq-mean-token-mean",
+    ),
     "opob": ObjectiveConfig(advantage="opob", loss="reinforce", aggregation="seq-mean-token-mean"),
 }
-CONTROLS = (GAC, EssLrControl())
+DENSE_OBJECTIVES = {
+    "m2po_cap": ObjectiveConfig(loss={"name": "m2po", "mode": "cap", "second_moment": 0.002}),
+    "oapl": ObjectiveConfig(loss="oapl", advantage="none"),
+    "kimi": ObjectiveConfig(loss="kimi", advantage="none"),
+    "trajectory_balance": ObjectiveConfig(
+        loss="trajectory_balance", advantage="none", reference={}
+    ),
+}
+"""Losses that decide on the whole batch and know nothing of experts."""
+WHOLE_BATCH = ("m2po", "bapo", *DENSE_OBJECTIVES)
+SKIPPING = ("single", "tensor_pipeline", "mixture_single", "expert_tensor")
+"""Layouts that also skip an anomalous step; that a skipped step changes nothing is shown on every
+layout by those that GAC skips."""
 
 
 class Recorder:
@@ -42,35 +77,115 @@ class Recorder:
             {
                 "advantages": targets.whole.advantages.clone(),
                 "scalars": dict(decided.scalars),
-                **{name: value.clone() for name, value in (decided.tokens | decided.sequences).items()},
+                **{
+                    name: value.clone()
+                    for name, value in (decided.tokens | decided.sequences).items()
+                },
             }
         )
         return targets
 
 
+class ReducedGradient:
+    """The reduced gradient of a batch before any control or step has seen it."""
+
+    def __init__(self, rank: Rank, policy, name: str) -> None:
+        self.rank, self.policy = rank, policy
+        take = policy.step.take
+        policy.step.take = lambda *args: {"policy/skipped": float(policy.optimizer.prepare_grads())}
+        try:
+            assert policy.train_step(received(policy, rank.batches[name]))["policy/skipped"] == 0.0
+        finally:
+            policy.step.take = take
+        # Asked for under the rule in force, which a test may have broken.
+        self.view = lambda optimizer=policy.optimizer, layout=rank.layout: gradients_of(
+            optimizer, layout
+        )
+
+    def shards(self) -> list[torch.Tensor]:
+        return [shard.grad.clone() for shard in self.view().shards]
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Under the names of Hugging Face's files, on rank 0."""
+        policy, chunks = self.policy, self.policy.model.chunks
+        tensors = assembled(self.shards(), policy.model, policy.optimizer)
+        parameters = [dict(chunk.named_parameters()) for chunk in chunks]
+        weights = [{n: p.detach().clone() for n, p in own.items()} for own in parameters]
+        self._write(parameters, tensors)
+        found = self.rank.weights(policy)
+        self._write(parameters, weights)
+        return found
+
+    @staticmethod
+    def _write(parameters, tensors) -> None:
+        for own, given in zip(parameters, tensors, strict=True):
+            for name, parameter in own.items():
+                parameter.data.copy_(given[name])
+
+
+@contextmanager
+def always(name: str):
+    """Megatron's answer of that name is true of every parameter."""
+    with mock.patch.object(optimizer_module, name, return_value=True):
+        yield
+
+
+def broken_rules(gradient: ReducedGradient, reference) -> dict[str, tuple]:
+    """The products as they would be with one part of the rule of `GradientShard.counted` wrong."""
+    optimizer, layout = gradient.policy.optimizer, gradient.rank.layout
+    sliced = optimizer.config.use_distributed_optimizer
+    swapped = SimpleNamespace(
+        config=SimpleNamespace(use_distributed_optimizer=not sliced),
+        param_groups=optimizer.param_groups,
+    )
+    found = {}
+    with always("param_is_not_shared"):
+        found["tied twice"] = products_with(gradient.view(), reference)
+    with always("param_is_not_tensor_parallel_duplicate"):
+        found["tensor copies"] = products_with(gradient.view(), reference)
+    found["slices as replicas" if sliced else "replicas as slices"] = products_with(
+        gradient.view(swapped), reference
+    )
+    with mock.patch.object(Layout, "expert_replica", property(lambda self: self.dp_rank)):
+        found["experts as the rest"] = products_with(gradient.view(), reference)
+    with mock.patch.object(Layout, "expert_replica", 0):
+        found["every expert replica"] = products_with(gradient.view(), reference)
+    found["every data replica"] = products_with(
+        gradient.view(layout=replace(layout, dp_rank=0)), reference
+    )
+    return found
+
+
+def measured_gradients(rank: Rank, model: str, a: str, b: str) -> dict:
+    """Of two batches at the same weights, g of b and r of a and b together: <g, r>, |g|^2 and
+    |r|^2, g whole, and what clipping makes of it."""
+    policy = rank.policy(model, controls=(), clip_grad=None)
+    reference = ReducedGradient(rank, policy, a).shards()
+    gradient = ReducedGradient(rank, policy, b)
+    reference = [one + other for one, other in zip(reference, gradient.shards(), strict=True)]
+    found = {
+        "products": products_with(gradient.view(), reference),
+        "broken": broken_rules(gradient, reference),
+        "norms": rank.norms(policy),
+        "whole": gradient.whole(),
+    }
+    norm = found["norms"]["ours"]
+    clip_to(gradient.view(), norm, norm / 4)
+    return found | {
+        "clipped": squared_norm(gradient.view()) ** 0.5,
+        "clipped_whole": gradient.whole(),
+    }
+
+
 def measured(rank: Rank, policy, names) -> dict:
     recorder = Recorder(policy)
     result = rank.train(policy, names)
-    return {**result, "decisions": recorder.decisions, "norms": rank.norms(policy)}
-
-
-def every_shard_counted(rank: Rank, policy, names) -> dict:
-    """The mistake: what several ranks hold counts on each of them."""
-    right = step.gradients_of
-
-    def wrong(*args):
-        gradients = right(*args)
-        return replace(gradients, shards=tuple(replace(shard, counted=True) for shard in gradients.shards))
-
-    step.gradients_of = wrong
-    try:
-        return rank.train(policy, names)
-    finally:
-        step.gradients_of = right
+    return {**result, "decisions": recorder.decisions}
 
 
 def collectives_of_a_step(rank: Rank, policy, name) -> dict:
-    """Collectives over the world, which decisions and controls use; the schedule's own run in other groups."""
+    """Collectives over the world, which decisions and controls use; the schedule's own run in other
+    groups."""
     original, calls = dist.all_reduce, 0
 
     def counting(*args, **kwargs):
@@ -98,31 +213,86 @@ def resumed(rank: Rank, model: str, a: str, b: str) -> dict:
     }
 
 
+def anomalous(rank: Rank, prefix: str, on_anomaly: str) -> dict:
+    """Six steps on usual samples, and one in which a sample has sampled a token that the model
+    embeds as zeros."""
+    file = rank.scratch / f"{on_anomaly}.jsonl"
+    rank.scratch.mkdir(exist_ok=True)
+    policy = rank.policy(
+        "mixture_blank" if prefix else "tied_blank",
+        controls=(),
+        lr=1e-7,
+        weight_decay=0.0,
+        # All micro-batches in one: what is looked for does not depend on the cut.
+        budget=256,
+        on_anomaly=on_anomaly,
+        anomalies=file,
+    )
+    usual = rank.train(policy, [f"{prefix}usual"] * 6)
+    spoiled = rank.train(policy, [f"{prefix}one_blank"])
+    written = file.read_text() if rank.layout.rank == 0 else ""
+    return {
+        "usual": usual["steps"],
+        "before": usual["weights"],
+        "step": spoiled["steps"][0],
+        "after": spoiled["weights"],
+        "written": [json.loads(line) for line in written.splitlines()],
+    }
+
+
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
     mixture = output.stem.startswith(("mixture", "expert"))
     model, a, b = ("mixture", "mixture_a", "mixture_b") if mixture else ("tied", "a", "b")
-    results = {"controls": measured(rank, rank.policy(model, controls=CONTROLS), [a, a, b])}
-    for name, objective in OBJECTIVES.items():
+    results: dict = {
+        "gradients": {
+            name: measured_gradients(rank, name, a, b)
+            for name in (["mixture"] if mixture else ["tied", "untied"])
+        }
+    }
+    if output.stem in GRADIENT_LAYOUTS:
+        if rank.layout.rank == 0:
+            torch.save(results, output)
+        rank.layout.shutdown()
+        return
+    objectives = OBJECTIVES if mixture else OBJECTIVES | DENSE_OBJECTIVES
+    for name, objective in objectives.items():
         results[name] = measured(rank, rank.policy(model, objective=objective), [a, b])
-    # Without clipping, which would make a wrong norm a different second step.
-    results["once"] = rank.train(rank.policy(model, clip_grad=None), [a, a])
-    results["twice"] = every_shard_counted(rank, rank.policy(model, clip_grad=None), [a, a])
+    if output.stem == "single":
+        for name in WHOLE_BATCH:
+            one_by_one = rank.policy(model, objective=objectives[name], budget=26)
+            results[f"{name}_one_by_one"] = rank.train(one_by_one, [a, b])
+    prefix = "mixture_" if mixture else ""
+    kinds = ("report", "skip") if output.stem in SKIPPING else ("report",)
+    results["anomalous"] = {kind: anomalous(rank, prefix, kind) for kind in kinds}
     results["collectives"] = [
-        collectives_of_a_step(rank, rank.policy(model, objective=OBJECTIVES["m2po"], controls=CONTROLS, budget=budget), a)
+        collectives_of_a_step(
+            rank,
+            rank.policy(model, objective=OBJECTIVES["m2po"], controls=CONTROLS, budget=budget),
+            a,
+        )
         for budget in (26, 4096)
     ]
     if mixture:
-        results["scores"] = rank.policy(model).score(list(rank.batches[a].samples()))
+        # Of the dense model layout_program measures these.
+        results["controls"] = measured(rank, rank.policy(model, controls=CONTROLS), [a, a, b])
+        policy = rank.policy(model)
+        results["scores"] = policy.score(received(policy, scorable(rank.batches[a])))
         results["resumed"] = resumed(rank, model, a, b)
     told: list = [None] * rank.layout.world_size
-    steps = [results[name]["steps"] for name in ("controls", *OBJECTIVES)]
+    steps = [results[name]["steps"] for name in (*objectives, *(["controls"] if mixture else []))]
     decisions = [
-        {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in decision.items()}
-        for name in OBJECTIVES
+        {
+            key: value.tolist() if isinstance(value, torch.Tensor) else value
+            for key, value in decision.items()
+        }
+        for name in objectives
         for decision in results[name]["decisions"]
     ]
-    mine = [[{k: v for k, v in taken.items() if not k.startswith("time/")} for taken in run] for run in steps]
+    mine = [
+        [{k: v for k, v in taken.items() if not k.startswith("time/")} for taken in run]
+        for run in steps
+    ]
     dist.all_gather_object(told, json.dumps([mine, decisions]))
     if rank.layout.rank == 0:
         results["ranks_agree"] = len(set(told)) == 1

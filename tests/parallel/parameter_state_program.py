@@ -1,8 +1,10 @@
-"""One rank of the parameter-state tests: saves a policy in the middle of a run, and goes on from checkpoints of any layout.
+"""One rank of the parameter-state tests: saves a policy in the middle of a run, and goes on from
+checkpoints of any layout.
 
-Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port, ParallelConfig), all of this
-number of ranks and run one after the other, the directory of all layouts' checkpoints, the output directory, and a JSON of what
-to do: "save", and "load" from which layouts.
+Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port,
+ParallelConfig), all of this number of ranks and run one after the other, the directory of all
+layouts' checkpoints, the output directory, and a JSON of what to do: which layouts "save", and
+which models of which layouts' checkpoints to "load".
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,18 +21,30 @@ import torch.distributed as dist
 
 from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
-from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.model import DTYPES, build_model
-from megatron_async_rl.policy.optimizer import build_optimizer, optimizer_parameters, wrap_for_gradients
+from megatron_async_rl.policy.optimizer import (
+    build_optimizer,
+    optimizer_parameters,
+    wrap_for_gradients,
+)
 from megatron_async_rl.policy.parameter_state import assembled, cut
 from tests.parallel.layout_program import Rank
 
-OBJECTIVE = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7), proximal="ewma", ewma_decay=0.6)
+OBJECTIVE = ObjectiveConfig(
+    kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7), proximal="ewma", ewma_decay=0.6
+)
 """Everything that moves beside the model: two averages of the weights, and GAC's gradient."""
 GAC = GacControl(c_low=0.15)
 MODELS = ("untied", "uneven")
-"""The second, which is tied, lies beside the checkpoints: the distributed optimizer cuts through one of its matrices."""
+"""The second, which is tied, lies beside the checkpoints: the distributed optimizer cuts through
+one of its matrices."""
 
 
 def directory(rank: Rank, model: str, all_checkpoints: Path) -> Path:
@@ -41,19 +56,20 @@ def policy(rank: Rank, model: str | Path):
 
 
 def saved(rank: Rank, checkpoints: Path) -> dict:
-    """Per model: what an uninterrupted run does after the moment that was saved."""
+    """Per model, on one rank: what an uninterrupted run does after the moment that was saved."""
     found = {}
     for model in MODELS:
         trained = policy(rank, directory(rank, model, checkpoints.parent))
         rank.train(trained, ["b", "a"])
         trained.save(checkpoints / model, 2, {"version": 2}, keep=1)
-        found[model] = rank.train(trained, ["a", "b"])
+        if rank.layout.world_size == 1:
+            found[model] = rank.train(trained, ["a", "b"])
     return found
 
 
-def resumed(rank: Rank, checkpoints: Path) -> dict:
+def resumed(rank: Rank, checkpoints: Path, models: Sequence[str]) -> dict:
     found = {}
-    for model in MODELS:
+    for model in models:
         again = policy(rank, directory(rank, model, checkpoints.parent))
         again.load(checkpoints / model)
         found[model] = rank.train(again, ["a", "b"])
@@ -61,8 +77,8 @@ def resumed(rank: Rank, checkpoints: Path) -> dict:
 
 
 def moved_there_and_back(rank: Rank, path: Path, dtype: str) -> dict[str, bool]:
-    """Whether Adam's parameters make up the model's, and cutting those gives Adam's again, on every rank; and whether some rank
-    has a part of a parameter."""
+    """same: Adam's parameters make up the model's, and cutting those gives Adam's again, on every
+    rank. parts: some rank has a part of a parameter."""
     settings = PolicyConfig(parallel=rank.parallel, optimizer=OptimizerConfig())
     model = build_model(ModelConfig(path=path, dtype=dtype), settings, rank.layout)
     optimizer = build_optimizer(wrap_for_gradients(model.chunks, settings), settings, DTYPES[dtype])
@@ -80,10 +96,14 @@ def moved_there_and_back(rank: Rank, path: Path, dtype: str) -> dict[str, bool]:
     )
     # Other numbers than the parameters', so that a shard left as it was would show.
     doubled = [{name: 2 * tensor for name, tensor in chunk.items()} for chunk in tensors]
-    back = all(torch.equal(a, 2 * b) for a, b in zip(cut(doubled, model, optimizer), shards, strict=True))
+    back = all(
+        torch.equal(a, 2 * b) for a, b in zip(cut(doubled, model, optimizer), shards, strict=True)
+    )
     sizes = {parameter.numel() for chunk in model.chunks for parameter in chunk.parameters()}
     everyone: list = [None] * rank.layout.world_size
-    dist.all_gather_object(everyone, (whole and back and len(shards) > 0, any(s.numel() not in sizes for s in shards)))
+    dist.all_gather_object(
+        everyone, (whole and back and len(shards) > 0, any(s.numel() not in sizes for s in shards))
+    )
     return {"same": all(same for same, _ in everyone), "parts": any(parts for _, parts in everyone)}
 
 
@@ -121,15 +141,22 @@ def absences(rank: Rank, scratch: Path) -> dict:
     }
 
 
-def run_layout(name: str, material: Path, parallel: ParallelConfig, checkpoints: Path, output: Path, todo: dict) -> None:
+def run_layout(
+    name: str, material: Path, parallel: ParallelConfig, checkpoints: Path, output: Path, todo: dict
+) -> None:
     rank = Rank(material, parallel, output / f"{name}.scratch")
     results: dict = {}
-    if todo["save"]:
+    if name in todo["save"]:
         results["uninterrupted"] = saved(rank, checkpoints / name)
+    if todo["save"]:
         results["there_and_back"] = {
-            dtype: moved_there_and_back(rank, checkpoints / "uneven", dtype) for dtype in ("float32", "bfloat16")
+            dtype: moved_there_and_back(rank, checkpoints / "uneven", dtype)
+            for dtype in ("float32", "bfloat16")
         }
-    results["resumed"] = {origin: resumed(rank, checkpoints / origin) for origin in todo["load"]}
+    results["resumed"] = {
+        origin: resumed(rank, checkpoints / origin, models)
+        for origin, models in todo["load"].items()
+    }
     if rank.layout.world_size == 1:
         results["absences"] = absences(rank, rank.scratch)
     if rank.layout.rank == 0:
@@ -141,9 +168,17 @@ def main() -> None:
     material, parallels, checkpoints, output, todo = sys.argv[1:]
     device.install("cpu")
     for name, (port, parallel) in json.loads(parallels).items():
-        # A store keeps the addresses of groups that are gone, so each layout meets in a store of its own.
+        # A store keeps the addresses of groups that are gone, so each layout meets in a store of
+        # its own.
         os.environ["MASTER_PORT"] = str(port)
-        run_layout(name, Path(material), ParallelConfig(**parallel), Path(checkpoints), Path(output), json.loads(todo))
+        run_layout(
+            name,
+            Path(material),
+            ParallelConfig(**parallel),
+            Path(checkpoints),
+            Path(output),
+            json.loads(todo),
+        )
 
 
 if __name__ == "__main__":

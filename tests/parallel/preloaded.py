@@ -1,4 +1,5 @@
-"""What the process imports that ranks are forked from: all that takes long. It starts no thread, so that it may be forked."""
+"""The imports of the process that ranks are forked from: all that takes long. It starts no thread,
+so that it may be forked."""
 
 import atexit
 import gc

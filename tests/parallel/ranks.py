@@ -2,8 +2,9 @@
 
     tests --> a process that has imported Megatron (once) --> fork --> rank 0, rank 1, ...
 
-Ranks find each other by the variables that torchrun sets, and are processes as under torchrun, but for one thing: each would
-import Megatron there, which takes seconds where most programs of these tests take less. Runs of `mar train` use torchrun itself.
+Ranks find each other by the variables that torchrun sets, and are processes as under torchrun, but
+for one thing: each would import Megatron there, which takes seconds where most programs of these
+tests take less. Runs of `mar train` use torchrun itself.
 """
 
 from __future__ import annotations
@@ -24,11 +25,24 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["tests.parallel.preloaded"])
 
 
-def run_ranks(nproc: int, program: str, args: Sequence[str | Path] = (), timeout: float = 180.0) -> str:
-    """Runs `program` (a module's name) on `nproc` ranks; returns their output, raises AssertionError if any fails."""
+def run_ranks(
+    nproc: int, program: str, args: Sequence[str | Path] = (), timeout: float = 180.0
+) -> str:
+    """Runs `program` (a module's name) on `nproc` ranks; returns their output, raises
+    AssertionError if any fails."""
     (port,) = free_ports(1)
-    world = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return _run(program, args, [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)], timeout)
+    world = {
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return _run(
+        program,
+        args,
+        [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)],
+        timeout,
+    )
 
 
 def run_alone(program: str, args: Sequence[str | Path] = (), timeout: float = 180.0) -> str:
@@ -36,12 +50,18 @@ def run_alone(program: str, args: Sequence[str | Path] = (), timeout: float = 18
     return _run(program, args, [{}], timeout)
 
 
-def _run(program: str, args: Sequence[str | Path], variables: Sequence[dict[str, object]], timeout: float) -> str:
+def _run(
+    program: str, args: Sequence[str | Path], variables: Sequence[dict[str, object]], timeout: float
+) -> str:
     with tempfile.TemporaryDirectory(prefix="mar-ranks-") as folder:
         log = Path(folder) / "output"
         log.touch()
         ranks = [
-            _forks.Process(target=_be, args=(program, [str(arg) for arg in args], environment, log), daemon=True)
+            _forks.Process(
+                target=_be,
+                args=(program, [str(arg) for arg in args], environment, log),
+                daemon=True,
+            )
             for environment in variables
         ]
         for rank in ranks:
@@ -54,17 +74,22 @@ def _run(program: str, args: Sequence[str | Path], variables: Sequence[dict[str,
                 rank.kill()
                 rank.join()
         output = log.read_text(errors="replace")
-    assert ended, f"{len(ranks)} processes of {program} did not finish within {timeout} s:\n{output[-6000:]}"
+    assert ended, (
+        f"{len(ranks)} processes of {program} did not finish within {timeout} s:\n{output[-6000:]}"
+    )
     assert not codes, f"{len(ranks)} processes of {program}: exit codes {codes}:\n{output[-6000:]}"
     return output
 
 
 def _wait(ranks: Sequence[multiprocessing.process.BaseProcess], timeout: float) -> bool:
-    """Until all have ended or one has failed, which the others would wait for. False when that took too long."""
+    """Until all have ended or one has failed, which the others would wait for. False when that took
+    too long."""
     deadline = time.monotonic() + timeout
     running = list(ranks)
     while running:
-        if not connection.wait([rank.sentinel for rank in running], max(0.0, deadline - time.monotonic())):
+        if not connection.wait(
+            [rank.sentinel for rank in running], max(0.0, deadline - time.monotonic())
+        ):
             return False
         if any(rank.exitcode for rank in running):
             return True

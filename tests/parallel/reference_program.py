@@ -1,7 +1,8 @@
-"""One rank of the tests of reference and proximal policies: what a survey brings, against scores under the very weights.
+"""One rank of the tests of reference and proximal policies: the precomputed columns, against scores
+under the very weights.
 
-Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port, ParallelConfig), all of this
-number of ranks and run one after the other, and the output directory.
+Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port,
+ParallelConfig), all of this number of ranks and run one after the other, and the output directory.
 """
 
 from __future__ import annotations
@@ -17,58 +18,73 @@ from safetensors.torch import load_file, save_file
 
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.objectives.targets import valid_samples
+from megatron_async_rl.policy.parameters import load_hf
 from megatron_async_rl.samples.types import TrainBatch
-from megatron_async_rl.weights.load import load_hf
-from tests.parallel.layout_program import Rank, run_each
+from tests.parallel.layout_program import Rank, received, run_each
 
 KL = KlConfig(coef=0.1)
 DECAY = 0.6
 
 
 def at_version(batch: TrainBatch, version: int) -> TrainBatch:
-    """The batch as version `version` would train it: tokens of the versions 0..version, several in one response."""
+    """The batch as version `version` would train it: tokens of the versions 0..version, several in
+    one response."""
     groups = []
     for group in batch.groups:
-        samples = [dataclasses.replace(s, versions=np.minimum(s.versions, version).astype(np.int32)) for s in group.samples]
+        samples = [
+            dataclasses.replace(s, versions=np.minimum(s.versions, version).astype(np.int32))
+            for s in group.samples
+        ]
         groups.append(dataclasses.replace(group, samples=tuple(samples)))
     return TrainBatch(version=version, groups=tuple(groups))
 
 
 class Watched:
-    """A policy with a plain objective, and what its surveys brought and left behind."""
+    """A policy with a plain objective, and its precomputed columns, and the weights after each."""
 
     def __init__(self, rank: Rank, model: str, objective: ObjectiveConfig) -> None:
         self.policy = rank.policy(model, controls=(), objective=objective, lr=5e-3)
-        self.surveys: list[dict[str, torch.Tensor]] = []
+        self.precomputed: list[dict[str, torch.Tensor]] = []
         self.untouched: list[bool] = []
         self.rank = rank
         prepare = self.policy.objective.prepare
 
-        def watched(batch, surveyed):
-            self.surveys.append({name: values.clone() for name, values in surveyed.items()})
-            mine = all(torch.equal(now, then) for now, then in zip(self.parameters(), self.before, strict=True))
+        def watched(batch, columns):
+            self.precomputed.append({name: values.clone() for name, values in columns.items()})
+            mine = all(
+                torch.equal(now, then)
+                for now, then in zip(self.parameters(), self.before, strict=True)
+            )
             everyone: list = [None] * rank.layout.world_size
             dist.all_gather_object(everyone, mine)
             self.untouched.append(all(everyone))
-            return prepare(batch, surveyed)
+            return prepare(batch, columns)
 
         self.policy.objective.prepare = watched
 
     def parameters(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for chunk in self.policy.model.chunks for parameter in chunk.parameters()]
+        return [
+            parameter.detach().clone()
+            for chunk in self.policy.model.chunks
+            for parameter in chunk.parameters()
+        ]
 
     def set(self, parameters) -> None:
         with torch.no_grad():
-            held = [parameter for chunk in self.policy.model.chunks for parameter in chunk.parameters()]
+            held = [
+                parameter for chunk in self.policy.model.chunks for parameter in chunk.parameters()
+            ]
             for parameter, value in zip(held, parameters, strict=True):
                 parameter.copy_(value)
 
     def scores(self, batch: TrainBatch) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(self.policy.score([s for s in batch.samples() if s.valid])))
+        samples = valid_samples(received(self.policy, batch))
+        return torch.from_numpy(np.concatenate(self.policy.score(samples)))
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         self.before = self.parameters()
-        return self.policy.train_step(batch)
+        return self.policy.train_step(received(self.policy, batch))
 
 
 def reference(rank: Rank, model: str, **settings) -> dict:
@@ -79,14 +95,21 @@ def reference(rank: Rank, model: str, **settings) -> dict:
     for _ in range(3):
         scores.append(watched.scores(batch))
         steps.append(watched.train(batch))
-    return {"scores": scores, "steps": steps, "surveys": watched.surveys, "untouched": watched.untouched}
+    return {
+        "scores": scores,
+        "steps": steps,
+        "precomputed": watched.precomputed,
+        "untouched": watched.untouched,
+    }
 
 
 def from_another_directory(rank: Rank) -> dict:
     path = rank.scratch / "other"
     if rank.layout.rank == 0:
         shutil.copytree(rank.material / "tied", path)
-        tensors = {name: 0.9 * tensor for name, tensor in load_file(path / "model.safetensors").items()}
+        tensors = {
+            name: 0.9 * tensor for name, tensor in load_file(path / "model.safetensors").items()
+        }
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     rank.layout.barrier()
     found = reference(rank, "tied", path=path)
@@ -96,7 +119,8 @@ def from_another_directory(rank: Rank) -> dict:
 
 
 def snapshot(rank: Rank, model: str) -> dict:
-    """Versions 0, 1 and 2, and the log-probs that the trainer itself computes at each; the last also from a checkpoint."""
+    """Versions 0, 1 and 2, and the log-probs that the trainer itself computes at each; the last
+    also from a checkpoint."""
     objective = ObjectiveConfig(proximal="snapshot", snapshots=3)
     watched, resumed = Watched(rank, model, objective), Watched(rank, model, objective)
     scores, steps = [], []
@@ -105,7 +129,7 @@ def snapshot(rank: Rank, model: str) -> dict:
         if version == 2:
             watched.policy.save(rank.scratch / "snapshots", version, {}, keep=1)
             resumed.policy.load(rank.scratch / "snapshots")
-            oldest = resumed.policy.others.oldest(version)
+            oldest = resumed.policy.references.oldest(version)
             resumed.train(batch)
         scores.append(watched.scores(batch))
         steps.append(watched.train(batch))
@@ -117,9 +141,16 @@ def snapshot(rank: Rank, model: str) -> dict:
     except ValueError as error:
         refused = str(error)
     return {
-        "scores": scores, "steps": steps, "surveys": watched.surveys, "untouched": watched.untouched, "expected": expected,
-        "versions": versions, "refused": refused, "resumed": resumed.surveys[0], "oldest": oldest,
-    }  # fmt: skip
+        "scores": scores,
+        "steps": steps,
+        "precomputed": watched.precomputed,
+        "untouched": watched.untouched,
+        "expected": expected,
+        "versions": versions,
+        "refused": refused,
+        "resumed": resumed.precomputed[0],
+        "oldest": oldest,
+    }
 
 
 def average(rank: Rank, model: str) -> dict:
@@ -128,22 +159,27 @@ def average(rank: Rank, model: str) -> dict:
     mean = watched.parameters()
     for step in range(3):
         if step:
-            mean = [DECAY * old + (1 - DECAY) * now for old, now in zip(mean, watched.parameters(), strict=True)]
+            mean = [
+                DECAY * old + (1 - DECAY) * now
+                for old, now in zip(mean, watched.parameters(), strict=True)
+            ]
         steps.append(watched.train(batch))
     scores = watched.scores(batch)
     watched.set(mean)
     return {
-        "steps": steps, "surveys": watched.surveys, "untouched": watched.untouched, "expected": watched.scores(batch),
+        "steps": steps,
+        "precomputed": watched.precomputed,
+        "untouched": watched.untouched,
+        "expected": watched.scores(batch),
         "scores": [scores],
-    }  # fmt: skip
+    }
 
 
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
     results = {
         "frozen": reference(rank, "tied"),
-        "frozen_untied": reference(rank, "untied"),
-        "refreshed": reference(rank, "tied", refresh_every=2),
+        "refreshed": reference(rank, "untied", refresh_every=2),
         "path": from_another_directory(rank),
         "snapshot": snapshot(rank, "tied"),
         "average": average(rank, "untied"),

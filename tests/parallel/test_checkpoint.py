@@ -3,7 +3,13 @@ import json
 import pytest
 import torch
 
-from tests.parallel.models import ALL_LAYOUTS, LOADS_FROM, as_transformers_loads, directory_of, results
+from tests.parallel.models import (
+    ALL_LAYOUTS,
+    LOADS_FROM,
+    as_transformers_loads,
+    directory_of,
+    results,
+)
 from tests.parallel.ranks import run_alone
 
 pytestmark = pytest.mark.parallel
@@ -32,7 +38,9 @@ def test_a_resumed_model_has_the_saved_weights_and_takes_the_same_next_step(layo
     result = saved(layout)
     assert_same(result["resumed"], result["at_save"])
     assert_same(result["resumed_after"], result["after"])
-    assert any(not torch.equal(result["after"][name], tensor) for name, tensor in result["at_save"].items())
+    assert any(
+        not torch.equal(result["after"][name], tensor) for name, tensor in result["at_save"].items()
+    )
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
@@ -74,5 +82,7 @@ def test_convert_writes_a_checkpoint_of_any_layout_as_a_hugging_face_directory(l
     results(layout)
     checkpoint = directory_of(layout) / "checkpoint"
     run_alone("tests.parallel.convert_program", [checkpoint, tmp_path / "hf"])
-    assert_same(as_transformers_loads(tmp_path / "hf", tmp_path / "again"), saved(layout)["at_save"])
+    assert_same(
+        as_transformers_loads(tmp_path / "hf", tmp_path / "again"), saved(layout)["at_save"]
+    )
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"

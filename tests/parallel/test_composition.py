@@ -18,12 +18,16 @@ pytestmark = pytest.mark.parallel
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("composition")
-    model = save_tiny_model(folder / "model", vocab_size=VOCABULARY, hidden_size=16, layers=1, intermediate_size=16)
+    model = save_tiny_model(
+        folder / "model", vocab_size=VOCABULARY, hidden_size=16, layers=1, intermediate_size=16
+    )
     run_ranks(1, "tests.parallel.composition_program", [model, folder / "steps.json"], timeout=600)
     return json.loads((folder / "steps.json").read_text())
 
 
-@pytest.mark.parametrize("number", range(len(pairwise())), ids=[label(config) for config in pairwise()])
+@pytest.mark.parametrize(
+    "number", range(len(pairwise())), ids=[label(config) for config in pairwise()]
+)
 def test_a_combination_trains_two_steps_without_a_number_that_is_not_one(trained, number):
     steps = trained[number]
     assert isinstance(steps, list), steps

@@ -1,8 +1,10 @@
-"""The control `displacement` does on every parallel layout, and in either dtype, what it does on one rank."""
+"""The control `displacement` does on every parallel layout, and in either dtype, what it does on
+one rank."""
 
 import pytest
 
 from tests.parallel import layouts
+from tests.parallel.displacement_program import ADDED
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 
 pytestmark = pytest.mark.parallel
@@ -46,12 +48,41 @@ def test_all_ranks_decide_alike_to_the_bit(layout):
     assert results(layout)["ranks_agree"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("run", "cosine"), [("zero", 0.0), ("threshold", 0.05)])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_the_optimizers_own_parameters_gain_has_the_cosine_asked_for(layout, run, cosine, dtype):
+@pytest.mark.parametrize(
+    ("layout", "run", "dtype"),
+    [
+        (layout, run, dtype)
+        for layout in LAYOUTS
+        for run in ("zero", "threshold")
+        for dtype in ("float32", "bfloat16")
+        if (run, dtype) in ADDED or layouts.ALL_LAYOUTS[layout]["ranks"] == 1
+    ],
+)
+def test_what_the_optimizers_own_parameters_gain_has_the_cosine_asked_for(layout, run, dtype):
+    cosine = {"zero": 0.0, "threshold": 0.05}[run]
     found = results(layout)["added"][run, dtype]
     assert found["step"]["displacement/cosine"] > cosine + 0.05
-    assert found["cosine"] == pytest.approx(cosine, abs=5e-6)
-    assert found["step"]["update/norm"] == pytest.approx(found["norm"], rel=5e-6)
+    # At the small rate of the bfloat16 run an update has more rounding of the weights it is added
+    # to.
+    rounding = 5e-6 if dtype == "float32" else 2e-4
+    assert found["cosine"] == pytest.approx(cosine, abs=rounding)
+    assert found["step"]["update/norm"] == pytest.approx(found["norm"], rel=rounding)
     assert found["model_follows"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16_weights_would_have_shown_roundings_for_a_displacement(layout):
+    """At this learning rate few of them move, so the cosines above are those of float32 ones."""
+    assert results(layout)["added"]["zero", "bfloat16"]["cosine_of_the_models_own"] < 0.5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_past_weights_come_back_from_a_checkpoint_to_the_bit(layout):
+    found = results(layout)["resumed"]
+    through, again = (
+        {name: value for name, value in step.items() if not name.startswith("time/")}
+        for step in found["steps"]
+    )
+    assert through["displacement/cosine"] > 0.05
+    assert again == through
+    assert found["oldest"] == 0

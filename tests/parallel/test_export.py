@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_async_rl.weights.digest import tensor_digest
+from megatron_async_rl.weights.transport import tensor_digest
 from tests.parallel.models import (
     ALL_LAYOUTS,
     CASES,
@@ -24,7 +24,9 @@ def assert_same(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("layout", "model"), [*CASES, *((layout, "qwen3-bfloat16") for layout in LAYOUTS)])
+@pytest.mark.parametrize(
+    ("layout", "model"), [*CASES, *((layout, "qwen3-bfloat16") for layout in LAYOUTS)]
+)
 def test_exported_tensors_are_the_checkpoints_bit_for_bit(layout, model):
     rank_zero, *others = results(layout)
     for kind in ("exported", "exported_in_small_buckets"):
@@ -34,7 +36,8 @@ def test_exported_tensors_are_the_checkpoints_bit_for_bit(layout, model):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_bucket_costs_one_collective_per_dimension_however_many_tensors_it_has(layout):
-    """One bucket per stage here: a gather over tensor ranks, and a message from every later stage."""
+    """One bucket per stage here: a gather over tensor ranks, and a message from every later
+    stage."""
     stages, tensor = LAYOUTS[layout].get("pipeline", 1), LAYOUTS[layout].get("tensor", 1)
     ranks = [rank["models"]["qwen3-untied"]["collectives"] for rank in results(layout)]
     assert ranks[0] == (tensor > 1) + (stages - 1)
@@ -43,14 +46,18 @@ def test_a_bucket_costs_one_collective_per_dimension_however_many_tensors_it_has
 
 @pytest.mark.parametrize("layout", MIXTURE_LAYOUTS)
 def test_divided_experts_travel_in_buckets_of_their_own(layout):
-    """Two buckets per stage: what every data-parallel rank holds, and the experts, gathered over their owners."""
+    """Two buckets per stage: what every data-parallel rank holds, and the experts, gathered over
+    their owners."""
     settings = MIXTURE_LAYOUTS[layout]
     stages, tensor, expert = (settings.get(name, 1) for name in ("pipeline", "tensor", "expert"))
     whole, divided = (tensor > 1) + (stages - 1), (expert > 1) * (1 + stages - 1)
     assert results(layout)[0]["models"]["mixture"]["collectives"] == whole + divided
 
 
-@pytest.mark.parametrize(("layout", "model"), [("single", "qwen3-tied"), ("data", "qwen3-tied"), ("mixture_single", "mixture")])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [("single", "qwen3-tied"), ("data", "qwen3-tied"), ("mixture_single", "mixture")],
+)
 def test_what_one_rank_holds_whole_is_exported_without_a_copy(layout, model):
     """Only queries, keys and values lie apart in Megatron's memory."""
     exported = tensors_of(source_of(model)).keys()
@@ -60,7 +67,10 @@ def test_what_one_rank_holds_whole_is_exported_without_a_copy(layout, model):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_digests_of_the_exported_tensors_are_those_of_the_checkpoint(layout):
-    expected = {name: tensor_digest(tensor) for name, tensor in tensors_of(source_of("qwen3-bfloat16")).items()}
+    expected = {
+        name: tensor_digest(tensor)
+        for name, tensor in tensors_of(source_of("qwen3-bfloat16")).items()
+    }
     assert results(layout)[0]["models"]["qwen3-bfloat16"]["digests"] == expected
 
 

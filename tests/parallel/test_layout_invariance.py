@@ -1,4 +1,5 @@
-"""One optimizer step is the same step on every parallel layout, and is the step that transformers' autograd would take."""
+"""One optimizer step is the same step on every parallel layout, and is the step that transformers'
+autograd would take."""
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import torch
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.objective import Objective
 from tests.parallel import layouts
+from tests.train_batches import columns
 
 pytestmark = pytest.mark.parallel
 
@@ -17,20 +19,29 @@ PER_LAYOUT = ("time/", "policy/padding_share", "policy/micro_batches")
 def compare_steps(found, expected, rel=1e-6):
     assert len(found) == len(expected)
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        mine, theirs = ({k: v for k, v in s.items() if not k.startswith(PER_LAYOUT)} for s in (mine, theirs))
+        mine, theirs = (
+            {k: v for k, v in s.items() if not k.startswith(PER_LAYOUT)} for s in (mine, theirs)
+        )
         assert mine.keys() == theirs.keys()
         for key in theirs:
-            # The effective sample size has exponentials of sums over sequences; the others are means of terms of order 1
-            # that cancel, whose rounding is relative to the terms.
+            # The effective sample size has exponentials of sums over sequences; the others are
+            # means of terms of order 1 that cancel, whose rounding is relative to the terms.
             allowed = 1e-5 if key.startswith("ratio/ess") else rel
-            assert mine[key] == pytest.approx(theirs[key], rel=allowed, abs=5e-7), (step, key)
+            # The largest difference is one token's: of float32 log-probs, whose own last digit is
+            # 1e-6 from -8 on.
+            within = 4e-6 if key.endswith("_max") else 5e-7
+            assert mine[key] == pytest.approx(theirs[key], rel=allowed, abs=within), (step, key)
 
 
 def compare_weights(found, expected, atol=2e-6):
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(
-            found[name], expected[name], atol=atol, rtol=0.0, msg=lambda text, name=name: f"{name}: {text}"
+            found[name],
+            expected[name],
+            atol=atol,
+            rtol=0.0,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -40,7 +51,9 @@ def test_loss_gradient_norm_cosine_and_weights_are_those_of_one_rank(layout, mod
     found, expected = layouts.results(layout)[model], layouts.results("single")[model]
     compare_steps(found["steps"], expected["steps"])
     compare_weights(found["weights"], expected["weights"])
-    assert expected["steps"][1]["gac/regime"] == 1, "the steps were meant to exercise the projection"
+    assert expected["steps"][1]["gac/regime"] == 1, (
+        "the steps were meant to exercise the projection"
+    )
 
 
 @pytest.mark.parametrize("layout", OTHERS)
@@ -64,8 +77,10 @@ def test_token_budget_and_sample_order_do_not_matter(variant):
 
 def test_the_budgets_compared_were_really_different():
     single = layouts.results("single")
-    counts = [single[name]["steps"][0]["policy/micro_batches"] for name in ("all_at_once", "tied", "one_by_one")]
-    assert counts[0] == 1
+    counts = [
+        single[name]["steps"][0]["policy/micro_batches"]
+        for name in ("all_at_once", "tied", "one_by_one")
+    ]
     assert counts[0] < counts[1] < counts[2]
 
 
@@ -78,24 +93,38 @@ def test_scores_are_transformers_log_probs_at_the_sampling_temperature(layout, m
     assert len(scores) == len(samples)
     for sample, score in zip(samples, scores, strict=True):
         with torch.no_grad():
-            np.testing.assert_allclose(score, layouts.reference_logprobs(reference, sample)[0].numpy(), atol=1e-5)
+            np.testing.assert_allclose(
+                score, layouts.reference_logprobs(reference, sample)[0].numpy(), atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_tokens_go_to_the_data_parallel_rank_that_trains_them_alone(layout):
+    by_rank = layouts.results(layout)["tokens_of"]
+    of_each = dict(by_rank)
+    assert all(own == of_each[data_rank] for data_rank, own in by_rank)
+    trained = sorted(sample.id for sample in layouts.batch("a").samples() if sample.valid)
+    assert sorted(name for own in of_each.values() for name in own) == trained
+    assert all(own for own in of_each.values())
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layout):
-    """The whole objective by hand in float64: group advantages, PPO clip, token mean, failed reward left out."""
+    """The whole objective by hand in float64: group advantages, PPO clip, token mean, failed reward
+    left out."""
     model = layouts.reference_model("tied")
-    targets = Objective(ObjectiveConfig()).prepare(layouts.batch("a"), {})
-    advantages = torch.tensor_split(targets.whole.advantages, targets.starts[1:-1])
+    targets = Objective(ObjectiveConfig()).prepare(columns(layouts.batch("a")), {})
+    samples = [sample for sample in layouts.batch("a").samples() if sample.valid]
+    advantages = torch.split(targets.whole.advantages, targets.samples.lengths.tolist())
     total, entropies = torch.zeros((), dtype=torch.float64), []
-    for sample, per_token in zip(targets.samples, advantages, strict=True):
+    for sample, per_token in zip(samples, advantages, strict=True):
         kept = torch.from_numpy(sample.loss_mask.astype(bool))
         advantage = per_token[kept]
         logp, entropy = layouts.reference_logprobs(model, sample)
         ratio = (logp - torch.from_numpy(sample.behavior_logprobs).double())[kept].exp()
         total = total + torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).sum()
         entropies.append(entropy[kept].detach())
-    loss = total / sum(int(sample.loss_mask.sum()) for sample in targets.samples)
+    loss = total / sum(int(sample.loss_mask.sum()) for sample in samples)
     loss.backward()
     norm = float(sum(p.grad.square().sum() for p in model.parameters()) ** 0.5)
     first = layouts.results(layout)["tied"]["steps"][0]
@@ -107,17 +136,25 @@ def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layou
 
 def test_clipping_scales_to_the_limit_and_null_does_not_clip():
     unclipped = layouts.results("single")["unclipped"]
-    assert unclipped["gradient"] == pytest.approx(unclipped["steps"][0]["policy/grad_norm"], rel=1e-6)
+    assert unclipped["gradient"] == pytest.approx(
+        unclipped["steps"][0]["policy/grad_norm"], rel=1e-6
+    )
     assert layouts.results("single")["tied"]["norms"]["megatron"] <= 0.5
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_weight_decay_shrinks_matrices_and_leaves_norms_alone(layout):
-    """Equal rewards: the gradient is exactly zero, so what moves is the decay, 1 - lr x weight_decay = 0.999."""
+    """Equal rewards: the gradient is exactly zero, so what moves is the decay, 1 - lr x
+    weight_decay = 0.999."""
     result = layouts.results(layout)["decay"]
     assert result["steps"][0]["policy/grad_norm"] == 0.0
     for name, before in result["before"].items():
-        torch.testing.assert_close(result["weights"][name], before * 0.999 if before.dim() > 1 else before, atol=1e-7, rtol=1e-6)
+        torch.testing.assert_close(
+            result["weights"][name],
+            before * 0.999 if before.dim() > 1 else before,
+            atol=1e-7,
+            rtol=1e-6,
+        )
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
@@ -133,7 +170,9 @@ def test_given_responses_are_trained_on_by_weighted_log_likelihood():
     for sample in layouts.batch("given").samples():
         with torch.no_grad():
             kept = sample.loss_mask.astype(bool)
-            total -= sample.weight * float(layouts.reference_logprobs(model, sample)[0].numpy()[kept].sum())
+            total -= sample.weight * float(
+                layouts.reference_logprobs(model, sample)[0].numpy()[kept].sum()
+            )
         tokens += int(kept.sum())
     (step,) = layouts.results("single")["given"]["steps"]
     assert step["policy/loss"] == pytest.approx(total / tokens, rel=1e-5)

@@ -1,19 +1,30 @@
-"""Decisions about the whole batch, and step controls, are those of one process on every parallel layout."""
+"""Decisions about the whole batch, and gradient controls, are those of one process on every
+parallel layout."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.parallel import layouts
+from tests.parallel.objective_program import DENSE_OBJECTIVES, OBJECTIVES, SKIPPING, WHOLE_BATCH
 from tests.parallel.test_layout_invariance import PER_LAYOUT, compare_steps, compare_weights
 
 pytestmark = pytest.mark.parallel
 
-OBJECTIVES = ("m2po", "bapo", "whitened", "opob")
 OTHERS = [layout for layout in layouts.ALL_LAYOUTS if layout not in ("single", "mixture_single")]
 MIXTURES = list(layouts.MIXTURE_LAYOUTS)
-REPLICATED = [layout for layout in OTHERS if layout not in ("data_distributed_optimizer", "expert")]
-"""Where some parameter's gradient lies on more than one rank."""
+
+
+RUNS = [
+    (layout, run)
+    for layout in OTHERS
+    for run in (
+        ["controls", *OBJECTIVES]
+        if layout in layouts.MIXTURE_LAYOUTS
+        else [*OBJECTIVES, *DENSE_OBJECTIVES]
+    )
+]
+"""The dense model's steps under controls are test_layout_invariance's."""
 
 
 def results(layout):
@@ -24,28 +35,44 @@ def alone(layout):
     return results("mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single")
 
 
-@pytest.mark.parametrize("run", ["controls", *OBJECTIVES])
-@pytest.mark.parametrize("layout", OTHERS)
+def controlled(layout):
+    """Three steps under GAC and the ESS learning rate."""
+    if layout in layouts.MIXTURE_LAYOUTS:
+        return results(layout)["controls"]["steps"]
+    return layouts.results(layout)["tied"]["steps"]
+
+
+@pytest.mark.parametrize(("layout", "run"), RUNS)
 def test_metrics_and_weights_are_those_of_one_process(layout, run):
     found, expected = results(layout)[run], alone(layout)[run]
-    # OPOB's weights are, like the effective sample size, exponentials of sums over sequences of float32 log-probs.
+    # OPOB's weights are, like the effective sample size, exponentials of sums over sequences of
+    # float32 log-probs.
     compare_steps(found["steps"], expected["steps"], rel=1e-5 if run == "opob" else 1e-6)
     compare_weights(found["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("layout", OTHERS)
 def test_cosine_projected_norm_and_ess_factor_agree_to_a_millionth(layout):
-    for found, expected in zip(results(layout)["controls"]["steps"], alone(layout)["controls"]["steps"], strict=True):
-        for key in ("gac/cosine", "gac/removed", "policy/grad_norm", "ess_lr/scale", "policy/lr_scale"):
+    single = "mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single"
+    for found, expected in zip(controlled(layout), controlled(single), strict=True):
+        for key in (
+            "gac/cosine",
+            "gac/removed",
+            "policy/grad_norm",
+            "ess_lr/scale",
+            "policy/lr_scale",
+        ):
             assert (key in found) == (key in expected)
             if key in expected:
                 # A cosine is relative already: to both gradients' lengths.
-                assert found[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-7 if key == "gac/cosine" else 0.0), key
+                assert found[key] == pytest.approx(
+                    expected[key], rel=1e-6, abs=1e-7 if key == "gac/cosine" else 0.0
+                ), key
 
 
 @pytest.mark.parametrize("layout", ["single", "mixture_single"])
 def test_the_steps_compared_project_and_lower_the_learning_rate(layout):
-    second = results(layout)["controls"]["steps"][1]
+    second = controlled(layout)[1]
     assert second["gac/regime"] == 1
     assert 0.0 < second["policy/lr_scale"] < 0.99
 
@@ -55,10 +82,11 @@ def test_all_ranks_decide_alike_to_the_bit(layout):
     assert results(layout)["ranks_agree"]
 
 
-@pytest.mark.parametrize("run", OBJECTIVES)
-@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize(("layout", "run"), [case for case in RUNS if case[1] != "controls"])
 def test_advantages_masks_and_bounds_are_those_of_one_process(layout, run):
-    for found, expected in zip(results(layout)[run]["decisions"], alone(layout)[run]["decisions"], strict=True):
+    for found, expected in zip(
+        results(layout)[run]["decisions"], alone(layout)[run]["decisions"], strict=True
+    ):
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             if key == "scalars":
@@ -66,8 +94,11 @@ def test_advantages_masks_and_bounds_are_those_of_one_process(layout, run):
             elif value.dtype == torch.bool or set(value.unique().tolist()) <= {0.0, 1.0}:
                 assert torch.equal(found[key], value), key
             else:
-                # Relative to the largest advantage: a baseline that takes off nearly all of a reward leaves its rounding.
-                torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6 * float(value.abs().max()))
+                # Relative to the largest advantage: a baseline that takes off nearly all of a
+                # reward leaves its rounding.
+                torch.testing.assert_close(
+                    found[key], value, rtol=1e-6, atol=1e-6 * float(value.abs().max())
+                )
 
 
 @pytest.mark.parametrize("layout", ["single", "mixture_single"])
@@ -76,35 +107,67 @@ def test_the_decisions_compared_are_not_trivial(layout):
     m2po, bapo = (results(layout)[name]["decisions"][0] for name in ("m2po", "bapo"))
     assert 0 < m2po["keep"].double().mean() < 1
     assert bapo["scalars"]
-    whitened, opob = (results(layout)[name]["decisions"][0]["advantages"] for name in ("whitened", "opob"))
+    whitened, opob = (
+        results(layout)[name]["decisions"][0]["advantages"] for name in ("whitened", "opob")
+    )
     assert not torch.allclose(whitened, opob)
 
 
-@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
-def test_our_gradient_norm_is_megatrons(layout):
-    norms = results(layout)["controls"]["norms"]
-    assert norms["ours"] == pytest.approx(norms["megatron"], rel=1e-6)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (layout, kind)
+        for layout in layouts.ALL_LAYOUTS
+        for kind in ("report", "skip")
+        if kind == "report" or layout in SKIPPING
+    ],
+)
+def test_an_anomalous_gradient_is_traced_to_its_parameter_and_sample(layout, kind):
+    """A token that the model embeds as zeros multiplies the gradient of its embedding by
+    1/sqrt(norm_eps)."""
+    found, expected = results(layout)["anomalous"][kind], alone(layout)["anomalous"][kind]
+    assert {step["policy/grad_anomaly"] for step in found["usual"]} == {0.0}
+    step, (record,), (other,) = found["step"], found["written"], expected["written"]
+    assert step["policy/grad_anomaly"] > 20
+    assert record["norm"] / record["median"] == step["policy/grad_anomaly"]
+    assert record["parameter"] == "embedding.word_embeddings.weight"
+    assert 0.9 < record["share"] <= 1.0
+    mixture = "mixture_" if layout in layouts.MIXTURE_LAYOUTS else ""
+    batch = layouts.batch(f"{mixture}one_blank")
+    (sample,) = record["samples"]
+    assert sample["id"] == layouts.blamed(batch)
+    (original,) = [s for s in batch.samples() if s.id == sample["id"]]
+    assert sample["response_ids"] == original.response_ids.tolist()
+    assert sample["response_ids"][1] == layouts.BLANK
+    assert (sample["reward"], sample["length"]) == (original.reward, original.length)
+    assert {**record, "norm": 0, "median": 0, "share": 0} == {
+        **other,
+        "norm": 0,
+        "median": 0,
+        "share": 0,
+    }
+    for key in ("norm", "median", "share"):
+        assert record[key] == pytest.approx(other[key], rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
-def test_a_replicated_parameter_counted_twice_is_seen(layout):
-    """Tensor-parallel copies, the tied embedding's two stages, data-parallel replicas and expert replicas: each shows."""
-    wrong, right = (results(layout)[name]["steps"] for name in ("twice", "once"))
-    norm = abs(wrong[0]["policy/grad_norm"] / right[0]["policy/grad_norm"] - 1)
-    cosine = abs(wrong[1]["gac/cosine"] / right[1]["gac/cosine"] - 1)
-    if layout not in REPLICATED:
-        assert norm == cosine == 0.0
-        return
-    assert norm > 1e-4
-    # Data-parallel replicas hold everything: all inner products double, and the cosine stays.
-    assert cosine > 1e-5 or layout == "data_replicated_optimizer"
+def test_a_reported_anomalous_step_goes_on_as_if_unreported(layout):
+    reported = results(layout)["anomalous"]["report"]
+    compare_weights(reported["after"], alone(layout)["anomalous"]["report"]["after"])
+    assert reported["step"]["policy/skipped"] == 0.0
+
+
+@pytest.mark.parametrize("layout", SKIPPING)
+def test_a_skipped_anomalous_step_changes_nothing(layout):
+    skipped = results(layout)["anomalous"]["skip"]
+    assert skipped["step"]["policy/skipped"] == 1.0
+    for name, weight in skipped["before"].items():
+        assert torch.equal(skipped["after"][name], weight), name
 
 
 @pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
 def test_the_number_of_collectives_does_not_depend_on_the_number_of_micro_batches(layout):
-    """Few is one, or one round of the pipeline under virtual stages, where ranks could end up waiting for each other."""
     many, few = results(layout)["collectives"]
-    assert few["micro_batches"] == (2 if layout == "virtual_pipeline" else 1)
     assert many["micro_batches"] > few["micro_batches"]
     assert many["calls"] == few["calls"] > 0
 
@@ -112,9 +175,13 @@ def test_the_number_of_collectives_does_not_depend_on_the_number_of_micro_batche
 @pytest.mark.parametrize("layout", MIXTURES)
 def test_a_mixture_scores_as_transformers_does(layout):
     reference = layouts.reference_model("mixture")
-    for sample, score in zip(layouts.batch("mixture_a").samples(), results(layout)["scores"], strict=True):
+    for sample, score in zip(
+        layouts.batch("mixture_a").samples(), results(layout)["scores"], strict=True
+    ):
         with torch.no_grad():
-            np.testing.assert_allclose(score, layouts.reference_logprobs(reference, sample)[0].numpy(), atol=1e-5)
+            np.testing.assert_allclose(
+                score, layouts.reference_logprobs(reference, sample)[0].numpy(), atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("layout", MIXTURES)
@@ -129,3 +196,30 @@ def test_a_resumed_mixture_goes_on_as_if_it_had_not_stopped(layout):
         }
     assert "gac/cosine" in again["steps"][0]
     compare_weights(again["weights"], through["weights"], atol=0.0)
+
+
+@pytest.mark.parametrize("loss", WHOLE_BATCH)
+def test_one_sample_per_micro_batch_decides_alike(loss):
+    found, expected = results("single")[f"{loss}_one_by_one"], results("single")[loss]
+    compare_weights(found["weights"], expected["weights"])
+    for one, other in zip(found["steps"], expected["steps"], strict=True):
+        keys = [
+            key
+            for key in other
+            if key.startswith(("objective/", "clip/", "policy/loss", "policy/grad_norm"))
+        ]
+        assert {key: one[key] for key in keys} == pytest.approx(
+            {key: other[key] for key in keys}, rel=1e-5, abs=1e-6
+        )
+
+
+def test_the_bounds_are_such_that_something_is_decided():
+    first = {name: results("single")[name]["steps"][0] for name in WHOLE_BATCH}
+    for name in ("m2po", "m2po_cap"):
+        assert first[name]["objective/second_moment"] > 0.002
+        assert 0 < first[name]["clip/positive"] < 1
+        assert 0 < first[name]["clip/negative"] < 1
+    ends = [step["objective/clip_high"] for step in results("single")["bapo"]["steps"]]
+    assert ends == pytest.approx([1.01, 1.2])
+    assert first["trajectory_balance"]["objective/log_z"] != 0.0
+    assert first["oapl"]["objective/value"] != 0.0

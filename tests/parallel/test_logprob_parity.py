@@ -1,13 +1,24 @@
 import pytest
 import torch
 
-from tests.parallel.models import ALL_LAYOUTS, CASES, LAYOUTS, VOCABULARY, reference_logprobs, results
+from tests.parallel.models import (
+    ALL_LAYOUTS,
+    CASES,
+    LAYOUTS,
+    VOCABULARY,
+    reference_logprobs,
+    results,
+)
 
 pytestmark = pytest.mark.parallel
 
 
 def last_stage(layout, model):
-    found = [rank["models"][model]["logprobs"] for rank in results(layout) if rank["models"][model]["logprobs"] is not None]
+    found = [
+        rank["models"][model]["logprobs"]
+        for rank in results(layout)
+        if rank["models"][model]["logprobs"] is not None
+    ]
     parallel = ALL_LAYOUTS[layout]
     assert len(found) == parallel["ranks"] // parallel.get("pipeline", 1)
     return found

@@ -11,12 +11,24 @@ TENSOR = "model.layers.1.mlp.down_proj.weight"
     ("breakage", "kind", "named"),
     [
         ("missing tensor", "WeightsDoNotFit", f"{TENSOR} is missing"),
-        ("foreign tensor", "WeightsDoNotFit", "model.layers.1.mlp.extra.weight is in the files but not in the model"),
+        (
+            "foreign tensor",
+            "WeightsDoNotFit",
+            "model.layers.1.mlp.extra.weight is in the files but not in the model",
+        ),
         ("wrong shape", "WeightsDoNotFit", f"{TENSOR} has shape [3, 3], the model wants [32, 48]"),
-        ("truncated file", "WeightsDoNotFit", "model.safetensors is not a complete safetensors file"),
+        (
+            "truncated file",
+            "WeightsDoNotFit",
+            "model.safetensors is not a complete safetensors file",
+        ),
         ("no weights", "FileNotFoundError", "lacks safetensors files"),
         ("model type", "UnsupportedModel", "model_type is 'gpt2'; supported: llama, qwen2, qwen3"),
-        ("rope", "UnsupportedModel", "rope_parameters.rope_type is 'yarn'; supported: default, linear, llama3"),
+        (
+            "rope",
+            "UnsupportedModel",
+            "rope_parameters.rope_type is 'yarn'; supported: default, linear, llama3",
+        ),
         ("sliding window", "UnsupportedModel", "use_sliding_window is True"),
     ],
 )

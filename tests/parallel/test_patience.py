@@ -11,5 +11,7 @@ def test_batches_and_evaluations_that_take_longer_than_a_collective_may_are_wait
     output = run_ranks(2, "tests.parallel.patience_program", timeout=120)
     for rank in range(2):
         assert f"rank {rank} has it" in output
-        assert f"rank {rank} saves version 1" in output, "with an evaluation of an older one under way"
+        assert f"rank {rank} saves version 1" in output, (
+            "with an evaluation of an older one under way"
+        )
         assert f"rank {rank} saves version 4" in output, "after the evaluation of the last version"

@@ -1,4 +1,5 @@
-"""A policy with a value head: one training on every layout, in the checkpoint, and in no exported model."""
+"""A policy with a value head: one training on every layout, in the checkpoint, and in no exported
+model."""
 
 import pytest
 import torch
@@ -36,7 +37,10 @@ def test_the_head_is_on_the_last_stage_and_equal_on_all_its_ranks(layout):
     settings = layouts.LAYOUTS[layout]
     found = results(layout)["tied"]["head"]
     held = [rank for rank, head in enumerate(found) if head]
-    assert held == list(range(settings["ranks"]))[-(settings["ranks"] // settings.get("pipeline", 1)) :]
+    assert (
+        held
+        == list(range(settings["ranks"]))[-(settings["ranks"] // settings.get("pipeline", 1)) :]
+    )
     for rank in held:
         for name in ("weight", "bias"):
             assert found[rank][name].dtype == torch.float32
@@ -47,7 +51,8 @@ def test_the_head_is_on_the_last_stage_and_equal_on_all_its_ranks(layout):
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_the_first_step_has_the_value_loss_of_zero_estimates(layout):
-    """V is 0 before the first step, so its loss is half the mean squared return, times the factor."""
+    """V is 0 before the first step, so its loss is half the mean squared return, times the
+    factor."""
     first = results(layout)["tied"]["steps"][0]
     targets = [s for s in layouts.batch("a").samples() if s.valid]
     squares = sum(s.reward**2 * int(s.loss_mask.sum()) for s in targets)
@@ -67,13 +72,18 @@ def test_a_detached_head_learns_without_touching_the_policys_gradient():
     strong, weak = results("single")["detached"], results("single")["barely"]
     compare_weights(strong["weights"], weak["weights"], atol=0.0)
     (strong,), (weak,) = heads(strong), heads(weak)
-    torch.testing.assert_close(strong["weight.gradient"], 500 * weak["weight.gradient"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        strong["weight.gradient"], 500 * weak["weight.gradient"], rtol=1e-4, atol=1e-6
+    )
     assert weak["weight.gradient"].abs().max() > 0
 
 
 def test_a_head_that_is_not_detached_shapes_the_hidden_states():
     """The same first step but for detach."""
-    attached, detached = results("single")["started"]["steps"][0], results("single")["detached"]["steps"][0]
+    attached, detached = (
+        results("single")["started"]["steps"][0],
+        results("single")["detached"]["steps"][0],
+    )
     assert attached["loss/value"] == detached["loss/value"]
     assert attached["policy/grad_norm"] > 1.01 * detached["policy/grad_norm"]
 

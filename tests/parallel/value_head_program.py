@@ -1,7 +1,7 @@
 """One rank of the value-head tests: trains a tiny policy with a value head on one parallel layout.
 
-Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port, ParallelConfig), all of this
-number of ranks and run one after the other, and the output directory.
+Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port,
+ParallelConfig), all of this number of ranks and run one after the other, and the output directory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tests.parallel.layout_program import Rank, run_each
 
 
 def objective(**value) -> ObjectiveConfig:
-    """Every token's return is its sequence's reward (gamma and lambda 1), which the head can be checked against by hand."""
+    """Every token's return is its sequence's reward (gamma and lambda 1), which the head can be
+    checked against by hand."""
     gae = {"name": "gae", "gamma": 1.0, "lam": 1.0, "whiten": False}
     return ObjectiveConfig(advantage=gae, loss="reinforce", value=ValueConfig(**value))
 
@@ -28,7 +29,10 @@ def head(policy) -> dict[str, torch.Tensor]:
     if module is None:
         return {}
     found = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    return found | {f"{name}.gradient": parameter.main_grad.clone() for name, parameter in module.named_parameters()}
+    return found | {
+        f"{name}.gradient": parameter.main_grad.clone()
+        for name, parameter in module.named_parameters()
+    }
 
 
 def ranks(rank: Rank, found) -> list:
@@ -38,8 +42,11 @@ def ranks(rank: Rank, found) -> list:
 
 
 def measured(rank: Rank, model: str, batches, *, started=False, lr=1e-3, **value) -> dict:
-    """`started`: from a head that is not zero, so that the hidden states feel it in the first step."""
-    policy = rank.policy(model, controls=(), objective=objective(**value), lr=lr, weight_decay=0.0, clip_grad=None)
+    """`started`: from a head that is not zero, so that the hidden states feel it in the first
+    step."""
+    policy = rank.policy(
+        model, controls=(), objective=objective(**value), lr=lr, weight_decay=0.0, clip_grad=None
+    )
     if started and policy.model.value_head is not None:
         weight = policy.model.value_head.weight
         weight.data.copy_(0.2 * torch.sin(torch.arange(weight.shape[1])))
@@ -54,14 +61,18 @@ def resumed(rank: Rank, dtype: str) -> dict:
     policy.save(rank.scratch / dtype, 1, {}, keep=1)
     again.load(rank.scratch / dtype)
     before = (ranks(rank, head(policy)), ranks(rank, head(again)))
-    return {"saved": before[0], "loaded": before[1], "steps": [rank.train(p, ["b"])["steps"][0] for p in (policy, again)]}
+    return {
+        "saved": before[0],
+        "loaded": before[1],
+        "steps": [rank.train(p, ["b"])["steps"][0] for p in (policy, again)],
+    }
 
 
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
     results = {
-        "tied": measured(rank, "tied", ["a", "a", "b"]),
-        "untied": measured(rank, "untied", ["a", "a", "b"], clip=0.2),
+        "tied": measured(rank, "tied", ["a", "b"]),
+        "untied": measured(rank, "untied", ["a", "b"], clip=0.2),
         "started": measured(rank, "tied", ["a", "b"], started=True, coef=5.0),
         "detached": measured(rank, "tied", ["a"], started=True, detach=True, coef=5.0),
         "resumed": {dtype: resumed(rank, dtype) for dtype in ("float32", "bfloat16")},

@@ -1,4 +1,5 @@
-"""What the view of Adam says against what torch's Adam does, and what an optimizer step leaves behind for the next."""
+"""What the view of Adam says against what torch's Adam does, and what an optimizer step leaves
+behind for the next."""
 
 import math
 from types import SimpleNamespace
@@ -7,14 +8,24 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async_rl.config.controls import GacControl, MatchedLrControl
 from megatron_async_rl.config.schema import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision
+from megatron_async_rl.controls.gac import Gac
+from megatron_async_rl.controls.null_baselines import MatchedLr
 from megatron_async_rl.policy import step as step_module
-from megatron_async_rl.policy.adam import AdamView, TakenStep
-from megatron_async_rl.policy.step import OptimizerStep, StepFacts
+from megatron_async_rl.policy.optimizer import AdamView, TakenStep
+from megatron_async_rl.policy.step import OptimizerStep, StepFacts, clip_to, scale
 from tests.gradients import OneRank, Shard
 
-SETTINGS = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5, clip_grad=None)
+SETTINGS = OptimizerConfig(
+    lr=0.1,
+    betas=(0.9, 0.95),
+    eps=1e-3,
+    weight_decay=0.5,
+    clip_grad=None,
+    log_update_norm=True,
+)
 
 
 class Megatron:
@@ -22,9 +33,17 @@ class Megatron:
 
     def __init__(self, decay=SETTINGS.weight_decay):
         draw = torch.Generator().manual_seed(0)
-        self.parameters = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((3, 4), (5,), (2, 2))]
-        groups = [{"params": self.parameters[:2], "weight_decay": decay}, {"params": self.parameters[2:], "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps)
+        self.parameters = [
+            torch.nn.Parameter(torch.randn(shape, generator=draw))
+            for shape in ((3, 4), (5,), (2, 2))
+        ]
+        groups = [
+            {"params": self.parameters[:2], "weight_decay": decay},
+            {"params": self.parameters[2:], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps
+        )
         self.gradient = lambda: torch.randn(1, generator=draw)
         self.draw = draw
 
@@ -50,7 +69,13 @@ class Scripted(Control):
 
     def apply(self, step):
         update = step.optimizer.last_update()
-        self.seen.append((step.lr, step.optimizer.updates, None if update is None else [part.clone() for part in update]))
+        self.seen.append(
+            (
+                step.lr,
+                step.optimizer.updates,
+                None if update is None else [part.clone() for part in update],
+            )
+        )
         return self.decisions.pop(0)
 
 
@@ -60,13 +85,19 @@ FACTS = StepFacts(loss=1.0, log_weights=np.zeros(3), lag_max=0)
 @pytest.fixture
 def run(monkeypatch):
     monkeypatch.setattr(
-        step_module, "gradients_of", lambda optimizer, layout: OneRank([Shard(p.grad) for p in optimizer.parameters])
+        step_module,
+        "gradients_of",
+        lambda optimizer, layout: OneRank([Shard(p.grad) for p in optimizer.parameters]),
     )
 
     def build(decisions, settings=SETTINGS):
         megatron = Megatron(settings.weight_decay)
         control = Scripted(decisions)
-        return megatron, control, OptimizerStep(megatron, settings, {"scripted": control}, SimpleNamespace(), 10)
+        return (
+            megatron,
+            control,
+            OptimizerStep(megatron, settings, {"scripted": control}, SimpleNamespace(), 10),
+        )
 
     return build
 
@@ -97,7 +128,11 @@ def test_the_last_update_is_what_the_step_added_to_the_parameters_without_decay(
             continue
         made = []
         for parameter, old in zip(megatron.parameters, before, strict=True):
-            decay = next(g["weight_decay"] for g in megatron.param_groups if any(p is parameter for p in g["params"]))
+            decay = next(
+                g["weight_decay"]
+                for g in megatron.param_groups
+                if any(p is parameter for p in g["params"])
+            )
             made.append(parameter.detach() - old * (1 - SETTINGS.lr * decision.lr_scale * decay))
         norm = math.sqrt(sum(float(part.double().square().sum()) for part in made))
         assert metrics["update/norm"] == pytest.approx(norm, rel=1e-5)
@@ -114,16 +149,23 @@ def test_a_fused_adam_that_counts_steps_in_its_group_says_the_same():
         group["step"] = 3
     for state in megatron.optimizer.state.values():
         del state["step"]
-    for one, other in zip(by_parameter, AdamView(megatron, SETTINGS, 3, last).last_update(), strict=True):
+    for one, other in zip(
+        by_parameter, AdamView(megatron, SETTINGS, 3, last).last_update(), strict=True
+    ):
         assert torch.equal(one, other)
 
 
 def test_before_the_first_step_there_is_neither_momentum_nor_update_even_where_adam_has_state():
-    """A checkpoint gives Adam its state of zeros before it has stepped; a rank without shards has none after it."""
+    """A checkpoint gives Adam its state of zeros before it has stepped; a rank without shards has
+    none after it."""
     megatron = Megatron()
     megatron.prepare_grads()
     for parameter in megatron.parameters:
-        megatron.optimizer.state[parameter] = {"exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1), "step": torch.zeros(())}
+        megatron.optimizer.state[parameter] = {
+            "exp_avg": torch.zeros(1),
+            "exp_avg_sq": torch.zeros(1),
+            "step": torch.zeros(()),
+        }
     view = AdamView(megatron, SETTINGS, 0, None)
     assert (view.momentum(), view.last_update()) == (None, None)
     megatron.optimizer.param_groups.clear()
@@ -146,7 +188,11 @@ def test_the_scheduler_never_sees_what_a_control_multiplied_its_rate_by(run):
     for _ in range(3):
         metrics = optimizer_step.take(FACTS)
         rates.append((metrics["policy/lr"], megatron.param_groups[0]["lr"]))
-    assert [lr for lr, _, _ in control.seen] == [lr for lr, _ in rates] == pytest.approx([0.1, 0.09, 0.08])
+    assert (
+        [lr for lr, _, _ in control.seen]
+        == [lr for lr, _ in rates]
+        == pytest.approx([0.1, 0.09, 0.08])
+    )
     assert [used for _, used in rates] == pytest.approx([0.001, 0.09, 0.08])
 
 
@@ -165,10 +211,51 @@ def test_what_the_last_step_was_made_with_survives_a_checkpoint(run):
     optimizer_step.take(FACTS)
     _, _, resumed = run([])
     resumed.load_state_dict(optimizer_step.state_dict())
-    assert (resumed.steps, resumed.updates, resumed.last) == (2, 1, TakenStep(0.1 * 0.3, 0.2))
+    made = resumed.last
+    assert (resumed.steps, resumed.updates, made.lr, made.beta1) == (2, 1, 0.1 * 0.3, 0.2)
+    assert made == optimizer_step.last
+    assert resumed.norms.values == optimizer_step.norms.values
 
 
-def test_without_controls_nothing_is_spent_on_the_update_norm(run):
-    _, _, optimizer_step = run([])
-    optimizer_step.controls = {}
+QUIET = SETTINGS.model_copy(update={"log_update_norm": False})
+
+
+def test_nothing_is_spent_on_an_update_norm_that_nobody_asked_for(run, monkeypatch):
+    sweeps = []
+    monkeypatch.setattr(step_module, "squared_norm_of", lambda *given: sweeps.append(given) or 1.0)
+    _, control, optimizer_step = run([Decision(), Decision()], QUIET)
     assert "update/norm" not in optimizer_step.take(FACTS)
+    assert not sweeps
+    control.needs_update_norm = True
+    assert optimizer_step.take(FACTS)["update/norm"] == 1.0
+    assert len(sweeps) == 1
+
+
+def test_matched_lr_is_given_the_norm_of_the_update_that_was_made(run):
+    _, _, optimizer_step = run([], QUIET)
+    control = MatchedLr(MatchedLrControl(target_update_norm=0.1))
+    optimizer_step.controls = {"matched_lr": control}
+    first = optimizer_step.take(FACTS)["update/norm"]
+    optimizer_step.take(FACTS)
+    assert control.total == pytest.approx(first)
+
+
+def test_with_gac_no_gradient_is_read_again_for_its_norm(run, monkeypatch):
+    _, _, optimizer_step = run([], QUIET)
+    optimizer_step.controls = {"gac": Gac(GacControl(c_low=0.0))}
+    optimizer_step.take(FACTS)
+
+    def measured(gradients):
+        raise AssertionError("a third sweep")
+
+    monkeypatch.setattr(step_module, "squared_norm", measured)
+    for _ in range(4):
+        told = optimizer_step.take(FACTS)
+        left = [p.grad.double() for p in optimizer_step.optimizer.parameters]
+        norm = math.sqrt(sum(float(part.square().sum()) for part in left))
+        assert told["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_rank_without_shards_clips_and_scales_nothing():
+    clip_to(OneRank([]), 3.0, 1.0)
+    scale(OneRank([]), 0.5)

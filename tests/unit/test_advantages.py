@@ -17,15 +17,13 @@ from megatron_async_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.advantages.grpo import grpo
-from megatron_async_rl.objectives.advantages.opo import opo
-from megatron_async_rl.objectives.advantages.reinforce_pp_baseline import reinforce_pp_baseline
-from megatron_async_rl.objectives.advantages.rloo import rloo
+from megatron_async_rl.objectives.advantages.discounted import reinforce_pp_baseline
+from megatron_async_rl.objectives.advantages.per_response import grpo, opo, rloo
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.registry import UnknownName, advantage_method, loss_method
-from megatron_async_rl.objectives.shaping import token_rewards
+from megatron_async_rl.objectives.terms import token_rewards
 from tests.token_batches import detached, rewarded, tokens
-from tests.train_batches import rewards_batch
+from tests.train_batches import columns, rewards_batch
 
 FOLDER = Path(__file__).parents[1] / "data/golden"
 GOLDEN = [
@@ -54,7 +52,10 @@ COMPARE = [
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["case"])
 def test_an_advantage_equals_its_reference_vector(case):
-    given = {name: torch.tensor(values, dtype=torch.float64).flatten() for name, values in case["inputs"].items()}
+    given = {
+        name: torch.tensor(values, dtype=torch.float64).flatten()
+        for name, values in case["inputs"].items()
+    }
     shape = torch.tensor(case["inputs"]["mask"]).shape
     batch = tokens(
         given.get("logp", torch.zeros(given["mask"].shape)),
@@ -68,12 +69,18 @@ def test_an_advantage_equals_its_reference_vector(case):
         sum_p_squared=given.get("sum_p_squared"),
         score_norms=given.get("score_norms"),
     )
-    batch = detached(batch.replace(token_rewards=token_rewards(batch, torch.zeros_like(batch.mask))))
+    batch = detached(
+        batch.replace(token_rewards=token_rewards(batch, torch.zeros_like(batch.mask)))
+    )
     found = advantage_method(case["name"]).function(batch, SETTINGS[case["name"]](**case["params"]))
     expect = {name: np.array(values) for name, values in case["expect"].items()}
-    np.testing.assert_allclose(found.tokens.view(shape).numpy(), expect.pop("advantages"), atol=1e-6)
+    np.testing.assert_allclose(
+        found.tokens.view(shape).numpy(), expect.pop("advantages"), atol=1e-6
+    )
     if "returns" in expect:
-        np.testing.assert_allclose((found.returns * batch.mask).view(shape).numpy(), expect.pop("returns"), atol=1e-6)
+        np.testing.assert_allclose(
+            (found.returns * batch.mask).view(shape).numpy(), expect.pop("returns"), atol=1e-6
+        )
     if "baselines" in expect:
         np.testing.assert_allclose(found.baselines.numpy(), expect.pop("baselines"), atol=1e-9)
     assert not expect
@@ -102,7 +109,9 @@ def test_a_group_in_which_nothing_is_trained_on_is_finite():
 
 
 def targets(advantage, groups):
-    return Objective(ObjectiveConfig(advantage=advantage)).prepare(rewards_batch(groups), {})
+    return Objective(ObjectiveConfig(advantage=advantage)).prepare(
+        columns(rewards_batch(groups)), {}
+    )
 
 
 @pytest.mark.parametrize("advantage", [GrpoAdvantage(), RlooAdvantage(), NoAdvantage()])
@@ -111,7 +120,8 @@ def test_a_failed_reward_takes_no_part(advantage):
         targets(advantage, [[1.0, None, 0.0, 0.5], [2.0, 1.0]]),
         targets(advantage, [[1.0, 0.0, 0.5], [2.0, 1.0]]),
     )
-    assert [s.id for s in with_failure.samples] == ["p0-0", "p0-2", "p0-3", "p1-0", "p1-1"]
+    trained = with_failure.samples.ids.to_pylist()
+    assert trained == ["p0-0", "p0-2", "p0-3", "p1-0", "p1-1"]
     np.testing.assert_array_equal(with_failure.whole.advantages, without.whole.advantages)
     assert with_failure.denominators == without.denominators
     assert with_failure.denominators.sequences == 5
@@ -123,7 +133,7 @@ def test_a_group_left_with_one_valid_sample_teaches_nothing():
 
 def test_a_batch_without_any_valid_sample_is_empty_not_an_error():
     empty = targets(GrpoAdvantage(), [[None, None]])
-    assert empty.samples == ()
+    assert len(empty.samples) == 0
     assert empty.denominators.tokens == 0
 
 
@@ -137,7 +147,10 @@ def test_grpo_whitens_each_group_by_itself():
     np.testing.assert_allclose(advantages, np.array([-1, 1, -1, 1]) / np.sqrt(2), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("find", "name", "nearest"), [(loss_method, "ppo_clp", "ppo_clip"), (advantage_method, "gpro", "grpo")])
+@pytest.mark.parametrize(
+    ("find", "name", "nearest"),
+    [(loss_method, "ppo_clp", "ppo_clip"), (advantage_method, "gpro", "grpo")],
+)
 def test_an_unknown_name_gets_the_nearest_one(find, name, nearest):
     with pytest.raises(UnknownName, match=f"{name}.*nearest: {nearest}"):
         find(name)

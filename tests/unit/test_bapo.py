@@ -19,7 +19,9 @@ def batch_of(seed, *, drift=0.0, positive=0.5, count=80):
     return tokens(
         [-3.0 + drift + draw.gauss(0, 0.6) for _ in range(count)],
         behavior=[-3.0] * count,
-        advantages=[draw.uniform(0.1, 2) * (1 if draw.random() < positive else -1) for _ in range(count)],
+        advantages=[
+            draw.uniform(0.1, 2) * (1 if draw.random() < positive else -1) for _ in range(count)
+        ],
         mask=[float(draw.random() > 0.2) for _ in range(count)],
     )
 
@@ -29,7 +31,10 @@ def share(batch, low, high):
     positive = total = 0.0
     for i in range(len(batch.logp)):
         if batch.mask[i] > 0:
-            r, a = math.exp((batch.logp[i] - batch.logp_behavior[i]).item()), batch.advantages[i].item()
+            r, a = (
+                math.exp((batch.logp[i] - batch.logp_behavior[i]).item()),
+                batch.advantages[i].item(),
+            )
             total += abs(min(r * a, min(max(r, low), high) * a))
             if a > 0:
                 positive += min(r * a, min(max(r, 0), high) * a)
@@ -55,7 +60,9 @@ def test_the_search_ends_where_the_papers_loop_does(drift, positive, target):
         batch = detached(batch_of(seed, drift=drift, positive=positive))
         found = decide_bapo(batch, settings).scalars
         expected = search(batch, settings)
-        values = [found[f"objective/{name}"] for name in ("clip_low", "clip_high", "positive_share")]
+        values = [
+            found[f"objective/{name}"] for name in ("clip_low", "clip_high", "positive_share")
+        ]
         assert values == pytest.approx(expected, rel=1e-12)
 
 
@@ -72,7 +79,9 @@ def test_the_search_can_end_at_the_start_on_the_way_and_at_its_limits():
 def test_a_wider_upper_bound_gives_positive_tokens_more_of_the_loss():
     batch = detached(batch_of(1, drift=0.5))
     shares = [
-        decide_bapo(batch, BapoLoss(target_share=1.0, low=(0.5, 0.5, 1.0), high=(h, h, 1.0))).scalars["objective/positive_share"]
+        decide_bapo(
+            batch, BapoLoss(target_share=1.0, low=(0.5, 0.5, 1.0), high=(h, h, 1.0))
+        ).scalars["objective/positive_share"]
         for h in (1.0, 1.5, 2.0, 3.0)
     ]
     assert shares == sorted(shares)
@@ -80,7 +89,9 @@ def test_a_wider_upper_bound_gives_positive_tokens_more_of_the_loss():
 
 
 def test_the_bounds_clip_as_ppos_do():
-    batch = tokens([-1.0, -2.0, -2.5, -3.0] * 2, behavior=[-2.0] * 8, advantages=[1.0] * 4 + [-1.0] * 4)
+    batch = tokens(
+        [-1.0, -2.0, -2.5, -3.0] * 2, behavior=[-2.0] * 8, advantages=[1.0] * 4 + [-1.0] * 4
+    )
     settings = BapoLoss(target_share=0.01)
     batch = batch.replace(decided=decide_bapo(detached(batch), settings))
     result = bapo(batch, settings)
@@ -92,11 +103,20 @@ def test_the_bounds_clip_as_ppos_do():
 
 def test_advantages_of_zero_leave_the_bounds_where_they_start():
     batch = detached(tokens([-1.0, -2.0], advantages=[0.0, 0.0]))
-    assert decide_bapo(batch, BapoLoss()).scalars == {"objective/clip_low": 0.6, "objective/clip_high": 1.2}
+    assert decide_bapo(batch, BapoLoss()).scalars == {
+        "objective/clip_low": 0.6,
+        "objective/clip_high": 1.2,
+    }
 
 
 @pytest.mark.parametrize(
-    "values", [{"low": (0.9, 0.6, 0.02)}, {"low": (0.6, 0.9, 0.0)}, {"high": (-1.0, 3.0, 0.1)}, {"low": (0.6, 1.3, 0.02)}]
+    "values",
+    [
+        {"low": (0.9, 0.6, 0.02)},
+        {"low": (0.6, 0.9, 0.0)},
+        {"high": (-1.0, 3.0, 0.1)},
+        {"low": (0.6, 1.3, 0.02)},
+    ],
 )
 def test_a_search_that_cannot_be_made_is_refused(values):
     with pytest.raises(ValidationError, match=r"expected|cross"):

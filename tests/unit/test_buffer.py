@@ -1,4 +1,5 @@
-"""What a checkpoint holds of the flow: every field comes back, and as much of it is taken up as the law permits."""
+"""What a checkpoint holds of the flow: every field comes back, and as much of it is taken up as the
+law permits."""
 
 from __future__ import annotations
 
@@ -13,16 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async_rl.flow.admitted import Admitted
-from megatron_async_rl.flow.buffer import Buffer
+from megatron_async_rl.flow.buffer import Buffer, GroupState
 from megatron_async_rl.flow.buffer_file import COLUMNS, BufferBroken, read, written
 from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.requests import Cut, Prefix, Request
-from tests.unit.coroutine_engine import prefix
-from tests.unit.scheduler_desk import Desk, indices
+from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
+from tests.unit.fake_engine import partial
+from tests.unit.scheduler_harness import SchedulerHarness, indices
 
 CHAT = Prompt(
-    id="p", text="«1 + 1»\n\ud83d", token_ids=(5, 70000), fields={"answer": "2", "numbers": [1, 1.5, None], "of": {"a": True}}
+    id="p",
+    text="«1 + 1»\n\ud83d",
+    token_ids=(5, 70000),
+    fields={"answer": "2", "numbers": [1, 1.5, None], "of": {"a": True}},
 )
 CHANGED = Prompt(id="p", text="1 + 2", token_ids=(5, 6), fields={})
 
@@ -31,7 +34,8 @@ def sample(name: str, prompt: Prompt, versions: list[int], **more: Any) -> Sampl
     length = len(versions)
     given = {
         "response_ids": np.arange(length, dtype=np.int32) * 70000,
-        "behavior_logprobs": np.nextafter(np.float32(-0.1), np.float32(0)) * np.arange(1, length + 1, dtype=np.float32),
+        "behavior_logprobs": np.nextafter(np.float32(-0.1), np.float32(0))
+        * np.arange(1, length + 1, dtype=np.float32),
         "versions": np.array(versions, dtype=np.int32),
         "loss_mask": np.arange(length, dtype=np.uint8) % 2,
         "text": f"{name} \x00 é",
@@ -43,21 +47,55 @@ def sample(name: str, prompt: Prompt, versions: list[int], **more: Any) -> Sampl
 
 def full() -> Buffer:
     rewarded = np.array([0.25, -1.5, 3.0], dtype=np.float32)
-    steps = sample("3-0", CHAT, [1, 1, 2], reward=1.75, step_rewards=rewarded, weight=0.3, engine=7, started_at=1.1e9 + 1 / 3)
-    failed = sample("3-2", CHAT, [2], reward=math.nan, reward_error="ValueError: no", finished_at=1e-300, finish_reason="stop")
-    begun = Prefix(
+    steps = sample(
+        "3-0",
+        CHAT,
+        [1, 1, 2],
+        reward=1.75,
+        step_rewards=rewarded,
+        weight=0.3,
+        engine=7,
+        started_at=1.1e9 + 1 / 3,
+    )
+    failed = sample(
+        "3-2",
+        CHAT,
+        [2],
+        reward=math.nan,
+        reward_error="ValueError: no",
+        finished_at=1e-300,
+        finish_reason="stop",
+    )
+    begun = PartialResponse(
         response_ids=np.array([9, 8], dtype=np.int32),
         behavior_logprobs=np.array([-0.3, -1e-30], dtype=np.float32),
         versions=np.array([0, 1], dtype=np.int32),
     )
-    asked = [Request(group=4, k=0, prompt=CHANGED, prefix=begun), Request(group=4, k=2, prompt=CHANGED)]
+    asked = [
+        Request(group=4, k=0, prompt=CHANGED, prefix=begun),
+        Request(group=4, k=2, prompt=CHANGED),
+    ]
     running = {request.id: request for request in asked}
     return Buffer(
         groups=(
-            Admitted(3, CHAT, version=1, deadline=3, follows=False, open={}, samples=[steps, failed], finished=11),
-            Admitted(4, CHANGED, version=0, deadline=2, follows=True, open=running, samples=[sample("4-1", CHANGED, [2, 2])]),
+            GroupState(
+                3,
+                CHAT,
+                version=1,
+                deadline=3,
+                open={},
+                samples=[steps, failed],
+                finished=11,
+            ),
+            GroupState(
+                4,
+                CHANGED,
+                version=0,
+                deadline=2,
+                open=running,
+                samples=[sample("4-1", CHANGED, [2, 2])],
+            ),
         ),
-        returned=(Admitted(2, CHAT, version=0, deadline=2, follows=False, open={}, prefixes=[begun, begun]),),
         stored=((CHAT, (sample("0-0", CHAT, [0]), sample("1-1", CHANGED, [0, 0]))), (CHANGED, ())),
         equal=(17, 3),
         first_versions=(0, 40),
@@ -71,12 +109,19 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, np.ndarray):
         return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
     if dataclasses.is_dataclass(expected):
-        return all(same(getattr(found, f.name), getattr(expected, f.name)) for f in dataclasses.fields(expected))
+        return all(
+            same(getattr(found, f.name), getattr(expected, f.name))
+            for f in dataclasses.fields(expected)
+        )
     if isinstance(expected, dict):
-        return list(found) == list(expected) and all(same(found[key], expected[key]) for key in expected)
+        return list(found) == list(expected) and all(
+            same(found[key], expected[key]) for key in expected
+        )
     if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(same, found, expected))
-    return found == expected or (isinstance(expected, float) and math.isnan(found) and math.isnan(expected))
+    return found == expected or (
+        isinstance(expected, float) and math.isnan(found) and math.isnan(expected)
+    )
 
 
 def test_every_field_comes_back_as_it_was() -> None:
@@ -113,7 +158,9 @@ def test_a_damaged_file_says_so_and_what_to_do_and_no_code_in_it_is_run() -> Non
     unknown = bytearray(whole)
     unknown[whole.rindex(b"PK\x01\x02") + 10] ^= 0x60  # the last entry's compression method
     armed = io.BytesIO()
-    np.savez(armed, about=np.array([Bomb()], dtype=object), **{name: np.zeros(0) for name in COLUMNS})
+    np.savez(
+        armed, about=np.array([Bomb()], dtype=object), **{name: np.zeros(0) for name in COLUMNS}
+    )
     short = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(whole)) as source, zipfile.ZipFile(short, "w") as target:
         for name in source.namelist():
@@ -122,37 +169,39 @@ def test_a_damaged_file_says_so_and_what_to_do_and_no_code_in_it_is_run() -> Non
                 np.save(file, array[:-1] if name == "versions.npy" else array)
     damaged = (whole[:-30], bytes(flipped), bytes(unknown), armed.getvalue(), short.getvalue())
     for content in (b"", b"no", pickle.dumps(Bomb()), *damaged):
-        with pytest.raises(BufferBroken, match=r"buffer\.npz .* remove the file"):
+        with pytest.raises(
+            BufferBroken, match=r"buffer\.npz of the checkpoint (?s:.)*remove the file"
+        ):
             read(content)
 
 
 # What is taken up
 
 
-def busy(**more: Any) -> Desk:
+def busy(**more: Any) -> SchedulerHarness:
     """At version 1: 2 is whole, 3 has one response, nothing of 4 and 5 has come."""
-    desk = Desk(2, 1.0, **more)
-    desk.admit()
-    desk.finish(0, 1, 2)
-    desk.answer("3-1")
-    assert desk.take(0) == [0, 1]
-    desk.scheduler.advance(1)
-    desk.admit()
-    return desk
+    harness = SchedulerHarness(2, 1.0, **more)
+    harness.admit()
+    harness.finish(0, 1, 2)
+    harness.answer("3-1")
+    assert harness.take(0) == [0, 1]
+    harness.scheduler.advance(1)
+    harness.admit()
+    return harness
 
 
 def test_only_what_is_missing_is_asked_again_under_its_own_id_and_deadline() -> None:
-    desk = busy()
-    assert desk.resume(1) == ["3-0", "4-0", "4-1", "5-0", "5-1"]
-    assert not desk.scheduler.room()
-    desk.answer("3-0", versions=(1,))
-    batch = desk.scheduler.take(1)
+    harness = busy()
+    assert harness.resume(1) == ["3-0", "4-0", "4-1", "5-0", "5-1"]
+    assert not harness.scheduler.room()
+    harness.answer("3-0", versions=(1,))
+    batch = harness.scheduler.take(1)
     assert batch is not None
     assert [sample.id for sample in batch.samples()] == ["2-0", "2-1", "3-0", "3-1"]
     assert [sample.start_version for sample in batch.samples()] == [0, 0, 1, 0]
     assert [group.admitted_version for group in batch.groups] == [0, 0]
-    desk.scheduler.advance(2)
-    assert [request.group for request in desk.admit()] == [6, 6, 7, 7], "numbers go on"
+    harness.scheduler.advance(2)
+    assert [request.group for request in harness.admit()] == [6, 6, 7, 7], "numbers go on"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +209,7 @@ def test_only_what_is_missing_is_asked_again_under_its_own_id_and_deadline() -> 
     [
         ({}, [2, 3, 4, 5], []),
         ({"group_size": 3}, [], [2, 3, 4, 5]),
-        ({"group_size": 1}, [4, 5], [2, 3]),
+        ({"group_size": 1}, [], [2, 3, 4, 5]),
         ({"async_ratio": 0.0}, [4, 5], [2, 3]),
         ({"prompts_per_step": 1}, [2, 4], [3, 5]),
         ({"async_ratio": 0.5}, [2, 3, 4], [5]),
@@ -173,30 +222,31 @@ def test_only_what_is_missing_is_asked_again_under_its_own_id_and_deadline() -> 
 def test_what_the_settings_do_not_permit_is_asked_again_and_said_with_numbers(
     changed: dict[str, Any], kept: list[int], again: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk = busy()
+    harness = busy()
     with caplog.at_level(logging.WARNING):
-        desk.resume(1, **changed)
-    assert [group.index for group in desk.scheduler.buffer().groups] == kept
-    assert [index for index, _ in desk.scheduler.pending()] == [2, 3, 4, 5]
+        harness.resume(1, **changed)
+    assert [group.index for group in harness.scheduler.buffer().groups] == kept
+    assert [index for index, _ in harness.scheduler.pending()] == [2, 3, 4, 5]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (1 if again else 0)
     assert not again or f"goes on with {len(kept)} of the 4 groups" in said[0]
 
 
-def exact(lag: int, **more: Any) -> Desk:
-    return Desk(1, float(lag), selection={"name": "exact_lag", "lag": lag}, **more)
+def exact(lag: int, **more: Any) -> SchedulerHarness:
+    return SchedulerHarness(1, float(lag), selection={"name": "exact_lag", "lag": lag}, **more)
 
 
-def lags_of(desk: Desk, first: int, last: int) -> list[int]:
-    """Of the steps first..last-1, each made by the version that it trains, as far as something is asked."""
+def lags_of(harness: SchedulerHarness, first: int, last: int) -> list[int]:
+    """Of the steps first..last-1, each made by the version that it trains, as far as something is
+    asked."""
     found = []
     for version in range(first, last):
-        desk.scheduler.advance(version)
-        desk.admit()
-        for one in sorted(desk.asked):
-            desk.answer(one, versions=(version,))
-        desk.asked = {}
-        batch = desk.scheduler.take(version)
+        harness.scheduler.advance(version)
+        harness.admit()
+        for one in sorted(harness.asked):
+            harness.answer(one, versions=(version,))
+        harness.asked = {}
+        batch = harness.scheduler.take(version)
         assert batch is not None
         found.append(version - batch.groups[0].samples[0].start_version)
     return found
@@ -204,160 +254,133 @@ def lags_of(desk: Desk, first: int, last: int) -> list[int]:
 
 @pytest.mark.parametrize("stops", [(), (1,), (2,), (3,), (5,), (1, 2, 4, 6), (5, 6)])
 def test_an_exact_lag_is_exact_over_any_resume(stops: tuple[int, ...]) -> None:
-    desk, version, found = exact(3), 0, []
+    harness, version, found = exact(3), 0, []
     for stop in (*stops, 8):
-        found += lags_of(desk, version, stop)
+        found += lags_of(harness, version, stop)
         version = stop
-        desk.resume(stop)
+        harness.resume(stop)
     assert found == [0, 1, 2, 3, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("changed", [{"lag": 2}, {"lag": 4}, {"group_size": 3}, {"prompts_per_step": 2}, {"oldest": 4}])
+@pytest.mark.parametrize(
+    "changed", [{"lag": 2}, {"lag": 4}, {"group_size": 3}, {"prompts_per_step": 2}, {"oldest": 4}]
+)
 def test_an_exact_lag_takes_up_everything_or_nothing(changed: dict[str, Any]) -> None:
-    desk = exact(3)
-    lags_of(desk, 0, 5)
+    harness = exact(3)
+    lags_of(harness, 0, 5)
     if "lag" in changed:
         lag = changed["lag"]
         changed = {"async_ratio": float(lag), "selection": {"name": "exact_lag", "lag": lag}}
-    desk.resume(5, **changed)
-    assert desk.scheduler.buffer().groups == ()
+    harness.resume(5, **changed)
+    assert harness.scheduler.buffer().groups == ()
     if "group_size" not in changed:
-        lag = int(desk.settings["async_ratio"])
-        assert lags_of(desk, 5, 12) == [min(step, lag) for step in range(7)], "as at the beginning of a run"
+        lag = int(harness.settings["async_ratio"])
+        assert lags_of(harness, 5, 12) == [min(step, lag) for step in range(7)], (
+            "as at the beginning of a run"
+        )
 
 
 def test_an_exact_lag_begins_anew_where_a_finished_run_is_made_longer() -> None:
-    desk = exact(2, steps=4)
-    assert lags_of(desk, 0, 4) == [0, 1, 2, 2]
-    desk.resume(4, steps=8)
-    assert lags_of(desk, 4, 8) == [0, 1, 2, 2]
+    harness = exact(2, steps=4)
+    assert lags_of(harness, 0, 4) == [0, 1, 2, 2]
+    harness.resume(4, steps=8)
+    assert lags_of(harness, 4, 8) == [0, 1, 2, 2]
 
 
 def test_what_was_not_exact_is_not_taken_up_as_if_it_were() -> None:
-    desk = busy()
-    desk.resume(1, selection={"name": "exact_lag", "lag": 1})
-    assert desk.scheduler.buffer().groups == (), "3-0 would be of another version than 3-1"
-    desk = busy()
-    desk.answer("3-0", versions=(0, 1))
-    desk.resume(1, selection={"name": "exact_lag", "lag": 1})
-    assert desk.scheduler.buffer().groups == (), "3-0 is of two versions"
+    harness = busy()
+    harness.resume(1, selection={"name": "exact_lag", "lag": 1})
+    assert harness.scheduler.buffer().groups == (), "3-0 would be of another version than 3-1"
+    harness = busy()
+    harness.answer("3-0", versions=(0, 1))
+    harness.resume(1, selection={"name": "exact_lag", "lag": 1})
+    assert harness.scheduler.buffer().groups == (), "3-0 is of two versions"
 
 
 def test_what_another_selection_made_under_its_first_version_is_not_taken_up_as_exact() -> None:
-    desk = Desk(1, 3.0, selection="windowed")
-    desk.admit()
-    desk.finish(0, 1, 2, 3)
-    assert desk.take(0) == [0]
-    desk.resume(1, selection={"name": "exact_lag", "lag": 3})
-    assert desk.scheduler.buffer().groups == ()
+    harness = SchedulerHarness(1, 3.0, selection="windowed")
+    harness.admit()
+    harness.finish(0, 1, 2, 3)
+    assert harness.take(0) == [0]
+    harness.resume(1, selection={"name": "exact_lag", "lag": 3})
+    assert harness.scheduler.buffer().groups == ()
 
 
-def test_cut_responses_are_continued_over_a_resume_and_those_being_cut_as_they_were_asked() -> None:
-    desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
-    desk.admit()
-    desk.finish(0, 1)
-    desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0, 0, 1)), 0)
-    assert desk.take(0) == [0, 1]
-    desk.scheduler.advance(1)
-    assert "1-2" not in desk.resume(1), "what is not wanted is not asked again, though its cut was not answered"
-    (continued,) = [request for request in desk.admit() if request.prefix is not None]
-    assert continued.prefix is not None
-    assert (continued.id, continued.prefix.versions.tolist()) == ("5-0", [0, 0, 1])
-    again = desk.resume(1)
-    assert "5-0" in again
-    assert same(desk.asked["5-0"].prefix, continued.prefix), "a response that continues another begins again with it"
-    desk.answer("5-1", "5-2", versions=(1,))
-    desk.answer("2-0", "2-1", "3-0", "3-1")
-    assert desk.take(1) == [2, 3]
-    desk.resume(2)
-    returned = desk.scheduler.buffer().returned
-    assert [same(one.prefixes, [continued.prefix]) for one in returned] == [True]
-    desk.resume(2, oldest=1)
-    assert desk.scheduler.buffer().returned == (), "its first tokens are older than the weights that are known"
-
-
-def test_a_response_that_goes_on_from_weights_no_longer_known_is_not_taken_up() -> None:
-    desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
-    desk.admit()
-    desk.finish(0, 1)
-    desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0, 1)), 0)
-    assert desk.take(0) == [0, 1]
-    desk.scheduler.advance(1)
-    assert [request.id for request in desk.admit() if request.prefix is not None] == ["5-0"]
-    desk.resume(1, oldest=1)
-    assert [group.index for group in desk.scheduler.buffer().groups] == [2, 3, 4, 6]
-
-
-def test_cut_responses_that_waited_are_due_as_the_present_settings_say() -> None:
-    for changed, continues in (({}, True), ({"async_ratio": 0.5}, False), ({"requeue_cut": False}, False)):
-        desk = Desk(2, 1.5, extra_responses=1, requeue_cut=True)
-        desk.admit()
-        desk.finish(0, 1)
-        desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0)), 0)
-        assert desk.take(0) == [0, 1]
-        desk.resume(1, **changed)
-        returned = desk.scheduler.buffer().returned
-        assert [one.deadline for one in returned] == ([2] if continues else [] if "requeue_cut" in changed else [1])
-        requests = desk.admit()
-        assert any(request.prefix is not None for request in requests) == continues
+def test_an_aborted_response_goes_on_over_a_resume_unless_its_weights_are_no_longer_known() -> None:
+    harness = SchedulerHarness(2, 1.5)
+    harness.admit()
+    tokens = partial(0, 0, 1)
+    harness.scheduler.on_abort(Aborted(id="2-1", partial=tokens), 2)
+    harness.finish(0, 1)
+    assert harness.take(0) == [0, 1]
+    saved = harness.scheduler
+    assert "2-1" in harness.resume(1)
+    assert same(harness.asked["2-1"].prefix, tokens)
+    harness.scheduler = saved
+    harness.resume(1, oldest=1)
+    assert 2 not in [group.index for group in harness.scheduler.buffer().groups]
 
 
 def test_patience_with_equal_rewards_goes_on_where_it_was() -> None:
-    desk = Desk(1, 0.0, filter_equal_groups=True)
+    harness = SchedulerHarness(1, 0.0, dynamic_sampling=True)
     for group in range(11):
-        desk.admit()
+        harness.admit()
         if group == 6:
-            desk.resume(0)
-        desk.answer(f"{group}-0", f"{group}-1", reward=0.5)
-    assert desk.take(0) == [10]
+            harness.resume(0)
+        harness.answer(f"{group}-0", f"{group}-1", reward=0.5)
+    assert harness.take(0) == [10]
 
 
 def test_order_of_finishing_goes_on_where_it_was() -> None:
-    desk = Desk(1, 2.0, selection="windowed")
-    desk.admit()
-    desk.finish(1)
-    desk.resume(0)
-    desk.finish(0)
-    batch = desk.scheduler.take(0)
+    harness = SchedulerHarness(1, 2.0, selection="windowed")
+    harness.admit()
+    harness.finish(1)
+    harness.resume(0)
+    harness.finish(0)
+    batch = harness.scheduler.take(0)
     assert batch is not None
     assert indices(batch) == [1]
 
 
 def test_replay_draws_over_a_resume_what_it_would_have_drawn() -> None:
     def ids(stop: int | None) -> list[list[str]]:
-        desk = Desk(2, 0.0, selection={"name": "replay", "recent": 0.3, "per_prompt": 3})
+        harness = SchedulerHarness(
+            2, 0.0, selection={"name": "replay", "recent": 0.3, "per_prompt": 3}
+        )
         found = []
         for version in range(12):
             if version == stop:
-                desk.resume(version)
-            desk.scheduler.advance(version)
-            for request in desk.admit():
-                desk.answer(request.id, versions=(version,))
-            batch = desk.scheduler.take(version)
+                harness.resume(version)
+            harness.scheduler.advance(version)
+            for request in harness.admit():
+                harness.answer(request.id, versions=(version,))
+            batch = harness.scheduler.take(version)
             assert batch is not None
             found.append([sample.id for sample in batch.samples()])
         return found
 
     through = ids(None)
-    assert sum("@" in one for taken in through[7:] for one in taken) > 8, "it is replay that is looked at"
+    assert sum("@" in one for taken in through[7:] for one in taken) > 8, (
+        "it is replay that is looked at"
+    )
     assert ids(7) == through
-    desk = Desk(2, 0.0, selection={"name": "replay", "recent": 0.3})
-    desk.admit()
-    desk.finish(0, 1)
-    desk.take(0)
-    desk.resume(1, selection="oldest_first")
-    assert desk.scheduler.buffer().stored == (), "a run without replay has no use for it"
+    harness = SchedulerHarness(2, 0.0, selection={"name": "replay", "recent": 0.3})
+    harness.admit()
+    harness.finish(0, 1)
+    harness.take(0)
+    harness.resume(1, selection="oldest_first")
+    assert harness.scheduler.buffer().stored == (), "a run without replay has no use for it"
 
 
 def test_a_buffer_stays_as_it_was_when_it_was_taken() -> None:
-    desk = Desk(2, 1.0, extra_responses=1, requeue_cut=True, selection={"name": "windowed"})
-    desk.admit()
-    desk.finish(0)
-    desk.answer("1-1")
-    taken = desk.scheduler.buffer()
+    harness = SchedulerHarness(2, 1.0, selection={"name": "windowed"})
+    harness.admit()
+    harness.finish(0)
+    harness.answer("1-1")
+    taken = harness.scheduler.buffer()
     before = written(taken)
-    desk.answer("1-0")
-    desk.finish(2)
-    desk.scheduler.was_cut(Cut(id="0-2", prefix=prefix(0)), 0)
-    desk.take(0)
+    harness.answer("1-0")
+    harness.finish(2)
+    harness.scheduler.on_abort(Aborted(id="3-0", partial=partial(0)), 3)
+    harness.take(0)
     assert written(taken) == before

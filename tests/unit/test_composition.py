@@ -1,4 +1,5 @@
-"""Methods that the configuration lets go together do; what does not go together is refused before a run starts."""
+"""Methods that the configuration lets go together do; what does not go together is refused before a
+run starts."""
 
 from __future__ import annotations
 
@@ -12,18 +13,19 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from megatron_async_rl.objectives.targets import valid_samples
 from tests.combinations import factors, label, pairwise
-from tests.train_batches import ragged_batch
+from tests.train_batches import columns, ragged_batch
 from tests.written_run import write_run
 
 CUTS = ([[0, 1, 2, 3, 4]], [[3], [0, 4], [], [2, 1]])
-"""The five valid samples of a batch as micro-batches; a rank without samples gets one of no rows."""
+"""The five valid samples of a batch as micro-batches; a rank without samples gets one of no
+rows."""
 
 
 def surveyed(batch, objective, seed):
-    """Columns as a survey brings them, and log-probs near what sampled the tokens: ([N] each, logp [N])."""
+    """Columns as a survey brings them, and log-probs near what sampled the tokens: ([N] each, logp
+    [N])."""
     generator = torch.Generator().manual_seed(seed)
-    samples, _ = valid_samples(batch)
-    behavior = torch.cat([torch.from_numpy(sample.behavior_logprobs) for sample in samples])
+    behavior = torch.tensor(valid_samples(batch).behavior_logprobs)
 
     def near():
         return behavior + 0.3 * torch.randn(len(behavior), generator=generator)
@@ -46,7 +48,8 @@ def loss_and_gradient(objective, targets, logp, rows_of_parts, dtype):
     total = 0.0 * nobody.sum()
     for rows in rows_of_parts:
         part = targets.part(rows, dtype=dtype, device=torch.device("cpu"))
-        index = [torch.arange(targets.starts[i], targets.starts[i + 1]) for i in rows]
+        starts = targets.samples.starts
+        index = [torch.arange(starts[i], starts[i + 1]) for i in rows]
         own = logp[torch.cat(index)] if rows else nobody
         part = part.replace(logp=own, entropy=-own)
         if part.values is not None:
@@ -63,21 +66,30 @@ def test_every_registered_method_is_in_some_combination():
     configs = pairwise()
     assert {config.objective.advantage.name for config in configs} == set(ADVANTAGES)
     assert {config.objective.loss.name for config in configs} == set(LOSSES)
-    assert {correction.name for config in configs for correction in config.objective.corrections} == set(CORRECTIONS)
+    assert {
+        correction.name for config in configs for correction in config.objective.corrections
+    } == set(CORRECTIONS)
     assert {config.objective.proximal for config in configs} == set(factors()["proximal"])
-    assert {control.name for config in configs for control in config.controls} == set(factors()["first control"]) - {None}
-    assert any(len(config.objective.corrections) == 2 and len(config.controls) == 2 for config in configs)
+    assert {control.name for config in configs for control in config.controls} == set(
+        factors()["first control"]
+    ) - {None}
+    assert any(
+        len(config.objective.corrections) == 2 and len(config.controls) == 2 for config in configs
+    )
 
 
 @pytest.mark.parametrize("config", pairwise(), ids=label)
 def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
     for seed in (0, 1):
-        batch = ragged_batch(groups=2, group_size=3, seed=seed, max_response=6)
+        batch = columns(ragged_batch(groups=2, group_size=3, seed=seed, max_response=6))
         objective = Objective(config.objective)
-        columns, logp = surveyed(batch, objective, seed)
-        targets = objective.prepare(batch, columns)
+        found, logp = surveyed(batch, objective, seed)
+        targets = objective.prepare(batch, found)
         found = [loss_and_gradient(objective, targets, logp, cut, torch.float64) for cut in CUTS]
-        for value, gradient in [*found, loss_and_gradient(objective, targets, logp, CUTS[1], torch.float32)]:
+        for value, gradient in [
+            *found,
+            loss_and_gradient(objective, targets, logp, CUTS[1], torch.float32),
+        ]:
             assert torch.isfinite(value)
             assert torch.isfinite(gradient).all()
         torch.testing.assert_close(found[0], found[1], atol=1e-9, rtol=1e-9)
@@ -91,19 +103,31 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
             ["oapl", "one weight version", "flow.async_ratio: 0"],
         ),
         (["objective={loss: ppo_clip, advantage: opob}"], ["opob", "ppo_clip", "reinforce"]),
-        (["objective={loss: trajectory_balance, advantage: none}"], ["trajectory_balance", "reference: {}"]),
+        (
+            ["objective={loss: trajectory_balance, advantage: none}"],
+            ["trajectory_balance", "reference: {}"],
+        ),
         (["objective.advantage=grpo", "flow.group_size=1"], ["grpo", "group", "at least 2"]),
         (
             [
                 "objective={loss: reinforce, advantage: none}",
-                "flow={prompts_per_step: 4, group_size: 1, filter_equal_groups: true}",
+                "flow={prompts_per_step: 4, group_size: 1, dynamic_sampling: true}",
             ],
-            ["filter_equal_groups", "a group of one"],
+            ["dynamic_sampling", "a group of one"],
         ),
-        (["objective={loss: kimi, advantage: none}", "flow.group_size=1"], ["kimi", "group", "at least 2"]),
+        (
+            ["objective={loss: kimi, advantage: none}", "flow.group_size=1"],
+            ["kimi", "group", "at least 2"],
+        ),
         (["objective={loss: gmpo, aggregation: token-mean}"], ["gmpo", "per sequence", "seq-mean"]),
-        (["objective={loss: gmpo, proximal: recompute, corrections: [tis]}"], ["tis", "gmpo", "sequence level"]),
-        (["objective={loss: dppo_tv, proximal: recompute, corrections: [tis]}"], ["tis", "dppo_tv", "already holds"]),
+        (
+            ["objective={loss: gmpo, proximal: recompute, corrections: [tis]}"],
+            ["tis", "gmpo", "sequence level"],
+        ),
+        (
+            ["objective={loss: dppo_tv, proximal: recompute, corrections: [tis]}"],
+            ["tis", "dppo_tv", "already holds"],
+        ),
         (["objective.corrections=[tis]"], ["tis", "proximal: behavior", "proximal: recompute"]),
         (["objective={loss: topr, advantage: grpo}"], ["topr", "no advantage", "advantage: none"]),
         (["objective.advantage=gae"], ["gae", "add value"]),
@@ -111,7 +135,9 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
     ],
     ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
 )
-def test_methods_that_do_not_go_together_are_refused_with_the_reason(overrides, reasons, tmp_path, monkeypatch, capsys):
+def test_methods_that_do_not_go_together_are_refused_with_the_reason(
+    overrides, reasons, tmp_path, monkeypatch, capsys
+):
     file = write_run(tmp_path)
     monkeypatch.setattr(sys, "argv", ["mar", "plan", str(file), *overrides])
     with pytest.raises(SystemExit) as left:

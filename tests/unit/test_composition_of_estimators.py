@@ -1,4 +1,5 @@
-"""Which advantages and corrections go together with what; rules about losses and controls are tested with those."""
+"""Which advantages and corrections go together with what; rules about losses and controls are
+tested with those."""
 
 import pytest
 from pydantic import ValidationError
@@ -17,7 +18,10 @@ def objective(**settings):
     ("settings", "reason"),
     [
         ({"advantage": "gae"}, "gae reads the estimates of a value head; add value"),
-        ({"advantage": "grpo", "value": {}}, "grpo makes no returns for it to learn; set advantage: gae"),
+        (
+            {"advantage": "grpo", "value": {}},
+            "grpo makes no returns for it to learn; set advantage: gae",
+        ),
         ({"advantage": "otb"}, "not the same with proximal: behavior; set proximal: recompute"),
         ({"advantage": "otb", "proximal": "loglinear"}, "set proximal: recompute"),
         (
@@ -25,20 +29,40 @@ def objective(**settings):
             "ppo_clip clips or weighs by the advantage; set a loss that does not, like reinforce",
         ),
         (
-            {"advantage": {"name": "opob", "mode": "cheap"}, "loss": "ppo_clip", "aggregation": "seq-mean-token-mean"},
+            {
+                "advantage": {"name": "opob", "mode": "cheap"},
+                "loss": "ppo_clip",
+                "aggregation": "seq-mean-token-mean",
+            },
             "opob is the baseline of least variance",
         ),
         (
-            {"advantage": {"name": "opob", "mode": "exact"}, "loss": "reinforce", "corrections": [OPSM]},
+            {
+                "advantage": {"name": "opob", "mode": "exact"},
+                "loss": "reinforce",
+                "corrections": [OPSM],
+            },
             r"\['opsm'\] look at the sign of the advantage",
         ),
         (
             {"advantage": {"name": "opob", "mode": "cheap"}, "loss": "reinforce"},
-            "aggregation: token-mean takes another; set aggregation: seq-mean-token-mean, or mode: exact",
+            (
+                "aggregation: token-mean takes another; set aggregation: seq-mean-token-mean, or"
+                " mode: exact"
+            ),
         ),
-        ({"corrections": [OPSM, TIS]}, r"corrections \['tis'\] look at pi_prox / pi_behavior, which is 1"),
-        ({"corrections": [OPSM, TIS], "proximal": "recompute"}, r"corrections \['opsm'\] look at pi / pi_prox, which is 1"),
-        ({"corrections": ["token_veto"]}, r"corrections \['token_veto'\] look at pi_prox / pi_behavior"),
+        (
+            {"corrections": [OPSM, TIS]},
+            r"corrections \['tis'\] look at pi_prox / pi_behavior, which is 1",
+        ),
+        (
+            {"corrections": [OPSM, TIS], "proximal": "recompute"},
+            r"corrections \['opsm'\] look at pi / pi_prox, which is 1",
+        ),
+        (
+            {"corrections": ["token_veto"]},
+            r"corrections \['token_veto'\] look at pi_prox / pi_behavior",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(settings, reason):
@@ -52,7 +76,11 @@ def test_what_does_not_go_together_is_refused_with_the_reason(settings, reason):
         {"advantage": "gae", "value": {}},
         {"advantage": "otb", "proximal": "recompute"},
         {"advantage": {"name": "opob", "mode": "exact"}, "loss": "reinforce"},
-        {"advantage": {"name": "opob", "mode": "cheap"}, "loss": "reinforce", "aggregation": "seq-mean-token-mean"},
+        {
+            "advantage": {"name": "opob", "mode": "cheap"},
+            "loss": "reinforce",
+            "aggregation": "seq-mean-token-mean",
+        },
         {
             "advantage": {"name": "opob", "mode": "cheap"},
             "loss": "reinforce",
@@ -61,8 +89,14 @@ def test_what_does_not_go_together_is_refused_with_the_reason(settings, reason):
         },
         {"corrections": [OPSM]},
         {"corrections": [OPSM, TIS], "proximal": "loglinear"},
-        {"corrections": ["token_veto", {"name": "reject", "high": 0.1}, TIS], "proximal": "recompute"},
-        {"advantage": {"name": "partial_return", "horizon": "greedy"}, "kl": {"coef": 0.1, "where": "reward"}},
+        {
+            "corrections": ["token_veto", {"name": "reject", "high": 0.1}, TIS],
+            "proximal": "recompute",
+        },
+        {
+            "advantage": {"name": "partial_return", "horizon": "greedy"},
+            "kl": {"coef": 0.1, "where": "reward"},
+        },
         {"advantage": "reinforce_pp", "overlong": {"max_length": 10, "buffer": 2}},
     ],
 )

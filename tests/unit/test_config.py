@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megatron_async_rl.config import document
+from megatron_async_rl.config import docs as document
 from megatron_async_rl.config.keys import walk
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import SCREEN_PROBLEMS, ConfigError, Problem
@@ -45,12 +45,18 @@ def test_the_last_of_two_overrides_wins(file):
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", "+1e-4", "0.0001", ".0001", "1.e-4"])
 def test_every_way_to_write_a_float_is_a_number(file, text):
     assert load(file, [f"policy.optimizer.lr={text}"]).policy.optimizer.lr == 1e-4
-    file.write_text(file.read_text() + f"objective: {{loss: {{name: ppo_clip, clip_low: {text}}}}}\n")
+    file.write_text(
+        file.read_text() + f"objective: {{loss: {{name: ppo_clip, clip_low: {text}}}}}\n"
+    )
     assert load(file).objective.loss.clip_low == 1e-4
 
 
 def test_text_that_only_looks_like_a_float_stays_text(file):
-    assert load(file, ["rollout.sampling.stop=[e4, 1e, '1e4']"]).rollout.sampling.stop == ("e4", "1e", "1e4")
+    assert load(file, ["rollout.sampling.stop=[e4, 1e, '1e4']"]).rollout.sampling.stop == (
+        "e4",
+        "1e",
+        "1e4",
+    )
 
 
 def test_an_override_reaches_into_a_list(file):
@@ -59,12 +65,23 @@ def test_an_override_reaches_into_a_list(file):
 
 
 def test_an_override_reaches_into_a_method_written_as_its_bare_name(file):
-    changed = load(file, ["controls=[gac]", "controls.0.c_low=0.2", "objective.loss=ppo_clip", "objective.loss.clip_low=0.3"])
+    changed = load(
+        file,
+        [
+            "controls=[gac]",
+            "controls.0.c_low=0.2",
+            "objective.loss=ppo_clip",
+            "objective.loss.clip_low=0.3",
+        ],
+    )
     assert (changed.controls[0].c_low, changed.objective.loss.clip_low) == (0.2, 0.3)
 
 
 def test_an_override_makes_an_absent_section(file):
-    assert load(file, ["data.eval=train.jsonl", "eval.samples_per_prompt=2"]).eval.samples_per_prompt == 2
+    assert (
+        load(file, ["data.eval=train.jsonl", "eval.samples_per_prompt=2"]).eval.samples_per_prompt
+        == 2
+    )
 
 
 def test_null_removes_a_section(file):
@@ -72,7 +89,9 @@ def test_null_removes_a_section(file):
     assert load(file, ["eval=null"]).eval is None
 
 
-def test_paths_of_the_file_start_at_its_folder_and_those_of_an_override_at_the_current_one(file, tmp_path, monkeypatch):
+def test_paths_of_the_file_start_at_its_folder_and_those_of_an_override_at_the_current_one(
+    file, tmp_path, monkeypatch
+):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -83,7 +102,9 @@ def test_paths_of_the_file_start_at_its_folder_and_those_of_an_override_at_the_c
     assert loaded.data.eval == elsewhere / "held_out.jsonl"
 
 
-def test_a_whole_section_as_an_override_takes_its_paths_from_the_current_folder(file, tmp_path, monkeypatch):
+def test_a_whole_section_as_an_override_takes_its_paths_from_the_current_folder(
+    file, tmp_path, monkeypatch
+):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -135,8 +156,12 @@ def test_a_config_cannot_be_changed_after_loading(file):
         ("lr=1", "lr", "`policy.optimizer.lr`"),
         ("flow.temperature=1", "flow.temperature", "`rollout.sampling.temperature`"),
         ("controls=[{name: gac, c_lo: 1}]", "controls.0.c_lo", "`controls.0.c_low`"),
-        ("objective.loss={name: reinforce, clip_low: 1}", "objective.loss.clip_low", "belongs to ppo_clip"),
-        ("flow.zzzzqq=1", "flow.zzzzqq", "async_ratio, extra_responses, filter_equal_groups"),
+        (
+            "objective.loss={name: reinforce, clip_low: 1}",
+            "objective.loss.clip_low",
+            "belongs to ppo_clip",
+        ),
+        ("flow.zzzzqq=1", "flow.zzzzqq", "async_ratio, dynamic_sampling, group_size"),
     ],
 )
 def test_an_unknown_key_points_to_the_right_one(file, override, key, fix):
@@ -144,6 +169,23 @@ def test_an_unknown_key_points_to_the_right_one(file, override, key, fix):
     assert found.key == key
     assert fix in found.fix
     assert found.where == f"command line: {override}"
+
+
+@pytest.mark.parametrize(
+    ("override", "successor"),
+    [
+        ("flow.extra_responses=2", "flow.oversample"),
+        ("flow.requeue_cut=true", "flow.oversample"),
+        ("flow.filter_equal_groups=true", "flow.dynamic_sampling"),
+        ("rollout.restarts=1", "rollout.restarts_per_hour"),
+        ("weights.update=together", "weights.max_paused: 1.0"),
+    ],
+)
+def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, successor):
+    found = problem(file, override)
+    assert found.key == override.partition("=")[0]
+    assert found.what == "is a key no more"
+    assert successor in found.fix
 
 
 @pytest.mark.parametrize(
@@ -159,7 +201,7 @@ def test_an_unknown_key_points_to_the_right_one(file, override, key, fix):
         ("model.dtype=float61", "model.dtype", "float61", "float32, bfloat16"),
         ("policy.optimizer.betas=[0.9]", "policy.optimizer.betas.1", "missing", "list of 2"),
         ("rollout=3", "rollout", "3", "engines"),
-        ("objective.loss=ppo", "objective.loss", "'ppo'", "reinforce, ppo_clip,"),
+        ("objective.loss=ppo_clop", "objective.loss", "'ppo_clop'", "reinforce, ppo_clip,"),
         ("objective.loss={clip_low: 1}", "objective.loss", "no `name`", "reinforce, ppo_clip,"),
         ("controls=[gak]", "controls.0", "gak", "gac"),
         ("controls=gac", "controls", '"gac"', "list of: gac"),
@@ -185,8 +227,8 @@ def test_a_wrong_value_says_what_was_given_and_what_is_expected(file, override, 
         ("=3", "not an override"),
         ("run..steps=3", "not an override"),
         ("controls=[gac", "not YAML"),
-        ("controls.0.c_low=1", "no entry of a list of 0"),
-        ("controls.x=1", "no entry of a list of 0"),
+        ("controls.0.c_low=1", "not an entry of a list of 0"),
+        ("controls.x=1", "not an entry of a list of 0"),
     ],
 )
 def test_an_override_that_is_none_is_refused(file, override, what):
@@ -258,10 +300,12 @@ def test_every_key_has_a_meaning():
 
 def test_the_page_of_keys_is_up_to_date():
     assert (ROOT / "docs" / "config.md").read_text() == document.document(), (
-        "run: python -m megatron_async_rl.config.document > docs/config.md"
+        "run: python -m megatron_async_rl.config.docs > docs/config.md"
     )
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name
+)
 def test_every_example_follows_the_schema(example):
     load(example)

@@ -15,9 +15,14 @@ from megatron_async_rl.conform.cases import read_cases
 from megatron_async_rl.conform.judge import judge
 
 GOLDEN = sorted((Path(__file__).parents[1] / "data/golden").glob("*.json"))
-CASES = [pytest.param(case, id=f"{file.stem}-{case.case}") for file in GOLDEN for case in read_cases(file)]
+CASES = [
+    pytest.param(case, id=f"{file.stem}-{case.case}")
+    for file in GOLDEN
+    for case in read_cases(file)
+]
 SMALL = {
     "case": "one",
+    "dtype": "float64",
     "kind": "policy_loss",
     "name": "ppo_clip",
     "params": {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "token-mean"},
@@ -28,7 +33,10 @@ SMALL = {
         "mask": [[1.0, 1.0], [1.0, 0.0]],
     },
     # exp(0.1), 1.2 (clipped), and 1 at A = -2; over three tokens.
-    "expect": {"loss": (-np.exp(0.1) - 1.2 + 2.0) / 3, "grad_logp": [[-np.exp(0.1) / 3, 0.0], [2 / 3, 0.0]]},
+    "expect": {
+        "loss": (-np.exp(0.1) - 1.2 + 2.0) / 3,
+        "grad_logp": [[-np.exp(0.1) / 3, 0.0], [2 / 3, 0.0]],
+    },
 }
 
 
@@ -102,7 +110,9 @@ def test_one_case_that_fails_ends_with_code_1_and_the_largest_error(tmp_path):
         ("expect.loss", [[1.0, 1.0], [1.0, 1.0]], "has shape [2, 2]"),
     ],
 )
-def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_one_still_runs(tmp_path, path, value, reason):
+def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_one_still_runs(
+    tmp_path, path, value, reason
+):
     code, output = conform(tmp_path, [changed(path, value), {**SMALL, "case": "next"}])
     assert code == 1
     assert reason in output
@@ -132,10 +142,14 @@ def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_on
         ([changed("inputs.mask", [[0.5, 1.0], [1.0, 0.0]])], "`mask`: expected"),
         ([changed("inputs.logp", [[10**400, 2.0], [3.0, 4.0]])], "beyond float64"),
         ([SMALL, SMALL], "case 'one': is there twice"),
+        ([changed("dtype", "half")], "`dtype` is 'half', expected one of float32, float64"),
+        ([changed("dtype", ["float32"])], "`dtype` is ['float32'], expected one of"),
         ("[" * 100_000, "is not JSON"),
     ],
 )
-def test_a_file_that_is_no_list_of_cases_ends_with_code_2_and_what_is_wrong(tmp_path, content, what):
+def test_a_file_that_is_no_list_of_cases_ends_with_code_2_and_what_is_wrong(
+    tmp_path, content, what
+):
     code, output = conform(tmp_path, content)
     assert code == 2
     assert what in output
@@ -146,7 +160,11 @@ def test_a_file_that_cannot_be_read_is_refused_before_any_case_runs(tmp_path):
     good = tmp_path / "good.json"
     good.write_text(json.dumps([SMALL]))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    for bad, what in (("missing.json", "No such file"), (".", "directory"), ("binary.json", "is not JSON")):
+    for bad, what in (
+        ("missing.json", "No such file"),
+        (".", "directory"),
+        ("binary.json", "is not JSON"),
+    ):
         done = CliRunner().invoke(app, ["conform", str(good), str(tmp_path / bad)])
         assert done.exit_code == 2
         assert what in done.output
@@ -163,18 +181,35 @@ def test_what_padding_holds_is_without_effect():
 def judge_one(entry):
     from megatron_async_rl.conform.cases import Case
 
-    arrays = {part: {key: np.array(value, dtype=float) for key, value in entry[part].items()} for part in ("inputs", "expect")}
-    return judge(Case(entry["case"], entry["kind"], entry["name"], entry["params"], **arrays))
+    arrays = {
+        part: {key: np.array(value, dtype=float) for key, value in entry[part].items()}
+        for part in ("inputs", "expect")
+    }
+    about = {key: entry[key] for key in ("case", "kind", "name", "params", "dtype")}
+    return judge(Case(**about, **arrays))
 
 
 def test_a_float64_reference_is_met_to_1e_6_and_a_float32_one_to_what_float32_gives():
     exact = float(SMALL["expect"]["loss"])
     for value, passes in ((exact + 5e-7, True), (exact + 3e-6, False)):
         assert judge_one(changed("expect.loss", value)).passed is passes
-    single = changed("expect.grad_logp", np.float32(SMALL["expect"]["grad_logp"]).tolist())
+    single = changed("dtype", "float32")
     for offset, passes in ((5e-6, True), (5e-5, False)):
         single["expect"]["loss"] = float(np.float32(exact + offset))
         assert judge_one(single).passed is passes
+
+
+def test_the_precision_is_the_files_and_not_guessed_from_its_numbers(tmp_path):
+    """3e-6 is within float32's tolerance and not within float64's, whatever the number looks
+    like: here it is one that float32 holds."""
+    number = float(np.float32(SMALL["expect"]["loss"] + 3e-6))
+    wrong = changed("expect.loss", number)
+    wrong["expect"] = {"loss": number}
+    for dtype, code in (("float64", 1), ("float32", 0), (None, 0)):
+        case = (
+            {**wrong, "dtype": dtype} if dtype else {k: v for k, v in wrong.items() if k != "dtype"}
+        )
+        assert conform(tmp_path, [case])[0] == code
 
 
 def test_log_ratios_of_fifty_and_rows_without_a_token_do_not_break_a_comparison():

@@ -1,4 +1,5 @@
-"""A response that begins with tokens sampled before: its draws are its own, and what stops a response stops it too."""
+"""A response that begins with tokens sampled before: its draws are its own, and what stops a
+response stops it too."""
 
 from collections.abc import Sequence
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.rollout.continuation import joined, sample_seed, stopped_length
-from megatron_async_rl.samples.requests import Prefix
+from megatron_async_rl.samples.types import PartialResponse
 
 STOP = ("the end", "\n\n")
 
@@ -19,9 +20,9 @@ def ids(text: str) -> list[int]:
     return [ord(one) for one in text]
 
 
-def tokens(*values: int, version: int = 0) -> Prefix:
+def tokens(*values: int, version: int = 0) -> PartialResponse:
     count = len(values)
-    return Prefix(
+    return PartialResponse(
         response_ids=np.array(values, np.int32),
         behavior_logprobs=np.full(count, -0.5, np.float32),
         versions=np.full(count, version, np.int32),
@@ -29,7 +30,13 @@ def tokens(*values: int, version: int = 0) -> Prefix:
 
 
 def test_seeds_depend_on_the_run_the_place_and_the_prefix_and_nothing_else() -> None:
-    places = [(run, group, k, prefix) for run in (0, 1) for group in (-1, 0, 1, 11) for k in (0, 1, 11) for prefix in (0, 1, 11)]
+    places = [
+        (run, group, k, prefix)
+        for run in (0, 1)
+        for group in (-1, 0, 1, 11)
+        for k in (0, 1, 11)
+        for prefix in (0, 1, 11)
+    ]
     seeds = [sample_seed(*place) for place in places]
     assert seeds == [sample_seed(*place) for place in places]
     assert len(set(seeds)) == len(places)
@@ -47,7 +54,9 @@ def test_seeds_depend_on_the_run_the_place_and_the_prefix_and_nothing_else() -> 
     ],
     ids=["across", "its last token alone is new", "another one", "none", "without a prefix"],
 )
-def test_a_stop_string_ends_the_response_wherever_it_stands(text: str, prefix: int, length: int | None) -> None:
+def test_a_stop_string_ends_the_response_wherever_it_stands(
+    text: str, prefix: int, length: int | None
+) -> None:
     assert stopped_length(ids(text), prefix, STOP, decode) == length
 
 

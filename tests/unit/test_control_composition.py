@@ -1,4 +1,5 @@
-"""Which step controls go together: what is refused, and that the reason names both and says what to do."""
+"""Which gradient controls go together: what is refused, and that the reason names both and says what to
+do."""
 
 import pytest
 import yaml
@@ -14,7 +15,9 @@ ALIGNED = {"name": "momentum_by_alignment"}
 
 
 def build(*controls, **changes):
-    return Config.model_validate(yaml.safe_load(yaml.safe_dump({**config_tree(), "controls": list(controls), **changes})))
+    return Config.model_validate(
+        yaml.safe_load(yaml.safe_dump({**config_tree(), "controls": list(controls), **changes}))
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,11 +29,17 @@ def build(*controls, **changes):
         ((BETA, ALIGNED), "beta1 and momentum_by_alignment both set beta1"),
         ((ESS, LR), "ess_lr and matched_lr both scale the learning rate"),
         (({"name": "beta1", "beta1": 0.9},), "without effect"),
-        (({"name": "momentum_by_alignment", "beta1_min": 0.9},), "lowers beta1 from policy.optimizer.betas"),
+        (
+            ({"name": "momentum_by_alignment", "beta1_min": 0.9},),
+            "lowers beta1 from policy.optimizer.betas",
+        ),
         (({"name": "momentum_by_alignment", "beta1_min": 0.5, "beta1_max": 0.4},), "beta1_max"),
         (({"name": "momentum_by_alignment", "c_low": 0.5, "c_high": 0.4},), "c_high"),
         (({"name": "gac", "c_low": 0.5, "c_high": 0.4},), "c_high"),
-        (({"name": "gac", "calibrate": {"steps": 10_000}},), "would calibrate over the first 10001 steps"),
+        (
+            ({"name": "gac", "calibrate": {"steps": 10_000}},),
+            "would calibrate over the first 10001 steps",
+        ),
     ],
 )
 def test_controls_that_do_not_go_together_are_refused_with_the_reason(controls, reason):
@@ -38,7 +47,10 @@ def test_controls_that_do_not_go_together_are_refused_with_the_reason(controls, 
         build(*controls)
 
 
-@pytest.mark.parametrize("controls", [("gac", ESS), ("gac", BETA), ("gac", ESS, ALIGNED), ("matched_norm", ESS), (LR, BETA)])
+@pytest.mark.parametrize(
+    "controls",
+    [("gac", ESS), ("gac", BETA), ("gac", ESS, ALIGNED), ("matched_norm", ESS), (LR, BETA)],
+)
 def test_the_others_compose(controls):
     assert len(build(*controls).controls) == len(controls)
 

@@ -1,4 +1,5 @@
-"""The controller: what is admitted when, what trains when, and what it says of it; with engines that are coroutines."""
+"""The controller: what is admitted when, what trains when, and what it says of it; with engines
+that are coroutines."""
 
 from __future__ import annotations
 
@@ -12,25 +13,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.errors import BatchTimeout, EngineFailed, RewardFailed
-from megatron_async_rl.flow.law import StalenessViolated
 from megatron_async_rl.flow.scheduler import Scheduler
-from tests.unit.coroutine_engine import CoroutineEngine
-from tests.unit.coroutine_flow import expected_prompts, flow, run, source, train
+from megatron_async_rl.flow.staleness import StalenessViolated
+from tests.unit.fake_engine import FakeEngine, manifest
+from tests.unit.flow_setup import begin, expected_prompts, flow, run, stage, train
 
 
 def test_groups_are_consumed_in_admission_order_whatever_order_they_finish_in() -> None:
     async def body() -> None:
         chance = random.Random(1)
-        engines = [CoroutineEngine(lambda request: chance.random() * 0.02) for _ in range(2)]
-        controller = Controller(source(), engines, flow())
-        controller.start(0)
-        groups = await train(controller, engines, 0, 6)
+        engines = [FakeEngine(lambda request: chance.random() * 0.02) for _ in range(2)]
+        controller = await begin(engines, flow())
+        groups = await train(controller, 0, 6)
         assert [group.index for group in groups] == list(range(18))
         assert [group.prompt.id for group in groups] == expected_prompts(18)
-        assert all([sample.id for sample in group.samples] == [f"{group.index}-0", f"{group.index}-1"] for group in groups)
-        await controller.stop()
+        assert all(
+            [sample.id for sample in group.samples] == [f"{group.index}-0", f"{group.index}-1"]
+            for group in groups
+        )
+        await controller.close()
 
     run(body)
 
@@ -38,34 +40,40 @@ def test_groups_are_consumed_in_admission_order_whatever_order_they_finish_in() 
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0, 2.0])
 def test_admission_stops_at_the_law_and_goes_on_when_the_version_grows(ratio: float) -> None:
     async def body() -> None:
-        engine = CoroutineEngine()
-        controller = Controller(source(), [engine], flow(4, ratio))
-        controller.start(0)
+        engine = FakeEngine()
+        controller = await begin([engine], flow(4, ratio))
         await asyncio.sleep(0.02)
         assert len(engine.groups()) == 4 + math.ceil(4 * ratio)
-        await controller.next_batch(0, 1.0)
+        await controller.next_batch(0)
         await asyncio.sleep(0.02)
-        assert len(engine.groups()) == 4 + math.ceil(4 * ratio), "consuming alone admits nothing: the weights are still old"
-        controller.advance(1)
+        assert len(engine.groups()) == 4 + math.ceil(4 * ratio), (
+            "consuming alone admits nothing: the weights are still old"
+        )
+        await stage(controller, 1)
         await asyncio.sleep(0.02)
         assert len(engine.groups()) == 8 + math.ceil(4 * ratio)
-        await controller.stop()
+        await controller.close()
 
     run(body)
 
 
-def test_the_trainer_is_not_woken_for_every_response_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_is_not_woken_for_every_response_of_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tried: list[int] = []
     take = Scheduler.take
-    monkeypatch.setattr(Scheduler, "take", lambda self, version: (tried.append(version), take(self, version))[1])
+    monkeypatch.setattr(
+        Scheduler, "take", lambda self, version: (tried.append(version), take(self, version))[1]
+    )
 
     async def body() -> None:
-        engine = CoroutineEngine(lambda request: 0.001 * request.group)
-        controller = Controller(source(), [engine], flow(16, 1.0))
-        controller.start(0)
-        await controller.next_batch(0, 10.0)
-        assert len(tried) <= 3, "once before anything is there, once when sixteen groups are; 32 responses came between"
-        await controller.stop()
+        engine = FakeEngine(lambda request: 0.001 * request.group)
+        controller = await begin([engine], flow(16, 1.0))
+        await controller.next_batch(0)
+        assert len(tried) <= 3, (
+            "once before anything is there, once when sixteen groups are; 32 responses came between"
+        )
+        await controller.close()
 
     run(body)
 
@@ -73,8 +81,8 @@ def test_the_trainer_is_not_woken_for_every_response_of_a_batch(monkeypatch: pyt
 SELECTIONS: list[dict[str, Any]] = [
     {},
     {"selection": "windowed"},
-    {"selection": "windowed", "extra_responses": 2, "requeue_cut": True, "late": "drop"},
-    {"extra_responses": 1, "filter_equal_groups": True},
+    {"selection": "windowed", "late": "drop"},
+    {"selection": "windowed", "dynamic_sampling": True},
 ]
 
 
@@ -85,187 +93,205 @@ SELECTIONS: list[dict[str, Any]] = [
     count=st.integers(1, 3),
     more=st.sampled_from(SELECTIONS),
 )
-def test_lags_stay_within_the_bound_under_random_durations(seed: int, ratio: float, count: int, more: dict[str, Any]) -> None:
+def test_lags_stay_within_the_bound_under_random_durations(
+    seed: int, ratio: float, count: int, more: dict[str, Any]
+) -> None:
     async def body() -> None:
         chance = random.Random(seed)
-        fleet = [CoroutineEngine(lambda request: chance.choice([0.0, 0.0, 0.001, 0.004])) for _ in range(count)]
-        controller = Controller(source(), fleet, flow(2, ratio, **more))
-        controller.start(0)
+        fleet = [
+            FakeEngine(lambda request: chance.choice([0.0, 0.0, 0.001, 0.004]))
+            for _ in range(count)
+        ]
+        controller = await begin(fleet, flow(2, ratio, **more))
         for version in range(8):
-            batch = await controller.next_batch(version, 10.0)
+            batch = (await controller.next_batch(version)).batch
             lags = [version - sample.start_version for sample in batch.samples()]
             assert 0 <= min(lags) <= max(lags) <= math.ceil(ratio)
-            for engine in fleet:
-                engine.version = version + 1
-            controller.advance(version + 1)
-        await controller.stop()
+            await stage(controller, version + 1)
+        await controller.close()
 
     run(body)
 
 
 def test_a_sample_older_than_the_bound_stops_the_run() -> None:
     async def body() -> None:
-        engine = CoroutineEngine()
+        engine = FakeEngine()
         engine.started = lambda request, version: 0
-        controller = Controller(source(), [engine], flow(3, 1.0))
-        controller.start(0)
-        await train(controller, [engine], 0, 2)
-        with pytest.raises(StalenessViolated, match=r"sample 6-0 starts at version 0, 2 behind 2; .* permits 1"):
-            await controller.next_batch(2, 1.0)
-        await controller.stop()
+        controller = await begin([engine], flow(3, 1.0))
+        await train(controller, 0, 2)
+        with pytest.raises(
+            StalenessViolated, match=r"sample 6-0 starts at version 0, 2 behind 2; .* permits 1"
+        ):
+            await controller.next_batch(2)
+        await controller.close()
 
     run(body)
 
 
 def test_the_trainer_may_take_the_next_batch_while_the_engines_still_load_its_weights() -> None:
     async def body() -> None:
-        engine = CoroutineEngine()
-        controller = Controller(source(), [engine], flow(3, 1.0))
-        controller.start(0)
-        await controller.next_batch(0, 1.0)
-        batch = await controller.next_batch(1, 1.0)
+        engine = FakeEngine()
+        controller = await begin([engine], flow(3, 1.0), timeout_s=0.2)
+        await controller.next_batch(0)
+        batch = (await controller.next_batch(1)).batch
         assert {sample.start_version for sample in batch.samples()} == {0}
         with pytest.raises(BatchTimeout, match="the engines hold version 0"):
-            await controller.next_batch(2, 0.05)
-        await controller.stop()
-
-    run(body)
-
-
-def test_a_response_that_is_no_longer_wanted_is_cut_and_goes_on_in_one_more_group_of_its_prompt() -> None:
-    async def body() -> None:
-        engine = CoroutineEngine(lambda request: 60.0 if request.k == 0 and request.prefix is None else 0.0)
-        controller = Controller(source(), [engine], flow(2, 1.5, extra_responses=1, requeue_cut=True))
-        controller.start(0)
-        for version in range(3):
-            await train(controller, [engine], version, version + 1)
-            await asyncio.sleep(0.02)
-        assert {"0-0", "1-0"} <= set(engine.cuts)
-        continued = [request for request in engine.asked if request.prefix is not None]
-        assert continued
-        stats = controller.stats()
-        assert stats["requeued"] == len(continued)
-        assert {request.prompt.id for request in continued} <= {request.prompt.id for request in engine.asked if request.k == 0}
-        assert stats["asked"] == stats["samples"] + stats["cut"] + stats["open"]
-        await controller.stop()
+            await controller.next_batch(2)
+        await controller.close()
 
     run(body)
 
 
 def test_nothing_is_admitted_that_no_step_will_consume() -> None:
     async def body() -> None:
-        engine = CoroutineEngine()
-        controller = Controller(source(), [engine], flow(3, 2.0), steps=4)
-        controller.start(0)
-        assert len(await train(controller, [engine], 0, 4)) == 12
+        engine = FakeEngine()
+        controller = await begin([engine], flow(3, 2.0), steps=4)
+        assert len(await train(controller, 0, 4)) == 12
         assert len(engine.groups()) == 12
         with pytest.raises(ValueError, match="the run's 4 steps are consumed"):
-            await controller.next_batch(4, 1.0)
-        await controller.stop()
+            await controller.next_batch(4)
+        await controller.close()
 
     run(body)
 
 
-def test_a_batch_is_late_only_when_no_response_comes_and_then_it_says_which_groups_and_where() -> None:
+def test_a_batch_is_late_only_when_no_response_comes_and_then_it_says_which_groups_and_where() -> (
+    None
+):
     async def body() -> None:
-        engines = [CoroutineEngine(), CoroutineEngine(lambda request: 60.0)]
-        slow = CoroutineEngine(lambda request: 0.1 * (2 * request.group + request.k))
-        moving = Controller(source(), [slow], flow(3, 0.0))
-        moving.start(0)
-        assert len((await moving.next_batch(0, 0.3)).groups) == 3, "0.5 s in all, but a response every 0.1 s"
-        controller = Controller(source(), engines, flow(3, 0.0), capacity=2)
-        controller.start(0)
+        engines = [FakeEngine(), FakeEngine(lambda request: 60.0)]
+        slow = FakeEngine(lambda request: 0.1 * (2 * request.group + request.k))
+        moving = await begin([slow], flow(3, 0.0), timeout_s=0.3)
+        assert len((await moving.next_batch(0)).batch.groups) == 3, (
+            "0.5 s in all, but a response every 0.1 s"
+        )
+        controller = await begin(engines, flow(3, 0.0), capacity=2, timeout_s=0.1)
         with pytest.raises(BatchTimeout) as caught:
-            await controller.next_batch(0, 0.1)
+            await controller.next_batch(0)
         message = str(caught.value)
-        assert "no response grew for the batch of version 0 in 0.1 s; 1 groups are running" in message
+        assert (
+            "no response grew for the batch of version 0 in 0.1 s; 1 groups are running" in message
+        )
         assert f"group 1 (prompt {expected_prompts(2)[1]}): 0.1 s, on engine 1" in message
         assert "group 0" not in message
-        await moving.stop()
-        await controller.stop()
+        await moving.close()
+        await controller.close()
 
     run(body)
 
 
-def test_a_response_longer_than_the_deadline_is_waited_for_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_longer_than_the_deadline_is_waited_for_while_it_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def body() -> None:
-        monkeypatch.setattr("megatron_async_rl.flow.fleet.REPORT_S", 0.05)
-        engine = CoroutineEngine(lambda request: 0.5)
+        monkeypatch.setattr("megatron_async_rl.flow.engine_task.REPORT_S", 0.05)
+        engine = FakeEngine(lambda request: 0.5)
         engine.sampling = True
-        controller = Controller(source(), [engine], flow(1, 0.0))
-        controller.start(0)
-        assert len((await controller.next_batch(0, 0.2)).groups) == 1
-        await controller.stop()
+        controller = await begin([engine], flow(1, 0.0), timeout_s=0.2)
+        assert len((await controller.next_batch(0)).batch.groups) == 1
+        await controller.close()
 
     run(body)
 
 
 def test_a_failed_reward_is_counted_and_passed_on_or_stops_the_run_as_configured() -> None:
     async def body() -> None:
-        engine = CoroutineEngine()
+        engine = FakeEngine()
         engine.reward = lambda request: None if request.id == "1-1" else 1.0
-        dropping = Controller(source(), [engine], flow(), on_reward_error="drop")
-        dropping.start(0)
-        batch = await dropping.next_batch(0, 1.0)
+        dropping = await begin([engine], flow(), on_reward_error="drop")
+        batch = (await dropping.next_batch(0)).batch
         assert [sample.id for sample in batch.samples() if not sample.valid] == ["1-1"]
         assert dropping.stats()["reward_errors"] == 1
-        await dropping.stop()
-        stopping = Controller(source(), [CoroutineEngine()], flow(), on_reward_error="stop")
-        stopping._fleet.slots[0].client.reward = engine.reward  # type: ignore[attr-defined]
-        stopping.start(0)
-        with pytest.raises(RewardFailed, match="the reward failed on sample 1-1: ValueError: no idea"):
-            await stopping.next_batch(0, 1.0)
-        await stopping.stop()
+        await dropping.close()
+        other = FakeEngine()
+        other.reward = engine.reward
+        stopping = await begin([other], flow(), on_reward_error="stop")
+        with pytest.raises(
+            RewardFailed, match="the reward failed on sample 1-1: ValueError: no idea"
+        ):
+            await stopping.next_batch(0)
+        await stopping.close()
+
+    run(body)
+
+
+def test_a_batch_in_which_every_reward_failed_ends_the_run_with_the_first_errors() -> None:
+    """The batch before, in which one response has a reward, is handed out."""
+
+    async def body() -> None:
+        engine = FakeEngine()
+        engine.reward = lambda request: 1.0 if request.id == "1-1" else None
+        controller = await begin([engine], flow(), on_reward_error="drop")
+        handout = await controller.next_batch(0)
+        assert handout is not None
+        assert [sample.id for sample in handout.batch.samples() if sample.valid] == ["1-1"]
+        await stage(controller, 1)
+        with pytest.raises(RewardFailed) as failure:
+            await controller.next_batch(1)
+        text = str(failure.value)
+        assert text.startswith("the reward failed on all 6 responses of the batch for step 2:\n")
+        first = expected_prompts(4)[3]
+        assert f"  ValueError: no idea\n    prompt {first}: " in text
+        await controller.close()
 
     run(body)
 
 
 def test_versions_only_grow_and_batches_come_in_their_order() -> None:
     async def body() -> None:
-        controller = Controller(source(), [CoroutineEngine()], flow())
-        with pytest.raises(RuntimeError, match="before start"):
-            controller.advance(1)
-        controller.start(3)
-        controller.advance(3)
-        with pytest.raises(ValueError, match="at 3, asked to advance to 2"):
-            controller.advance(2)
+        controller = await begin([FakeEngine()], flow(), version=3)
+        for version in (3, 2):
+            with pytest.raises(ValueError, match=f"version {version} was staged after version 3"):
+                await controller.staged(version, manifest(version))
         with pytest.raises(ValueError, match="trains version 4; the next is that of 3"):
-            await controller.next_batch(4, 1.0)
-        with pytest.raises(RuntimeError, match="started already"):
-            controller.start(3)
-        with pytest.raises(RuntimeError, match="load_state after start"):
-            controller.load_state(controller.state())
-        await controller.stop()
+            await controller.next_batch(4)
+        await controller.close()
 
     run(body)
 
 
 def test_stats_account_for_every_admitted_group_and_every_response() -> None:
     async def body() -> None:
-        engine = CoroutineEngine(lambda request: 60.0 if request.group in (1, 4) and request.k == 1 else 0.0)
-        controller = Controller(source(), [engine], flow(3, 1.0), capacity=11)
-        controller.start(0)
+        engine = FakeEngine(
+            lambda request: 60.0 if request.group in (1, 4) and request.k == 1 else 0.0
+        )
+        controller = await begin([engine], flow(3, 1.0), capacity=11)
         await asyncio.sleep(0.05)
         stats = controller.stats()
         assert stats["oldest_in_flight_s"] >= 0.04
-        expected = {"admitted": 6, "ready": 4, "buffer": 4, "running": 2, "consumed": 0, "asked": 12, "open": 2, "in_flight": 2}
-        expected |= {"waiting": 0, "samples": 10, "tokens": 20, "truncated": 6, "reward_errors": 0, "dropped_equal": 0}
+        expected = {
+            "admitted": 6,
+            "ready": 4,
+            "buffer": 4,
+            "running": 2,
+            "consumed": 0,
+            "asked": 12,
+            "open": 2,
+            "in_flight": 2,
+        }
+        expected |= {
+            "waiting": 0,
+            "samples": 10,
+            "tokens": 20,
+            "truncated": 6,
+            "reward_errors": 0,
+            "dropped_equal": 0,
+        }
         assert {key: stats[key] for key in expected} == expected
-        await controller.stop()
+        await controller.close()
 
     run(body)
 
 
 def test_what_runs_on_after_a_batch_does_not_grow_younger() -> None:
     async def body() -> None:
-        engine = CoroutineEngine(lambda request: 60.0 if request.group == 4 else 0.0)
-        controller = Controller(source(), [engine], flow(3, 1.0))
-        controller.start(0)
-        await controller.next_batch(0, 1.0)
+        engine = FakeEngine(lambda request: 60.0 if request.group == 4 else 0.0)
+        controller = await begin([engine], flow(3, 1.0))
+        await controller.next_batch(0)
         first = controller.stats()["oldest_in_flight_s"]
-        controller.advance(1)
+        await stage(controller, 1)
         assert 0 < first < controller.stats()["oldest_in_flight_s"]
-        await controller.stop()
+        await controller.close()
 
     run(body)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 
@@ -10,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async_rl.flow.controller import Controller
-from megatron_async_rl.samples.requests import Request
-from tests.unit.coroutine_engine import CoroutineEngine
-from tests.unit.coroutine_flow import expected_prompts, flow, run, source, train
+from megatron_async_rl.samples.types import Request
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.flow_setup import begin, expected_prompts, flow, position, run, train
 
 
 def equal(which: Callable[[int], bool]) -> Callable[[Request], float]:
@@ -22,73 +20,81 @@ def equal(which: Callable[[int], bool]) -> Callable[[Request], float]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(ratio=st.sampled_from([0.0, 0.5, 1.0, 2.5]), dull=st.sets(st.integers(0, 40), max_size=25), seed=st.integers(0, 10**6))
+@given(
+    ratio=st.sampled_from([0.0, 0.5, 1.0, 2.5]),
+    dull=st.sets(st.integers(0, 40), max_size=25),
+    seed=st.integers(0, 10**6),
+)
 def test_equal_groups_are_replaced_in_order_and_no_sample_is_older_than_the_law_permits(
     ratio: float, dull: set[int], seed: int
 ) -> None:
-    """Batches stay full and in admission order whatever finishes when; the lag check inside the controller is on."""
+    """Batches stay full and in admission order whatever finishes when; the lag check inside the
+    controller is on."""
 
     async def body() -> None:
         chance = random.Random(seed)
-        engine = CoroutineEngine(lambda request: chance.choice([0.0, 0.0, 0.001, 0.003]))
+        engine = FakeEngine(lambda request: chance.choice([0.0, 0.0, 0.001, 0.003]))
         engine.reward = equal(lambda index: index in dull)
-        controller = Controller(source(), [engine], flow(3, ratio, filter_equal_groups=True), steps=5)
-        controller.start(0)
-        groups = await train(controller, [engine], 0, 5)
+        controller = await begin([engine], flow(3, ratio, dynamic_sampling=True), steps=5)
+        groups = await train(controller, 0, 5)
         kept = [index for index in range(100) if index not in dull][:15]
         assert [group.index for group in groups] == kept
         stats = controller.stats()
         assert stats["dropped_equal"] >= sum(index < kept[-1] for index in dull)
         assert stats["admitted"] <= 15 + stats["dropped_equal"]
-        assert {sample.reward for sample in controller.drain_dropped()} <= {0.5}
-        await controller.stop()
+        assert {sample.reward for sample in controller._scheduler.drain_dropped()} <= {0.5}
+        await controller.close()
 
     run(body)
 
 
-def test_without_the_filter_equal_groups_are_trained_on() -> None:
+def test_without_dynamic_sampling_equal_groups_are_trained_on() -> None:
     async def body() -> None:
-        engine = CoroutineEngine()
+        engine = FakeEngine()
         engine.reward = equal(lambda index: True)
-        controller = Controller(source(), [engine], flow(3, 1.0))
-        controller.start(0)
-        assert [group.index for group in await train(controller, [engine], 0, 2)] == list(range(6))
-        await controller.stop()
+        controller = await begin([engine], flow(3, 1.0))
+        assert [group.index for group in await train(controller, 0, 2)] == list(range(6))
+        await controller.close()
 
     run(body)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 2.0])
-def test_when_every_group_is_equal_each_batch_comes_after_ten_batches_worth_of_drops(ratio: float) -> None:
+def test_when_every_group_is_equal_each_batch_comes_after_ten_batches_worth_of_drops(
+    ratio: float,
+) -> None:
     async def body() -> None:
-        engine = CoroutineEngine()
+        engine = FakeEngine()
         engine.reward = equal(lambda index: True)
-        controller = Controller(source(), [engine], flow(3, ratio, filter_equal_groups=True), steps=2)
-        controller.start(0)
-        assert [group.index for group in await train(controller, [engine], 0, 2)] == [30, 31, 32, 63, 64, 65]
-        await controller.stop()
+        controller = await begin([engine], flow(3, ratio, dynamic_sampling=True), steps=2)
+        assert [group.index for group in await train(controller, 0, 2)] == [
+            30,
+            31,
+            32,
+            63,
+            64,
+            65,
+        ]
+        await controller.close()
 
     run(body)
 
 
 def test_a_resume_asks_again_what_was_not_consumed_and_drops_nothing_twice() -> None:
     async def body() -> None:
-        engine = CoroutineEngine()
+        engine = FakeEngine()
         engine.reward = equal(lambda index: index in (1, 4, 5))
-        controller = Controller(source(), [engine], flow(2, 1.0, filter_equal_groups=True))
-        controller.start(0)
-        first = await train(controller, [engine], 0, 2)
-        await controller.stop()
-        saved = json.loads(json.dumps(controller.state()))
+        controller = await begin([engine], flow(2, 1.0, dynamic_sampling=True))
+        first = await train(controller, 0, 2)
+        await controller.close()
+        saved = await position(controller, buffer=False)
         assert [group.index for group in first] == [0, 2, 3, 6]
-        fresh = CoroutineEngine()
-        fresh.version, fresh.reward = 2, engine.reward
-        again = Controller(source(), [fresh], flow(2, 1.0, filter_equal_groups=True))
-        again.load_state(saved)
-        again.start(2)
-        rest = await train(again, [fresh], 2, 4)
+        fresh = FakeEngine()
+        fresh.reward = engine.reward
+        again = await begin([fresh], flow(2, 1.0, dynamic_sampling=True), version=2, position=saved)
+        rest = await train(again, 2, 4)
         assert [group.index for group in rest] == [7, 8, 9, 10]
         assert [group.prompt.id for group in rest] == expected_prompts(11)[7:]
-        await again.stop()
+        await again.close()
 
     run(body)

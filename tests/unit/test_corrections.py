@@ -15,15 +15,11 @@ from megatron_async_rl.config.corrections import (
     TokenVetoCorrection,
 )
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.corrections.icepop import icepop
-from megatron_async_rl.objectives.corrections.opsm import opsm
-from megatron_async_rl.objectives.corrections.reject import reject
-from megatron_async_rl.objectives.corrections.tis import tis
-from megatron_async_rl.objectives.corrections.token_veto import token_veto
 from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.off_policy import icepop, opsm, reject, tis, token_veto
 from megatron_async_rl.objectives.registry import correction_method
 from tests.token_batches import detached, tokens
-from tests.train_batches import ragged_batch
+from tests.train_batches import columns, ragged_batch
 
 FILE = Path(__file__).parents[1] / "data/golden/losses_seed1.json"
 GOLDEN = [case for case in json.loads(FILE.read_text()) if case["kind"] in ("weights", "mask")]
@@ -54,8 +50,16 @@ def test_a_correction_equals_its_reference_vector(case, dtype):
         sequence=torch.arange(len(mask)).repeat_interleave(mask.shape[1]),
         dtype=dtype,
     )
-    factor = correction_method(case["name"]).function(batch, SETTINGS[case["name"]](**case["params"])) * batch.mask
-    np.testing.assert_allclose(factor.view(mask.shape).numpy(), np.array(case["expect"][case["kind"]]), atol=1e-5, rtol=1e-4)
+    factor = (
+        correction_method(case["name"]).function(batch, SETTINGS[case["name"]](**case["params"]))
+        * batch.mask
+    )
+    np.testing.assert_allclose(
+        factor.view(mask.shape).numpy(),
+        np.array(case["expect"][case["kind"]]),
+        atol=1e-5,
+        rtol=1e-4,
+    )
 
 
 # Importance weights.
@@ -63,14 +67,22 @@ def test_a_correction_equals_its_reference_vector(case, dtype):
 
 def test_truncation_caps_each_token_or_the_product_of_its_sequence():
     batch = with_log_ratios([math.log(3.0), math.log(0.5), math.log(0.5)], sequence=[0, 0, 1])
-    torch.testing.assert_close(tis(batch, TisCorrection(cap=2.0)), torch.tensor([2.0, 0.5, 0.5]).double())
-    torch.testing.assert_close(tis(batch, TisCorrection(level="sequence", cap=2.0)), torch.tensor([1.5, 1.5, 0.5]).double())
+    torch.testing.assert_close(
+        tis(batch, TisCorrection(cap=2.0)), torch.tensor([2.0, 0.5, 0.5]).double()
+    )
+    torch.testing.assert_close(
+        tis(batch, TisCorrection(level="sequence", cap=2.0)), torch.tensor([1.5, 1.5, 0.5]).double()
+    )
 
 
 def test_a_ratio_out_of_bounds_is_rejected_and_one_on_the_bound_is_not():
     batch = with_log_ratios([math.log(0.25), 0.0, math.log(4.0)], sequence=[0, 1, 2])
     assert icepop(batch, IcepopCorrection(low=0.5, high=1.0)).tolist() == [0.0, 1.0, 0.0]
-    assert icepop(batch, IcepopCorrection(level="sequence", low=0.5, high=1.0)).tolist() == [0.0, 1.0, 0.0]
+    assert icepop(batch, IcepopCorrection(level="sequence", low=0.5, high=1.0)).tolist() == [
+        0.0,
+        1.0,
+        0.0,
+    ]
     assert icepop(batch, IcepopCorrection(low=1.0, high=2.0)).tolist() == [0.0, 1.0, 0.0]
 
 
@@ -79,7 +91,9 @@ def test_truncation_rejects_nothing_however_small_the_ratio(level):
     assert torch.all(tis(with_log_ratios([-700.0, -700.0]), TisCorrection(level=level)) > 0.0)
 
 
-@pytest.mark.parametrize("settings", [TisCorrection(normalize=True), IcepopCorrection(normalize=True)])
+@pytest.mark.parametrize(
+    "settings", [TisCorrection(normalize=True), IcepopCorrection(normalize=True)]
+)
 def test_normalised_token_weights_have_mean_1_over_kept_tokens(settings):
     batch = with_log_ratios([0.5, -0.5, 0.1, 9.0], mask=[1, 1, 1, 0], weights=[1, 1, 0, 1])
     factor = correction_method(settings.name).function(batch, settings)
@@ -88,8 +102,12 @@ def test_normalised_token_weights_have_mean_1_over_kept_tokens(settings):
 
 @pytest.mark.parametrize("name", ["tis", "icepop"])
 def test_normalised_sequence_weights_have_mean_1_over_sequences_of_any_length(name):
-    batch = with_log_ratios([0.1, 0.2, 0.3, -0.4, 7.0], sequence=[0, 0, 0, 1, 2], mask=[1, 1, 1, 1, 0])
-    factor = correction_method(name).function(batch, SETTINGS[name](level="sequence", normalize=True))
+    batch = with_log_ratios(
+        [0.1, 0.2, 0.3, -0.4, 7.0], sequence=[0, 0, 0, 1, 2], mask=[1, 1, 1, 1, 0]
+    )
+    factor = correction_method(name).function(
+        batch, SETTINGS[name](level="sequence", normalize=True)
+    )
     assert float(factor[0] + factor[3]) / 2 == pytest.approx(1.0)
 
 
@@ -97,7 +115,9 @@ def test_a_batch_in_which_nothing_is_kept_is_not_divided_by_0():
     batch = with_log_ratios([0.1, 0.2], weights=[0, 0])
     for name in ("tis", "icepop"):
         for level in ("token", "sequence"):
-            factor = correction_method(name).function(batch, SETTINGS[name](level=level, normalize=True))
+            factor = correction_method(name).function(
+                batch, SETTINGS[name](level=level, normalize=True)
+            )
             assert torch.isfinite(factor).all()
     far = with_log_ratios([-50.0, -50.0])
     assert icepop(far, IcepopCorrection(normalize=True)).tolist() == [0.0, 0.0]
@@ -116,40 +136,69 @@ def test_the_interval_is_on_the_statistic_of_the_token_or_its_sequence(statistic
     each = [STATISTICS[statistic](value) for value in log_rho]
     if level != "token":
         sums = [each[0] + each[1], each[2] + each[3]]
-        each = [value / (2 if level == "sequence_mean" else 1) for value in (sums[0], sums[0], sums[1], sums[1])]
+        each = [
+            value / (2 if level == "sequence_mean" else 1)
+            for value in (sums[0], sums[0], sums[1], sums[1])
+        ]
     for bound in sorted({value + shift for value in each for shift in (-1e-6, 1e-6)}):
         if bound <= 0 and statistic != "k1":
             continue
-        kept = reject(batch, RejectCorrection(statistic=statistic, level=level, high=bound)).tolist()
+        kept = reject(
+            batch, RejectCorrection(statistic=statistic, level=level, high=bound)
+        ).tolist()
         assert kept == [float(value <= bound) for value in each]
     if statistic == "k1":
-        kept = reject(batch, RejectCorrection(statistic=statistic, level=level, low=0.0, high=None)).tolist()
+        kept = reject(
+            batch, RejectCorrection(statistic=statistic, level=level, low=0.0, high=None)
+        ).tolist()
         assert kept == [float(value >= 0.0) for value in each]
 
 
 @pytest.mark.parametrize(
-    ("level", "kept"), [("token", [0, 1, 1, 1]), ("sequence_product", [1, 1, 0, 0]), ("sequence_geometric", [1, 1, 1, 1])]
+    ("level", "kept"),
+    [
+        ("token", [0, 1, 1, 1]),
+        ("sequence_product", [1, 1, 0, 0]),
+        ("sequence_geometric", [1, 1, 1, 1]),
+    ],
 )
 def test_ratios_multiply_along_a_sequence(level, kept):
     batch = with_log_ratios([math.log(r) for r in (3.0, 0.5, 1.6, 1.6)], sequence=[0, 0, 1, 1])
-    assert reject(batch, RejectCorrection(statistic="ratio", level=level, low=0.5, high=2.0)).tolist() == kept
+    assert (
+        reject(batch, RejectCorrection(statistic="ratio", level=level, low=0.5, high=2.0)).tolist()
+        == kept
+    )
 
 
 def test_the_k_statistics_estimate_the_divergence_of_the_sampling_policy_from_the_proximal_one():
     generator = torch.Generator().manual_seed(0)
-    behavior, prox = torch.log_softmax(torch.randn(2, 5, generator=generator, dtype=torch.float64), 1)
+    behavior, prox = torch.log_softmax(
+        torch.randn(2, 5, generator=generator, dtype=torch.float64), 1
+    )
     divergence = float((behavior.exp() * (behavior - prox)).sum())
     for statistic in ("k1", "k3"):
-        mean = sum(math.exp(mu) * STATISTICS[statistic](float(p - mu)) for mu, p in zip(behavior.tolist(), prox, strict=True))
+        mean = sum(
+            math.exp(mu) * STATISTICS[statistic](float(p - mu))
+            for mu, p in zip(behavior.tolist(), prox, strict=True)
+        )
         assert mean == pytest.approx(divergence)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"statistic": "ratio", "level": "sequence_sum", "high": 2.0}, "ratios multiply along a sequence"),
-        ({"statistic": "ratio", "level": "sequence_mean", "high": 2.0}, "sequence_product, sequence_geometric"),
-        ({"statistic": "k3", "level": "sequence_product", "high": 1.0}, "k3 adds up along a sequence"),
+        (
+            {"statistic": "ratio", "level": "sequence_sum", "high": 2.0},
+            "ratios multiply along a sequence",
+        ),
+        (
+            {"statistic": "ratio", "level": "sequence_mean", "high": 2.0},
+            "sequence_product, sequence_geometric",
+        ),
+        (
+            {"statistic": "k3", "level": "sequence_product", "high": 1.0},
+            "k3 adds up along a sequence",
+        ),
         ({"statistic": "k1", "level": "token", "high": None}, "nothing would be rejected"),
         ({"statistic": "k2", "level": "token", "low": 0.1, "high": 1.0}, "no low"),
         ({"statistic": "k3", "level": "token", "high": 0.0}, "high > 0"),
@@ -190,16 +239,20 @@ def test_only_bad_responses_the_policy_has_moved_away_from_are_dropped():
 
 def test_sequence_masking_compares_with_the_sampling_policy_where_that_is_the_proximal_one():
     settings = OpsmCorrection(delta=0.01)
-    objective = Objective(ObjectiveConfig(advantage="grpo", proximal="behavior", corrections=(settings,), renormalize=True))
+    objective = Objective(
+        ObjectiveConfig(
+            advantage="grpo", proximal="behavior", corrections=(settings,), renormalize=True
+        )
+    )
     assert objective.needs == {"logp"}
     batch = ragged_batch()
     samples = [s for s in batch.samples() if s.valid]
     behavior = torch.from_numpy(np.concatenate([s.behavior_logprobs for s in samples])).double()
-    targets = objective.prepare(batch, {"logp": behavior - 0.02})
+    targets = objective.prepare(columns(batch), {"logp": behavior - 0.02})
     whole = targets.whole
     trained = whole.mask > 0
     assert torch.equal((whole.weights == 0)[trained], (whole.advantages < 0)[trained])
-    unmoved = objective.prepare(batch, {"logp": behavior}).whole
+    unmoved = objective.prepare(columns(batch), {"logp": behavior}).whole
     assert torch.all(unmoved.weights[trained] == 1)
 
 
@@ -208,7 +261,9 @@ def test_sequence_masking_compares_with_the_sampling_policy_where_that_is_the_pr
 
 def corrected(batch, *corrections):
     for settings in corrections:
-        batch = batch.replace(weights=batch.weights * correction_method(settings.name).function(batch, settings))
+        batch = batch.replace(
+            weights=batch.weights * correction_method(settings.name).function(batch, settings)
+        )
     return batch.weights.tolist()
 
 
@@ -236,7 +291,9 @@ def test_a_rejected_token_has_no_say_over_its_sequence(settings):
     function = correction_method(settings.name).function
     clean = with_log_ratios([0.1, 0.1, 0.1], weights=[0, 1, 1], advantages=[-1, -1, -1])
     for far in (-15.0, 15.0):
-        rejected = with_log_ratios([far, 0.1, 0.1], weights=[0, 1, 1], advantages=[-1, -1, -1]).replace(logp=clean.logp)
+        rejected = with_log_ratios(
+            [far, 0.1, 0.1], weights=[0, 1, 1], advantages=[-1, -1, -1]
+        ).replace(logp=clean.logp)
         torch.testing.assert_close(function(rejected, settings)[1:], function(clean, settings)[1:])
 
 
@@ -253,13 +310,22 @@ def test_a_rejected_token_has_no_say_over_its_sequence(settings):
         ),
         TokenVetoCorrection(),
         OpsmCorrection(),
-        *(RejectCorrection(statistic=k, level=v, high=1.0) for k in ("k1", "k2", "k3") for v in ("token", "sequence_sum")),
-        *(RejectCorrection(statistic="ratio", level=v, high=1.0) for v in ("token", "sequence_product", "sequence_geometric")),
+        *(
+            RejectCorrection(statistic=k, level=v, high=1.0)
+            for k in ("k1", "k2", "k3")
+            for v in ("token", "sequence_sum")
+        ),
+        *(
+            RejectCorrection(statistic="ratio", level=v, high=1.0)
+            for v in ("token", "sequence_product", "sequence_geometric")
+        ),
     ],
     ids=lambda s: s.name if hasattr(s, "name") else None,
 )
 def test_log_ratios_of_700_stay_finite(settings, mask, dtype):
-    batch = tokens([0.0] * 4, prox=[700.0, -700.0, 700.0, 700.0], mask=mask, sequence=[0, 0, 1, 1], dtype=dtype)
+    batch = tokens(
+        [0.0] * 4, prox=[700.0, -700.0, 700.0, 700.0], mask=mask, sequence=[0, 0, 1, 1], dtype=dtype
+    )
     factor = correction_method(settings.name).function(detached(batch), settings)
     assert torch.isfinite(factor).all()
     assert factor.dtype == dtype

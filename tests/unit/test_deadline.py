@@ -6,13 +6,22 @@ import asyncio
 import pickle
 import queue
 import re
+from pathlib import Path
 
 import pytest
 import ray
 
-from megatron_async_rl.observe import deadline
-from megatron_async_rl.observe.deadline import DeadlineExceeded, ProcessDied, await_named, name_this_process, ray_get, waiting
-from megatron_async_rl.observe.logs import is_echo
+from megatron_async_rl.watchdog import deadline
+from megatron_async_rl.watchdog.deadline import (
+    DeadlineExceeded,
+    ProcessDied,
+    await_named,
+    name_this_process,
+    ray_get,
+    waiting,
+)
+from megatron_async_rl.watchdog.events import failure_of
+from megatron_async_rl.watchdog.logs import SECONDARY
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +31,15 @@ def _rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missed_deadline_says_who_waited_how_long_for_what() -> None:
-    with pytest.raises(DeadlineExceeded, match=r"^rank 0 waited 0\.1 s for a batch, which did not come$") as caught:
+    with pytest.raises(
+        DeadlineExceeded, match=r"^rank 0 waited 0\.1 s for a batch, which did not come$"
+    ) as caught:
         asyncio.run(await_named("a batch", asyncio.sleep(5), 0.05))
     assert 0.05 <= caught.value.waited_s < 1.0
 
 
 DEAD = """The actor died unexpectedly before finishing this task.
-\tclass_name: ControllerActor
+\tclass_name: Controller
 \tactor_id: 1c895b61
 \tpid: 3999
 \tname: controller
@@ -37,9 +48,15 @@ The actor is dead because its owner has died."""
 
 
 @pytest.mark.parametrize(
-    ("text", "who"), [(DEAD, "controller (pid 3999). The actor is"), ("It is dead.", "an actor (pid unknown). It is dead.")]
+    ("text", "who"),
+    [
+        (DEAD, "controller (pid 3999). The actor is"),
+        ("It is dead.", "an actor (pid unknown). It is dead."),
+    ],
 )
-def test_whoever_waits_for_a_dead_process_says_for_what_and_which(monkeypatch: pytest.MonkeyPatch, text: str, who: str) -> None:
+def test_whoever_waits_for_a_dead_process_says_for_what_and_which(
+    monkeypatch: pytest.MonkeyPatch, text: str, who: str
+) -> None:
     def get(*_: object, **__: object) -> None:
         error = ray.exceptions.ActorDiedError()
         error.error_msg = text
@@ -47,10 +64,12 @@ def test_whoever_waits_for_a_dead_process_says_for_what_and_which(monkeypatch: p
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(
-        ProcessDied, match=re.escape(f"rank 0 waited for a batch, and who was to answer is dead: {who}")
+        ProcessDied,
+        match=re.escape(f"rank 0 waited for a batch, and who was to answer is dead: {who}"),
     ) as caught:
         ray_get(None, "a batch", 1.0)
-    assert is_echo(f"ProcessDied: {caught.value}")  # what the dead process said itself tells more
+    # What the dead process said itself tells more.
+    assert failure_of(caught.value, Path("log")).kind == SECONDARY
 
 
 def test_what_is_awaited_is_cancelled_at_the_deadline() -> None:

@@ -9,9 +9,9 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.policy.diagnostics import StepTable, effective_sample_size, step_metrics
 from megatron_async_rl.policy.microbatch import build_micro_batch
-from tests.train_batches import ragged_batch
+from megatron_async_rl.policy.step_table import StepTable, effective_sample_size, step_metrics
+from tests.train_batches import columns_of, ragged_batch
 
 CPU = torch.device("cpu")
 BATCH = ragged_batch()
@@ -20,25 +20,31 @@ ADVANTAGES = np.linspace(-1, 1, len(SAMPLES))
 SHIFTS = torch.randn(len(SAMPLES), generator=torch.Generator().manual_seed(3)) * 0.4
 CURRENT = int(SHIFTS.abs().argmin())
 """The one sample that the batch's own version sampled from its first token to its last."""
-SAMPLES[CURRENT] = replace(SAMPLES[CURRENT], versions=np.full_like(SAMPLES[CURRENT].versions, BATCH.version))
+SAMPLES[CURRENT] = replace(
+    SAMPLES[CURRENT], versions=np.full_like(SAMPLES[CURRENT].versions, BATCH.version)
+)
+COLUMNS = columns_of(SAMPLES, BATCH.version)
 
 COUNTS = [int(sample.loss_mask.sum()) for sample in SAMPLES]
 
 
 def table_of(cuts):
-    """The table after these micro-batches, with log-probs the behaviour's plus a shift per sample."""
+    """The table after these micro-batches, with log-probs the behaviour's plus a shift per
+    sample."""
     table = StepTable(len(SAMPLES), CPU)
     objective, denominators = Objective(ObjectiveConfig()), Denominators(sum(COUNTS), len(SAMPLES))
     for rows in cuts:
-        micro = build_micro_batch(SAMPLES, rows, CPU)
-        logp = micro.behavior_logprobs + SHIFTS[list(rows)][micro.sequence]
+        micro = build_micro_batch(COLUMNS, rows, CPU)
+        behavior = torch.from_numpy(np.concatenate([SAMPLES[i].behavior_logprobs for i in rows]))
+        mask = torch.from_numpy(np.concatenate([SAMPLES[i].loss_mask for i in rows])).float()
+        logp = behavior + SHIFTS[list(rows)][micro.sequence]
         tokens = TokenBatch(
             logp=logp,
-            logp_prox=micro.behavior_logprobs,
-            logp_behavior=micro.behavior_logprobs,
+            logp_prox=behavior,
+            logp_behavior=behavior,
             advantages=torch.tensor(ADVANTAGES)[list(rows)][micro.sequence],
-            mask=micro.mask,
-            weights=torch.ones_like(micro.mask),
+            mask=mask,
+            weights=torch.ones_like(mask),
             sequence=micro.sequence,
             sequences=len(rows),
             entropy=torch.full_like(logp, 0.7),
@@ -47,7 +53,7 @@ def table_of(cuts):
     return table.values.numpy()
 
 
-WHOLE = step_metrics(table_of([tuple(range(len(SAMPLES)))]), SAMPLES)
+WHOLE = step_metrics(table_of([tuple(range(len(SAMPLES)))]), COLUMNS)
 
 
 def test_metrics_equal_their_definitions_over_trained_tokens():
@@ -57,8 +63,12 @@ def test_metrics_equal_their_definitions_over_trained_tokens():
     sequence_weights = np.exp(SHIFTS.double().numpy() * COUNTS)
     clipped = ((advantage > 0) & (w > 1.2)) | ((advantage < 0) & (w < 0.8))
     lag0 = np.repeat([bool(np.all(s.versions == BATCH.version)) for s in SAMPLES], COUNTS)
-    begun_earlier = np.concatenate([(s.versions == BATCH.version)[s.loss_mask == 1] for s in SAMPLES]) & ~lag0
-    assert np.abs(shift[begun_earlier]).max() > np.abs(shift[lag0]).max()  # or the next lines could not tell them apart
+    begun_earlier = (
+        np.concatenate([(s.versions == BATCH.version)[s.loss_mask == 1] for s in SAMPLES]) & ~lag0
+    )
+    assert (
+        np.abs(shift[begun_earlier]).max() > np.abs(shift[lag0]).max()
+    )  # or the next lines could not tell them apart
     expected = {
         "policy/loss": np.mean(np.maximum(-advantage * w, -advantage * np.clip(w, 0.8, 1.2))),
         "policy/entropy": 0.7,
@@ -82,23 +92,26 @@ def test_metrics_equal_their_definitions_over_trained_tokens():
 
 def test_metrics_do_not_depend_on_how_the_batch_is_cut():
     cut = [(3, 1), (0,), tuple(range(4, len(SAMPLES))), (2,)]
-    assert step_metrics(table_of(cut), SAMPLES) == pytest.approx(WHOLE, rel=1e-6)
+    assert step_metrics(table_of(cut), COLUMNS) == pytest.approx(WHOLE, rel=1e-6)
 
 
 def test_tables_of_ranks_add_up():
     halves = [tuple(range(5)), tuple(range(5, len(SAMPLES)))]
     added = table_of(halves[:1]) + table_of(halves[1:])
-    assert step_metrics(added, SAMPLES) == pytest.approx(WHOLE, rel=1e-6)
+    assert step_metrics(added, COLUMNS) == pytest.approx(WHOLE, rel=1e-6)
 
 
 def test_given_responses_have_no_ratios():
     given = [replace(sample, finish_reason="given") for sample in SAMPLES]
-    assert set(step_metrics(table_of([]), given)) == {"policy/loss", "policy/entropy"}
+    assert set(step_metrics(table_of([]), columns_of(given, BATCH.version))) == {
+        "policy/loss",
+        "policy/entropy",
+    }
 
 
 def test_an_all_masked_micro_batch_records_nothing():
     table = StepTable(2, CPU)
-    table.record(build_micro_batch(SAMPLES, (), CPU), None, None, 0)
+    table.record(build_micro_batch(COLUMNS, (), CPU), None, None, 0)
     assert not table.values.any()
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_async_rl.weights.digest import tensor_digest
+from megatron_async_rl.weights.transport import tensor_digest
 
 BASE = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 
@@ -19,8 +19,18 @@ def test_one_changed_bit_changes_the_digest(dtype):
 
 
 def test_shape_and_dtype_are_part_of_the_digest():
-    assert len({tensor_digest(t) for t in (BASE, BASE.reshape(4, 3), BASE.view(torch.int32), BASE.double())}) == 4
+    assert (
+        len(
+            {
+                tensor_digest(t)
+                for t in (BASE, BASE.reshape(4, 3), BASE.view(torch.int32), BASE.double())
+            }
+        )
+        == 4
+    )
 
 
 def test_empty_and_scalar_tensors_have_digests():
-    assert len({tensor_digest(t) for t in (torch.empty(0), torch.empty(0, 2), torch.tensor(1.0))}) == 3
+    assert (
+        len({tensor_digest(t) for t in (torch.empty(0), torch.empty(0, 2), torch.tensor(1.0))}) == 3
+    )

@@ -1,4 +1,5 @@
-"""The update keeps from the way the weights have gone since they sampled the batch: numbers on torch's AdamW, in float64."""
+"""The update keeps from the way the weights have gone since they sampled the batch: numbers on
+torch's AdamW, in float64."""
 
 from types import SimpleNamespace
 
@@ -9,23 +10,29 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_async_rl.config.controls import DisplacementControl
-from megatron_async_rl.config.memory import held_bytes
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import Config, OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision
 from megatron_async_rl.controls.displacement import Displacement
 from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.plan.memory import held_bytes, past_master_bytes
 from megatron_async_rl.policy import step as step_module
-from megatron_async_rl.policy.displacement import displacement, start_shares
-from megatron_async_rl.policy.held_weights import SnapshotMissing
-from megatron_async_rl.policy.other_policies import OtherPolicies
+from megatron_async_rl.policy.precompute import passes
+from megatron_async_rl.policy.reference_policies import ReferencePolicies
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
-from megatron_async_rl.policy.survey import passes
+from megatron_async_rl.policy.weight_copies import (
+    HeldMasters,
+    SnapshotMissing,
+    Snapshots,
+    start_shares,
+    weight_displacement,
+)
 from tests.gradients import OneRank, Shard, cosine
-from tests.train_batches import make_sample, rewards_batch
+from tests.train_batches import columns_of, make_sample, rewards_batch
 from tests.written_run import config_tree
 
 SETTINGS = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5, clip_grad=0.7)
+SETTINGS = SETTINGS.model_copy(update={"log_update_norm": True})
 FACTS = StepFacts(loss=1.0, log_weights=np.zeros(3), lag_max=0)
 STEADY = torch.linspace(0.5, 1.5, 21, dtype=torch.float64)
 """A gradient that keeps its direction makes updates that keep theirs."""
@@ -44,12 +51,18 @@ class Model(torch.nn.Module):
 
 
 class Megatron:
-    """The part of Megatron's optimizer that a step uses, over torch's AdamW; `gradients` are given to it step by step."""
+    """The part of Megatron's optimizer that a step uses, over torch's AdamW; `gradients` are given
+    to it step by step."""
 
     def __init__(self, model, gradients):
         self.parameters = list(model.parameters())
-        decay = [{"params": self.parameters[:2], "weight_decay": 0.5}, {"params": self.parameters[2:], "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(decay, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps)
+        decay = [
+            {"params": self.parameters[:2], "weight_decay": 0.5},
+            {"params": self.parameters[2:], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            decay, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps
+        )
         self.param_groups = self.optimizer.param_groups
         self.gradients = list(gradients)
 
@@ -81,16 +94,24 @@ class Run:
         if control is not None:
             controls["displacement"] = Displacement(control)
         self.step = OptimizerStep(self.megatron, SETTINGS, controls, SimpleNamespace(), 20)
-        wrapped = SimpleNamespace(chunks=[self.model], source=None, bridge=None)
-        self.others = OtherPolicies(ObjectiveConfig(snapshots=4), frozenset(), wrapped, keep_past=True)
-        self.wrapped = wrapped
+        bridge = SimpleNamespace(layout=SimpleNamespace(dp_rank=0))
+        wrapped = SimpleNamespace(chunks=[self.model], source=None, bridge=bridge)
+        self.others = ReferencePolicies(
+            ObjectiveConfig(snapshots=4),
+            frozenset(),
+            wrapped,
+            past_masters=Snapshots(lambda: HeldMasters(wrapped, self.megatron), 4),
+        )
         self.version = 0
 
     def take(self, *starts):
-        """One step on a batch whose samples began under these versions, equally long; of the present one when none is given."""
+        """One step on a batch whose samples began under these versions, equally long; of the
+        present one when none is given."""
         self.others.begin(self.version)
-        samples = mixed(*((start,) for start in starts or (self.version,)))
-        displaced = displacement(samples, self.version, self.others.past, self.wrapped, self.megatron)
+        samples = columns_of(
+            mixed(*((start,) for start in starts or (self.version,))), self.version
+        )
+        displaced = weight_displacement(samples, self.others.past_masters, self.megatron)
         self.version += 1
         return self.step.take(FACTS, displaced)
 
@@ -103,19 +124,29 @@ def gradients_of_one_rank(monkeypatch):
 
 def mixed(*versions):
     prompt = rewards_batch([[0.0]]).groups[0].prompt
-    return [make_sample(prompt, str(i), [3] * len(each), versions=list(each)) for i, each in enumerate(versions)]
+    return [
+        make_sample(prompt, str(i), [3] * len(each), versions=list(each))
+        for i, each in enumerate(versions)
+    ]
 
 
 def noisy(steps, strength=0.3):
     draw = torch.Generator().manual_seed(3)
-    return [STEADY + strength * torch.randn(21, generator=draw, dtype=torch.float64) for _ in range(steps)]
+    return [
+        STEADY + strength * torch.randn(21, generator=draw, dtype=torch.float64)
+        for _ in range(steps)
+    ]
 
 
 @pytest.mark.parametrize(
-    "decision", [Decision(), Decision(lr_scale=0.3), Decision(beta1=0.2), Decision(gradient_scale=0.1)], ids=str
+    "decision",
+    [Decision(), Decision(lr_scale=0.3), Decision(beta1=0.2), Decision(gradient_scale=0.1)],
+    ids=str,
 )
 @pytest.mark.parametrize(("target", "left"), [("zero", 0.0), ("threshold", 0.25)])
-def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_is_adams_across_it(target, left, decision):
+def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_is_adams_across_it(
+    target, left, decision
+):
     decisions = [Decision()] * 3 + [decision]
     free = Run(noisy(4), None, decisions)
     held = Run(noisy(4), DisplacementControl(c_low=0.25, target=target), decisions)
@@ -136,8 +167,12 @@ def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_i
     assert metrics["displacement/cosine"] > 0.5
     assert cosine(made, way) == pytest.approx(left, abs=1e-12)
     across = update - (update @ way) / (way @ way) * way
-    torch.testing.assert_close(made - (made @ way) / (way @ way) * way, across, rtol=0.0, atol=1e-14)
-    assert metrics["displacement/removed"] == pytest.approx(float((made - update).norm() / update.norm()), rel=1e-10)
+    torch.testing.assert_close(
+        made - (made @ way) / (way @ way) * way, across, rtol=0.0, atol=1e-14
+    )
+    assert metrics["displacement/removed"] == pytest.approx(
+        float((made - update).norm() / update.norm()), rel=1e-10
+    )
     assert metrics["update/norm"] == pytest.approx(float(made.norm()), rel=1e-10)
 
 
@@ -165,7 +200,10 @@ def test_an_update_up_to_the_threshold_is_left_alone_to_the_bit():
 @pytest.mark.parametrize("target", ["zero", "threshold"])
 def test_an_update_that_turns_back_is_left_alone_to_the_bit(target):
     gradients, decisions = [STEADY, STEADY, -STEADY], [Decision(), Decision(), Decision(beta1=0.0)]
-    free, held = Run(gradients, None, decisions), Run(gradients, DisplacementControl(target=target), decisions)
+    free, held = (
+        Run(gradients, None, decisions),
+        Run(gradients, DisplacementControl(target=target), decisions),
+    )
     for starts in ((), (), (0,)):
         free.take(*starts)
         metrics = held.take(*starts)
@@ -209,7 +247,7 @@ def test_where_samples_began_under_several_versions_each_weighs_by_its_trained_t
     samples[0].loss_mask[1] = 0
     samples += mixed((1, 1, 1))
     samples[-1].loss_mask[:] = 0
-    assert start_shares(samples) == {0: 2 / 5, 1: 2 / 5, 2: 1 / 5}
+    assert start_shares(columns_of(samples)) == {0: 2 / 5, 1: 2 / 5, 2: 1 / 5}
 
 
 def test_the_displacement_is_from_the_weighted_mean_of_the_past_weights():
@@ -220,10 +258,12 @@ def test_the_displacement_is_from_the_weighted_mean_of_the_past_weights():
         run.take()
     run.others.begin(3)
     now = run.model.flat()
-    samples = mixed((0,) * 3, (2,) * 2, (3,) * 5)
-    way = displacement(samples, 3, run.others.past, run.wrapped, run.megatron)
+    samples = columns_of(mixed((0,) * 3, (2,) * 2, (3,) * 5), 3)
+    way = weight_displacement(samples, run.others.past_masters, run.megatron)
     found = torch.cat([part.flatten() for part in way])
-    torch.testing.assert_close(found, now - (0.3 * past[0] + 0.2 * past[2] + 0.5 * now), rtol=0.0, atol=1e-15)
+    torch.testing.assert_close(
+        found, now - (0.3 * past[0] + 0.2 * past[2] + 0.5 * now), rtol=0.0, atol=1e-15
+    )
     assert torch.equal(found, torch.cat([part.flatten() for part in way]))
 
 
@@ -233,44 +273,62 @@ def test_only_the_past_weights_that_the_next_step_may_need_are_saved():
         run.take(*starts)
     control = run.step.controls["displacement"]
     assert (control.state_dict(), control.shard_state()) == ({}, {})
-    assert list(run.others.parameter_state()) == [f"past_weights_{version}" for version in (0, 1, 2)]
+    assert list(run.others.parameter_state()) == [
+        f"past_masters_{version}" for version in (0, 1, 2)
+    ]
 
 
 def test_a_batch_older_than_the_weights_kept_is_refused_with_the_key_to_change():
     run = Run(noisy(5))
     for _ in range(5):
         run.take()
-    with pytest.raises(SnapshotMissing, match=r"version 0 at version 5.*objective\.snapshots \(now 4\) to at least 6"):
+    with pytest.raises(
+        SnapshotMissing,
+        match=r"version 0 at version 5.*objective\.snapshots \(now 4\) to at least 6",
+    ):
         run.take(0)
 
 
 def test_weights_kept_for_the_control_are_not_taken_for_the_proximal_policy():
     objective = ObjectiveConfig(proximal="ewma", snapshots=3)
     model = SimpleNamespace(chunks=[Model()], source=None, bridge=None)
-    kept = OtherPolicies(objective, Objective(objective).needs, model, keep_past=True)
+    megatron = SimpleNamespace(param_groups=[{"params": list(model.chunks[0].parameters())}])
+    masters = Snapshots(lambda: HeldMasters(model, megatron), 3)
+    kept = ReferencePolicies(objective, Objective(objective).needs, model, past_masters=masters)
     for version in range(3):
         kept.begin(version)
     columns = sorted(Objective(objective).needs)
-    assert [each.weights for each in passes(columns, mixed((0, 1), (2,)), 2, kept)] == [kept.average]
+    samples = columns_of(mixed((0, 1), (2,)), 2)
+    assert [each.weights for each in passes(columns, samples, kept)] == [kept.average]
 
 
 def config(**changes):
     tree = config_tree()
-    changed = {key: {**tree.get(key, {}), **value} if isinstance(value, dict) else value for key, value in changes.items()}
+    changed = {
+        key: {**tree.get(key, {}), **value} if isinstance(value, dict) else value
+        for key, value in changes.items()
+    }
     tree |= {"controls": ["displacement"], **changed}
     return Config.model_validate(yaml.safe_load(yaml.safe_dump(tree)))
 
 
 def test_a_store_that_does_not_reach_back_to_the_oldest_start_is_refused():
-    with pytest.raises(ValidationError, match=r"objective\.snapshots: 2 .*controls: displacement.*to at least 3"):
+    with pytest.raises(
+        ValidationError, match=r"objective\.snapshots: 2 .*controls: displacement.*to at least 3"
+    ):
         config(flow={"async_ratio": 1.5}, objective={"snapshots": 2})
-    assert config(flow={"async_ratio": 1.5}, objective={"snapshots": 3}).controls[0].name == "displacement"
+    assert (
+        config(flow={"async_ratio": 1.5}, objective={"snapshots": 3}).controls[0].name
+        == "displacement"
+    )
 
 
 def test_the_versions_kept_for_the_control_take_host_memory_and_nothing_has_to_wait_for_them():
-    assert held_bytes(config(objective={"snapshots": 5})) == 5 * 4
-    assert held_bytes(config(objective={"snapshots": 5, "proximal": "snapshot"})) == 5 * 4 + 4
-    assert held_bytes(config(controls=[])) == 0
+    kept = config(objective={"snapshots": 5})
+    assert (held_bytes(kept), past_master_bytes(kept)) == (0, 5 * 4)
+    both = config(objective={"snapshots": 5, "proximal": "snapshot"})
+    assert (held_bytes(both), past_master_bytes(both)) == (5 * 4 + 4, 5 * 4)
+    assert past_master_bytes(config(controls=[])) == 0
 
 
 @pytest.mark.parametrize(
@@ -280,7 +338,10 @@ def test_the_versions_kept_for_the_control_take_host_memory_and_nothing_has_to_w
             {"controls": ["displacement", {"name": "matched_lr", "target_update_norm": 0.1}]},
             "matched_lr stands in for displacement",
         ),
-        ({"objective": {"loss": "sft", "advantage": "none"}}, "displacement compares with the weights that sampled the batch"),
+        (
+            {"objective": {"loss": "sft", "advantage": "none"}},
+            "displacement compares with the weights that sampled the batch",
+        ),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(changes, reason):
@@ -288,3 +349,23 @@ def test_what_it_does_not_go_with_is_refused(changes, reason):
         changes = {**changes, "rollout": None, "flow": {"group_size": 1, "async_ratio": 0}}
     with pytest.raises(ValidationError, match=reason):
         config(**changes)
+
+
+def test_a_bfloat16_models_displacement_is_that_of_the_optimizers_own_weights():
+    """At a learning rate of RL the model's bfloat16 weights move by roundings, which point
+    elsewhere."""
+    torch.manual_seed(0)
+    masters = torch.nn.Parameter(torch.randn(4000))
+    model = SimpleNamespace(chunks=[torch.nn.Linear(50, 80, bias=False).bfloat16()])
+    optimizer = SimpleNamespace(param_groups=[{"params": [masters], "lr": 0, "weight_decay": 0}])
+    held = Snapshots(lambda: HeldMasters(model, optimizer), 2)
+    held.begin(0)
+    before, rounded = masters.detach().clone(), masters.detach().bfloat16().float()
+    with torch.no_grad():
+        masters.sub_(1e-5 * torch.randn(4000).sign())
+    masters.grad = torch.zeros_like(masters)
+    (way,) = weight_displacement(columns_of(mixed((0,), (0,)), 1), held, optimizer)
+    true = masters.detach() - before
+    assert way.dtype == torch.float32
+    assert torch.equal(way, true)
+    assert cosine(masters.detach().bfloat16().float() - rounded, true) < 0.5

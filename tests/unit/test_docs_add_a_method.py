@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_async_rl.objectives.registry import LOSSES, UnknownName, loss_method
+from megatron_async_rl.objectives.registry import UnknownName, loss_method
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add_a_method.md").read_text()
-CODE = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE))
+FILE, USE = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
-def ran():
-    """What the page's code leaves behind; the registry is as before afterwards."""
-    before = dict(LOSSES)
+def ran(tmp_path, monkeypatch):
+    """What the page's code leaves behind, its loss in a file of the current folder."""
+    (tmp_path / "farthest_out.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     left: dict = {"__name__": "page"}
-    try:
-        exec(compile(CODE, "docs/add_a_method.md", "exec"), left)
-        yield left
-    finally:
-        LOSSES.clear()
-        LOSSES.update(before)
+    exec(compile(USE, "docs/add_a_method.md", "exec"), left)
+    yield left
+    del sys.modules["farthest_out"]
 
 
 def test_the_example_makes_good_responses_likelier_and_bad_ones_rarer(ran):
@@ -37,7 +37,7 @@ def test_the_examples_loss_leaves_out_the_share_of_tokens_it_says(ran):
     assert int((~ran["targets"].whole.decided.tokens["keep"]).sum()) == 8
 
 
-def test_the_example_registers_its_loss_for_itself_only():
+def test_the_examples_loss_has_no_short_name():
     with pytest.raises(UnknownName):
         loss_method("farthest_out")
 

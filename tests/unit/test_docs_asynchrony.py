@@ -1,4 +1,5 @@
-"""The page on asynchrony keeps what it promises: each way to run, set as the page sets it, is accepted."""
+"""The page on asynchrony keeps what it promises: each way to run, set as the page sets it, is
+accepted."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async_rl.check import check
 from megatron_async_rl.config.load import load
+from megatron_async_rl.plan.preflight import preflight
 from tests.written_run import write_run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "asynchrony.md"
-WAYS = dict(re.findall(r"^\| ([^|]+) \| (`[a-z_]+\.[a-z_]+: [^|]+) \|$", PAGE.read_text(), re.MULTILINE))
+WAYS = dict(
+    re.findall(r"^\| ([^|]+) \| (`[a-z_]+\.[a-z_]+: [^|]+) \|$", PAGE.read_text(), re.MULTILINE)
+)
 
 
 def test_the_page_has_five_ways() -> None:
@@ -23,4 +26,7 @@ def test_the_page_has_five_ways() -> None:
 def test_a_way_to_run_is_accepted_as_it_stands_on_the_page(way: str, tmp_path: Path) -> None:
     settings = [f"{key}={value}" for key, value in re.findall(r"`([a-z_.]+): ([^`]+)`", WAYS[way])]
     assert settings
-    assert check(load(write_run(tmp_path), [*settings, "run.steps=100"]), all_data=False).problems == ()
+    assert (
+        preflight(load(write_run(tmp_path), [*settings, "run.steps=100"]), all_data=False).problems
+        == ()
+    )

@@ -23,14 +23,18 @@ SECTIONS = {
     "Losses": set(LOSSES),
     "Corrections": set(CORRECTIONS),
     "Proximal policies": set(get_args(Proximal)),
-    "Step controls": set(CONTROLS),
+    "Gradient controls": set(CONTROLS),
 }
 
 
 def rows(section: str) -> dict[str, list[str]]:
     """Name -> the cells of its row in the section's table."""
     text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
     return {row[0].strip("`"): row for row in cells}
 
 
@@ -47,9 +51,16 @@ def shown_defaults(given: dict[str, Any], fields: dict[str, FieldInfo]) -> None:
 
 
 def snippets() -> list[Any]:
-    sections = {"Advantages": "advantage", "Losses": "loss", "Corrections": "corrections", "Step controls": "controls"}
+    sections = {
+        "Advantages": "advantage",
+        "Losses": "loss",
+        "Corrections": "corrections",
+        "Gradient controls": "controls",
+    }
     return [
-        pytest.param(key, configured(row), id=name) for section, key in sections.items() for name, row in rows(section).items()
+        pytest.param(key, configured(row), id=name)
+        for section, key in sections.items()
+        for name, row in rows(section).items()
     ]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_async_rl import doctor
-from megatron_async_rl.config.machine import GIB, Gpu, Machine
+from megatron_async_rl.plan import doctor
+from megatron_async_rl.plan.machine import GIB, Gpu, Machine
 
 LAPTOP = Machine(cores=2, memory=16 * GIB, shared_memory=2 * GIB, gpus=())
 NODE = Machine(cores=64, memory=512 * GIB, shared_memory=64 * GIB, gpus=(Gpu("A", 80 * GIB),))
@@ -48,7 +48,14 @@ def test_the_locked_environment_is_ready_on_a_cpu():
 
 
 def test_a_cpu_needs_no_gpu_part(monkeypatch):
-    install(monkeypatch, **{name: version for name, version in TRIED.items() if name not in ("vllm", "transformer-engine-torch")})
+    install(
+        monkeypatch,
+        **{
+            name: version
+            for name, version in TRIED.items()
+            if name not in ("vllm", "transformer-engine-torch")
+        },
+    )
     assert exit_code(LAPTOP) == 0
     assert states(LAPTOP)["transformer-engine-torch"] == "note"
     assert "vllm" not in states(LAPTOP)

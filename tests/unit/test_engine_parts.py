@@ -1,45 +1,83 @@
-"""The parts of an engine that need no vLLM: what it hands out, what it counts, in what order it may be asked."""
+"""The parts of an engine that need no vLLM: what it hands out, what it counts, in what order it may
+be asked."""
 
 import asyncio
+import pickle
 import time
 from collections.abc import Awaitable
 
+import numpy as np
 import pytest
 
-from megatron_async_rl.rollout.busy import BusyClock
-from megatron_async_rl.rollout.outbox import Outbox
-from megatron_async_rl.rollout.phase import Phase, WrongPhase
-from megatron_async_rl.rollout.pulse import Pulse
-from megatron_async_rl.samples.requests import Cut
+from megatron_async_rl.rollout.engine_state import BusyClock, EngineState, WrongState
+from megatron_async_rl.rollout.health_check import HealthCheck
+from megatron_async_rl.rollout.report_queue import ReportQueue
+from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.types import Aborted, EngineReport
 
 
-def cut(name: str) -> Cut:
-    return Cut(id=name, prefix=None)
+def aborted(name: str) -> Aborted:
+    return Aborted(id=name, partial=None)
 
 
 def test_what_comes_within_a_moment_travels_together_and_once() -> None:
     async def run() -> None:
-        outbox = Outbox()
-        asyncio.get_running_loop().call_later(0.02, outbox.put, cut("a"))
-        asyncio.get_running_loop().call_later(0.022, outbox.put, cut("b"))
+        reports = ReportQueue()
+        asyncio.get_running_loop().call_later(0.02, reports.put, aborted("a"))
+        asyncio.get_running_loop().call_later(0.022, reports.put, aborted("b"))
         started = time.monotonic()
-        _, came = await outbox.take(5.0)
+        _, came = await reports.take(5.0)
         assert time.monotonic() - started < 1
         assert [one.id for one in came] == ["a", "b"]
-        assert await outbox.take(0.01) == ((), ())
+        assert await reports.take(0.01) == ((), ())
 
     asyncio.run(run())
 
 
+def test_a_report_that_crossed_processes_holds_nothing_of_the_store_it_came_through() -> None:
+    """Ray keeps what pickle hands it as a buffer in its object store, and an array that is read
+    there keeps all of it."""
+    sent = EngineReport(
+        finished=(one_sample(40_000),),
+        aborted=(),
+        state="running",
+        version=3,
+        running=1,
+        tokens=40_000,
+        busy_s=1.5,
+        silent_s=0.0,
+    )
+    apart: list[pickle.PickleBuffer] = []
+    came = pickle.loads(pickle.dumps(sent, protocol=5, buffer_callback=apart.append))
+    assert apart == []
+    assert vars(came) | {"finished": ()} == vars(sent) | {"finished": ()}
+    assert np.array_equal(came.finished[0].versions, sent.finished[0].versions)
+
+
+def one_sample(length: int) -> Sample:
+    zeros = np.zeros(length, dtype=np.int32)
+    return Sample(
+        id="0-0",
+        prompt=Prompt(id="p", text="", token_ids=(1,)),
+        response_ids=zeros,
+        behavior_logprobs=zeros.astype(np.float32),
+        versions=np.arange(length, dtype=np.int32),
+        loss_mask=np.ones(length, dtype=np.uint8),
+        text="",
+        finish_reason="stop",
+        reward=0.0,
+    )
+
+
 def test_a_failure_is_the_answer_from_then_on_and_the_first_one_counts() -> None:
     async def run() -> None:
-        outbox = Outbox()
-        outbox.put(cut("a"))
-        outbox.fail(ValueError("the first"))
-        outbox.fail(ValueError("what followed"))
+        reports = ReportQueue()
+        reports.put(aborted("a"))
+        reports.fail(ValueError("the first"))
+        reports.fail(ValueError("what followed"))
         for _ in range(2):
             with pytest.raises(ValueError, match="the first"):
-                await outbox.take(5.0)
+                await reports.take(5.0)
 
     asyncio.run(run())
 
@@ -67,51 +105,53 @@ def test_an_engine_is_busy_while_it_samples_at_least_one_response_and_is_not_pau
 
 
 def test_the_states_an_engine_goes_through_from_one_version_to_the_next() -> None:
-    phase = Phase("engine-0")
+    state = EngineState("engine-0")
     states = []
     for step in (
-        phase.pause,
-        phase.require_loadable,
-        phase.resume,
-        phase.sleep,
-        lambda: phase.wake(phase.sleepers(("weights",))),
-        phase.require_loadable,
-        lambda: phase.wake(phase.sleepers(None)),
+        state.pause,
+        state.require_loadable,
+        state.resume,
+        state.sleep,
+        lambda: state.wake(state.sleepers(("weights",))),
+        state.require_loadable,
+        lambda: state.wake(state.sleepers(None)),
     ):
         step()
-        states.append(phase.state)
+        states.append(state.state)
     assert states == ["paused", "paused", "running", "asleep", "asleep", "asleep", "running"]
 
 
 def test_an_engine_paused_before_it_slept_runs_when_it_is_awake() -> None:
-    phase = Phase("engine-0")
-    phase.pause()
-    phase.sleep()
-    assert phase.sleepers(None) == ("weights", "kv_cache")
-    phase.wake(("weights", "kv_cache"))
-    assert phase.runs
+    state = EngineState("engine-0")
+    state.pause()
+    state.sleep()
+    assert state.sleepers(None) == ("weights", "kv_cache")
+    state.wake(("weights", "kv_cache"))
+    assert state.runs
 
 
 def test_what_is_out_of_order_is_refused() -> None:
-    phase = Phase("engine-0")
-    with pytest.raises(WrongPhase, match="was to load weights, and is running"):
-        phase.require_loadable()
-    with pytest.raises(WrongPhase, match="was to wake, and it is awake"):
-        phase.sleepers(None)
+    state = EngineState("engine-0")
+    with pytest.raises(WrongState, match="was to load weights, and is running"):
+        state.require_loadable()
+    with pytest.raises(WrongState, match="was to wake, and it is awake"):
+        state.sleepers(None)
     with pytest.raises(ValueError, match="cannot wake cache: what sleeps is weights and kv_cache"):
-        phase.sleepers(("cache",))
-    phase.sleep()
-    with pytest.raises(WrongPhase, match="its weights are asleep"):
-        phase.require_loadable()
-    with pytest.raises(WrongPhase, match="was to pause, and is asleep"):
-        phase.require_awake("pause")
-    phase.wake(("weights",))
-    with pytest.raises(WrongPhase, match="was to wake, and weights is awake"):
-        phase.sleepers(("weights", "kv_cache"))
+        state.sleepers(("cache",))
+    state.sleep()
+    with pytest.raises(WrongState, match="its weights are asleep"):
+        state.require_loadable()
+    with pytest.raises(WrongState, match="was to pause, and is asleep"):
+        state.require_awake("pause")
+    state.wake(("weights",))
+    with pytest.raises(WrongState, match="was to wake, and weights is awake"):
+        state.sleepers(("weights", "kv_cache"))
 
 
-def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_async_rl.rollout.pulse.EVERY_S", 0.01)
+def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron_async_rl.rollout.health_check.EVERY_S", 0.01)
     answers: list[asyncio.Future[str]] = []
     dead = False
 
@@ -121,15 +161,15 @@ def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer(monkeyp
 
     async def run() -> None:
         nonlocal dead
-        pulse = Pulse(ask, lambda: dead)
-        watching = asyncio.create_task(pulse.until_dead())
+        health = HealthCheck(ask, lambda: dead)
+        watching = asyncio.create_task(health.until_dead())
         await asyncio.sleep(0.2)
         assert len(answers) == 1, "one question at a time"
-        assert pulse.silent_s >= 0.19
+        assert health.silent_s >= 0.19
         answers[0].set_result("3")
         await asyncio.sleep(0.1)
         assert len(answers) == 2
-        assert pulse.silent_s < 0.15
+        assert health.silent_s < 0.15
         dead = True
         await asyncio.wait_for(watching, 5)
 
@@ -137,8 +177,8 @@ def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer(monkeyp
 
 
 def test_a_question_that_is_lost_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_async_rl.rollout.pulse.EVERY_S", 0.01)
-    monkeypatch.setattr("megatron_async_rl.rollout.pulse.DEADLINE_S", 0.05)
+    monkeypatch.setattr("megatron_async_rl.rollout.health_check.EVERY_S", 0.01)
+    monkeypatch.setattr("megatron_async_rl.rollout.health_check.DEADLINE_S", 0.05)
     asked = 0
 
     async def ask() -> str:
@@ -149,8 +189,8 @@ def test_a_question_that_is_lost_is_asked_again(monkeypatch: pytest.MonkeyPatch)
         return "3"
 
     async def run() -> None:
-        pulse = Pulse(ask, lambda: asked > 3)
-        await asyncio.wait_for(pulse.until_dead(), 5)
-        assert pulse.silent_s < 1
+        health = HealthCheck(ask, lambda: asked > 3)
+        await asyncio.wait_for(health.until_dead(), 5)
+        assert health.silent_s < 1
 
     asyncio.run(run())

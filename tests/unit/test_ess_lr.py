@@ -1,4 +1,5 @@
-"""The ESS learning rate: the published formula, and the failures of a released implementation that must not come back."""
+"""The ESS learning rate: the published formula, and the failures of a released implementation that
+must not come back."""
 
 import math
 
@@ -6,18 +7,26 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.config.controls import EssLrControl
-from megatron_async_rl.controls.ess import effective_sample_size, lr_scale
-from megatron_async_rl.controls.ess_lr import EssLr
+from megatron_async_rl.controls.ess_lr import EssLr, effective_sample_size, lr_scale
 from tests.gradients import step
 
 
 def scale_of(log_weights, lag_max=1, **settings):
-    return EssLr(EssLrControl(**settings)).apply(step(log_weights=log_weights, lag_max=lag_max)).lr_scale
+    return (
+        EssLr(EssLrControl(**settings))
+        .apply(step(log_weights=log_weights, lag_max=lag_max))
+        .lr_scale
+    )
 
 
 @pytest.mark.parametrize(
     ("log_weights", "ess"),
-    [([0.0] * 5, 5.0), ([math.log(4.0), 0.0, 0.0], 2.0), ([60.0, 0.0, 0.0], 1.0), ([math.log(3.0), 0.0], 16 / 10)],
+    [
+        ([0.0] * 5, 5.0),
+        ([math.log(4.0), 0.0, 0.0], 2.0),
+        ([60.0, 0.0, 0.0], 1.0),
+        ([math.log(3.0), 0.0], 16 / 10),
+    ],
 )
 def test_the_effective_sample_size_is_the_squared_sum_over_the_sum_of_squares(log_weights, ess):
     assert effective_sample_size(np.array(log_weights)) == pytest.approx(ess)
@@ -26,7 +35,9 @@ def test_the_effective_sample_size_is_the_squared_sum_over_the_sum_of_squares(lo
 @pytest.mark.parametrize("shift", [-5000.0, -200.0, 200.0, 5000.0])
 def test_the_effective_sample_size_does_not_depend_on_a_common_factor(shift):
     log_weights = np.random.default_rng(0).normal(size=32)
-    assert effective_sample_size(log_weights + shift) == pytest.approx(effective_sample_size(log_weights))
+    assert effective_sample_size(log_weights + shift) == pytest.approx(
+        effective_sample_size(log_weights)
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,10 +66,13 @@ def test_uniform_tiny_weights_leave_the_learning_rate_whole():
 
 
 def test_the_factor_rests_on_the_step_s_all_reduced_numbers_alone_so_no_tensor_rank_can_have_another():
-    """The released failure: ranks that hold no log-probs of their own got 0. Here the control is not told of any rank."""
+    """The released failure: ranks that hold no log-probs of their own got 0. Here the control is
+    not told of any rank."""
     log_weights = [0.3, -0.2, 1.5]
     first, other = (EssLr(EssLrControl()) for _ in range(2))
-    assert first.apply(step(None, log_weights=log_weights)) == other.apply(step(None, log_weights=log_weights))
+    assert first.apply(step(None, log_weights=log_weights)) == other.apply(
+        step(None, log_weights=log_weights)
+    )
     assert 0.0 < scale_of(log_weights) < 1.0
 
 

@@ -1,4 +1,5 @@
-"""`mar eval` before anything starts: what it finds, what it takes from where, and what it refuses."""
+"""`mar eval` before anything starts: what it finds, what it takes from where, and what it
+refuses."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import yaml
 from rich.console import Console
 
 from megatron_async_rl.config.problem import ConfigError
-from megatron_async_rl.evaluate import Question, ask
-from megatron_async_rl.observe.evaluation_screen import sampling_progress, show_evaluation
+from megatron_async_rl.evaluate import EvalJob, resolve
+from megatron_async_rl.report.progress import sampling_progress, show_evaluation
 from tests.written_run import config_tree, write_model, write_prompts
 
 
@@ -30,7 +31,11 @@ def run(tmp_path: Path) -> Path:
         folder.mkdir(parents=True)
         (folder / "about.json").write_text(json.dumps({"step": step}))
     (tmp_path / "out" / "checkpoint" / "latest").write_text("step_00000008")
-    configure(tmp_path / "out", data={"eval": "../held_out.jsonl"}, eval={"samples_per_prompt": 4, "pass_at": [1, 4]})
+    configure(
+        tmp_path / "out",
+        data={"eval": "../held_out.jsonl"},
+        eval={"samples_per_prompt": 4, "pass_at": [1, 4]},
+    )
     return tmp_path / "out"
 
 
@@ -38,52 +43,70 @@ def configure(folder: Path, **changes: Any) -> Path:
     tree = config_tree()
     tree["model"]["path"] = "../model"
     for section, values in changes.items():
-        tree[section] = {**(tree.get(section) or {}), **values} if isinstance(values, dict) else values
+        tree[section] = (
+            {**(tree.get(section) or {}), **values} if isinstance(values, dict) else values
+        )
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump({name: section for name, section in tree.items() if section is not None}))
+    file.write_text(
+        yaml.safe_dump({name: section for name, section in tree.items() if section is not None})
+    )
     return file
 
 
-def asked(named: Path, *overrides: str, config: Path | None = None, out: Path | None = None) -> Question:
-    return ask(named, config, overrides, out)
+def resolved(
+    named: Path, *overrides: str, config: Path | None = None, out: Path | None = None
+) -> EvalJob:
+    return resolve(named, config, overrides, out)
 
 
 def test_a_runs_checkpoint_folder_is_its_newest_step_with_the_runs_own_config(run: Path) -> None:
-    question = asked(run / "checkpoint")
-    assert question.subject.checkpoint == run / "checkpoint" / "step_00000008"
-    assert (question.subject.version, question.subject.result) == (8, run / "eval_8.json")
-    assert (question.eval.samples_per_prompt, question.eval.pass_at) == (4, (1, 4))
-    assert [prompt.text for prompt in question.prompts] == ["0+0=", "1+1=", "2+2="]
+    job = resolved(run / "checkpoint")
+    assert job.target.checkpoint == run / "checkpoint" / "step_00000008"
+    assert (job.target.version, job.target.result) == (8, run / "eval_8.json")
+    assert (job.eval.samples_per_prompt, job.eval.pass_at) == (4, (1, 4))
+    assert [prompt.text for prompt in job.prompts] == ["0+0=", "1+1=", "2+2="]
 
 
 def test_one_steps_folder_is_that_step_and_overrides_change_the_sampling(run: Path) -> None:
-    question = asked(run / "checkpoint" / "step_00000004", "rollout.sampling.temperature=0.5", "run.seed=7")
-    assert (question.subject.version, question.subject.result) == (4, run / "eval_4.json")
-    assert (question.rollout.sampling.temperature, question.seed) == (0.5, 7)
+    job = resolved(
+        run / "checkpoint" / "step_00000004", "rollout.sampling.temperature=0.5", "run.seed=7"
+    )
+    assert (job.target.version, job.target.result) == (4, run / "eval_4.json")
+    assert (job.rollout.sampling.temperature, job.seed) == (0.5, 7)
 
 
-def test_a_model_directory_replaces_the_model_of_the_named_config(run: Path, tmp_path: Path) -> None:
+def test_a_model_directory_replaces_the_model_of_the_named_config(
+    run: Path, tmp_path: Path
+) -> None:
     other = write_model(tmp_path / "other")
-    config = configure(tmp_path / "out", model={"path": "nowhere"}, data={"eval": "../held_out.jsonl"})
-    question = asked(other, config=config, out=tmp_path / "here.json")
-    assert (question.model, question.subject.checkpoint, question.subject.version) == (other, None, 0)
-    assert question.subject.result == tmp_path / "here.json"
+    config = configure(
+        tmp_path / "out", model={"path": "nowhere"}, data={"eval": "../held_out.jsonl"}
+    )
+    job = resolved(other, config=config, out=tmp_path / "here.json")
+    assert (job.model, job.target.checkpoint, job.target.version) == (
+        other,
+        None,
+        0,
+    )
+    assert job.target.result == tmp_path / "here.json"
 
 
-def test_without_an_eval_section_the_defaults_hold_and_the_data_may_come_from_the_command(run: Path) -> None:
+def test_without_an_eval_section_the_defaults_hold_and_the_data_may_come_from_the_command(
+    run: Path,
+) -> None:
     configure(run)
-    question = asked(run / "checkpoint", f"data.eval={run.parent / 'held_out.jsonl'}")
-    assert (question.eval.samples_per_prompt, len(question.prompts)) == (4, 3)
+    job = resolved(run / "checkpoint", f"data.eval={run.parent / 'held_out.jsonl'}")
+    assert (job.eval.samples_per_prompt, len(job.prompts)) == (4, 3)
 
 
 def refusal(named: Path, *overrides: str, **more: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        asked(named, *overrides, **more)
+        resolved(named, *overrides, **more)
     return str(caught.value)
 
 
 def test_what_is_no_checkpoint_is_told_where_one_is(run: Path) -> None:
-    assert "is no folder" in refusal(run / "checkpoints")
+    assert "is not a directory" in refusal(run / "checkpoints")
     assert f"fix: name {run / 'checkpoint'}" in refusal(run)
     assert "neither a checkpoint nor a Hugging Face model" in refusal(run.parent)
     (run / "checkpoint" / "latest").write_text("step_00000009")
@@ -116,7 +139,9 @@ def test_a_supervised_runs_config_does_not_say_how_to_sample(run: Path) -> None:
 def test_more_passes_than_responses_are_refused(run: Path, section: str) -> None:
     if section == "by default":
         configure(run, data={"eval": "../held_out.jsonl"})
-    assert "eval.pass_at: 8 needs as many responses per prompt" in refusal(run / "checkpoint", "eval.pass_at=[8]")
+    assert "eval.pass_at: 8 needs as many responses per prompt" in refusal(
+        run / "checkpoint", "eval.pass_at=[8]"
+    )
 
 
 def test_prompts_and_rewards_that_do_not_fit_are_refused(run: Path) -> None:
@@ -128,12 +153,23 @@ def test_prompts_and_rewards_that_do_not_fit_are_refused(run: Path) -> None:
 
 
 def test_a_result_that_cannot_be_written_is_refused_before_the_work(run: Path) -> None:
-    assert "name a file with --out FILE" in refusal(run / "checkpoint", out=run / "nowhere" / "result.json")
+    assert "name a file with --out FILE" in refusal(
+        run / "checkpoint", out=run / "nowhere" / "result.json"
+    )
 
 
 def test_the_command_refuses_with_exit_code_2_and_without_a_traceback(run: Path) -> None:
-    command = [sys.executable, "-m", "megatron_async_rl", "eval", str(run / "checkpoint"), "eval.pass_at=[5]"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_async_rl",
+        "eval",
+        str(run / "checkpoint"),
+        "eval.pass_at=[5]",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "eval.pass_at: 5 needs as many responses per prompt" in done.stderr
     assert "Traceback" not in done.stderr
@@ -145,8 +181,17 @@ def test_what_was_found_is_shown_with_its_speed_also_when_every_reward_failed() 
     with sampling_progress(console, 2) as progress:
         progress(1, 10)
         progress(2, 20)
-    counts = {"samples": 8, "prompts": 2, "truncated": 0.25, "tokens": 400, "seconds": 2.0, "reward_errors": 8}
-    show_evaluation({"mean_reward": None, "pass_at": {"1": 0.5}, **counts}, "RUN/eval_8.json", console)
+    counts = {
+        "samples": 8,
+        "prompts": 2,
+        "truncated": 0.25,
+        "tokens": 400,
+        "seconds": 2.0,
+        "reward_errors": 8,
+    }
+    show_evaluation(
+        {"mean_reward": None, "pass_at": {"1": 0.5}, **counts}, "RUN/eval_8.json", console
+    )
     shown = console.export_text()
     for words in (
         "sampled 2 of 2 prompts",

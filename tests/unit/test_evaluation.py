@@ -1,4 +1,5 @@
-"""Held-out evaluation: what is computed of the samples, how they are asked for, at which versions, and what is kept."""
+"""Held-out evaluation: what is computed of the samples, how they are asked for, at which versions,
+and what is kept."""
 
 from __future__ import annotations
 
@@ -19,17 +20,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async_rl.flow.errors import BatchTimeout, EngineFailed, RewardFailed
-from megatron_async_rl.flow.eval_schedule import EvalSchedule
-from megatron_async_rl.flow.evaluation import EvalResult, WeightsMoved, evaluate, pass_at_k, summarise_evaluation
-from megatron_async_rl.observe.evaluations import EvalLog, read_evaluations
-from megatron_async_rl.observe.metrics import MetricsLog
+from megatron_async_rl.flow.evaluation import (
+    EvalResult,
+    EvalSchedule,
+    WeightsMoved,
+    evaluate,
+    pass_at_k,
+    summarise_evaluation,
+)
+from megatron_async_rl.metrics.log import EvalLog, MetricsLog, read_evaluations
 from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.requests import Request
+from megatron_async_rl.samples.types import Request
 
 PROMPTS = [Prompt(id=f"p{i}", text=str(i), token_ids=(i,)) for i in range(4)]
 
 
-def sample(request: Request, reward: float | None, *, versions: tuple[int, ...] = (3, 3), finish_reason: Any = "stop") -> Sample:
+def sample(
+    request: Request,
+    reward: float | None,
+    *,
+    versions: tuple[int, ...] = (3, 3),
+    finish_reason: Any = "stop",
+) -> Sample:
     """`reward` None: the reward failed."""
     length = len(versions)
     return Sample(
@@ -48,13 +60,23 @@ def sample(request: Request, reward: float | None, *, versions: tuple[int, ...] 
 
 def answers(*rewards: Sequence[float | None]) -> list[tuple[Prompt, list[Sample]]]:
     return [
-        (prompt, [sample(Request(group=-1 - i, k=k, prompt=prompt), reward) for k, reward in enumerate(row)])
+        (
+            prompt,
+            [
+                sample(Request(group=-1 - i, k=k, prompt=prompt), reward)
+                for k, reward in enumerate(row)
+            ],
+        )
         for i, (prompt, row) in enumerate(zip(PROMPTS, rewards, strict=False))
     ]
 
 
-def summary(*rewards: Sequence[float | None], pass_at: Sequence[int] = (1,), pass_reward: float = 1.0) -> EvalResult:
-    return summarise_evaluation(answers(*rewards), version=3, seconds=2.0, pass_at=pass_at, pass_reward=pass_reward)
+def summary(
+    *rewards: Sequence[float | None], pass_at: Sequence[int] = (1,), pass_reward: float = 1.0
+) -> EvalResult:
+    return summarise_evaluation(
+        answers(*rewards), version=3, seconds=2.0, pass_at=pass_at, pass_reward=pass_reward
+    )
 
 
 class Fleet:
@@ -62,32 +84,38 @@ class Fleet:
 
     def __init__(self) -> None:
         self.asked: list[Request] = []
-        self.on: set[str] = set()
+        self.on: set[int] = set()
         self.cancelled: list[str] = []
         self.gate: Callable[[Prompt], Coroutine[Any, Any, None]] = lambda prompt: asyncio.sleep(0)
         self.reward: Callable[[Request], float | None] = lambda request: float(request.k)
         self.versions = (3, 3)
         self.moved_at = -math.inf
 
-    async def run(self, requests: Sequence[Request], *, on: str) -> list[Sample]:
+    async def run(self, requests: Sequence[Request], version: int) -> list[Sample]:
         self.asked += requests
-        self.on.add(on)
+        self.on.add(version)
         try:
             await self.gate(requests[0].prompt)
         except asyncio.CancelledError:
             self.cancelled.append(requests[0].prompt.id)
             raise
-        return [sample(request, self.reward(request), versions=self.versions) for request in requests]
+        return [
+            sample(request, self.reward(request), versions=self.versions) for request in requests
+        ]
 
 
-def evaluated(fleet: Fleet, *, n: int = 2, timeout_s: float = 5.0, on_reward_error: Any = "drop", **more: Any) -> EvalResult:
-    settings = {"pass_at": (1, 2), "pass_reward": 1.0, "on": "training", **more}
+def evaluated(
+    fleet: Fleet, *, n: int = 2, timeout_s: float = 5.0, on_reward_error: Any = "drop", **more: Any
+) -> EvalResult:
+    settings = {"pass_at": (1, 2), "pass_reward": 1.0, **more}
     call = evaluate(fleet, PROMPTS, n, 3, timeout_s, on_reward_error=on_reward_error, **settings)
     return asyncio.run(asyncio.wait_for(call, 20))
 
 
 @given(st.integers(1, 7), st.data())
-def test_pass_at_k_is_the_share_of_all_choices_of_k_responses_that_hold_one_that_passed(n: int, data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_all_choices_of_k_responses_that_hold_one_that_passed(
+    n: int, data: st.DataObject
+) -> None:
     passed, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     choices = list(itertools.combinations([i < passed for i in range(n)], k))
     share = Fraction(sum(any(choice) for choice in choices), len(choices))
@@ -136,21 +164,30 @@ def test_the_result_counts_tokens_and_truncated_responses() -> None:
 def test_a_token_of_another_version_is_no_evaluation_of_this_one(versions: tuple[int, int]) -> None:
     fleet = Fleet()
     fleet.versions = versions
-    with pytest.raises(WeightsMoved, match=rf"evaluation of version 3: response -1-0 .* versions {versions[0]} to {versions[1]}"):
+    with pytest.raises(
+        WeightsMoved,
+        match=rf"evaluation of version 3: response -1-0 .* versions {versions[0]} to {versions[1]}",
+    ):
         evaluated(fleet)
 
 
-def test_every_prompt_is_asked_for_all_its_responses_under_numbers_that_training_never_has() -> None:
+def test_every_prompt_is_asked_for_all_its_responses_under_numbers_that_training_never_has() -> (
+    None
+):
     fleet = Fleet()
-    result = evaluated(fleet, on="evaluation")
-    assert [(request.group, request.k) for request in fleet.asked] == [(-1 - i, k) for i in range(4) for k in range(2)]
+    result = evaluated(fleet)
+    assert [(request.group, request.k) for request in fleet.asked] == [
+        (-1 - i, k) for i in range(4) for k in range(2)
+    ]
     assert all(request.prefix is None for request in fleet.asked)
-    assert fleet.on == {"evaluation"}
+    assert fleet.on == {3}
     assert [one.id for one in result.per_prompt] == ["p0", "p1", "p2", "p3"]
     assert (result.version, result.mean_reward, result.pass_at) == (3, 0.5, {1: 0.5, 2: 1.0})
 
 
-def test_results_are_in_the_order_of_the_file_whatever_finishes_first_and_progress_counts_up() -> None:
+def test_results_are_in_the_order_of_the_file_whatever_finishes_first_and_progress_counts_up() -> (
+    None
+):
     fleet, seen = Fleet(), []
     fleet.gate = lambda prompt: asyncio.sleep(0.02 * (4 - prompt.token_ids[0]))
     fleet.reward = lambda request: float(request.prompt.token_ids[0])
@@ -162,11 +199,17 @@ def test_results_are_in_the_order_of_the_file_whatever_finishes_first_and_progre
 def test_an_evaluation_that_moves_is_not_late_and_one_that_does_not_names_what_is_missing() -> None:
     fleet = Fleet()
     fleet.gate = lambda prompt: asyncio.sleep(0.08 * prompt.token_ids[0])
-    assert evaluated(fleet, timeout_s=0.16).samples == 8, "0.24 s in all, but never 0.16 s without an answer"
+    assert evaluated(fleet, timeout_s=0.16).samples == 8, (
+        "0.24 s in all, but never 0.16 s without an answer"
+    )
     fleet.gate = lambda prompt: asyncio.sleep(60.0 if prompt.id in ("p1", "p3") else 0.0)
-    with pytest.raises(BatchTimeout, match=r"no response grew for 0.1 s; 2 of 4 are missing, among them p1, p3"):
+    with pytest.raises(
+        BatchTimeout, match=r"no response grew for 0.1 s; 2 of 4 are missing, among them p1, p3"
+    ):
         evaluated(fleet, timeout_s=0.1)
-    assert fleet.cancelled == ["p1", "p3"], "nothing goes on being sampled for an evaluation that was given up"
+    assert fleet.cancelled == ["p1", "p3"], (
+        "nothing goes on being sampled for an evaluation that was given up"
+    )
 
 
 def test_responses_that_grow_are_waited_for_though_no_prompt_is_answered() -> None:
@@ -201,7 +244,18 @@ def test_a_failed_reward_is_counted_or_ends_it_as_configured() -> None:
 
 def test_an_evaluation_without_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one prompt"):
-        asyncio.run(evaluate(Fleet(), [], 1, 0, 1.0, on_reward_error="drop", pass_at=(1,), pass_reward=1.0, on="training"))
+        asyncio.run(
+            evaluate(
+                Fleet(),
+                [],
+                1,
+                0,
+                1.0,
+                on_reward_error="drop",
+                pass_at=(1,),
+                pass_reward=1.0,
+            )
+        )
 
 
 def test_moved_weights_survive_the_trip_between_processes() -> None:
@@ -212,7 +266,9 @@ def test_moved_weights_survive_the_trip_between_processes() -> None:
 def test_the_first_the_last_and_every_third_version_are_evaluated() -> None:
     schedule = EvalSchedule(every=3, steps=8, means={})
     assert [version for version in range(9) if schedule.due(version)] == [0, 3, 6, 8]
-    assert [version for version in range(9) if EvalSchedule(every=0, steps=8, means={}).due(version)] == [0, 8]
+    assert [
+        version for version in range(9) if EvalSchedule(every=0, steps=8, means={}).due(version)
+    ] == [0, 8]
 
 
 def test_a_resume_repeats_no_evaluation_and_a_longer_run_evaluates_its_new_end() -> None:
@@ -236,20 +292,30 @@ def test_a_checkpoint_waits_only_for_an_evaluation_that_a_resume_from_it_could_n
 
 
 def test_a_result_is_metrics_that_the_log_takes_with_a_key_for_each_k(tmp_path: Path) -> None:
-    values = EvalSchedule(every=0, steps=8, means={}).record(summary([1.0, 0.0, 0.0], [0.0] * 3, pass_at=[1, 3]))
+    values = EvalSchedule(every=0, steps=8, means={}).record(
+        summary([1.0, 0.0, 0.0], [0.0] * 3, pass_at=[1, 3])
+    )
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     log.evaluated(3, values)
     log.log(4, {})
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert (row["eval/version"], row["eval/pass@1"], row["eval/pass@3"]) == (3, pytest.approx(1 / 6), 0.5)
+    assert (row["eval/version"], row["eval/pass@1"], row["eval/pass@3"]) == (
+        3,
+        pytest.approx(1 / 6),
+        0.5,
+    )
     assert row["eval/mean"] == pytest.approx(1 / 6)
 
 
-def test_a_result_is_a_line_of_json_with_every_prompt_also_when_all_rewards_failed(tmp_path: Path) -> None:
+def test_a_result_is_a_line_of_json_with_every_prompt_also_when_all_rewards_failed(
+    tmp_path: Path,
+) -> None:
     log = EvalLog(tmp_path, versions=())
     log.append(summary([1.0, 0.0], [None, None], pass_at=[2]).as_json())
     log.append(summary([None]).as_json())
-    first, second = (json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()
+    )
     assert first["per_prompt"] == [
         {"id": "p0", "mean": 0.5, "passed": 1, "samples": 2},
         {"id": "p1", "mean": None, "passed": 0, "samples": 2},
@@ -258,7 +324,9 @@ def test_a_result_is_a_line_of_json_with_every_prompt_also_when_all_rewards_fail
     assert second["mean_reward"] is None
 
 
-def test_a_resume_cuts_the_evaluations_that_the_checkpoint_does_not_know_and_half_written_ones(tmp_path: Path) -> None:
+def test_a_resume_cuts_the_evaluations_that_the_checkpoint_does_not_know_and_half_written_ones(
+    tmp_path: Path,
+) -> None:
     log = EvalLog(tmp_path, versions=())
     for version in (0, 3, 6):
         log.append({"version": version, "mean_reward": 0.1})
@@ -267,7 +335,11 @@ def test_a_resume_cuts_the_evaluations_that_the_checkpoint_does_not_know_and_hal
     assert [line["version"] for line in read_evaluations(tmp_path)] == [0, 3, 6]
     again = EvalLog(tmp_path, versions=(0, 3))
     again.append({"version": 6, "mean_reward": 0.9})
-    assert [(line["version"], line["mean_reward"]) for line in read_evaluations(tmp_path)] == [(0, 0.1), (3, 0.1), (6, 0.9)]
+    assert [(line["version"], line["mean_reward"]) for line in read_evaluations(tmp_path)] == [
+        (0, 0.1),
+        (3, 0.1),
+        (6, 0.9),
+    ]
     cut = [json.loads(line) for line in (tmp_path / "eval.cut.jsonl").read_text().splitlines()]
     assert [line.get("version") for line in cut] == [6, None]
 

@@ -1,4 +1,5 @@
-"""Held-out evaluation through the controller, while training's responses are under way on the same engines or on others."""
+"""Held-out evaluation through the controller, while training's responses are under way on the same
+engines or on others."""
 
 from __future__ import annotations
 
@@ -9,34 +10,37 @@ import pytest
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.errors import BatchTimeout
 from megatron_async_rl.flow.evaluation import EvalResult, WeightsMoved
-from tests.unit.coroutine_engine import CoroutineEngine
-from tests.unit.coroutine_flow import PROMPTS, flow, run, source, train
+from tests.unit.fake_engine import FakeEngine, manifest
+from tests.unit.flow_setup import begin, controller_of, flow, run, stage, train, until
 
 
-async def evaluated(controller: Controller, version: int, timeout_s: float = 5.0) -> EvalResult:
-    return await controller.evaluate(PROMPTS, 2, version, timeout_s, pass_at=(1, 2), pass_reward=1.0)
+async def evaluated(controller: Controller, version: int) -> EvalResult:
+    result = await controller.evaluate(version)
+    assert result is not None
+    return result
 
 
 def test_evaluation_changes_nothing_of_training() -> None:
     async def body() -> None:
         consumed = []
         for evaluates in (False, True):
-            engine = CoroutineEngine(lambda request: 0.002)
-            controller = Controller(source(), [engine], flow())
+            engine = FakeEngine(lambda request: 0.002)
+            controller = await begin([engine], flow())
             if evaluates:
-                before = controller.state()
+                before = (await controller.state()).state
                 await evaluated(controller, 0)
-                assert controller.state() == before
-            controller.start(0)
-            groups = await train(controller, [engine], 0, 3)
+                assert (await controller.state()).state == before
+            groups = await train(controller, 0, 3)
             if evaluates:
-                before, counts = controller.state(), controller.stats()["consumed"]
+                before, counts = (await controller.state()).state, controller.stats()["consumed"]
                 assert (await evaluated(controller, 3)).mean_reward == 0.5
-                assert (controller.state(), controller.stats()["consumed"]) == (before, counts)
-            groups += await train(controller, [engine], 3, 5)
+                after = (await controller.state()).state
+                assert (after, controller.stats()["consumed"]) == (before, counts)
+            groups += await train(controller, 3, 5)
             consumed.append([(group.index, group.prompt.id) for group in groups])
-            assert [group for group in engine.groups() if group < 0] == ([-1 - i for i in range(7)] if evaluates else [])
-            await controller.stop()
+            held_out = [group for group in engine.groups() if group < 0]
+            assert held_out == ([-1 - i for i in range(7)] if evaluates else [])
+            await controller.close()
         assert consumed[0] == consumed[1]
 
     run(body)
@@ -44,17 +48,76 @@ def test_evaluation_changes_nothing_of_training() -> None:
 
 def test_engines_of_their_own_evaluate_and_see_no_training_request_while_training_goes_on() -> None:
     async def body() -> None:
-        engine, evaluator = CoroutineEngine(), CoroutineEngine(lambda request: 0.05)
-        evaluator.version = 2
-        controller = Controller(source(), [engine], flow(), evaluators=[evaluator])
-        controller.start(0)
+        engine, evaluator = FakeEngine(), FakeEngine(lambda request: 0.05)
+        controller = await begin([engine, evaluator], flow(), evaluators=1, version=2)
+        assert evaluator.updates == [], "it is given weights only to evaluate them"
         evaluation = asyncio.create_task(evaluated(controller, 2))
-        await train(controller, [engine], 0, 4)
-        assert not evaluation.done(), "the engines of training went on to version 4 meanwhile"
+        await until(lambda: evaluator.asked)
+        await train(controller, 2, 6)
+        assert not evaluation.done(), "the engines of training went on to version 6 meanwhile"
         assert (await evaluation).version == 2
+        assert evaluator.updates == [2]
         assert min(engine.groups()) >= 0
         assert max(evaluator.groups()) < 0
-        await controller.stop()
+        assert (await evaluated(controller, 6)).version == 6
+        await controller.close()
+
+    run(body)
+
+
+def test_the_version_to_evaluate_is_kept_for_its_engines_while_newer_ones_are_staged() -> None:
+    async def body() -> None:
+        engine, evaluator = FakeEngine(), FakeEngine()
+        gate = asyncio.Event()
+        evaluator.before_update = lambda version: gate.wait()
+        controller = await begin([engine, evaluator], flow(), evaluators=1)
+        evaluation = asyncio.create_task(evaluated(controller, 0))
+        await until(lambda: evaluator.calls)
+        released = asyncio.create_task(controller.staged(1, manifest(1)))
+        await until(lambda: engine.version == 1)
+        assert not released.done(), "version 0 is still being read"
+        gate.set()
+        await released
+        assert (await evaluation).version == 0
+        await controller.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_without_an_evaluation_engine_that_is_noted_and_training_goes_on(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(Controller, "note", lambda self, text: notes.append(text))
+
+    async def body() -> None:
+        engine, evaluator = FakeEngine(), FakeEngine(lambda request: 60.0)
+        controller = await begin([engine, evaluator], flow(), evaluators=1, restarts_per_hour=0)
+        evaluation = None
+        if when == "meanwhile":
+            evaluation = asyncio.create_task(controller.evaluate(0))
+            await until(lambda: evaluator.asked)
+        evaluator.fail(RuntimeError("out of memory"))
+        await until(lambda: controller._fleet.slots[1].dead)
+        assert await (evaluation or controller.evaluate(0)) is None
+        assert any(text.startswith("version 0 is not evaluated: no eval") for text in notes)
+        assert len(await train(controller, 0, 2)) == 6, "and the training engines do not step in"
+        assert min(engine.groups()) >= 0
+        await controller.close()
+
+    run(body)
+
+
+def test_what_a_lost_evaluation_engine_had_is_asked_of_the_other_that_holds_the_version() -> None:
+    async def body() -> None:
+        engine, broken, other = FakeEngine(), FakeEngine(lambda request: 60.0), FakeEngine()
+        controller = await begin([engine, broken, other], flow(), evaluators=2, restarts_per_hour=0)
+        evaluation = asyncio.create_task(evaluated(controller, 0))
+        await until(lambda: broken.asked)
+        broken.fail(RuntimeError("out of memory"))
+        assert (await evaluation).samples == 14
+        await controller.close()
 
     run(body)
 
@@ -62,9 +125,8 @@ def test_engines_of_their_own_evaluate_and_see_no_training_request_while_trainin
 @pytest.mark.parametrize("separate", [False, True])
 def test_what_an_evaluation_has_waiting_is_no_response_of_training(separate: bool) -> None:
     async def body() -> None:
-        engines = [CoroutineEngine(lambda request: 0.02) for _ in range(1 + separate)]
-        controller = Controller(source(), engines[:1], flow(), evaluators=engines[1:], capacity=3)
-        controller.start(0)
+        engines = [FakeEngine(lambda request: 0.02) for _ in range(1 + separate)]
+        controller = await begin(engines, flow(), evaluators=int(separate), capacity=3)
         admitted = controller.stats()["open"]
         evaluation = asyncio.create_task(evaluated(controller, 0))
         await asyncio.sleep(0)
@@ -73,35 +135,38 @@ def test_what_an_evaluation_has_waiting_is_no_response_of_training(separate: boo
         assert counts["waiting"] == admitted - 3
         assert counts["in_flight"] == 3, "what the engine took before the evaluation came"
         await evaluation
-        await controller.stop()
+        await controller.close()
 
     run(body)
 
 
 def test_weights_that_move_under_an_evaluation_are_noticed() -> None:
     async def body() -> None:
-        engine = CoroutineEngine(lambda request: 0.02)
-        controller = Controller(source(), [engine], flow())
+        engine = FakeEngine(lambda request: 0.02)
+        controller = await begin([engine], flow())
         evaluation = asyncio.create_task(evaluated(controller, 0))
-        await asyncio.sleep(0.005)
+        await until(lambda: any(request.group < 0 for request in engine.asked))
         engine.version = 1
         with pytest.raises(WeightsMoved, match="evaluation of version 0"):
             await evaluation
-        await controller.stop()
+        await controller.close()
 
     run(body)
 
 
 def test_what_an_evaluation_that_was_given_up_had_running_is_stopped_on_the_engine() -> None:
     async def body() -> None:
-        engine = CoroutineEngine(lambda request: 60.0 if request.prompt.id == "p2" else 0.0)
-        controller = Controller(source(), [engine], flow())
+        engine = FakeEngine(lambda request: 60.0 if request.prompt.id == "p2" else 0.0)
+        controller = controller_of([engine], flow(), timeout_s=0.1)
+        await controller.start()
+        controller._admit = lambda: None  # type: ignore[method-assign]
+        await stage(controller, 0)
         with pytest.raises(BatchTimeout, match=r"1 of 7 are missing, among them p2"):
-            await evaluated(controller, 0, timeout_s=0.05)
-        await asyncio.sleep(0.01)
-        assert sorted(engine.cuts) == ["-3-0", "-3-1"]
+            await evaluated(controller, 0)
+        await until(lambda: len(engine.aborts) == 2)
+        assert sorted(engine.aborts) == ["-3-0", "-3-1"]
         engine.delay = lambda request: 0.0
         assert (await evaluated(controller, 0)).samples == 14, "and may be asked again"
-        await controller.stop()
+        await controller.close()
 
     run(body)

@@ -1,4 +1,5 @@
-"""Engines that raise, wedge, fall silent or answer what they were not asked: every request is answered once all the same."""
+"""Engines that raise, wedge, fall silent or answer what they were not asked: every request is
+answered once all the same, or given up before it costs a third engine."""
 
 from __future__ import annotations
 
@@ -14,37 +15,49 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async_rl.flow.controller import Controller
-from megatron_async_rl.flow.errors import EngineFailed
-from megatron_async_rl.samples import Prompt
-from megatron_async_rl.samples.requests import Cut, Request
-from tests.unit.coroutine_engine import CoroutineEngine, prefix
-from tests.unit.coroutine_fleet import Desk, ids, never, requests
-from tests.unit.coroutine_flow import PROMPTS, flow, run, source
+from megatron_async_rl.flow import controller as controller_module
+from megatron_async_rl.flow import engine_task
+from megatron_async_rl.flow.errors import EngineFailed, RequestGivenUp
+from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.types import Aborted, Request
+from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, partial
+from tests.unit.fleet_harness import fleet_of, ids, never, requests
+from tests.unit.flow_setup import PROMPTS, begin, flow, run, stage, until
 
 
-def raises(engine: CoroutineEngine) -> None:
+@pytest.fixture(autouse=True)
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_task, "FIRST_DELAY_S", 0.001)
+
+
+def raises(engine: FakeEngine) -> None:
     engine.fail(RuntimeError("out of memory"))
 
 
-def wedges(engine: CoroutineEngine) -> None:
+def wedges(engine: FakeEngine) -> None:
     engine.wedged = True
+    engine._news.set()
 
 
-def falls_silent(engine: CoroutineEngine) -> None:
+def falls_silent(engine: FakeEngine) -> None:
     engine.silent_s = 99.0
 
 
-def answers_another_question(engine: CoroutineEngine) -> None:
-    engine.say(replace(engine.sample(engine.asked[0]), prompt=Prompt(id="other", text="", token_ids=(1,))))
+def answers_another_question(engine: FakeEngine) -> None:
+    other = Prompt(id="other", text="", token_ids=(1,))
+    engine.say(replace(engine.sample(engine.asked[0]), prompt=other))
 
 
-def answers_what_nobody_asked(engine: CoroutineEngine) -> None:
+def answers_what_nobody_asked(engine: FakeEngine) -> None:
     engine.say(replace(engine.sample(engine.asked[0]), id="77-0"))
 
 
-def cuts_what_nobody_cut(engine: CoroutineEngine) -> None:
-    engine.say(Cut(id=engine.asked[0].id, prefix=None))
+def has_its_call_cancelled(engine: FakeEngine) -> None:
+    engine.fail(asyncio.CancelledError())
+
+
+def aborts_what_nobody_aborted(engine: FakeEngine) -> None:
+    engine.say(Aborted(id=engine.asked[0].id, partial=None))
 
 
 @pytest.mark.parametrize(
@@ -52,202 +65,353 @@ def cuts_what_nobody_cut(engine: CoroutineEngine) -> None:
     [
         (raises, "RuntimeError: out of memory"),
         (wedges, r"it did not answer for 0.3 s \(rollout.unresponsive_s\)"),
+        (has_its_call_cancelled, "a call to it was cancelled"),
         (falls_silent, "its vLLM process did not answer for 99 s"),
         (answers_another_question, "it answered 0-0, prompt other, which it was not asked"),
         (answers_what_nobody_asked, "it answered 77-0, prompt p0, which it was not asked"),
-        (cuts_what_nobody_cut, "it cut 0-0, which it was not told to"),
+        (aborts_what_nobody_aborted, "it aborted 0-0, which it was not told to"),
     ],
 )
 def test_what_a_lost_engine_had_not_answered_is_asked_again_elsewhere_and_answered_once(
-    break_it: Callable[[CoroutineEngine], None], reason: str
+    break_it: Callable[[FakeEngine], None], reason: str
 ) -> None:
     async def body() -> None:
-        broken, other = CoroutineEngine(never), CoroutineEngine(lambda request: 0.01)
-        desk = Desk([broken, other], capacity=3, unresponsive_s=0.3)
-        desk.fleet.put(requests(8))
-        await asyncio.sleep(0.005)
+        broken, other = FakeEngine(never), FakeEngine(lambda request: 0.01)
+        harness = await fleet_of(
+            [broken, other], capacity=3, unresponsive_s=0.3, restarts_per_hour=0
+        )
+        harness.fleet.put(requests(8), 0)
+        await until(lambda: len(broken.asked) == 3)
         held = ids(broken.asked)
-        assert len(held) == 3
         break_it(broken)
-        await desk.until(lambda: len(desk.samples) == 8)
-        assert Counter(sample.id for sample in desk.samples) == Counter(f"{i}-0" for i in range(8))
+        await until(lambda: len(harness.samples) == 8)
+        assert Counter(sample.id for sample in harness.samples) == Counter(
+            f"{i}-0" for i in range(8)
+        )
         assert set(held) <= set(ids(other.asked))
-        assert [index for index, _ in desk.lost] == [0]
-        assert re.search(reason, desk.lost[0][1])
-        assert not desk.errors
-        await desk.fleet.stop()
+        ((index, why),) = harness.lost
+        assert index == 0
+        assert re.search(reason, why)
+        assert broken.killed
+        assert not harness.errors
+        await harness.close()
 
     run(body)
 
 
 def test_an_engine_that_refuses_requests_is_lost_and_they_go_elsewhere() -> None:
     async def body() -> None:
-        refusing, other = CoroutineEngine(), CoroutineEngine()
+        refusing, other = FakeEngine(), FakeEngine()
         refusing.refuses = MemoryError("no room")
-        desk = Desk([refusing, other])
-        desk.fleet.put(requests(6))
-        await desk.until(lambda: len(desk.samples) == 6)
-        assert desk.lost == [(0, "it failed to take requests: MemoryError: no room")]
-        await desk.fleet.stop()
+        harness = await fleet_of([refusing, other], restarts_per_hour=0)
+        harness.fleet.put(requests(6), 0)
+        await until(lambda: len(harness.samples) == 6)
+        assert harness.lost == [(0, "it failed to take requests: MemoryError: no room")]
+        await harness.close()
 
     run(body)
 
 
-def test_a_prefix_survives_the_engine_that_was_continuing_it() -> None:
+def test_a_partial_response_survives_the_engine_that_was_continuing_it() -> None:
     async def body() -> None:
-        broken, other = CoroutineEngine(never), CoroutineEngine()
-        desk = Desk([broken, other], capacity=1)
-        continued = Request(group=0, k=0, prompt=PROMPTS[0], prefix=prefix(3, 4))
-        desk.fleet.put([continued])
-        await asyncio.sleep(0.005)
+        broken, other = FakeEngine(never), FakeEngine()
+        harness = await fleet_of([broken, other], capacity=1, restarts_per_hour=0)
+        await harness.stage(6)
+        await until(lambda: other.version == 6 and broken.version == 6)
+        continued = Request(group=0, k=0, prompt=PROMPTS[0], prefix=partial(3, 4))
+        harness.fleet.put([continued], 3)
+        await until(lambda: broken.asked)
         raises(broken)
-        other.version = 6
-        await desk.until(lambda: desk.samples)
-        assert desk.samples[0].versions.tolist() == [3, 4, 6, 6]
-        await desk.fleet.stop()
+        await until(lambda: harness.samples)
+        assert harness.samples[0].versions.tolist() == [3, 4, 6, 6]
+        await harness.close()
 
     run(body)
 
 
-def test_a_replacement_takes_part_and_is_not_blamed_for_what_its_predecessor_fails_at_later() -> None:
+def test_a_restarted_engine_is_not_blamed_for_what_its_predecessor_fails_at_later() -> None:
     async def body() -> None:
-        old, new = CoroutineEngine(never), CoroutineEngine()
-        gate = asyncio.Event()
+        old, gate = FakeEngine(never), asyncio.Event()
 
-        async def slow_cut(ids: Any) -> None:
+        async def slow_submit(requests: object) -> None:
             await gate.wait()
             raise RuntimeError("too late")
 
-        old.cut = slow_cut  # type: ignore[method-assign]
-        desk = Desk([old], capacity=2)
-        desk.fleet.put(requests(2))
-        await asyncio.sleep(0.005)
-        desk.fleet.cut(["0-0"])
+        launch = FakeLaunch([old], again=lambda index: FakeEngine())
+        harness = await fleet_of(launch, capacity=2)
+        harness.fleet.put(requests(1), 0)
+        await until(lambda: old.asked)
+        old.submit = slow_submit  # type: ignore[method-assign]
+        harness.fleet.put(requests(1, first=3), 0)
         raises(old)
-        await desk.until(lambda: desk.lost)
-        desk.fleet.put(requests(3, first=5))
-        desk.fleet.replace(0, new)
+        await until(lambda: harness.fleet.slots[0].serving and launch.engines[0] is not old)
         gate.set()
-        await desk.until(lambda: len(desk.samples) == 4)
-        await asyncio.sleep(0.01)
-        assert desk.fleet.slots[0].alive
-        assert (desk.fleet.slots[0].restarts, len(desk.lost)) == (1, 1)
-        await desk.fleet.stop()
+        await until(lambda: len(harness.samples) == 2)
+        await asyncio.sleep(0)
+        slot = harness.fleet.slots[0]
+        assert (slot.serving, slot.restarts) == (True, 1)
+        assert "engine-0 is back, with the weights of version 0, verified" in harness.notes
+        await harness.close()
 
     run(body)
 
 
-def test_an_engine_that_is_alive_is_not_replaced() -> None:
+def test_a_request_that_two_engines_were_lost_with_is_given_up_before_a_third() -> None:
     async def body() -> None:
-        desk = Desk([CoroutineEngine()])
-        with pytest.raises(ValueError, match="engine 0 is alive and cannot be replaced"):
-            desk.fleet.replace(0, CoroutineEngine())
-        await desk.fleet.stop()
+        engines = [FakeEngine(never) for _ in range(3)]
+        harness = await fleet_of(engines, capacity=8, restarts_per_hour=0)
+        harness.fleet.put(requests(1), 0)
+        for lost in range(2):
+            await until(lambda lost=lost: engines[lost].asked)
+            raises(engines[lost])
+            await until(lambda lost=lost: harness.fleet.slots[lost].dead)
+        await until(lambda: harness.given_up)
+        ((request, reason),) = harness.given_up
+        assert request == "0-0"
+        assert "2 engines were lost while they had it" in reason
+        assert not engines[2].asked
+        assert harness.serving() == [2]
+        await harness.close()
+
+    run(body)
+
+
+def test_an_evaluation_of_which_a_request_is_given_up_ends_with_its_reason() -> None:
+    async def body() -> None:
+        engines = [FakeEngine(never) for _ in range(3)]
+        harness = await fleet_of(engines, restarts_per_hour=0)
+        asked = [Request(group=-1, k=0, prompt=PROMPTS[0])]
+        asking = asyncio.create_task(harness.fleet.run(asked, 0))
+        for lost in range(2):
+            await until(lambda lost=lost: engines[lost].asked)
+            raises(engines[lost])
+        with pytest.raises(RequestGivenUp, match="2 engines were lost"):
+            await asking
+        await harness.close()
+
+    run(body)
+
+
+def test_the_group_of_a_request_that_was_given_up_is_dropped_and_replaced() -> None:
+    async def body() -> None:
+        bad = FakeEngine(lambda request: 60.0 if request.group == 1 else 0.0)
+        launch = FakeLaunch([bad], again=lambda index: FakeEngine(bad.delay))
+        controller = await begin(launch, flow(3, 0.0))
+        for _ in range(2):
+            engine = launch.engines[0]
+            await until(lambda: len(controller._fleet.slots[0].held) == 2)
+            raises(engine)
+            await until(lambda engine=engine: launch.engines[0] is not engine)
+        handout = await controller.next_batch(0)
+        assert handout is not None
+        assert [group.index for group in handout.batch.groups] == [0, 2, 3]
+        stats = controller.stats()
+        assert (stats["dropped_failed"], stats["given_up"], stats["open"]) == (1, 2, 0)
+        assert stats["asked"] == stats["samples"] + stats["given_up"]
+        await controller.close()
 
     run(body)
 
 
 def test_an_idle_engine_is_not_taken_for_dead_however_short_the_patience() -> None:
     async def body() -> None:
-        desk = Desk([CoroutineEngine()], unresponsive_s=0.1)
-        await asyncio.sleep(0.4)
-        assert not desk.lost
-        await desk.fleet.stop()
+        engine = FakeEngine()
+        reports = []
+        report = engine.report
+
+        async def counted(timeout_s: float) -> object:
+            reports.append(timeout_s)
+            return await report(timeout_s)
+
+        engine.report = counted  # type: ignore[method-assign]
+        harness = await fleet_of([engine], unresponsive_s=0.4)
+        await until(lambda: len(reports) > 8)
+        assert max(reports) == 0.1, "it is asked again within a quarter of the patience"
+        assert not harness.lost
+        await harness.close()
 
     run(body)
 
 
-def test_a_receiver_that_breaks_is_reported_and_the_engine_is_not_blamed() -> None:
+def test_a_listener_that_breaks_ends_the_run_and_the_engine_is_not_blamed() -> None:
     async def body() -> None:
-        desk = Desk([CoroutineEngine()])
-        desk.fleet._on_sample = lambda sample, request: 1 / 0  # type: ignore[assignment, return-value]
-        desk.fleet.put(requests(1))
-        await desk.until(lambda: desk.errors)
-        assert isinstance(desk.errors[0], ZeroDivisionError)
-        assert not desk.lost
-        await desk.fleet.stop()
+        harness = await fleet_of([FakeEngine()])
+        harness.on_sample = lambda sample, request: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+        harness.fleet.put(requests(1), 0)
+        await until(lambda: harness.errors)
+        assert isinstance(harness.errors[0], ZeroDivisionError)
+        assert not harness.lost
+        await harness.close()
 
     run(body)
 
 
 @settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 2**32), extra=st.integers(0, 2), ratio=st.sampled_from([0.0, 1.0, 2.5]))
-def test_a_run_goes_on_with_nothing_lost_or_doubled_while_engines_die_and_come_back(seed: int, extra: int, ratio: float) -> None:
+@given(seed=st.integers(0, 2**32), ratio=st.sampled_from([0.0, 1.0, 2.5]))
+def test_a_run_goes_on_with_nothing_lost_or_doubled_while_engines_die_and_come_back(
+    seed: int, ratio: float
+) -> None:
     async def body() -> None:
         chance = random.Random(seed)
-        engines = [CoroutineEngine(lambda request: chance.choice([0.0, 0.001, 0.003])) for _ in range(3)]
-        settings = flow(3, ratio, extra_responses=extra, requeue_cut=extra > 0)
-        controller = Controller(source(), list(engines), settings, capacity=4, unresponsive_s=0.2)
-        controller.start(0)
-        trained: list[str] = []
 
-        async def keeper() -> None:
-            while True:
-                index, _ = await controller.lost()
-                engines[index] = CoroutineEngine(engines[index].delay)
-                engines[index].version = version
-                controller.replace(index, engines[index])
+        def made(index: int) -> FakeEngine:
+            return FakeEngine(lambda request: chance.choice([0.0, 0.001, 0.003]))
 
-        version = 0
-        keeping = asyncio.create_task(keeper())
+        launch = FakeLaunch([made(index) for index in range(3)], again=made)
+        controller = await begin(
+            launch, flow(3, ratio), capacity=4, unresponsive_s=0.2, restarts_per_hour=1000
+        )
+        trained: list[Sample] = []
         for version in range(10):
             if chance.random() < 0.6:
-                chance.choice((raises, wedges, falls_silent))(engines[chance.randrange(3)])
-            trained += [sample.id for sample in (await controller.next_batch(version, 5.0)).samples()]
-            for engine in engines:
-                engine.version = version + 1
-            controller.advance(version + 1)
-        assert len(trained) == len(set(trained)) == 60
+                chance.choice((raises, wedges, falls_silent))(launch.engines[chance.randrange(3)])
+            handout = await controller.next_batch(version)
+            assert handout is not None
+            trained += handout.batch.samples()
+            await stage(controller, version + 1)
+        assert len(trained) == len({sample.id for sample in trained}) == 60
         stats = controller.stats()
-        assert stats["asked"] == stats["samples"] + stats["cut"] + stats["open"]
-        keeping.cancel()
-        await controller.stop()
+        assert stats["asked"] == stats["samples"] + stats["given_up"] + stats["open"]
+        await controller.close()
 
     run(body)
 
 
-def test_a_run_ends_when_the_last_engine_is_given_up_and_says_what_became_of_each() -> None:
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    setting=st.sampled_from(
+        [
+            {"async_ratio": 0.0},
+            {"async_ratio": 1.5},
+            {"async_ratio": 2.0, "selection": {"name": "exact_lag", "lag": 2}},
+            {"async_ratio": 1.0, "selection": {"name": "windowed", "window": 1.0}},
+            {"async_ratio": 0.5, "selection": "windowed", "oversample": 0.5, "late": "drop"},
+        ]
+    ),
+    colocated=st.booleans(),
+)
+def test_the_bound_holds_while_each_engine_loads_in_its_own_time_and_engines_come_and_go(
+    seed: int, setting: dict[str, Any], colocated: bool
+) -> None:
+    """The trainer waits only until no older version is read: engines lag behind it and each other,
+    are lost with older or newer weights than the others', join and leave. What was admitted under a
+    version starts under no older one, tokens in parts included."""
+
     async def body() -> None:
-        engines = [CoroutineEngine(never), CoroutineEngine(never)]
-        controller = Controller(source(), list(engines), flow())
-        controller.start(0)
+        chance = random.Random(seed)
+
+        async def load_slowly(version: int) -> None:
+            await asyncio.sleep(chance.choice([0.0, 0.0, 0.002, 0.01]))
+
+        def made(index: int) -> FakeEngine:
+            engine = FakeEngine(lambda request: chance.choice([0.0, 0.001, 0.004]))
+            engine.before_update = load_slowly
+            return engine
+
+        def left() -> list[int]:
+            return [slot.index for slot in controller._fleet.slots if slot.serving]
+
+        launch = FakeLaunch([made(index) for index in range(3)], again=made)
+        launch.make = made
+        controller = await begin(
+            launch,
+            flow(2, **setting),
+            colocated=colocated,
+            capacity=3,
+            max_paused=chance.choice([0.0, 0.5, 1.0]),
+            restarts_per_hour=1000,
+        )
+        removing = set[asyncio.Task[None]]()
+        trained: list[str] = []
+        for version in range(12):
+            what = chance.choice(["lose", "lose", "join", "leave", "nothing"])
+            if what == "lose" and left():
+                raises(launch.engines[chance.choice(left())])
+            elif what == "join" and len(left()) < 5:
+                await controller.add_engine()
+            elif what == "leave" and len(left()) > 1:
+                removing.add(asyncio.create_task(controller.remove_engine(chance.choice(left()))))
+            handout = await controller.next_batch(version)
+            assert handout is not None
+            for group in handout.batch.groups:
+                assert all(s.start_version >= group.admitted_version for s in group.samples)
+                trained += [sample.id for sample in group.samples]
+            await controller.staged(version + 1, manifest(version + 1))
+        assert len(trained) == len(set(trained)) == 48
+        refused = [one for one in await asyncio.gather(*removing, return_exceptions=True) if one]
+        assert all(isinstance(one, ValueError) for one in refused)
+        stats = controller.stats()
+        assert stats["asked"] == stats["samples"] + stats["given_up"] + stats["open"]
+        held = [one for slot in controller._fleet.slots for one in slot.held]
+        assert len(held) == len(set(held)), "a request is with one engine at a time"
+        assert len(held) + controller._fleet.waiting() == stats["open"]
+        await controller.close()
+
+    run(body)
+
+
+def test_a_run_ends_when_the_last_engine_is_dead_and_says_what_became_of_each() -> None:
+    async def body() -> None:
+        engines = [FakeEngine(never), FakeEngine(never)]
+        controller = await begin(engines, flow(), restarts_per_hour=0)
         for index, error in enumerate((RuntimeError("out of memory"), OSError("no GPU"))):
             engines[index].fail(error)
-            assert (await controller.lost())[0] == index
-            controller.give_up(index)
-        with pytest.raises(EngineFailed, match="engine 0: RuntimeError: out of memory; engine 1: OSError: no GPU"):
-            await controller.next_batch(0, 30.0)
-        admitted = controller.stats()["admitted"]
-        controller.advance(1)
-        assert controller.stats()["admitted"] == admitted, "a failed run admits nothing more"
+            await until(lambda index=index: controller._fleet.slots[index].dead)
+        with pytest.raises(
+            EngineFailed, match="engine 0: RuntimeError: out of memory; engine 1: OSError: no GPU"
+        ):
+            await controller.next_batch(0)
         with pytest.raises(EngineFailed):
-            await controller.evaluate(PROMPTS, 1, 0, 30.0, pass_at=(1,), pass_reward=1.0)
-        await controller.stop()
+            await controller.evaluate(0)
+        await controller.close()
+
+    run(body)
+
+
+def test_while_the_only_engine_starts_again_no_batch_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A start has a limit of its own, which may be longer than that of a response."""
+    monkeypatch.setattr(controller_module, "STOP_POLL_S", 0.01)
+
+    async def body() -> None:
+        launch = FakeLaunch([FakeEngine(never)])
+        controller = await begin(launch, flow(), timeout_s=0.05)
+        controller._fleet.tasks[0]._launch = lambda spec, again: asyncio.Event().wait()  # type: ignore[assignment, return-value]
+        looked: list[None] = []
+        monkeypatch.setattr(controller, "_stop_asked", lambda: looked.append(None))
+        raises(launch.engines[0])
+        await until(lambda: not controller._fleet.slots[0].serving)
+        waiting = asyncio.create_task(controller.next_batch(0))
+        await until(lambda: len(looked) > 20 or waiting.done())
+        assert not waiting.done(), "20 waits of 0.01 s are more than 0.05 s"
+        waiting.cancel()
+        await controller.close()
 
     run(body)
 
 
 def test_a_run_goes_on_with_fewer_engines() -> None:
     async def body() -> None:
-        engines = [CoroutineEngine(never), CoroutineEngine()]
-        controller = Controller(source(), list(engines), flow())
-        controller.start(0)
+        engines = [FakeEngine(never), FakeEngine()]
+        controller = await begin(engines, flow(), restarts_per_hour=0)
         engines[0].fail(RuntimeError("out of memory"))
-        controller.give_up((await controller.lost())[0])
-        assert len((await controller.next_batch(0, 5.0)).groups) == 3
+        handout = await controller.next_batch(0)
+        assert handout is not None
+        assert len(handout.batch.groups) == 3
         assert [engine.alive for engine in controller.stats()["engines"]] == [False, True]
-        await controller.stop()
+        await controller.close()
 
     run(body)
 
 
 def test_a_scheduler_that_breaks_ends_the_wait_for_the_next_batch() -> None:
     async def body() -> None:
-        controller = Controller(source(), [CoroutineEngine()], flow())
-        controller._scheduler.answered = lambda sample, group: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-        controller.start(0)
+        controller = await begin([FakeEngine(lambda request: 0.01)], flow())
+        controller._scheduler.on_sample = lambda sample, group: 1 / 0  # type: ignore[method-assign, assignment, return-value]
         with pytest.raises(ZeroDivisionError):
-            await controller.next_batch(0, 30.0)
-        await controller.stop()
+            await controller.next_batch(0)
+        await controller.close()
 
     run(body)

@@ -1,4 +1,5 @@
-"""What the circle did between two steps: counts of engines that may have been started again, and what was dropped."""
+"""Metrics of engines and flow between two steps: counts of engines that may have been started again, and
+what was dropped."""
 
 from __future__ import annotations
 
@@ -6,25 +7,40 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_async_rl.flow.fleet_summary import EngineCounts, counted, engine_metrics, flow_metrics
-from megatron_async_rl.flow.summary import length_histogram, summarise, summarise_dropped
+from megatron_async_rl.flow.summary import (
+    EngineCounts,
+    counted,
+    engine_metrics,
+    flow_metrics,
+    length_histogram,
+    summarise,
+    summarise_dropped,
+)
 from megatron_async_rl.samples import Group, Prompt, TrainBatch
-from tests.train_batches import make_sample, ragged_batch
+from tests.train_batches import columns, make_sample, ragged_batch, rewards_batch
 
 FRESH = EngineCounts(alive=True, version=3, in_flight=5, tokens=1000, busy_s=40.0, restarts=0)
 
 
 def test_an_engines_share_and_tokens_are_those_since_the_last_step() -> None:
-    now = [replace(FRESH, tokens=1600, busy_s=49.0), replace(FRESH, tokens=1000, busy_s=44.0, version=2, in_flight=1)]
+    now = [
+        replace(FRESH, tokens=1600, busy_s=49.0),
+        replace(FRESH, tokens=1000, busy_s=44.0, version=2, in_flight=1),
+    ]
     metrics = engine_metrics(now, [FRESH, FRESH], 10.0)
     assert metrics["engine/busy_shares"] == pytest.approx([0.9, 0.4])
     assert metrics["engine/busy_share"] == pytest.approx(0.65)
     assert metrics["engine/tokens"] == [600, 0]
-    assert (metrics["engine/versions"], metrics["engine/in_flight"], metrics["engine/alive"]) == ([3, 2], [5, 1], 2)
+    assert (metrics["engine/versions"], metrics["engine/in_flight"], metrics["engine/alive"]) == (
+        [3, 2],
+        [5, 1],
+        2,
+    )
 
 
 def test_what_an_engine_reports_late_is_counted_in_the_steps_after_and_never_lost() -> None:
-    """One engine samples all the time, the other a quarter of it; both report once a second, and a step takes 0.25 s."""
+    """One engine samples all the time, the other a quarter of it; both report once a second, and a
+    step takes 0.25 s."""
     before: list[EngineCounts] = []
     shares = []
     for step in range(1, 41):
@@ -39,11 +55,18 @@ def test_what_an_engine_reports_late_is_counted_in_the_steps_after_and_never_los
 
 
 def test_a_restarted_engine_counts_what_it_did_since_and_a_dead_one_has_no_version() -> None:
-    now = [replace(FRESH, tokens=30, busy_s=2.0, restarts=2), replace(FRESH, alive=False, restarts=1)]
+    now = [
+        replace(FRESH, tokens=30, busy_s=2.0, restarts=2),
+        replace(FRESH, alive=False, restarts=1),
+    ]
     metrics = engine_metrics(now, [FRESH, FRESH], 10.0)
     assert metrics["engine/tokens"] == [30, 0]
     assert metrics["engine/busy_shares"] == pytest.approx([0.2, 0.0])
-    assert (metrics["engine/versions"], metrics["engine/alive"], metrics["engine/restarts"]) == ([3, -1], 1, 3)
+    assert (metrics["engine/versions"], metrics["engine/alive"], metrics["engine/restarts"]) == (
+        [3, -1],
+        1,
+        3,
+    )
 
 
 def test_the_first_step_has_everything_since_the_engines_started() -> None:
@@ -51,7 +74,10 @@ def test_the_first_step_has_everything_since_the_engines_started() -> None:
 
 
 def test_the_controllers_counts_keep_their_names() -> None:
-    assert flow_metrics({"in_flight": 3, "cut": 1, "oldest_in_flight_s": 2.0}) == {"flow/in_flight": 3, "flow/cut": 1}
+    assert flow_metrics({"in_flight": 3, "aborted": 1, "oldest_in_flight_s": 2.0}) == {
+        "flow/in_flight": 3,
+        "flow/aborted": 1,
+    }
 
 
 def test_lengths_are_counted_in_powers_of_two() -> None:
@@ -60,11 +86,17 @@ def test_lengths_are_counted_in_powers_of_two() -> None:
 
 def test_what_was_dropped_has_its_lengths_and_the_rewards_that_did_not_fail() -> None:
     prompt = Prompt(id="p", text="", token_ids=(1,))
-    long, short = make_sample(prompt, "0-0", [5] * 12, reward_error="timed out"), make_sample(prompt, "0-1", [5] * 4, reward=0.25)
+    long, short = (
+        make_sample(prompt, "0-0", [5] * 12, reward_error="timed out"),
+        make_sample(prompt, "0-1", [5] * 4, reward=0.25),
+    )
     assert summarise_dropped([]) == {}
     dropped = summarise_dropped([long, short])
     assert (dropped["dropped/responses"], dropped["dropped/length_mean"]) == (2, 8.0)
-    assert (dropped["dropped/length_histogram"], dropped["dropped/reward_mean"]) == ([0, 0, 1, 1], 0.25)
+    assert (dropped["dropped/length_histogram"], dropped["dropped/reward_mean"]) == (
+        [0, 0, 1, 1],
+        0.25,
+    )
     assert "dropped/reward_mean" not in summarise_dropped([long])
 
 
@@ -72,15 +104,25 @@ def test_the_planning_rules_drift_is_the_oldest_start_times_the_updates_length()
     prompt = Prompt(id="p", text="", token_ids=(1,))
     samples = tuple(make_sample(prompt, f"0-{start}", [5], versions=[start]) for start in (1, 3))
     batch = TrainBatch(version=4, groups=(Group(index=0, prompt=prompt, samples=samples),))
-    assert summarise(batch, 3, update_norm=0.02)["staleness/drift"] == pytest.approx(0.02 * 3)
-    assert "staleness/drift" not in summarise(batch, 3)
+    assert summarise(columns(batch), 3, update_norm=0.02)["staleness/drift"] == pytest.approx(
+        0.02 * 3
+    )
+    assert "staleness/drift" not in summarise(columns(batch), 3)
+
+
+def test_a_group_whose_rewards_all_failed_teaches_nothing_either() -> None:
+    batch = columns(rewards_batch([[None, None], [1.0, 0.0], [0.5, 0.5], [None, 1.0]]))
+    assert summarise(batch, 3)["reward/equal_groups"] == 3 / 4
 
 
 def test_every_sample_trained_on_is_in_the_histogram_of_lengths() -> None:
     batch = ragged_batch()
-    counts = summarise(batch, 3)["trained/length_histogram"]
+    counts = summarise(columns(batch), 3)["trained/length_histogram"]
     lengths = [sample.length for sample in batch.samples()]
-    assert counts == [sum(2**low <= length < 2 ** (low + 1) for length in lengths) for low in range(max(lengths).bit_length())]
+    assert counts == [
+        sum(2**low <= length < 2 ** (low + 1) for length in lengths)
+        for low in range(max(lengths).bit_length())
+    ]
 
 
 def test_lags_rewards_and_lengths_of_a_batch_are_those_counted_by_hand() -> None:
@@ -93,14 +135,25 @@ def test_lags_rewards_and_lengths_of_a_batch_are_those_counted_by_hand() -> None
         make_sample(prompts[1], "1-0", [3], reward=0.5, versions=[7]),
         make_sample(prompts[1], "1-1", [3, 3, 3], versions=[6, 6, 6], reward_error="no"),
     )
-    groups = tuple(Group(index=i, prompt=prompts[i], samples=samples) for i, samples in enumerate((first, second)))
-    seen = summarise(TrainBatch(version=7, groups=groups), max_lag=4)
-    assert seen["lag/histogram"] == [2, 4, 2, 2, 0], "every token by its own version, up to the bound"
+    groups = tuple(
+        Group(index=i, prompt=prompts[i], samples=samples)
+        for i, samples in enumerate((first, second))
+    )
+    seen = summarise(columns(TrainBatch(version=7, groups=groups)), max_lag=4)
+    assert seen["lag/histogram"] == [2, 4, 2, 2, 0], (
+        "every token by its own version, up to the bound"
+    )
     assert (seen["lag/max"], seen["lag/mean"]) == (3, pytest.approx((4 * 1 + 2 * 2 + 2 * 3) / 10))
     assert (seen["lag/start_max"], seen["lag/start_mean"]) == (3, (2 + 3 + 0 + 1) / 4)
     assert (seen["reward/mean"], seen["reward/errors"]) == (pytest.approx(0.5), 1)
     assert seen["reward/std"] == pytest.approx((1 / 6) ** 0.5)
     assert seen["reward/equal_groups"] == 0.5, "a group with one reward left teaches nothing"
-    assert (seen["response/length_mean"], seen["response/length_max"], seen["response/mixed_versions"]) == (2.5, 4, 0.25)
-    assert seen["tokens/trained"] == 4 + 1 + 1, "neither the environment's token nor those of the failed reward"
+    assert (
+        seen["response/length_mean"],
+        seen["response/length_max"],
+        seen["response/mixed_versions"],
+    ) == (2.5, 4, 0.25)
+    assert seen["tokens/trained"] == 4 + 1 + 1, (
+        "neither the environment's token nor those of the failed reward"
+    )
     assert seen["tokens/prompt"] == 1 + 1 + 2 + 2

@@ -1,4 +1,5 @@
-"""Which settings of flow, engines and evaluation go together: what is refused, with the key to change."""
+"""Which settings of flow, engines and evaluation go together: what is refused, with the key to
+change."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ REINFORCE = {"objective": {"loss": "reinforce", "advantage": "reinforce_pp"}}
 SFT = {"objective": {"loss": "sft", "advantage": "none"}, "rollout": None}
 
 
-def build(flow: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, **sections: Any) -> Config:
+def build(
+    flow: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, **sections: Any
+) -> Config:
     tree = config_tree()
     tree["flow"] |= flow or {}
     tree["rollout"] |= rollout or {}
@@ -28,24 +31,50 @@ def build(flow: dict[str, Any] | None = None, rollout: dict[str, Any] | None = N
     [
         (EXACT | {"async_ratio": 1}, {}, "set flow.async_ratio: 2"),
         (EXACT | {"late": "drop"}, {}, "exact_lag waits for every response"),
-        (EXACT | {"requeue_cut": True, "extra_responses": 1}, {}, "exact_lag waits for every response"),
         ({"selection": "replay", "late": "drop"}, {}, "replay stores every group that finishes"),
-        ({"selection": "replay", "filter_equal_groups": True}, {}, "replay stores every group that finishes"),
+        (
+            {"selection": "replay", "dynamic_sampling": True},
+            {},
+            "replay stores every group that finishes",
+        ),
         (
             {"selection": "replay"},
             {"objective": {"loss": "decoupled_ppo", "proximal": "snapshot"}},
             "replay trains on samples of any age",
         ),
-        ({"requeue_cut": True}, {}, "set extra_responses"),
-        ({"requeue_cut": True, "extra_responses": 1, "async_ratio": 2}, {}, "such as 2.5"),
+        ({"oversample": 0.5, "async_ratio": 0.5}, {}, "set flow.selection: windowed"),
+        (
+            {"selection": "windowed", "oversample": 0.25, "async_ratio": 2},
+            {},
+            r"ceil\(2\), leaves time to train; .* such as 2.5",
+        ),
+        (
+            {"selection": "windowed", "oversample": 0.75, "async_ratio": 0.5},
+            {},
+            "more than the 1 batches ahead",
+        ),
         ({"late": "drop", "async_ratio": 0}, {}, "set async_ratio above 0"),
-        ({"selection": "windowed", "group_size": 1, "async_ratio": 0}, SFT, "sft trains on given responses in their order"),
-        ({"extra_responses": 1, "group_size": 1, "async_ratio": 0}, SFT, "sft trains on given responses in their order"),
-        ({}, {"eval": {"samples_per_prompt": 2, "pass_at": [4]}}, "set eval.samples_per_prompt to at least 4"),
-        ({"filter_equal_groups": True, "group_size": 1}, REINFORCE, "a group of one always is"),
+        (
+            {"selection": "windowed", "group_size": 1, "async_ratio": 0},
+            SFT,
+            "sft trains on given responses in their order",
+        ),
+        (
+            {"late": "drop", "group_size": 1, "async_ratio": 0.5},
+            SFT,
+            "sft trains on given responses in their order",
+        ),
+        (
+            {},
+            {"eval": {"samples_per_prompt": 2, "pass_at": [4]}},
+            "set eval.samples_per_prompt to at least 4",
+        ),
+        ({"dynamic_sampling": True, "group_size": 1}, REINFORCE, "a group of one always is"),
     ],
 )
-def test_what_cannot_flow_is_refused_with_the_reason(flow: dict[str, Any], sections: dict[str, Any], reason: str) -> None:
+def test_what_cannot_flow_is_refused_with_the_reason(
+    flow: dict[str, Any], sections: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ValidationError, match=reason):
         build(flow, **sections)
 
@@ -53,7 +82,11 @@ def test_what_cannot_flow_is_refused_with_the_reason(flow: dict[str, Any], secti
 @pytest.mark.parametrize(
     ("rollout", "sections", "reason"),
     [
-        ({"unresponsive_s": 60}, {"watchdog": {"timeout_s": 60}}, "must be below watchdog.timeout_s: 60"),
+        (
+            {"unresponsive_s": 60},
+            {"watchdog": {"timeout_s": 60}},
+            "must be below watchdog.timeout_s: 60",
+        ),
         ({"placement": "colocated"}, {"eval": {"engines": 1}}, "set eval.engines: 0"),
     ],
 )
@@ -68,10 +101,15 @@ def test_engines_that_cannot_do_it_are_refused_with_the_reason(
     "flow",
     [
         EXACT,
-        EXACT | {"filter_equal_groups": True, "extra_responses": 1},
+        EXACT | {"dynamic_sampling": True},
         {"selection": "windowed", "late": "drop", "async_ratio": 0.5},
-        {"selection": {"name": "replay", "recent": 0.2}, "extra_responses": 1},
-        {"extra_responses": 2, "requeue_cut": True, "async_ratio": 1.5, "filter_equal_groups": True},
+        {"selection": {"name": "replay", "recent": 0.2}},
+        {
+            "selection": "windowed",
+            "oversample": 0.5,
+            "async_ratio": 1.5,
+            "dynamic_sampling": True,
+        },
         {"selection": {"name": "windowed", "window": 0}, "async_ratio": 0},
     ],
 )
@@ -88,7 +126,7 @@ def test_the_others_go_together(flow: dict[str, Any]) -> None:
         {"selection": {"name": "replay", "per_prompt": 0}},
         {"selection": "newest_first"},
         {"selection": {"name": "windowed", "windw": 1.0}},
-        {"extra_responses": -1},
+        {"oversample": -1},
         {"async_ratio": -0.5},
         {"async_ratio": float("inf")},
         {"async_ratio": float("nan")},

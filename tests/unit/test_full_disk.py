@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_async_rl import launch
+from megatron_async_rl.launch import launcher as launch
 from megatron_async_rl.policy.checkpoint import _cleared_on_failure
 
 
-def test_what_was_written_of_a_checkpoint_that_failed_is_removed_and_the_error_stays(tmp_path: Path) -> None:
+def test_what_was_written_of_a_checkpoint_that_failed_is_removed_and_the_error_stays(
+    tmp_path: Path,
+) -> None:
     unfinished = tmp_path / "unfinished_step_00000004"
     (unfinished / "sharded").mkdir(parents=True)
     with pytest.raises(OSError, match="No space left"), _cleared_on_failure(unfinished):
@@ -22,16 +24,23 @@ def test_what_was_written_of_a_checkpoint_that_failed_is_removed_and_the_error_s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whatever_a_full_disk_raised_is_reported_as_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_full_disk_raised_is_reported_as_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**31, 2**31 - 4096, 4096))
     (tmp_path / "unfinished").mkdir()
-    with pytest.raises(OSError, match="No space left for a checkpoint"), _cleared_on_failure(tmp_path / "unfinished"):
+    with (
+        pytest.raises(OSError, match="No space left for a checkpoint"),
+        _cleared_on_failure(tmp_path / "unfinished"),
+    ):
         raise RuntimeError("unexpected pos 704 vs 598")
 
 
 @pytest.mark.parametrize(("free", "said"), [(4096, True), (2**30, False)])
-def test_the_launcher_says_that_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, said: bool) -> None:
+def test_the_launcher_says_that_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, said: bool
+) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**31, 2**31 - free, free))
     (tmp_path / "logs").mkdir()

@@ -1,4 +1,5 @@
-"""GAC on gradients of one process: regimes, projection, the reference, and what it does to a delayed descent."""
+"""GAC on gradients of one process: regimes, projection, the reference, and what it does to a
+delayed descent."""
 
 import copy
 import math
@@ -6,12 +7,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
-from megatron_async_rl.config.controls import Beta1Control, EssLrControl, GacControl, MatchedLrControl, MatchedNormControl
+from megatron_async_rl.config.controls import (
+    Beta1Control,
+    EssLrControl,
+    GacControl,
+    MatchedLrControl,
+    MatchedNormControl,
+)
 from megatron_async_rl.controls.alignment import KEEP, PROJECT, SKIP
 from megatron_async_rl.controls.gac import Gac as GacOfAStep
-from megatron_async_rl.controls.inner_product import CPU_BLOCK, dot, products_with, squared_norm
 from megatron_async_rl.controls.registry import build_controls
+from megatron_async_rl.gradients import CPU_BLOCK, dot, products_with, squared_norm
 from tests.gradients import OneRank, Shard, aligned, cosine, flat, gradient, step
 
 
@@ -47,7 +55,7 @@ def test_up_to_c_low_and_for_every_negative_cosine_the_gradient_is_kept(c):
     assert decision.metrics["gac/cosine"] == pytest.approx(c, abs=1e-6)
 
 
-@pytest.mark.parametrize("c_low", [-0.3, 0.0, 0.1, 0.5])
+@pytest.mark.parametrize("c_low", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("c", [0.6, 0.9, 0.999])
 def test_projection_to_the_threshold_leaves_cosine_c_low_exactly(c_low, c):
     _, reference, raw, second, decision = step_twice(GacControl(c_low=c_low), c)
@@ -58,7 +66,12 @@ def test_projection_to_the_threshold_leaves_cosine_c_low_exactly(c_low, c):
     k = (c_low / c) * math.sqrt((1 - c**2) / (1 - c_low**2))
     assert float(flat(second) @ u) == pytest.approx(k * float(raw @ u), abs=1e-5)
     assert decision.metrics["gac/regime"] == PROJECT
-    assert decision.metrics["gac/removed"] == pytest.approx(float((raw - flat(second)).norm() / raw.norm()), abs=1e-6)
+    assert decision.metrics["gac/to_zero"] == 0.0
+    assert decision.norm_before == pytest.approx(float(raw.norm()), rel=1e-6)
+    assert decision.norm_after == pytest.approx(float(flat(second).norm()), rel=1e-5)
+    assert decision.metrics["gac/removed"] == pytest.approx(
+        float((raw - flat(second)).norm() / raw.norm()), abs=1e-6
+    )
 
 
 def test_projection_to_zero_removes_the_aligned_component():
@@ -72,6 +85,54 @@ def test_a_gradient_equal_to_its_predecessor_is_removed_not_divided_by_zero():
     repeated = gradient([3.0, 4.0])
     control.apply(repeated)
     assert flat(repeated).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("settings", [GacControl, MatchedNormControl])
+def test_a_negative_threshold_is_refused_with_the_reason(settings):
+    with pytest.raises(ValidationError, match="turn the gradient against its predecessor"):
+        settings(c_low=-0.1)
+    assert settings(c_low=0.0).c_low == 0.0
+
+
+def test_where_the_cosine_is_1_within_rounding_the_aligned_part_is_removed_and_said_to_be():
+    for target in ("threshold", "zero"):
+        _, reference, raw, second, decision = step_twice(
+            GacControl(c_low=0.5, target=target), 1.0 - 1e-8
+        )
+        assert decision.metrics["gac/to_zero"] == 1.0
+        assert decision.metrics["gac/removed"] == pytest.approx(1.0, abs=1e-6)
+        assert abs(float(flat(second) @ reference)) < 1e-6 * float(raw.norm() * reference.norm())
+    # Not yet: what is left across has a direction, and the threshold is met.
+    _, reference, _, second, decision = step_twice(GacControl(c_low=0.5), 1.0 - 1e-5)
+    assert decision.metrics["gac/to_zero"] == 0.0
+    assert cosine(flat(second), reference) == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("reference", ["raw", "applied"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
+def test_a_reference_whose_norm_is_known_says_what_a_measured_one_says(dtype, reference):
+    gradients = [aligned(c)[1] for c in (0.9, 0.8, 0.5, 0.95, 0.1)]
+    settings = GacControl(reference_dtype=dtype, reference=reference)
+    known, measured = Gac(settings), Gac(settings)
+    for each in gradients:
+        again = OneRank([Shard(shard.grad.clone()) for shard in each.shards])
+        measured.reference_square = None
+        assert known.apply(each).metrics == measured.apply(again).metrics
+    assert (known.reference_square is not None) == (dtype == "fp32")
+
+
+def test_an_anomalous_gradient_is_left_alone_and_is_nobodys_reference():
+    control = GacOfAStep(GacControl(c_low=0.1))
+    huge = lambda norm: norm > 100.0  # noqa: E731
+    cosines = []
+    for values in ([600.0, 800.0], [1.0, 0.0], [600.0, 800.0], [0.6, 0.8]):
+        given = gradient(values)
+        decision = control.apply(step(given, is_anomaly=huge))
+        cosines.append(decision.metrics.get("gac/cosine"))
+        if values[0] == 600.0:
+            assert flat(given).tolist() == values
+            assert decision.norm_before == decision.norm_after == pytest.approx(1000.0)
+    assert cosines == [None, None, None, pytest.approx(0.6, abs=1e-6)]
 
 
 def test_the_decision_does_not_depend_on_the_gradients_scale():
@@ -102,12 +163,16 @@ def test_after_a_projection_raw_compares_with_the_gradient_as_it_came_and_applie
     for reference in ("raw", "applied"):
         control, _, raw, second, _ = step_twice(GacControl(reference=reference), 0.9)
         expected = raw if reference == "raw" else flat(second)
-        assert torch.cat([r.flatten() for r in control.reference]).double() == pytest.approx(expected, rel=1e-6)
+        assert torch.cat([r.flatten() for r in control.reference]).double() == pytest.approx(
+            expected, rel=1e-6
+        )
 
 
 def test_after_a_skip_raw_moves_on_and_applied_stays():
     for reference in ("raw", "applied"):
-        control, first, raw, _, decision = step_twice(GacControl(reference=reference, c_high=0.5), 0.9)
+        control, first, raw, _, decision = step_twice(
+            GacControl(reference=reference, c_high=0.5), 0.9
+        )
         assert decision.skip
         assert torch.cat([r.flatten() for r in control.reference]).double() == pytest.approx(
             raw if reference == "raw" else first, rel=1e-6
@@ -158,7 +223,15 @@ def test_a_shard_that_another_rank_counts_is_projected_but_not_counted():
     # Counting the copy too moves the cosine: the test above would see it.
     first, second = aligned(0.9)
     doubled.apply(OneRank([*first.shards, Shard(first.shards[0].grad.clone())]))
-    assert abs(doubled.apply(OneRank([*second.shards, Shard(second.shards[0].grad.clone())])).metrics["gac/cosine"] - 0.9) > 1e-4
+    assert (
+        abs(
+            doubled.apply(OneRank([*second.shards, Shard(second.shards[0].grad.clone())])).metrics[
+                "gac/cosine"
+            ]
+            - 0.9
+        )
+        > 1e-4
+    )
 
 
 def test_one_all_reduce_per_step_serves_the_cosine():
@@ -173,10 +246,16 @@ def test_one_all_reduce_per_step_serves_the_cosine():
 def test_inner_products_are_float64_sums(size):
     left, right = torch.randn(size), torch.randn(size)
     exact = float(left.double() @ right.double())
-    assert float(dot(left, right)) == pytest.approx(exact, abs=1e-6 * float(left.norm() * right.norm()))
+    assert float(dot(left, right)) == pytest.approx(
+        exact, abs=1e-6 * float(left.norm() * right.norm())
+    )
     both = OneRank([Shard(left), Shard(right.reshape(1, -1))])
-    assert squared_norm(both) == pytest.approx(float(left.double().square().sum() + right.double().square().sum()), rel=1e-6)
-    assert products_with(both, [right, left])[0] == pytest.approx(2 * exact, abs=1e-6 * float(left.norm() * right.norm()))
+    assert squared_norm(both) == pytest.approx(
+        float(left.double().square().sum() + right.double().square().sum()), rel=1e-6
+    )
+    assert products_with(both, [right, left])[0] == pytest.approx(
+        2 * exact, abs=1e-6 * float(left.norm() * right.norm())
+    )
 
 
 @pytest.mark.parametrize(("delay", "bound"), [(4, 0.347), (8, 0.185), (16, 0.0952), (32, 0.0483)])
@@ -194,7 +273,8 @@ def test_the_linear_delay_model_is_stable_exactly_below_its_bound(delay, bound):
 
 
 def delayed_descent(control, rate, delay=8, steps=3000):
-    """Largest |x| of x_{t+1} = x_t - rate g(x_{t-delay}) on |x|^2 / 2, two coordinates so that projection has somewhere to go."""
+    """Largest |x| of x_{t+1} = x_t - rate g(x_{t-delay}) on |x|^2 / 2, two coordinates so that
+    projection has somewhere to go."""
     past = [torch.tensor([1.0, 0.3])] * (delay + 1)
     largest = 0.0
     for _ in range(steps):
@@ -221,7 +301,9 @@ def test_comparing_with_the_applied_gradient_diverges_where_the_raw_one_stays_bo
     """Step size twice the bound at lag 8."""
     rate = 4 * math.sin(math.pi / 34)
     largest = {
-        reference: delayed_descent(Gac(GacControl(c_low=0.15, target=target, reference=reference)), rate)
+        reference: delayed_descent(
+            Gac(GacControl(c_low=0.15, target=target, reference=reference)), rate
+        )
         for reference in ("raw", "applied")
     }
     assert largest["raw"] < 2.0
@@ -229,7 +311,13 @@ def test_comparing_with_the_applied_gradient_diverges_where_the_raw_one_stays_bo
 
 
 def test_controls_are_built_by_name_in_order():
-    chosen = [EssLrControl(), Beta1Control(), MatchedLrControl(target_update_norm=1.0), MatchedNormControl(), GacControl()]
+    chosen = [
+        EssLrControl(),
+        Beta1Control(),
+        MatchedLrControl(target_update_norm=1.0),
+        MatchedNormControl(),
+        GacControl(),
+    ]
     names = ["ess_lr", "beta1", "matched_lr", "matched_norm", "gac"]
     assert list(build_controls(chosen)) == names
 
@@ -240,9 +328,9 @@ def test_controls_are_built_by_name_in_order():
         build_controls([Unknown()])
 
 
-def test_forgetting_starts_the_comparison_anew():
+def test_a_reset_starts_the_comparison_anew():
     control, *_ = step_twice(GacControl(), 0.9)
-    control.forget()
+    control.reset()
     assert "gac/cosine" not in control.apply(gradient([1.0], [[2.0]])).metrics
 
 
@@ -271,7 +359,9 @@ def test_a_restored_reference_is_saved_again_before_any_step_has_used_it():
     control, resumed = Gac(GacControl()), Gac(GacControl())
     control.apply(aligned(0.5)[0])
     resumed.load_shard_state(control.shard_state())
-    for kept, again in zip(control.shard_state()["reference"], resumed.shard_state()["reference"], strict=True):
+    for kept, again in zip(
+        control.shard_state()["reference"], resumed.shard_state()["reference"], strict=True
+    ):
         assert torch.equal(kept, again)
 
 

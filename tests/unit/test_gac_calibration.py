@@ -1,4 +1,5 @@
-"""GAC's threshold from the run's own fresh data: what counts as fresh, and that nothing is touched before."""
+"""GAC's threshold from the run's own fresh data: what counts as fresh, and that nothing is touched
+before."""
 
 import numpy as np
 import pytest
@@ -33,7 +34,10 @@ def test_until_calibrated_every_gradient_is_kept_and_then_the_quantile_rules():
         decisions.append((decision.metrics, bool((flat(gradients) == before).all())))
     calibrated = [metrics["gac/calibrated"] for metrics, _ in decisions]
     assert calibrated == [0, 0, 0, 0, 0, 1, 1]
-    assert all(kept and metrics["gac/regime"] == KEEP and "gac/c_low" not in metrics for metrics, kept in decisions[:5])
+    assert all(
+        kept and metrics["gac/regime"] == KEEP and "gac/c_low" not in metrics
+        for metrics, kept in decisions[:5]
+    )
     assert decisions[-1][0]["gac/c_low"] == pytest.approx(np.quantile(cosines[:5], 0.75), abs=1e-6)
     assert decisions[-1][0]["gac/regime"] == PROJECT
     assert not decisions[-1][1]
@@ -47,7 +51,9 @@ def test_until_calibrated_nothing_is_skipped_either():
 def test_only_cosines_between_two_fresh_batches_count():
     control = calibrating(10)
     lags = [0, 0, 1, 0, 0, 2, 2, 0, 0]
-    for gradients, lag in zip(turning([0.11, 0.22, 0.33, 0.44, 0.55, 0.66, 0.77, 0.88]), lags, strict=True):
+    for gradients, lag in zip(
+        turning([0.11, 0.22, 0.33, 0.44, 0.55, 0.66, 0.77, 0.88]), lags, strict=True
+    ):
         control.apply(step(gradients, lag_max=lag))
     assert control.calibration.cosines == pytest.approx([0.11, 0.44, 0.88], abs=1e-6)
 
@@ -98,6 +104,20 @@ def test_identical_gradients_calibrate_to_a_threshold_that_can_still_be_projecte
     for _ in range(4):
         metrics = control.apply(step(gradient([3.0, 4.0]))).metrics
     assert metrics["gac/c_low"] == 0.999
+
+
+def test_a_quantile_below_0_calibrates_to_0_and_says_so(caplog):
+    control = calibrating(3, quantile=0.5)
+    for gradients in turning([-0.5, -0.4, -0.3]):
+        metrics = control.apply(step(gradients)).metrics
+    assert metrics["gac/c_low"] == 0.0
+    assert "quantile of 3 cosines is -0.400; c_low is 0" in caplog.text
+
+
+def test_a_negative_threshold_of_an_earlier_version_is_taken_as_0():
+    calibration = Calibration(CalibrateConfig(steps=2))
+    calibration.load_state_dict({"cosines": [-0.2, -0.2], "threshold": -0.2})
+    assert calibration.threshold == 0.0
 
 
 def test_a_run_begins_with_one_fresh_step_more_than_the_cosines_it_wants():

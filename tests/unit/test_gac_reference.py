@@ -6,8 +6,7 @@ import torch
 from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.controls import alignment
 from megatron_async_rl.controls.gac import Gac
-from megatron_async_rl.controls.number_format import BLOCK, decode, encode
-from megatron_async_rl.controls.offload import PlainCopies
+from megatron_async_rl.controls.reference import BLOCK, PlainCopies, dequantize, quantize
 from tests.gradients import OneRank, Shard, aligned, flat, step
 
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / BLOCK}
@@ -17,7 +16,9 @@ RELATIVE = {"fp32": 0.0, "bf16": 2.0**-8, "fp8": 2.0**-4}
 def wild(size, seed=0):
     """Numbers over twelve orders of magnitude, some blocks all zero."""
     draw = torch.Generator().manual_seed(seed)
-    values = torch.randn(size, generator=draw) * 10.0 ** torch.randint(-9, 3, (size,), generator=draw)
+    values = torch.randn(size, generator=draw) * 10.0 ** torch.randint(
+        -9, 3, (size,), generator=draw
+    )
     values[BLOCK : 2 * BLOCK] = 0.0
     return values
 
@@ -26,29 +27,33 @@ def wild(size, seed=0):
 @pytest.mark.parametrize("shape", [(1,), (7, 33), (BLOCK,), (5, BLOCK + 1)])
 def test_what_is_read_back_is_within_the_stated_error(number_format, shape):
     values = wild(torch.Size(shape).numel()).view(shape)
-    read = decode(encode(values, number_format), values.shape)
+    read = dequantize(quantize(values, number_format), values.shape)
     assert read.shape == values.shape
     assert read.dtype == torch.float32
     flat_values = values.flatten()
     blocks = torch.nn.functional.pad(flat_values, (0, -flat_values.numel() % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().amax(dim=1).repeat_interleave(BLOCK)[: flat_values.numel()].view(shape)
-    allowed = values.abs() * RELATIVE[number_format] + (largest * 2.0**-18 if number_format == "fp8" else 0.0)
+    allowed = values.abs() * RELATIVE[number_format] + (
+        largest * 2.0**-18 if number_format == "fp8" else 0.0
+    )
     assert ((read - values).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
 def test_writing_again_what_was_read_gives_the_same_bits(number_format):
     values = wild(10 * BLOCK + 3)
-    read = decode(encode(values, number_format), values.shape)
-    assert torch.equal(decode(encode(read, number_format), values.shape), read)
+    read = dequantize(quantize(values, number_format), values.shape)
+    assert torch.equal(dequantize(quantize(read, number_format), values.shape), read)
 
 
 @pytest.mark.parametrize("extreme", [1e-42, 1e-30, 3e38])
 def test_a_block_of_the_smallest_or_largest_floats_is_finite_and_in_proportion(extreme):
     values = torch.full((BLOCK,), extreme)
-    written = encode(values, "fp8")
-    assert written[1].min() >= torch.finfo(torch.float32).tiny, "a device that flushes small numbers would divide by 0"
-    read = decode(written, values.shape)
+    written = quantize(values, "fp8")
+    assert written[1].min() >= torch.finfo(torch.float32).tiny, (
+        "a device that flushes small numbers would divide by 0"
+    )
+    read = dequantize(written, values.shape)
     assert torch.isfinite(read).all()
     assert (read - values).abs().max() <= max(extreme * 2.0**-4, 2.0**-126)
 
@@ -56,10 +61,15 @@ def test_a_block_of_the_smallest_or_largest_floats_is_finite_and_in_proportion(e
 @pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
 def test_a_reference_takes_the_bytes_that_its_numbers_need(number_format):
     size = 100 * BLOCK
-    assert sum(part.nbytes for part in encode(wild(size), number_format)) == size * BYTES[number_format]
+    assert (
+        sum(part.nbytes for part in quantize(wild(size), number_format))
+        == size * BYTES[number_format]
+    )
 
 
-@pytest.mark.parametrize(("number_format", "error"), [("fp32", 1e-6), ("bf16", 2e-4), ("fp8", 3e-3)])
+@pytest.mark.parametrize(
+    ("number_format", "error"), [("fp32", 1e-6), ("bf16", 2e-4), ("fp8", 3e-3)]
+)
 @pytest.mark.parametrize("c", [-0.5, 0.05, 0.3, 0.9])
 def test_the_cosine_with_a_compressed_reference_is_close_to_the_exact_one(number_format, error, c):
     control = Gac(GacControl(reference_dtype=number_format))
@@ -80,7 +90,8 @@ def test_projection_reaches_the_threshold_against_the_reference_that_was_kept(nu
 
 
 class LateCopies(PlainCopies):
-    """A side stream at its slowest: nothing is copied before somebody waits for it, then everything up to it is."""
+    """A side stream at its slowest: nothing is copied before somebody waits for it, then everything
+    up to it is."""
 
     def __init__(self):
         self.pending = []
@@ -113,14 +124,17 @@ def run(control):
             metrics.append(dict(control.apply(step(gradients)).metrics))
             after.append(flat(gradients))
             for shard in gradients.shards:
-                # The optimizer and the next backward write over the gradient as soon as the control is done with it.
+                # The optimizer and the next backward write over the gradient as soon as the control
+                # is done with it.
                 shard.grad.fill_(1e9)
     return metrics, after
 
 
 @pytest.mark.parametrize("reference", ["raw", "applied"])
 @pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
-def test_an_offloaded_reference_gives_the_same_bits_however_late_its_copies_are(monkeypatch, number_format, reference):
+def test_an_offloaded_reference_gives_the_same_bits_however_late_its_copies_are(
+    monkeypatch, number_format, reference
+):
     settings = {"c_low": 0.15, "reference_dtype": number_format, "reference": reference}
     metrics, after = run(Gac(GacControl(**settings)))
     late = LateCopies()
@@ -158,4 +172,6 @@ def test_a_gradient_in_bfloat16_is_projected_like_one_in_float32():
         halved = OneRank([Shard(shard.grad.bfloat16()) for shard in gradients.shards])
         metrics = control.apply(step(halved)).metrics
     assert metrics["gac/cosine"] == pytest.approx(0.8, abs=2e-3)
-    assert float(flat(halved) @ flat(first) / (flat(halved).norm() * flat(first).norm())) == pytest.approx(0.15, abs=1e-2)
+    assert float(
+        flat(halved) @ flat(first) / (flat(halved).norm() * flat(first).norm())
+    ) == pytest.approx(0.15, abs=1e-2)

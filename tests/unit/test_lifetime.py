@@ -17,9 +17,9 @@ if sys.argv[1] == "late":  # the parent is killed before the child comes to it
     print("begun", flush=True)
     while os.getppid() == mother:
         time.sleep(0.01)
-from megatron_async_rl.rollout.lifetime import die_with_the_actor
-die_with_the_actor()
-die_with_the_actor()
+from megatron_async_rl.rollout.lifetime import die_with_parent
+die_with_parent()
+die_with_parent()
 print("watched", flush=True)
 if sys.argv[1] == "early":
     time.sleep(10)
@@ -36,9 +36,12 @@ time.sleep(60)
 
 
 def started(when: str, named: str = "itself") -> "subprocess.Popen[str]":
-    """A parent of one child; the child writes to its standard output, and holds it open for as long as it lives."""
+    """A parent of one child; the child writes to its standard output, and holds it open for as long
+    as it lives."""
     command = [sys.executable, "-c", PARENT, when, named, CHILD]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
 
 
 @pytest.mark.parametrize(("when", "said"), [("early", "watched\n"), ("late", "begun\n")])
@@ -46,7 +49,9 @@ def test_it_ends_with_its_parent_also_one_that_was_still_starting(when: str, sai
     parent = started(when)
     assert parent.stdout is not None
     assert parent.stdout.readline() == said
-    os.kill(parent.pid, signal.SIGKILL)  # and not waited for: its remains are there while the child looks
+    os.kill(
+        parent.pid, signal.SIGKILL
+    )  # and not waited for: its remains are there while the child looks
     assert parent.stdout.read() == ""
     parent.wait(timeout=10)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async_rl.observe.logs import find_cause, tail
+from megatron_async_rl.watchdog.logs import find_cause, tail
 
 GLOO = """\
 [rank1]: Traceback (most recent call last):
@@ -56,7 +56,7 @@ The above exception was the direct cause of the following exception:
 Traceback (most recent call last):
   File "/app/train.py", line 40, in main
     prompts = read_prompts(path)
-megatron_async_rl.data.errors.DataError: train.jsonl:3: not JSON; each line is one object
+megatron_async_rl.config.problem.DataError: train.jsonl:3: not JSON; each line is one object
 """
 RAY = """\
 Traceback (most recent call last):
@@ -112,7 +112,12 @@ def cause_of(directory: Path) -> tuple[str, str, str]:
 
 
 def test_a_peer_that_lost_its_connection_is_not_the_cause(tmp_path: Path) -> None:
-    write(tmp_path, rank_1=GLOO, rank_0=OWN, torchrun=SUMMARY.format(code=1, traceback="To enable traceback see: ..."))
+    write(
+        tmp_path,
+        rank_1=GLOO,
+        rank_0=OWN,
+        torchrun=SUMMARY.format(code=1, traceback="To enable traceback see: ..."),
+    )
     message, file, line = cause_of(tmp_path)
     assert message == "DataError: train.jsonl:3: not JSON; each line is one object"
     assert file == "rank_0.log"
@@ -121,39 +126,61 @@ def test_a_peer_that_lost_its_connection_is_not_the_cause(tmp_path: Path) -> Non
 
 def test_the_same_in_one_file_of_all_ranks(tmp_path: Path) -> None:
     primary = "".join(f"[rank0]: {line}\n" for line in OWN.splitlines())
-    write(tmp_path, torchrun=GLOO + primary + SUMMARY.format(code=1, traceback="To enable traceback see: ..."))
+    write(
+        tmp_path,
+        torchrun=GLOO + primary + SUMMARY.format(code=1, traceback="To enable traceback see: ..."),
+    )
     assert cause_of(tmp_path)[0].startswith("DataError: train.jsonl:3")
 
 
 def test_ranks_that_write_over_each_other_are_told_apart(tmp_path: Path) -> None:
     primary = [f"[rank0]: {line}\n" for line in SURVIVED.splitlines()[1:5]]
-    mixed = [line for pair in zip(primary, GLOO.splitlines(keepends=True), strict=True) for line in pair]
+    mixed = [
+        line for pair in zip(primary, GLOO.splitlines(keepends=True), strict=True) for line in pair
+    ]
     write(tmp_path, torchrun="".join(mixed[:6] + mixed[:5:-1]))
     assert cause_of(tmp_path)[0] == "ZeroDivisionError: division by zero"
 
 
 def test_of_a_ray_error_the_remote_exception_counts(tmp_path: Path) -> None:
     write(tmp_path, rank_0=RAY)
-    assert cause_of(tmp_path) == ("ValueError: reward table has no row 7", "rank_0.log", "ValueError: reward table has no row 7")
+    assert cause_of(tmp_path) == (
+        "ValueError: reward table has no row 7",
+        "rank_0.log",
+        "ValueError: reward table has no row 7",
+    )
 
 
 def test_an_actor_that_died_is_explained_by_its_own_log(tmp_path: Path) -> None:
     write(tmp_path, rank_0=ACTOR_DIED, engine_0=VLLM)
-    assert cause_of(tmp_path)[:2] == ("ValueError: No available memory for the cache blocks.", "engine_0.log")
+    assert cause_of(tmp_path)[:2] == (
+        "ValueError: No available memory for the cache blocks.",
+        "engine_0.log",
+    )
 
 
 def test_a_killed_rank_explains_its_peers(tmp_path: Path) -> None:
-    write(tmp_path, rank_1=GLOO, torchrun=SUMMARY.format(code=-9, traceback="Signal 9 (SIGKILL) received by PID 4712"))
+    write(
+        tmp_path,
+        rank_1=GLOO,
+        torchrun=SUMMARY.format(code=-9, traceback="Signal 9 (SIGKILL) received by PID 4712"),
+    )
     assert cause_of(tmp_path)[:2] == ("Signal 9 (SIGKILL) received by PID 4712", "torchrun.log")
 
 
 def test_of_ranks_that_died_the_first_is_named(tmp_path: Path) -> None:
     write(tmp_path, rank_0=GLOO, torchrun=TWO_FAILED)
-    assert cause_of(tmp_path)[:2] == ("rank 1: Signal 9 (SIGKILL) received by PID 5257", "torchrun.log")
+    assert cause_of(tmp_path)[:2] == (
+        "rank 1: Signal 9 (SIGKILL) received by PID 5257",
+        "torchrun.log",
+    )
 
 
 def test_a_rank_that_ray_ended_because_its_head_was_gone_says_so(tmp_path: Path) -> None:
-    ray = "[01:26:43 E 6613 7097] rpc_client.h:204: Failed to connect to GCS within 60 seconds. GCS may have been killed."
+    ray = (
+        "[01:26:43 E 6613 7097] rpc_client.h:204: Failed to connect to GCS within 60 seconds. GCS"
+        " may have been killed."
+    )
     write(tmp_path, rank_0=ray + "\n", torchrun=SUMMARY.format(code=1, traceback="none"))
     assert cause_of(tmp_path)[:2] == (ray, "rank_0.log")
 
@@ -172,11 +199,15 @@ def test_the_process_that_fell_silent_first_is_the_cause(tmp_path: Path) -> None
 
 def test_a_deadline_gives_way_to_what_it_waited_for(tmp_path: Path) -> None:
     deadline = (
-        'Traceback (most recent call last):\n  File "/app/train.py", line 3, in f\n'
-        "megatron_async_rl.observe.deadline.DeadlineExceeded: rank 0 waited 600.0 s for engine 0, which did not come\n"
+        'Traceback (most recent call last):\n  File "/app/train.py", line 3, in'
+        " f\nmegatron_async_rl.watchdog.deadline.DeadlineExceeded: rank 0 waited 600.0 s for engine"
+        " 0, which did not come\n"
     )
     write(tmp_path, rank_0=deadline, rank_1=GLOO)
-    assert cause_of(tmp_path)[0] == "DeadlineExceeded: rank 0 waited 600.0 s for engine 0, which did not come"
+    assert (
+        cause_of(tmp_path)[0]
+        == "DeadlineExceeded: rank 0 waited 600.0 s for engine 0, which did not come"
+    )
     write(tmp_path, rank_0=deadline, rank_1=GLOO, engine_0=VLLM)
     assert cause_of(tmp_path)[0].startswith("ValueError: No available memory")
 
@@ -193,11 +224,13 @@ def test_logs_without_a_failure_have_no_cause(tmp_path: Path) -> None:
     assert find_cause(tmp_path / "missing") is None
 
 
-def test_redirected_output_has_lines_of_python_of_descriptors_and_of_children(tmp_path: Path) -> None:
+def test_redirected_output_has_lines_of_python_of_descriptors_and_of_children(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "logs" / "rank_0.log"
     code = (
         "import os, pathlib, subprocess, sys\n"
-        "from megatron_async_rl.observe.logs import redirect_output\n"
+        "from megatron_async_rl.watchdog.logs import redirect_output\n"
         f"redirect_output(pathlib.Path({str(path)!r}))\n"
         "print('from python')\n"
         "print('from stderr', file=sys.stderr)\n"
@@ -207,7 +240,12 @@ def test_redirected_output_has_lines_of_python_of_descriptors_and_of_children(tm
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
-    assert path.read_text().splitlines() == ["from python", "from stderr", "from a descriptor", "from a child"]
+    assert path.read_text().splitlines() == [
+        "from python",
+        "from stderr",
+        "from a descriptor",
+        "from a child",
+    ]
 
 
 @pytest.mark.parametrize("lines", [0, 1, 3, 5000])

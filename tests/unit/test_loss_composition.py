@@ -53,38 +53,56 @@ def test_every_loss_can_be_configured_by_its_bare_name(configured, model):
 
 def test_trajectory_balance_without_a_reference_is_refused(configured):
     assert "add `reference: {}`" in refused(configured, BARE | {"loss": "trajectory_balance"})
-    assert configured(BARE | {"loss": "trajectory_balance", "reference": {}}).objective.needs_reference
+    assert configured(
+        BARE | {"loss": "trajectory_balance", "reference": {}}
+    ).objective.needs_reference
 
 
 def test_oapl_across_weight_updates_is_refused(configured):
-    assert "sampled by one weight version" in refused(configured, BARE | {"loss": "oapl"}, async_ratio=0.5)
+    assert "sampled by one weight version" in refused(
+        configured, BARE | {"loss": "oapl"}, async_ratio=0.5
+    )
     configured(BARE | {"loss": "oapl"}, async_ratio=0)
 
 
 def test_decoupled_ppo_without_a_proximal_policy_is_refused(configured):
-    assert "it would be ppo_clip" in refused(configured, {"loss": "decoupled_ppo", "proximal": "behavior"})
+    assert "it would be ppo_clip" in refused(
+        configured, {"loss": "decoupled_ppo", "proximal": "behavior"}
+    )
     configured({"loss": "decoupled_ppo", "proximal": "snapshot"})
 
 
 @pytest.mark.parametrize("loss", ["trajectory_balance", "oapl", "kimi"])
 def test_a_loss_that_compares_responses_needs_groups(configured, loss):
     objective = BARE | {"loss": loss} | ({"reference": {}} if loss == "trajectory_balance" else {})
-    assert "flow.group_size must be at least 2" in refused(configured, objective, group_size=1, async_ratio=0)
+    assert "flow.group_size must be at least 2" in refused(
+        configured, objective, group_size=1, async_ratio=0
+    )
 
 
 @pytest.mark.parametrize("loss", ["topr", "oapl", "kimi", "trajectory_balance"])
 def test_an_advantage_beside_a_loss_that_reads_rewards_is_refused(configured, loss):
-    objective = {"loss": loss, "advantage": "grpo", "reference": {}} if loss == "trajectory_balance" else {"loss": loss}
+    objective = (
+        {"loss": loss, "advantage": "grpo", "reference": {}}
+        if loss == "trajectory_balance"
+        else {"loss": loss}
+    )
     assert "would be without effect" in refused(configured, objective, async_ratio=0)
 
 
-@pytest.mark.parametrize("loss", ["dppo_tv", "m2po", "bapo", "decoupled_ppo", "topr", "gipo", "minirl"])
+@pytest.mark.parametrize(
+    "loss", ["dppo_tv", "m2po", "bapo", "decoupled_ppo", "topr", "gipo", "minirl"]
+)
 def test_a_correction_beside_a_loss_against_mu_would_correct_twice(configured, loss):
-    objective = {"loss": loss, "proximal": "recompute", "corrections": [{"name": "tis"}]} | (BARE if loss == "topr" else {})
+    objective = {"loss": loss, "proximal": "recompute", "corrections": [{"name": "tis"}]} | (
+        BARE if loss == "topr" else {}
+    )
     assert "already holds" in refused(configured, objective)
 
 
 @pytest.mark.parametrize("loss", ["gmpo", "kimi"])
 def test_a_loss_per_sequence_knows_one_aggregation(configured, loss):
-    objective = {"loss": loss, "aggregation": "token-mean", "proximal": "recompute"} | (BARE if loss == "kimi" else {})
+    objective = {"loss": loss, "aggregation": "token-mean", "proximal": "recompute"} | (
+        BARE if loss == "kimi" else {}
+    )
     assert "defined per sequence" in refused(configured, objective)

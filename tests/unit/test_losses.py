@@ -1,8 +1,10 @@
 import json
 import math
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,25 +15,45 @@ from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import ppo_clip
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.proximal import proximal_logp
+from megatron_async_rl.objectives.off_policy import proximal_logp
 from megatron_async_rl.objectives.registry import LOSSES, loss_method
 from megatron_async_rl.objectives.targets import StepTargets
 from tests.token_batches import detached, random_tokens, tokens
 
 DATA = Path(__file__).parents[1] / "data/golden"
-GOLDEN = [case for file in sorted(DATA.glob("*.json")) for case in json.loads(file.read_text()) if case["kind"] == "policy_loss"]
+GOLDEN = [
+    case
+    for file in sorted(DATA.glob("*.json"))
+    for case in json.loads(file.read_text())
+    if case["kind"] == "policy_loss"
+]
 SETTINGS = {model.model_fields["name"].default: model for model in models_in(Loss)}
-AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AGGREGATIONS = [
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
 
 
 def test_the_reference_vectors_cover_both_files():
-    assert {case["name"] for case in GOLDEN} >= {"gspo", "gmpo", "dppo_kl", "m2po", "trajectory_balance", "oapl", "topr"}
+    assert {case["name"] for case in GOLDEN} >= {
+        "gspo",
+        "gmpo",
+        "dppo_kl",
+        "m2po",
+        "trajectory_balance",
+        "oapl",
+        "topr",
+    }
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["case"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_loss_and_its_gradient_equal_the_reference_vector(case, dtype):
-    inputs = {name: torch.tensor(value, dtype=torch.float64) for name, value in case["inputs"].items()}
+    inputs = {
+        name: torch.tensor(value, dtype=torch.float64) for name, value in case["inputs"].items()
+    }
     (rows, columns), group = inputs["logp"].shape, inputs.pop("group", None)
     params, method = dict(case["params"]), loss_method(case["name"])
     settings = SETTINGS[case["name"]](**{k: v for k, v in params.items() if k != "aggregation"})
@@ -46,11 +68,22 @@ def test_a_loss_and_its_gradient_equal_the_reference_vector(case, dtype):
         whole = whole.replace(decided=method.decide(detached(whole), settings))
     batch = part(whole, list(range(rows)), dtype)
     losses = method.function(batch, settings)
-    loss = aggregate(losses, batch, params.get("aggregation", settings.default_aggregation), Denominators.of(whole)).sum()
+    loss = aggregate(
+        losses,
+        batch,
+        params.get("aggregation", settings.default_aggregation),
+        Denominators.of(whole),
+    ).sum()
     loss.backward()
-    tolerance = {"atol": 1e-6, "rtol": 1e-6} if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-4}
+    tolerance = (
+        {"atol": 1e-6, "rtol": 1e-6} if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-4}
+    )
     torch.testing.assert_close(loss, torch.tensor(case["expect"]["loss"], dtype=dtype), **tolerance)
-    torch.testing.assert_close(batch.logp.grad, torch.tensor(case["expect"]["grad_logp"], dtype=dtype).flatten(), **tolerance)
+    torch.testing.assert_close(
+        batch.logp.grad,
+        torch.tensor(case["expect"]["grad_logp"], dtype=dtype).flatten(),
+        **tolerance,
+    )
     if "keep" in case["expect"]:
         kept = ~losses.clipped & (batch.mask > 0)
         assert kept.float().reshape(rows, columns).tolist() == case["expect"]["keep"]
@@ -58,8 +91,9 @@ def test_a_loss_and_its_gradient_equal_the_reference_vector(case, dtype):
 
 def part(whole, rows, dtype=torch.float64):
     """The micro-batch of the sequences `rows`, as a training step cuts it; `logp` is a leaf."""
-    starts = tuple(accumulate(torch.bincount(whole.sequence, minlength=whole.sequences).tolist(), initial=0))
-    targets = StepTargets((), detached(whole), starts, Denominators.of(whole), True, {})
+    lengths = torch.bincount(whole.sequence, minlength=whole.sequences).numpy()
+    samples = SimpleNamespace(lengths=lengths, starts=np.cumsum(lengths) - lengths)
+    targets = StepTargets(samples, detached(whole), Denominators.of(whole), True, {})
     cut = targets.part(rows, dtype=dtype, device=torch.device("cpu"))
     return cut.replace(logp=cut.logp.requires_grad_())
 
@@ -68,19 +102,29 @@ def variants(name):
     """The loss with its defaults, and M2PO's other modes."""
     if name != "m2po":
         return [SETTINGS[name]()]
-    return [SETTINGS[name](mode=mode, candidates=candidates) for mode in ("mask", "cap") for candidates in ("harmful", "all")]
+    return [
+        SETTINGS[name](mode=mode, candidates=candidates)
+        for mode in ("mask", "cap")
+        for candidates in ("harmful", "all")
+    ]
 
 
 def configured(loss, **more):
     """An Objective around the loss alone."""
-    given = {"advantage": "none", "proximal": "snapshot"} | ({"reference": {}} if loss.uses_reference else {})
+    given = {"advantage": "none", "proximal": "snapshot"} | (
+        {"reference": {}} if loss.uses_reference else {}
+    )
     return Objective(ObjectiveConfig(loss=loss, **given | more))
 
 
 @pytest.mark.parametrize(
-    "loss", [v for name in LOSSES for v in variants(name)], ids=lambda loss: "-".join(map(str, loss.model_dump().values()))[:30]
+    "loss",
+    [v for name in LOSSES for v in variants(name)],
+    ids=lambda loss: "-".join(map(str, loss.model_dump().values()))[:30],
 )
-@pytest.mark.parametrize("cut", [[[0, 1], [2, 3, 4, 5]], [[5, 0, 3], [4], [2, 1]], [[0], [1], [2], [3], [4], [5]]])
+@pytest.mark.parametrize(
+    "cut", [[[0, 1], [2, 3, 4, 5]], [[5, 0, 3], [4], [2, 1]], [[0], [1], [2], [3], [4], [5]]]
+)
 def test_any_cut_of_a_batch_into_micro_batches_gives_the_same_loss_and_gradient(loss, cut):
     whole = random_tokens(seed=4)
     decide = loss_method(loss.name).decide
@@ -140,21 +184,29 @@ def test_a_loss_said_to_be_linear_in_the_advantage_is(name):
     batch = random_tokens(seed=7)
 
     def slope(factor):
-        losses = loss_method(name).function(batch.replace(advantages=factor * batch.advantages), SETTINGS[name]())
+        losses = loss_method(name).function(
+            batch.replace(advantages=factor * batch.advantages), SETTINGS[name]()
+        )
         return torch.autograd.grad(losses.loss.sum(), batch.logp)[0]
 
     torch.testing.assert_close(slope(-3.0), -3.0 * slope(1.0))
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if not SETTINGS[name].linear_in_advantage])
+@pytest.mark.parametrize(
+    "name", [name for name in LOSSES if not SETTINGS[name].linear_in_advantage]
+)
 def test_a_loss_not_said_to_be_linear_in_the_advantage_is_not(name):
     batch = random_tokens(seed=7)
 
     def slope(factor):
         moved = batch.replace(advantages=factor * batch.advantages)
         decide = loss_method(name).decide
-        moved = moved.replace(decided=decide(detached(moved), SETTINGS[name]())) if decide else moved
-        return torch.autograd.grad(loss_method(name).function(moved, SETTINGS[name]()).loss.sum(), batch.logp)[0]
+        moved = (
+            moved.replace(decided=decide(detached(moved), SETTINGS[name]())) if decide else moved
+        )
+        return torch.autograd.grad(
+            loss_method(name).function(moved, SETTINGS[name]()).loss.sum(), batch.logp
+        )[0]
 
     assert not torch.allclose(slope(-3.0), -3.0 * slope(1.0))
 
@@ -176,7 +228,11 @@ def test_a_loss_reads_exactly_the_columns_its_settings_say(name, fact):
     moved = batch.replace(**{column: getattr(batch, column).roll(1) + 1.0})
 
     def gradient(batch):
-        batch = batch.replace(decided=method.decide(detached(batch), settings)) if method.decide else batch
+        batch = (
+            batch.replace(decided=method.decide(detached(batch), settings))
+            if method.decide
+            else batch
+        )
         return torch.autograd.grad(method.function(batch, settings).loss.sum(), batch.logp)[0]
 
     assert (not torch.equal(gradient(batch), gradient(moved))) == getattr(settings, fact)
@@ -184,9 +240,17 @@ def test_a_loss_reads_exactly_the_columns_its_settings_say(name, fact):
 
 def test_the_four_aggregations_divide_by_what_they_say():
     batch = tokens([1.0, 2.0, 3.0, 4.0, 99.0], mask=[1, 1, 1, 1, 0], sequence=[0, 0, 0, 1, 1])
-    denominators, losses = Denominators(tokens=4, sequences=2), TokenLoss(batch.logp, batch.logp > 0)
+    denominators, losses = (
+        Denominators(tokens=4, sequences=2),
+        TokenLoss(batch.logp, batch.logp > 0),
+    )
     found = [
-        float(aggregate(losses, batch, a, denominators, 8 if a.endswith("norm") else None).sum().detach()) for a in AGGREGATIONS
+        float(
+            aggregate(losses, batch, a, denominators, 8 if a.endswith("norm") else None)
+            .sum()
+            .detach()
+        )
+        for a in AGGREGATIONS
     ]
     assert found == [10 / 4, 10 / 2, (2 + 4) / 2, 10 / 8 / 2]
 
@@ -194,7 +258,12 @@ def test_the_four_aggregations_divide_by_what_they_say():
 def test_a_norm_length_is_asked_for():
     batch = tokens([1.0])
     with pytest.raises(ValueError, match="norm_length"):
-        aggregate(TokenLoss(batch.logp, batch.logp > 0), batch, "seq-mean-token-sum-norm", Denominators(1, 1))
+        aggregate(
+            TokenLoss(batch.logp, batch.logp > 0),
+            batch,
+            "seq-mean-token-sum-norm",
+            Denominators(1, 1),
+        )
 
 
 def test_huge_log_ratios_stay_finite_in_value_and_gradient():
@@ -237,5 +306,7 @@ def test_with_recompute_the_first_step_has_ratio_one_and_the_policy_gradient():
 
 def test_a_sample_weight_scales_its_loss_and_no_denominator():
     objective = Objective(ObjectiveConfig(loss=SftLoss(), advantage="none"))
-    loss = objective.loss(tokens([-1.0, -1.0], weights=[0.25, 1.0], sequence=[0, 1]), Denominators(2, 2))
+    loss = objective.loss(
+        tokens([-1.0, -1.0], weights=[0.25, 1.0], sequence=[0, 1]), Denominators(2, 2)
+    )
     assert loss.parts.tolist() == [0.125, 0.5]

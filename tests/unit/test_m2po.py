@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_async_rl.config.losses import M2poLoss
-from megatron_async_rl.objectives.batch import Decided
+from megatron_async_rl.objectives.batch import BatchDecision
 from megatron_async_rl.objectives.losses.m2po import decide_m2po, m2po
 from tests.token_batches import detached, random_tokens, tokens
 
@@ -32,7 +32,10 @@ def squares(batch, candidates):
     """Index and (log w)^2 of every candidate, worked out one by one."""
     found = {}
     for i in range(len(batch.logp)):
-        log_weight, advantage = (batch.logp[i] - batch.logp_behavior[i]).item(), batch.advantages[i].item()
+        log_weight, advantage = (
+            (batch.logp[i] - batch.logp_behavior[i]).item(),
+            batch.advantages[i].item(),
+        )
         harmful = (advantage > 0 and log_weight > 0) or (advantage < 0 and log_weight < 0)
         if batch.mask[i] > 0 and (candidates == "all" or harmful):
             found[i] = log_weight**2
@@ -54,7 +57,9 @@ def test_the_mask_drops_the_largest_and_no_more_than_it_has_to(seed, candidates,
         least = min(found[i] for i in dropped)
         assert all(d <= least for d in left)
         assert (sum(left) + least) / (len(left) + 1) > bound
-    assert decided.scalars["objective/second_moment"] == pytest.approx(sum(found.values()) / len(found))
+    assert decided.scalars["objective/second_moment"] == pytest.approx(
+        sum(found.values()) / len(found)
+    )
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
@@ -62,9 +67,9 @@ def test_the_mask_drops_the_largest_and_no_more_than_it_has_to(seed, candidates,
 @pytest.mark.parametrize("seed", range(3))
 def test_the_cap_is_the_water_level_of_the_second_moment(seed, candidates, bound):
     batch = batch_of(seed)
-    cap = decide_m2po(detached(batch), M2poLoss(mode="cap", candidates=candidates, second_moment=bound)).scalars[
-        "objective/log_ratio_cap"
-    ]
+    cap = decide_m2po(
+        detached(batch), M2poLoss(mode="cap", candidates=candidates, second_moment=bound)
+    ).scalars["objective/log_ratio_cap"]
     found = list(squares(batch, candidates).values())
     if sum(found) / len(found) <= bound:
         assert cap == pytest.approx(math.sqrt(max(found)))
@@ -81,14 +86,20 @@ def test_the_mask_leaves_the_policy_gradient_with_importance_weights_on_what_it_
     keep = batch.decided.tokens["keep"]
     assert result.clipped.tolist() == (~keep).tolist()
     assert 0 < int(result.clipped.sum()) < len(keep)
-    expected = torch.where(keep, -batch.advantages * (batch.logp - batch.logp_behavior).exp(), 0.0).detach()
+    expected = torch.where(
+        keep, -batch.advantages * (batch.logp - batch.logp_behavior).exp(), 0.0
+    ).detach()
     torch.testing.assert_close(gradient, expected)
 
 
 def test_the_cap_clips_as_ppo_does_symmetrically_in_log_space():
     settings = M2poLoss(mode="cap")
-    decided = Decided(scalars={"objective/second_moment": 1.0, "objective/log_ratio_cap": 0.5})
-    batch = tokens([-1.4, -1.6, -2.4, -2.6] * 2, behavior=[-2.0] * 8, advantages=[1.0] * 4 + [-1.0] * 4)
+    decided = BatchDecision(
+        scalars={"objective/second_moment": 1.0, "objective/log_ratio_cap": 0.5}
+    )
+    batch = tokens(
+        [-1.4, -1.6, -2.4, -2.6] * 2, behavior=[-2.0] * 8, advantages=[1.0] * 4 + [-1.0] * 4
+    )
     result = m2po(batch.replace(decided=decided), settings)
     (gradient,) = torch.autograd.grad(result.loss.sum(), batch.logp)
     assert result.clipped.tolist() == [True, False, False, False, False, False, False, True]
@@ -102,7 +113,10 @@ def test_a_batch_within_the_bound_keeps_every_gradient_in_either_mode(dtype):
         settings = M2poLoss(mode=mode, second_moment=100.0)
         part = whole.replace(decided=decide_m2po(detached(whole), settings))
         part = part.replace(
-            **{n: getattr(whole, n).detach().to(dtype) for n in ("logp", "logp_behavior", "advantages", "mask", "weights")}
+            **{
+                n: getattr(whole, n).detach().to(dtype)
+                for n in ("logp", "logp_behavior", "advantages", "mask", "weights")
+            }
         )
         assert not m2po(part, settings).clipped.any()
 
@@ -111,7 +125,12 @@ def test_a_batch_within_the_bound_keeps_every_gradient_in_either_mode(dtype):
 def test_what_is_decided_depends_on_no_order(candidates):
     batch = detached(random_tokens(seed=3))
     order = torch.randperm(len(batch.logp), generator=torch.Generator().manual_seed(0))
-    moved = batch.replace(**{n: getattr(batch, n)[order] for n in ("logp", "logp_behavior", "advantages", "mask", "sequence")})
+    moved = batch.replace(
+        **{
+            n: getattr(batch, n)[order]
+            for n in ("logp", "logp_behavior", "advantages", "mask", "sequence")
+        }
+    )
     for mode in ("mask", "cap"):
         settings = M2poLoss(mode=mode, candidates=candidates)
         first, second = decide_m2po(batch, settings), decide_m2po(moved, settings)

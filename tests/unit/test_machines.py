@@ -1,4 +1,5 @@
-"""The picture of a run over several machines: each looks at its own processes, and one that is gone is named."""
+"""The picture of a run over several machines: each looks at its own processes, and one that is gone
+is named."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async_rl.observe import views, watchdog
-from megatron_async_rl.observe.movement import FOLDER
-from megatron_async_rl.observe.processes import RUN_ID_VARIABLE
-from megatron_async_rl.observe.stall import Stall, gather
-from megatron_async_rl.observe.watchdog import Watchdog
+from megatron_async_rl.watchdog import snapshots as views
+from megatron_async_rl.watchdog import watchdog
+from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
+from megatron_async_rl.watchdog.progress_monitor import FOLDER
+from megatron_async_rl.watchdog.stall import Stall, gather
+from megatron_async_rl.watchdog.watchdog import Watchdog
 
 BEGIN = """
 import socket, sys, time
 from pathlib import Path
 socket.gethostname = lambda: "second"
-from megatron_async_rl.observe import watch, watchdog
+from megatron_async_rl.watchdog import watch, watchdog
 watch.BEAT_S = watchdog.LOOK_S = 0.1
 run_dir = Path(sys.argv[1])
 watch.start(run_dir, sys.argv[2])
@@ -73,7 +75,12 @@ def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecondMa
     monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
     machine = SecondMachine(tmp_path)
     (tmp_path / FOLDER).mkdir()
-    own = {"name": "launcher 0", "pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}
+    own = {
+        "name": "launcher 0",
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "time": time.time(),
+    }
     (tmp_path / FOLDER / "launcher 0.json").write_text(json.dumps(own))
     yield machine
     for process in machine.started:
@@ -92,24 +99,35 @@ def first(run_dir: Path, timeout_s: float) -> Watchdog:
     return Watchdog(run_dir, "first's", timeout_s=timeout_s, start_s=timeout_s, ranks=2, nodes=2)
 
 
-def test_the_picture_has_what_the_other_machine_sees_of_its_processes(second: SecondMachine) -> None:
+def test_the_picture_has_what_the_other_machine_sees_of_its_processes(
+    second: SecondMachine,
+) -> None:
     second.start("launcher 1", LAUNCHER)
     stopped, running = second.start("rank 1", RANK), second.start("rank 2", RANK)
     stopped.send_signal(signal.SIGSTOP)
     found = gather(second.run_dir, "A wait was over.", still_s=1)
-    assert found.suspects == (f"rank 1 (pid {stopped.pid} on second) is stopped (T): it does not run until SIGCONT.",)
+    assert found.suspects == (
+        f"rank 1 (pid {stopped.pid} on second) is stopped (T): it does not run until SIGCONT.",
+    )
     assert f"rank 2 (pid {running.pid} on second): " in found.text
     assert "train_on" in found.text
 
 
-def test_what_ends_the_run_on_one_machine_ends_it_on_the_other_with_the_same_words(second: SecondMachine) -> None:
+def test_what_ends_the_run_on_one_machine_ends_it_on_the_other_with_the_same_words(
+    second: SecondMachine,
+) -> None:
     launcher, stopped = second.start("launcher 1", LAUNCHER), second.start("rank 1", RANK)
     gather(second.run_dir, "A wait was over.", still_s=1)
     stopped.send_signal(signal.SIGSTOP)
     found = gather(second.run_dir, "Nothing moved.", still_s=1, ends_run=True)
-    assert found.suspects == (f"rank 1 (pid {stopped.pid} on second) is stopped (T): it does not run until SIGCONT.",)
+    assert found.suspects == (
+        f"rank 1 (pid {stopped.pid} on second) is stopped (T): it does not run until SIGCONT.",
+    )
     said, _ = launcher.communicate(timeout=20)
-    assert said.splitlines()[:2] == [found.headline, *found.suspects], "the first picture was no end"
+    assert said.splitlines()[:2] == [
+        found.headline,
+        *found.suspects,
+    ], "the first picture was no end"
 
 
 def test_a_machine_that_does_not_answer_is_in_the_picture_as_its_processes_said_last(
@@ -133,7 +151,10 @@ def test_a_machine_that_vanishes_ends_the_run_although_the_rest_moves(
     launcher.kill()
     found = look_for(watching, 20)
     assert found is not None
-    assert found.error.startswith("Stalled: Node 1 (second) has not been heard of for 2 s (watchdog.timeout_s: 2): the machine, ")
+    assert found.error.startswith(
+        "Stalled: Node 1 (second) has not been heard of for 2 s (watchdog.timeout_s: 2): the"
+        " machine, "
+    )
     assert found.suspects == (), "what still moves holds nothing up"
 
 

@@ -7,15 +7,17 @@ import math
 import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import megatron_async_rl
-from megatron_async_rl.observe import keys
-from megatron_async_rl.observe.metrics import MetricsError, MetricsLog, cut_unreadable
-from megatron_async_rl.observe.read import MetricsReader, read_metrics
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics import catalogue as keys
+from megatron_async_rl.metrics.catalogue import Metric, MetricsError
+from megatron_async_rl.metrics.log import MetricsLog, MetricsReader, cut_unreadable, read_metrics
 
 PACKAGE = Path(megatron_async_rl.__file__).parent
 
@@ -28,7 +30,9 @@ def lines_of(path: Path) -> list[dict[str, object]]:
 
 
 def logged(run_dir: Path, steps: range, reward: float = 0.5, first_step: int | None = None) -> None:
-    log = MetricsLog(run_dir, tensorboard=False, first_step=steps.start if first_step is None else first_step)
+    log = MetricsLog(
+        run_dir, tensorboard=False, first_step=steps.start if first_step is None else first_step
+    )
     for step in steps:
         log.log(step, {"reward/mean": reward})
     log.close()
@@ -36,23 +40,37 @@ def logged(run_dir: Path, steps: range, reward: float = 0.5, first_step: int | N
 
 def test_a_step_is_one_line_on_disk_when_log_returns(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
-    log.log(1, {"reward/mean": np.float32(0.5), "lag/histogram": [3, np.int64(4)], "tokens/trained": 7})
+    log.log(
+        1, {"reward/mean": np.float32(0.5), "lag/histogram": [3, np.int64(4)], "tokens/trained": 7}
+    )
     (line,) = lines_of(tmp_path / "metrics.jsonl")
     assert line.pop("time") > 1.7e9  # type: ignore[operator]
-    assert line == {"step": 1, "version": 1, "reward/mean": 0.5, "lag/histogram": [3, 4], "tokens/trained": 7}
+    assert line == {
+        "step": 1,
+        "version": 1,
+        "reward/mean": 0.5,
+        "lag/histogram": [3, 4],
+        "tokens/trained": 7,
+    }
 
 
 def test_values_that_are_not_finite_stay_valid_json_and_read_back(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     log.log(1, {"policy/loss": math.nan, "policy/grad_norm": math.inf, "ratio/chi2": -math.inf})
     (line,) = lines_of(tmp_path / "metrics.jsonl")
-    assert (line["policy/loss"], line["policy/grad_norm"], line["ratio/chi2"]) == ("nan", "inf", "-inf")
+    assert (line["policy/loss"], line["policy/grad_norm"], line["ratio/chi2"]) == (
+        "nan",
+        "inf",
+        "-inf",
+    )
     (row,) = read_metrics(tmp_path)
     assert math.isnan(row["policy/loss"])  # type: ignore[arg-type]
     assert (row["policy/grad_norm"], row["ratio/chi2"]) == (math.inf, -math.inf)
 
 
-def test_what_every_engine_has_is_a_list_that_reads_back_whatever_its_numbers(tmp_path: Path) -> None:
+def test_what_every_engine_has_is_a_list_that_reads_back_whatever_its_numbers(
+    tmp_path: Path,
+) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
     log.log(1, {"engine/busy_shares": (0.5, math.nan), "engine/tokens": np.array([3, 4]).tolist()})
     (line,) = lines_of(tmp_path / "metrics.jsonl")
@@ -63,7 +81,9 @@ def test_what_every_engine_has_is_a_list_that_reads_back_whatever_its_numbers(tm
 
 def test_an_unknown_key_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1)
-    with pytest.raises(MetricsError, match=r"unknown metric 'reward/meen'; the nearest one is 'reward/mean'"):
+    with pytest.raises(
+        MetricsError, match=r"unknown metric 'reward/meen'; the nearest one is 'reward/mean'"
+    ):
         log.log(1, {"reward/meen": 1.0})
     assert lines_of(tmp_path / "metrics.jsonl") == []
 
@@ -96,8 +116,15 @@ def test_a_step_is_never_logged_twice(tmp_path: Path) -> None:
 def test_a_resume_cuts_the_steps_it_repeats_and_keeps_them_aside(tmp_path: Path) -> None:
     logged(tmp_path, range(1, 6), reward=0.1)
     logged(tmp_path, range(3, 5), reward=0.9)
-    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(1, 0.1), (2, 0.1), (3, 0.9), (4, 0.9)]
-    assert [(line["step"], line["reward/mean"]) for line in lines_of(tmp_path / "metrics.cut.jsonl")] == [
+    assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [
+        (1, 0.1),
+        (2, 0.1),
+        (3, 0.9),
+        (4, 0.9),
+    ]
+    assert [
+        (line["step"], line["reward/mean"]) for line in lines_of(tmp_path / "metrics.cut.jsonl")
+    ] == [
         (3, 0.1),
         (4, 0.1),
         (5, 0.1),
@@ -115,16 +142,16 @@ def test_a_line_that_a_crash_left_half_written_does_not_break_the_resume(tmp_pat
 
 def test_a_reader_takes_each_line_once_and_only_whole(tmp_path: Path) -> None:
     reader = MetricsReader(tmp_path)
-    assert reader.news().rows == []
+    assert reader.new_rows().rows == []
     path = tmp_path / "metrics.jsonl"
     with open(path, "w") as file:
         file.write('{"step": 1}\n{"ste')
         file.flush()
-        assert [row["step"] for row in reader.news().rows] == [1]
-        assert reader.news().rows == []
+        assert [row["step"] for row in reader.new_rows().rows] == [1]
+        assert reader.new_rows().rows == []
         file.write('p": 2}\n')
         file.flush()
-        news = reader.news()
+        news = reader.new_rows()
     assert [row["step"] for row in news.rows] == [2]
     assert not news.restarted
 
@@ -148,16 +175,16 @@ def test_a_last_line_that_lost_its_end_does_not_run_into_the_next(tmp_path: Path
 def test_a_reader_starts_over_when_a_resume_cuts_the_file(tmp_path: Path) -> None:
     logged(tmp_path, range(1, 5))
     reader = MetricsReader(tmp_path)
-    assert len(reader.news().rows) == 4
+    assert len(reader.new_rows().rows) == 4
     logged(tmp_path, range(3, 8))
-    news = reader.news()
+    news = reader.new_rows()
     assert news.restarted
     assert [row["step"] for row in news.rows] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_broken_line_in_the_middle_is_named_by_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
-    with pytest.raises(MetricsError, match=r"metrics\.jsonl:2"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         read_metrics(tmp_path)
 
 
@@ -167,10 +194,15 @@ def test_tensorboard_gets_numbers_and_histograms_and_forgets_cut_steps(tmp_path:
     for steps, reward in ((range(1, 5), 0.1), (range(3, 5), 0.9)):
         log = MetricsLog(tmp_path, tensorboard=True, first_step=steps.start)
         for step in steps:
-            lengths, shares = {"trained/length_histogram": [0, 2, 1]}, {"engine/busy_shares": [reward, 0.75]}
+            lengths, shares = (
+                {"trained/length_histogram": [0, 2, 1]},
+                {"engine/busy_shares": [reward, 0.75]},
+            )
             log.log(step, {"reward/mean": reward, "lag/histogram": [step, 1], **lengths, **shares})
         log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+    events = EventAccumulator(
+        str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}
+    ).Reload()
     assert [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")] == [
         (1, 0.1),
         (2, 0.1),
@@ -181,10 +213,14 @@ def test_tensorboard_gets_numbers_and_histograms_and_forgets_cut_steps(tmp_path:
     lengths_seen = events.Histograms("trained/length_histogram")[-1].histogram_value
     assert (lengths_seen.bucket_limit, lengths_seen.bucket) == ([1.5, 3.5, 7.5], [0.0, 2.0, 1.0])
     assert lengths_seen.sum == 2 * 2.5 + 5.5
-    assert [round(events.Scalars(f"engine/busy_shares/{engine}")[-1].value, 3) for engine in (0, 1)] == [0.9, 0.75]
+    assert [
+        round(events.Scalars(f"engine/busy_shares/{engine}")[-1].value, 3) for engine in (0, 1)
+    ] == [0.9, 0.75]
 
 
-def test_an_evaluation_is_in_the_next_line_and_in_tensorboard_at_its_own_version(tmp_path: Path) -> None:
+def test_an_evaluation_is_in_the_next_line_and_in_tensorboard_at_its_own_version(
+    tmp_path: Path,
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = MetricsLog(tmp_path, tensorboard=True, first_step=1)
@@ -196,7 +232,11 @@ def test_an_evaluation_is_in_the_next_line_and_in_tensorboard_at_its_own_version
     log.close()
     assert [row.get("eval/version") for row in read_metrics(tmp_path)] == [1, None]
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("eval/mean")] == [(0, 0.125), (1, 0.25), (2, 0.75)]
+    assert [(event.step, event.value) for event in events.Scalars("eval/mean")] == [
+        (0, 0.125),
+        (1, 0.25),
+        (2, 0.75),
+    ]
     assert [event.step for event in events.Scalars("reward/mean")] == [1, 2]
 
 
@@ -207,23 +247,57 @@ def test_an_evaluation_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
 
 def test_the_page_of_metrics_is_up_to_date() -> None:
     page = PACKAGE.parent / "docs" / "metrics.md"
-    assert page.read_text() == keys.page(), "run: python -m megatron_async_rl.observe.keys > docs/metrics.md"
+    assert page.read_text() == keys.page(), (
+        "run: python -m megatron_async_rl.metrics.catalogue > docs/metrics.md"
+    )
 
 
 def test_every_metric_that_the_package_logs_is_in_the_catalogue_and_the_other_way_round() -> None:
-    prefixes = "|".join(sorted({name.split("/")[0] for name in keys.KEYS}))
-    sources = [path for path in PACKAGE.rglob("*.py") if "observe" not in path.parts]
+    prefixes = "|".join(sorted({name.split("/")[0] for name in keys.METRICS}))
+    readers = {"metrics", "report"}
+    sources = [path for path in PACKAGE.rglob("*.py") if path.parent.name not in readers]
     literal = re.compile(rf'"((?:{prefixes})/[a-z_0-9@]+)"')
     written = {name for path in sources for name in literal.findall(path.read_text())}
-    assert written - set(keys.KEYS) == set()
-    assert set(keys.KEYS) - written == set()
+    assert written - set(keys.METRICS) == set()
+    assert set(keys.METRICS) - written == set()
+
+
+def test_one_line_of_the_catalogue_adds_a_metric_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MetricsError, match="unknown metric 'reward/median'"):
+        MetricsLog(tmp_path / "before", tensorboard=False, first_step=1).log(
+            1, {"reward/median": 1}
+        )
+
+    group = keys.GROUPS["Reward"][1]
+    monkeypatch.setitem(group, "reward/median", Metric("reward", "Median reward of a sample."))  # type: ignore[arg-type]
+    monkeypatch.setattr(keys, "METRICS", dict(keys.METRICS) | group)
+    log = MetricsLog(tmp_path, tensorboard=True, first_step=1, prometheus_port=0)
+    log.log(1, {"reward/median": 0.5})
+    address = (tmp_path / "prometheus.txt").read_text().strip()
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        served = answer.read().decode()
+    log.close()
+
+    assert [row["reward/median"] for row in read_metrics(tmp_path)] == [0.5]
+    assert "mar_reward_median 0.5" in served
+    assert "Median reward of a sample. Unit: reward." in served
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("reward/median")] == [0.5]
+    assert "| `reward/median` | reward | Median reward of a sample. |" in keys.page()
 
 
 def test_seeing_a_run_needs_no_torch() -> None:
     code = (
-        "import sys, megatron_async_rl.observe.metrics, megatron_async_rl.observe.progress, megatron_async_rl.observe.report,"
-        "megatron_async_rl.observe.tensorboard, megatron_async_rl.observe.deadline, megatron_async_rl.observe.logs;"
-        "print([name for name in ('torch', 'ray', 'matplotlib', 'plotly', 'tensorflow') if name in sys.modules])"
+        "import sys, megatron_async_rl.metrics.log, megatron_async_rl.report.progress,"
+        " megatron_async_rl.report.report,megatron_async_rl.metrics.sinks,"
+        " megatron_async_rl.watchdog.deadline, megatron_async_rl.watchdog.logs;print([name for name"
+        " in ('torch', 'ray', 'matplotlib', 'tensorflow') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
     assert done.stdout.strip() == "[]"

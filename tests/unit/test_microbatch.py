@@ -1,26 +1,61 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from megatron_async_rl.policy.microbatch import SampleTooLong, build_micro_batch, plan_micro_batches
-from tests.train_batches import ragged_batch
+from megatron_async_rl.policy.batches import split
+from megatron_async_rl.policy.microbatch import (
+    MICRO_BATCH_COSTS,
+    SampleTooLong,
+    assign_owners,
+    build_micro_batch,
+    cheapest_cut,
+    plan_micro_batches,
+)
+from tests.train_batches import columns_of, grouped, make_sample, ragged_batch
 
 CPU = torch.device("cpu")
-SAMPLES = list(ragged_batch(groups=20, group_size=4).samples())
+SAMPLES = [
+    dataclasses.replace(sample, reward_error=None)
+    for sample in ragged_batch(groups=20, group_size=4).samples()
+]
 
 
-def padded_tokens(samples, rows, multiple=1):
-    batch = build_micro_batch(samples, rows, CPU, multiple)
-    return batch.tokens.numel()
+def planned(samples, data_parallel=1, **settings):
+    """(plan, each data-parallel rank's view of the batch)."""
+    parts = split(grouped(samples), data_parallel)
+    views = [parts.of(rank) for rank in range(data_parallel)]
+    plans = [plan_micro_batches(view, data_parallel=data_parallel, **settings) for view in views]
+    assert all(plan == plans[0] for plan in plans)
+    return plans[0], views
+
+
+def geometric(count, seed):
+    """Response lengths as of a task whose answers end early: mean 16, at most 128."""
+    rng = np.random.default_rng(seed)
+    prompt = SAMPLES[0].prompt
+    return [
+        make_sample(prompt, str(index), [3] * min(int(length), 128))
+        for index, length in enumerate(rng.geometric(1 / 16, count))
+    ]
 
 
 @pytest.mark.parametrize("data_parallel", [1, 2, 3, 8])
 @pytest.mark.parametrize(("budget", "multiple"), [(32, 1), (100, 4), (100000, 2)])
-def test_every_sample_is_in_exactly_one_micro_batch_and_no_budget_is_exceeded(data_parallel, budget, multiple):
-    plan = plan_micro_batches(SAMPLES, data_parallel=data_parallel, budget=budget, multiple=multiple)
-    assert sorted(i for rank in plan.ranks for rows in rank for i in rows) == list(range(len(SAMPLES)))
+def test_every_sample_is_in_exactly_one_micro_batch_and_no_budget_is_exceeded(
+    data_parallel, budget, multiple
+):
+    plan, views = planned(SAMPLES, data_parallel, budget=budget, multiple=multiple)
+    assert sorted(i for rank in plan.ranks for rows in rank for i in rows) == list(
+        range(len(SAMPLES))
+    )
     assert {len(rank) for rank in plan.ranks} == {plan.micro_batches}
-    sizes = [padded_tokens(SAMPLES, rows, multiple) for rank in plan.ranks for rows in rank]
+    sizes = [
+        build_micro_batch(view, rows, CPU, multiple).tokens.numel()
+        for view, rank in zip(views, plan.ranks, strict=True)
+        for rows in rank
+    ]
     assert max(sizes) <= budget
     real = sum(sample.total_length - 1 for sample in SAMPLES)
     assert plan.padding_share == pytest.approx(1 - real / sum(sizes))
@@ -28,58 +63,144 @@ def test_every_sample_is_in_exactly_one_micro_batch_and_no_budget_is_exceeded(da
 
 def test_the_number_of_micro_batches_fills_up_to_whole_rounds_of_the_pipeline():
     for data_parallel in (1, 3):
-        plain = plan_micro_batches(SAMPLES, data_parallel=data_parallel, budget=64)
-        rounds = plan_micro_batches(SAMPLES, data_parallel=data_parallel, budget=64, in_groups_of=4)
+        plain, _ = planned(SAMPLES, data_parallel, budget=64)
+        rounds, _ = planned(SAMPLES, data_parallel, budget=64, in_groups_of=4)
         assert rounds.micro_batches == -(-plain.micro_batches // 4) * 4
         for mine, filled in zip(plain.ranks, rounds.ranks, strict=True):
             assert filled == mine + ((),) * (rounds.micro_batches - plain.micro_batches)
 
 
-def test_ranks_carry_nearly_the_same_tokens():
-    plan = plan_micro_batches(SAMPLES, data_parallel=4, budget=64)
-    loads = [sum(SAMPLES[i].total_length - 1 for rows in rank for i in rows) for rank in plan.ranks]
-    assert max(loads) - min(loads) <= max(sample.total_length for sample in SAMPLES)
+@pytest.mark.parametrize("samples", [SAMPLES, geometric(200, 0)], ids=["uniform", "geometric"])
+def test_ranks_carry_nearly_the_same_tokens_padding_included(samples):
+    plan, (batch, *_) = planned(samples, 4, budget=1024)
+    real = [sum(batch.fed[list(rows)].sum() for rows in rank) for rank in plan.ranks]
+    assert max(real) - min(real) <= max(sample.total_length for sample in samples)
+    computed = [
+        sum(batch.fed[list(rows)].max(initial=0) * len(rows) for rows in rank)
+        for rank in plan.ranks
+    ]
+    assert max(computed) < 1.1 * min(computed)
 
 
-def test_bucketing_by_length_pads_less_than_the_given_order():
-    plan = plan_micro_batches(SAMPLES, data_parallel=1, budget=128)
-    fed = [sample.total_length - 1 for sample in SAMPLES]
-    unsorted = sum(max(fed[i : i + 5]) * len(fed[i : i + 5]) for i in range(0, len(fed), 5))
-    assert plan.padding_share < 0.5 * (1 - sum(fed) / unsorted)
+def test_the_longest_sample_does_not_come_on_top_of_an_even_share_of_the_short_ones():
+    lengths = np.array([10] * 20 + [200])
+    assert np.bincount(assign_owners(lengths, 2), lengths).tolist() == [200, 200]
+
+
+def test_groups_that_have_to_stay_whole_do():
+    rng = np.random.default_rng(0)
+    lengths, group = rng.integers(1, 100, 60), np.arange(60) // 4 + 7
+    owner = assign_owners(lengths, 4, group)
+    assert all(len(set(owner[group == number])) == 1 for number in group)
+    loads = np.bincount(owner, lengths)
+    assert loads.max() - loads.min() <= max(lengths[group == number].sum() for number in group)
+
+
+@pytest.mark.parametrize("count", [64, 128, 256, 512])
+@pytest.mark.parametrize("data_parallel", [1, 2])
+def test_a_tenth_of_the_tokens_is_padding_at_most_where_lengths_are_geometric(count, data_parallel):
+    shares, numbers = [], []
+    for seed in range(10):
+        plan, _ = planned(geometric(count, seed), data_parallel, budget=16384)
+        shares.append(plan.padding_share)
+        numbers.append(plan.micro_batches)
+    assert max(shares) < 0.1
+    assert max(numbers) <= 20, "padding is not bought at any price"
+
+
+def test_where_little_is_padding_anyway_few_micro_batches_are_made():
+    """As in the demo: 512 samples of 6 to 13 tokens."""
+    prompt = dataclasses.replace(SAMPLES[0].prompt, token_ids=(1,))
+    samples = [make_sample(prompt, str(i), [3] * (6 + i % 8)) for i in range(512)]
+    plan, _ = planned(samples, budget=16384)
+    assert plan.padding_share < 0.1
+    assert plan.micro_batches <= 4
+    few, _ = planned(samples[:4], budget=16384)
+    assert few.micro_batches == 1
+
+
+def test_equal_lengths_are_cut_by_the_budget_alone_and_evenly():
+    plan, _ = planned(
+        [make_sample(SAMPLES[0].prompt, str(i), [3] * 10) for i in range(9)], budget=99
+    )
+    length = len(SAMPLES[0].prompt.token_ids) + 9
+    assert 99 // length < 9
+    sizes = [len(rows) for rows in plan.ranks[0]]
+    assert len(sizes) == -(-9 // (99 // length))
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_no_other_cut_into_runs_costs_less():
+    """Against every cut of a few samples."""
+    rng = np.random.default_rng(3)
+    for _ in range(30):
+        lengths = np.sort(rng.integers(1, 40, 8))[::-1]
+        samples = [
+            make_sample(SAMPLES[0].prompt, str(i), [3] * int(n)) for i, n in enumerate(lengths)
+        ]
+        (batch,) = planned(samples, budget=150)[1]
+        fixed = int(rng.choice(MICRO_BATCH_COSTS))
+        found = cheapest_cut(np.arange(8), batch.fed, 150, fixed)
+
+        def cost(cuts, fed=batch.fed, fixed=fixed):
+            runs = np.split(fed, cuts)
+            sizes = [run.max() * len(run) for run in runs]
+            return np.inf if max(sizes) > 150 else sum(sizes) + fixed * len(sizes)
+
+        assert [i for rows in found for i in rows] == list(range(8))
+        ends = np.cumsum([len(rows) for rows in found])[:-1]
+        cheapest = min(
+            cost([place + 1 for place in range(7) if mask >> place & 1]) for mask in range(2**7)
+        )
+        assert cost(ends) == pytest.approx(cheapest, rel=0.01)
 
 
 def test_fewer_samples_than_ranks_leave_ranks_with_masked_work_only():
-    plan = plan_micro_batches(SAMPLES[:1], data_parallel=3, budget=64)
+    plan, (batch, *_) = planned(SAMPLES[:1], 3, budget=64)
     assert plan.ranks == (((0,),), ((),), ((),))
-    filler = build_micro_batch(SAMPLES[:1], (), CPU)
-    assert filler.mask.sum() == 0
+    filler = build_micro_batch(batch, (), CPU)
     assert filler.samples == ()
     assert len(filler.rows) == 1
 
 
 def test_no_sample_at_all_is_one_masked_micro_batch():
-    assert plan_micro_batches([], data_parallel=2, budget=64).ranks == (((),), ((),))
+    batch = columns_of(SAMPLES[:1]).select([])
+    assert plan_micro_batches(batch, data_parallel=2, budget=64).ranks == (((),), ((),))
 
 
 def test_a_sample_longer_than_the_budget_is_named_with_the_key_to_raise():
     longest = max(SAMPLES, key=lambda sample: sample.total_length)
     budget = longest.total_length - 1
-    with pytest.raises(SampleTooLong, match=rf"{longest.id}.* {budget + 1} tokens.*policy.tokens_per_micro_batch = {budget}"):
-        plan_micro_batches([longest], data_parallel=1, budget=budget)
+    with pytest.raises(
+        SampleTooLong,
+        match=rf"{longest.id}.* {budget + 1} tokens.*policy.tokens_per_micro_batch = {budget}",
+    ):
+        planned([SAMPLES[0], longest], budget=budget)
 
 
 def test_each_response_token_is_predicted_from_the_position_before_it():
-    plan = plan_micro_batches(SAMPLES, data_parallel=1, budget=128, multiple=2)
-    for rows in plan.ranks[0]:
-        batch = build_micro_batch(SAMPLES, rows, CPU, 2)
-        fed = batch.tokens.flatten()[batch.rows].numpy()
-        for row, index in enumerate(rows):
-            sample, mine = SAMPLES[index], (batch.sequence == row).numpy()
-            np.testing.assert_array_equal(batch.targets.numpy()[mine], sample.response_ids)
-            np.testing.assert_array_equal(fed[mine], [sample.prompt.token_ids[-1], *sample.response_ids[:-1]])
-            np.testing.assert_array_equal(batch.mask.numpy()[mine], sample.loss_mask)
-            np.testing.assert_array_equal(batch.versions.numpy()[mine], sample.versions)
-            np.testing.assert_array_equal(batch.behavior_logprobs.numpy()[mine], sample.behavior_logprobs)
-            np.testing.assert_array_equal(batch.tokens[row, : len(sample.prompt.token_ids)], sample.prompt.token_ids)
-        assert batch.tokens.shape[1] % 2 == 0
-        assert torch.equal(batch.position_ids[0], torch.arange(batch.tokens.shape[1]))
+    plan, views = planned(SAMPLES, 2, budget=128, multiple=2)
+    for view, rank in zip(views, plan.ranks, strict=True):
+        for rows in rank:
+            batch = build_micro_batch(view, rows, CPU, 2)
+            fed = batch.tokens.flatten()[batch.rows].numpy()
+            for row, index in enumerate(rows):
+                sample, mine = SAMPLES[index], (batch.sequence == row).numpy()
+                np.testing.assert_array_equal(batch.targets.numpy()[mine], sample.response_ids)
+                np.testing.assert_array_equal(
+                    fed[mine], [sample.prompt.token_ids[-1], *sample.response_ids[:-1]]
+                )
+                np.testing.assert_array_equal(batch.versions.numpy()[mine], sample.versions)
+                np.testing.assert_array_equal(
+                    batch.tokens[row, : len(sample.prompt.token_ids)], sample.prompt.token_ids
+                )
+            assert batch.tokens.shape[1] % 2 == 0
+            assert torch.equal(batch.position_ids[0], torch.arange(batch.tokens.shape[1]))
+
+
+def test_a_rank_cannot_feed_tokens_that_another_one_has():
+    plan, (first, second) = planned(SAMPLES, 2, budget=128)
+    others = plan.ranks[1][0]
+    with pytest.raises(ValueError, match=rf"{SAMPLES[others[0]].id}.*another data-parallel rank"):
+        build_micro_batch(first, others, CPU)
+    assert build_micro_batch(second, others, CPU).samples == others

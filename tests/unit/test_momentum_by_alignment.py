@@ -19,7 +19,10 @@ def decide(c, *, turned=False, beta1=0.9, **settings):
     return decision
 
 
-@pytest.mark.parametrize(("c", "beta1"), [(-0.9, 0.9), (0.0, 0.9), (0.2, 0.9), (0.3, 0.7), (0.4, 0.5), (0.6, 0.1), (0.95, 0.1)])
+@pytest.mark.parametrize(
+    ("c", "beta1"),
+    [(-0.9, 0.9), (0.0, 0.9), (0.2, 0.9), (0.3, 0.7), (0.4, 0.5), (0.6, 0.1), (0.95, 0.1)],
+)
 def test_beta1_falls_linearly_between_the_two_cosines(c, beta1):
     decision = decide(c, c_low=0.2, c_high=0.6, beta1_min=0.1)
     assert decision.beta1 == pytest.approx(beta1, abs=1e-6)
@@ -46,4 +49,9 @@ def test_before_the_first_update_beta1_is_the_longest_and_nothing_is_reduced():
 @pytest.mark.parametrize("values", [[0.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]])
 def test_a_gradient_without_a_direction_leaves_beta1_at_its_longest(values):
     optimizer = Optimizer(updates=1, first_moment=[torch.tensor([1.0, 1.0])])
-    assert MomentumByAlignment(MomentumByAlignmentControl()).apply(step(gradient(values), optimizer=optimizer)).beta1 == 0.9
+    assert (
+        MomentumByAlignment(MomentumByAlignmentControl())
+        .apply(step(gradient(values), optimizer=optimizer))
+        .beta1
+        == 0.9
+    )

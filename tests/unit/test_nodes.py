@@ -1,4 +1,5 @@
-"""Launchers of several machines meet in the run's directory before anything starts, or say what does not fit."""
+"""Launchers of several machines meet in the run's directory before anything starts, or say what
+does not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async_rl.nodes import Nodes, NodesError
+from megatron_async_rl.launch.rendezvous import Nodes, NodesError
 from tests.ports import free_ports
 
 ENDPOINT = "node0:29500"
@@ -28,20 +29,20 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from megatron_async_rl.config.load import dump, load
-from megatron_async_rl.nodes import Nodes, NodesError, meet
-from megatron_async_rl.observe import watch
-from megatron_async_rl.refusals import Others
+from megatron_async_rl.launch.rendezvous import Nodes, NodesError, rendezvous
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.launch.rendezvous import PeerNodes
 watch.BEAT_S = 0.1
 config = load(Path(sys.argv[1]), sys.argv[6:])
 nodes = Nodes(int(sys.argv[2]), int(sys.argv[3]), sys.argv[5])
-others = Others(nodes)
+peers = PeerNodes(nodes)
 if nodes.rank == 0:
     config.run.dir.mkdir(exist_ok=True)
     (config.run.dir / "config.yaml").write_text(dump(config))
 try:
-    print(meet(nodes, config, float(sys.argv[4]), others.refusal), flush=True)
+    print(rendezvous(nodes, config, float(sys.argv[4]), peers.refusal), flush=True)
 except NodesError as error:
-    others.refuse(str(error))
+    peers.refuse(str(error))
     sys.exit(str(error))
 sys.stdin.read()
 """
@@ -51,14 +52,23 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start(count, rank, timeout_s, *overrides)`: a launcher that meets the others, prints the id of the start and stays."""
+    """`start(count, rank, timeout_s, *overrides)`: a launcher that meets the others, prints the id
+    of the start and stays."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     started: list[subprocess.Popen[str]] = []
     endpoint = f"localhost:{free_ports(1)[0]}"
 
     def begin(count: int, rank: int, timeout_s: float, *overrides: str) -> subprocess.Popen[str]:
         numbers = map(str, (count, rank, timeout_s))
-        command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "config.yaml"), *numbers, endpoint, *overrides]
+        command = [
+            sys.executable,
+            "-c",
+            LAUNCHER,
+            str(tmp_path / "config.yaml"),
+            *numbers,
+            endpoint,
+            *overrides,
+        ]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         started.append(process)
@@ -92,25 +102,33 @@ def test_nodes_meet_whoever_comes_first_and_agree_on_the_start(start: Start, fir
 
 def test_node_0_names_the_nodes_that_did_not_come(start: Start, tmp_path: Path) -> None:
     error = said(start(3, 0, 0.5))
-    assert "nodes 1, 2 of 3 did not come within 0.5 s" in error
+    assert "nodes 1, 2 of 3\n  timed out after 0.5 s" in error
     assert str(tmp_path / "run") in error
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_node_is_not_deceived_by_what_a_killed_launcher_left(start: Start, tmp_path: Path, rank: int) -> None:
+def test_a_node_is_not_deceived_by_what_a_killed_launcher_left(
+    start: Start, tmp_path: Path, rank: int
+) -> None:
     watch, other = tmp_path / "run" / "watch", 1 - rank
     watch.mkdir(parents=True)
-    left = {"name": f"launcher {other}", "pid": 1, "host": "h", "time": time.time(), "facts": {"start": "old", "nodes": 2}}
+    left = {
+        "name": f"launcher {other}",
+        "pid": 1,
+        "host": "h",
+        "time": time.time(),
+        "facts": {"start": "old", "nodes": 2},
+    }
     (watch / f"launcher {other}.json").write_text(json.dumps(left))
     error = said(start(2, rank, 1))
-    assert f"node {other} " in error
-    assert "did not come within 1 s" in error
+    assert f"node {other}" in error
+    assert "timed out after 1 s" in error
 
 
 @pytest.mark.parametrize(
     ("count", "overrides", "words"),
     [
-        (3, [], "--nnodes 3, but node 0 ("),
+        (3, [], "3 here, 2 on node 0 ("),
         (2, ["run.steps=6"], "`steps: 6` here, `steps: 5` there"),
     ],
 )
@@ -120,13 +138,17 @@ def test_a_node_that_was_started_otherwise_says_how_and_node_0_hears_it(
     zero = start(2, 0, 600)
     assert words in said(start(count, 1, 60, *overrides))
     heard = said(zero)
-    assert heard.startswith(f"node 1 ({socket.gethostname()}) does not start")
+    assert heard.startswith(f"node 1 ({socket.gethostname()})\n  does not start")
     assert words in heard
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [((2, 2, ENDPOINT), "the last is number 1"), ((2, 1), "--rdzv-endpoint is missing"), ((2, 1, "node0"), "HOST:PORT")],
+    [
+        ((2, 2, ENDPOINT), "the last of 2 nodes.*is number 1"),
+        ((2, 1), "--rdzv-endpoint\n  is missing"),
+        ((2, 1, "node0"), "HOST:PORT"),
+    ],
 )
 def test_what_cannot_be_is_refused(arguments: tuple[int, int, str], words: str) -> None:
     with pytest.raises(NodesError, match=words):
@@ -135,6 +157,12 @@ def test_what_cannot_be_is_refused(arguments: tuple[int, int, str], words: str) 
 
 def test_each_node_starts_its_share_of_the_ranks() -> None:
     second = Nodes(2, 1, "[fd00::1]:29500").torchrun(8, "abc")
-    assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--rdzv-id=abc", "--master-port=29500"} <= set(second)
+    assert {
+        "--nnodes=2",
+        "--node-rank=1",
+        "--nproc-per-node=4",
+        "--rdzv-id=abc",
+        "--master-port=29500",
+    } <= set(second)
     assert "--master-addr=[fd00::1]" in second
     assert Nodes().torchrun(8, "abc") == ["--standalone", "--nproc-per-node=8"]

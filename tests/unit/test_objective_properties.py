@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_async_rl.config.losses import ReinforceLoss
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
-from megatron_async_rl.objectives.batch import Decided
+from megatron_async_rl.objectives.batch import BatchDecision
 from megatron_async_rl.objectives.registry import (
     ADVANTAGES,
     CORRECTIONS,
@@ -21,7 +21,7 @@ from megatron_async_rl.objectives.registry import (
     correction_method,
     loss_method,
 )
-from megatron_async_rl.objectives.shaping import token_rewards
+from megatron_async_rl.objectives.terms import token_rewards
 from tests.method_settings import every, label, models
 from tests.token_batches import detached, random_tokens
 
@@ -35,11 +35,16 @@ PER_SEQUENCE = ("rewards", "group", "score_norms")
 
 
 def whole_batch(seed, *, sequences=6, group_size=3, longest=5, spread=0.3):
-    """As `prepare` hands it to a method. The four policies differ by log-ratios of order `spread`."""
+    """As `prepare` hands it to a method. The four policies differ by log-ratios of order
+    `spread`."""
     batch = detached(random_tokens(sequences, seed, group_size=group_size, longest=longest))
     base = -batch.logp.abs() - 0.5
-    norms = 0.1 + torch.rand(sequences, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    batch = batch.replace(**{name: base + spread * getattr(batch, name) for name in TOKENS}, score_norms=norms)
+    norms = 0.1 + torch.rand(
+        sequences, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    batch = batch.replace(
+        **{name: base + spread * getattr(batch, name) for name in TOKENS}, score_norms=norms
+    )
     return with_token_rewards(batch)
 
 
@@ -56,14 +61,19 @@ def columns(batch):
 
 
 def part_of(batch, chosen, order=None):
-    """The micro-batch of the sequences `chosen`, in that order, with the tokens of `order` (indices into it) where given."""
+    """The micro-batch of the sequences `chosen`, in that order, with the tokens of `order` (indices
+    into it) where given."""
     index = torch.cat([torch.nonzero(batch.sequence == s).flatten() for s in chosen])
     index = index if order is None else index[order]
     renumbered = torch.zeros(batch.sequences, dtype=torch.int64)
     renumbered[torch.tensor(chosen)] = torch.arange(len(chosen))
     taken = {name: value[index] for name, value in columns(batch)}
-    taken |= {name: getattr(batch, name)[chosen] for name in PER_SEQUENCE if getattr(batch, name, None) is not None}
-    decided = Decided(
+    taken |= {
+        name: getattr(batch, name)[chosen]
+        for name in PER_SEQUENCE
+        if getattr(batch, name, None) is not None
+    }
+    decided = BatchDecision(
         {name: value[index] for name, value in batch.decided.tokens.items()},
         {name: value[chosen] for name, value in batch.decided.sequences.items()},
         batch.decided.scalars,
@@ -91,7 +101,11 @@ def value_and_gradient(batch, loss, denominators):
 
 
 def test_every_registered_method_can_be_configured_and_the_other_way_round():
-    for section, registry in (("loss", LOSSES), ("advantage", ADVANTAGES), ("corrections", CORRECTIONS)):
+    for section, registry in (
+        ("loss", LOSSES),
+        ("advantage", ADVANTAGES),
+        ("corrections", CORRECTIONS),
+    ):
         assert {model.model_fields["name"].default for model in models(section)} == set(registry)
 
 
@@ -101,15 +115,20 @@ def test_every_registered_method_can_be_configured_and_the_other_way_round():
 def on_policy(seed):
     batch = whole_batch(seed)
     batch = batch.replace(logp_prox=batch.logp, logp_behavior=batch.logp, logp_ref=batch.logp)
-    # As advantages of whole responses are: one per sequence, and the reward itself, so that losses of either kind compare.
-    return batch.replace(advantages=batch.per_token(batch.require("rewards")), weights=torch.ones_like(batch.weights))
+    # As advantages of whole responses are: one per sequence, and the reward itself, so that losses
+    # of either kind compare.
+    return batch.replace(
+        advantages=batch.per_token(batch.require("rewards")), weights=torch.ones_like(batch.weights)
+    )
 
 
 def credit(loss, batch):
-    """[N]: what the gradient of -sum(credit * logp) has to be, before aggregation; the exceptions to credit = A, in full.
+    """[N]: what the gradient of -sum(credit * logp) has to be, before aggregation; the exceptions
+    to credit = A, in full.
 
-    sft: every response has credit 1. trajectory_balance: the residual is -(R - mean R) / beta, and a square's slope doubles it.
-    kimi: 2 tau (R - mean R). oapl: 2 beta_policy (R - V), V the soft value beta_value log mean exp(R / beta_value) of the group.
+    sft: every response has credit 1. trajectory_balance: the residual is -(R - mean R) / beta, and
+    a square's slope doubles it. kimi: 2 tau (R - mean R). oapl: 2 beta_policy (R - V), V the soft
+    value beta_value log mean exp(R / beta_value) of the group.
     """
     rewards = batch.require("rewards")
     if loss.name == "sft":
@@ -131,9 +150,9 @@ def test_with_all_policies_equal_the_gradient_is_that_of_reinforce(loss, seed):
     batch = decided(on_policy(seed), loss)
     denominators = Denominators.of(batch)
     _, found = value_and_gradient(batch, loss, denominators)
-    aggregation = {"seq-mean": "seq-mean-token-mean" if loss.name == "gmpo" else "seq-mean-token-sum"}.get(
-        loss.default_aggregation, loss.default_aggregation
-    )
+    aggregation = {
+        "seq-mean": "seq-mean-token-mean" if loss.name == "gmpo" else "seq-mean-token-sum"
+    }.get(loss.default_aggregation, loss.default_aggregation)
     plain = batch.replace(advantages=credit(loss, batch))
     logp = batch.logp.clone().requires_grad_()
     value = value_of(plain.replace(logp=logp), ReinforceLoss(), denominators, aggregation)
@@ -145,7 +164,8 @@ def test_with_all_policies_equal_the_gradient_is_that_of_reinforce(loss, seed):
 
 
 class Held:
-    """Tensor.detach that answers, at any point, what it answered at the base point, call by call."""
+    """Tensor.detach that answers, at any point, what it answered at the base point, call by
+    call."""
 
     def __init__(self):
         self.values, self.next, self.recording = [], 0, True
@@ -163,7 +183,8 @@ class Held:
 
 
 def with_held_detach(function, logp):
-    """function(logp), then function(other logp) with every detached value as it was the first time."""
+    """function(logp), then function(other logp) with every detached value as it was the first
+    time."""
     held = Held()
     with mock.patch.object(torch.Tensor, "detach", lambda tensor: held.detach(tensor)):
         value = function(logp)
@@ -185,7 +206,9 @@ def test_the_gradient_is_the_finite_difference_with_detached_parts_held_still(lo
     batch = decided(whole_batch(seed, sequences=4, group_size=2, longest=3), loss)
     denominators, step = Denominators.of(batch), 1e-6
     logp = batch.logp.clone().requires_grad_()
-    value, again = with_held_detach(lambda x: value_of(batch.replace(logp=x), loss, denominators), logp)
+    value, again = with_held_detach(
+        lambda x: value_of(batch.replace(logp=x), loss, denominators), logp
+    )
     (gradient,) = torch.autograd.grad(value, logp)
     for i in range(len(logp)):
         shift = torch.zeros_like(batch.logp)
@@ -202,7 +225,8 @@ def shuffled(count, generator):
 
 
 def permuted(batch, generator):
-    """The same whole batch with its sequences, each in one piece, and its groups in another order: (batch, index of tokens)."""
+    """The same whole batch with its sequences, each in one piece, and its groups in another order:
+    (batch, index of tokens)."""
     order = shuffled(batch.sequences, generator)
     moved, index = part_of(batch, order.tolist())
     names = shuffled(int(batch.group.max()) + 1, generator)
@@ -259,7 +283,9 @@ def test_no_cut_and_no_order_of_a_batch_changes_a_correction(correction, seed, c
     moved, index = permuted(whole, generator)
     assert not expected.requires_grad
     if method.whole(correction):
-        torch.testing.assert_close(method.function(moved, correction), expected[index], atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(
+            method.function(moved, correction), expected[index], atol=1e-9, rtol=1e-9
+        )
         return
     owner = torch.randint(cuts, (whole.sequences,), generator=generator)
     for chosen in (torch.nonzero(owner == cut).flatten().tolist() for cut in range(cuts)):
@@ -274,7 +300,11 @@ def test_no_cut_and_no_order_of_a_batch_changes_a_correction(correction, seed, c
 @few
 def test_a_correction_does_nothing_where_trainer_and_engine_agree(correction, seed):
     batch = whole_batch(seed)
-    batch = batch.replace(logp_prox=batch.logp_behavior, logp=batch.logp_behavior, weights=torch.ones_like(batch.weights))
+    batch = batch.replace(
+        logp_prox=batch.logp_behavior,
+        logp=batch.logp_behavior,
+        weights=torch.ones_like(batch.weights),
+    )
     factor = correction_method(correction.name).function(batch, correction)
     assert torch.all(factor[batch.mask > 0] == 1.0)
 
@@ -288,7 +318,10 @@ def extreme(seed, case, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     if case == "huge log-ratios":
         far = torch.tensor([-700.0, 0.0, 0.0])
-        draws = {name: far[torch.randint(3, batch.logp.shape, generator=generator)].double() for name in TOKENS}
+        draws = {
+            name: far[torch.randint(3, batch.logp.shape, generator=generator)].double()
+            for name in TOKENS
+        }
         batch = batch.replace(**draws)
     if case == "fully masked sequence":
         batch = batch.replace(mask=torch.where(batch.sequence == 1, 0.0, batch.mask))
@@ -300,7 +333,9 @@ def extreme(seed, case, dtype=torch.float64):
         batch = batch.replace(rewards=torch.full_like(batch.rewards, 0.1))
     if case == "single token":
         batch, _ = part_of(batch, [0], torch.zeros(1, dtype=torch.int64))
-        batch = batch.replace(mask=torch.ones(1, dtype=torch.float64), group=torch.zeros(1, dtype=torch.int64))
+        batch = batch.replace(
+            mask=torch.ones(1, dtype=torch.float64), group=torch.zeros(1, dtype=torch.int64)
+        )
     return with_token_rewards(batch)
 
 
@@ -318,10 +353,19 @@ def in_single(batch):
     """What a micro-batch is: float32 where the whole batch is float64."""
 
     def cast(values):
-        return {name: value.float() if value.is_floating_point() else value for name, value in values.items()}
+        return {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in values.items()
+        }
 
-    tensors = {f.name: v for f in dataclasses.fields(batch) if isinstance(v := getattr(batch, f.name), torch.Tensor)}
-    numbers = Decided(cast(batch.decided.tokens), cast(batch.decided.sequences), batch.decided.scalars)
+    tensors = {
+        f.name: v
+        for f in dataclasses.fields(batch)
+        if isinstance(v := getattr(batch, f.name), torch.Tensor)
+    }
+    numbers = BatchDecision(
+        cast(batch.decided.tokens), cast(batch.decided.sequences), batch.decided.scalars
+    )
     return dataclasses.replace(batch, **(cast(tensors) | {"group": None, "decided": numbers}))
 
 
@@ -370,7 +414,9 @@ def test_a_group_without_a_trained_token_changes_nothing(loss, seed):
     batch = whole_batch(seed)
     last = batch.group[batch.sequence] == batch.group.max()
     silent = batch.replace(mask=torch.where(last, 0.0, batch.mask))
-    without, index = part_of(silent, torch.nonzero(batch.group < batch.group.max()).flatten().tolist())
+    without, index = part_of(
+        silent, torch.nonzero(batch.group < batch.group.max()).flatten().tolist()
+    )
     value, gradient = value_and_gradient(decided(silent, loss), loss, Denominators.of(silent))
     expected, slope = value_and_gradient(decided(without, loss), loss, Denominators.of(without))
     torch.testing.assert_close(value, expected, atol=1e-12, rtol=1e-12)
@@ -378,17 +424,22 @@ def test_a_group_without_a_trained_token_changes_nothing(loss, seed):
 
 
 def compares_fully(advantage):
-    """otb's zero_tail gives the reward itself, uncompared, to tokens beyond the end of all other responses."""
+    """otb's zero_tail gives the reward itself, uncompared, to tokens beyond the end of all other
+    responses."""
     return advantage.compares_group and not getattr(advantage, "zero_tail", False)
 
 
-each_comparing_advantage = pytest.mark.parametrize("advantage", [a for a in every("advantage") if compares_fully(a)], ids=label)
+each_comparing_advantage = pytest.mark.parametrize(
+    "advantage", [a for a in every("advantage") if compares_fully(a)], ids=label
+)
 
 
 @each_comparing_advantage
 @given(seed=seeds, reward=st.sampled_from([0.1, -1 / 3, 7.7e5]))
 @few
-def test_equal_rewards_and_groups_of_one_teach_nothing_to_an_estimator_that_compares(advantage, seed, reward):
+def test_equal_rewards_and_groups_of_one_teach_nothing_to_an_estimator_that_compares(
+    advantage, seed, reward
+):
     batch, function = whole_batch(seed), advantage_method(advantage.name).function
     equal = with_token_rewards(batch.replace(rewards=torch.full_like(batch.rewards, reward)))
     assert torch.all(function(equal, advantage).tokens == 0.0)
@@ -402,4 +453,6 @@ def test_equal_rewards_and_groups_of_one_teach_nothing_to_an_estimator_that_comp
 def test_a_constant_added_to_all_rewards_of_a_group_is_without_effect(advantage, seed, shift):
     batch, function = whole_batch(seed), advantage_method(advantage.name).function
     moved = with_token_rewards(batch.replace(rewards=batch.rewards + shift * (batch.group == 0)))
-    torch.testing.assert_close(function(moved, advantage).tokens, function(batch, advantage).tokens, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(
+        function(moved, advantage).tokens, function(batch, advantage).tokens, atol=1e-9, rtol=1e-9
+    )

@@ -11,7 +11,8 @@ EXACT = torch.float64
 
 
 def bandit(seed=0, arms=6):
-    """One-token responses, one per arm of a uniform behaviour policy: a group that is the whole distribution.
+    """One-token responses, one per arm of a uniform behaviour policy: a group that is the whole
+    distribution.
 
     -> (batch, [arms] importance weights, [arms, arms] scores with respect to the logits)
     """
@@ -84,7 +85,9 @@ def test_measured_score_norms_come_before_the_proxy():
     strength = (weights * norms).square()
     for mode in ("cheap", "exact"):
         found = opob(batch.replace(score_norms=norms), OpobAdvantage(mode=mode, cap=1e9))
-        torch.testing.assert_close(found.baselines[0], (strength * batch.rewards).sum() / strength.sum())
+        torch.testing.assert_close(
+            found.baselines[0], (strength * batch.rewards).sum() / strength.sum()
+        )
 
 
 @pytest.mark.parametrize("mode", ["cheap", "exact"])
@@ -107,14 +110,18 @@ def test_only_weights_relative_to_the_group_matter_however_small_or_large(shift)
 
 def test_a_weight_of_e_to_700_is_cut_not_infinite():
     rewards, norms = torch.tensor([1.0, 0.0], dtype=EXACT), torch.ones(2, dtype=EXACT)
-    _, baselines = minimum_variance(rewards, torch.tensor([700.0, 0.0], dtype=EXACT), norms, torch.tensor([0, 0]), 2.0)
+    _, baselines = minimum_variance(
+        rewards, torch.tensor([700.0, 0.0], dtype=EXACT), norms, torch.tensor([0, 0]), 2.0
+    )
     torch.testing.assert_close(baselines, torch.full((2,), 4 / 5, dtype=EXACT))
 
 
 def test_a_group_without_any_score_has_the_plain_mean_and_disturbs_no_other():
     rewards = torch.tensor([1.0, 0.0, 3.0, 1.0], dtype=EXACT)
     norms = torch.tensor([0.0, 0.0, 1.0, 0.0], dtype=EXACT)
-    centred, baselines = minimum_variance(rewards, torch.zeros(4, dtype=EXACT), norms, torch.tensor([0, 0, 1, 1]), 8.0)
+    centred, baselines = minimum_variance(
+        rewards, torch.zeros(4, dtype=EXACT), norms, torch.tensor([0, 0, 1, 1]), 8.0
+    )
     assert baselines.tolist() == [0.5, 0.5, 3.0, 3.0]
     assert centred.tolist() == [0.5, -0.5, 0.0, -2.0]
 
@@ -130,5 +137,7 @@ def test_a_response_without_trained_tokens_has_no_say():
 
 def test_the_standard_deviation_divides_what_the_baseline_left():
     batch, _, _ = bandit()
-    plain, scaled = (opob(batch, OpobAdvantage(mode="cheap", normalize_std=n)).tokens for n in (False, True))
+    plain, scaled = (
+        opob(batch, OpobAdvantage(mode="cheap", normalize_std=n)).tokens for n in (False, True)
+    )
     torch.testing.assert_close(scaled, plain / (batch.rewards.std() + 1e-6))

@@ -3,19 +3,31 @@ import torch
 
 from megatron_async_rl.config.advantages import OtbAdvantage
 from megatron_async_rl.objectives.advantages.otb import otb
-from megatron_async_rl.objectives.shaping import token_rewards
+from megatron_async_rl.objectives.terms import token_rewards
 from tests.token_batches import tokens
 
 
 def drawn(rewards, lengths, *, group=None, seed=0, vocabulary=5, mask=None, behavior=None):
-    """Responses of a policy whose parameters are the logits of every position: -> (batch, [S] of score rows [L, L * V])."""
+    """Responses of a policy whose parameters are the logits of every position: -> (batch, [S] of
+    score rows [L, L * V])."""
     generator = torch.Generator().manual_seed(seed)
     logp, squares, scores = [], [], []
     for length in lengths:
-        logits = (2 * torch.randn(length, vocabulary, generator=generator, dtype=torch.float64)).requires_grad_()
+        logits = (
+            2 * torch.randn(length, vocabulary, generator=generator, dtype=torch.float64)
+        ).requires_grad_()
         log_softmax = torch.log_softmax(logits, -1)
-        chosen = log_softmax[torch.arange(length), torch.randint(vocabulary, (length,), generator=generator)]
-        scores.append(torch.stack([torch.autograd.grad(value, logits, retain_graph=True)[0].flatten() for value in chosen]))
+        chosen = log_softmax[
+            torch.arange(length), torch.randint(vocabulary, (length,), generator=generator)
+        ]
+        scores.append(
+            torch.stack(
+                [
+                    torch.autograd.grad(value, logits, retain_graph=True)[0].flatten()
+                    for value in chosen
+                ]
+            )
+        )
         logp.append(chosen.detach())
         squares.append(log_softmax.detach().exp().square().sum(-1))
     flat = torch.cat(logp)
@@ -29,7 +41,9 @@ def drawn(rewards, lengths, *, group=None, seed=0, vocabulary=5, mask=None, beha
         group=group if group is not None else [0] * len(rewards),
         sum_p_squared=torch.cat(squares),
     )
-    return batch.replace(token_rewards=token_rewards(batch, torch.zeros(len(flat), dtype=torch.float64))), scores
+    return batch.replace(
+        token_rewards=token_rewards(batch, torch.zeros(len(flat), dtype=torch.float64))
+    ), scores
 
 
 def rows(batch, values):
@@ -47,7 +61,9 @@ def test_at_each_token_no_other_baseline_has_less_variance():
             return sum(float(((reward - baseline) * path).square().sum()) for reward, path in paths)
 
         grid = torch.linspace(-1.0, 2.5, 35001)
-        best = float(grid[int(torch.tensor([second_moment(float(b)) for b in grid[::50]]).argmin()) * 50])
+        best = float(
+            grid[int(torch.tensor([second_moment(float(b)) for b in grid[::50]]).argmin()) * 50]
+        )
         assert rewards[0] - float(found[0][t]) == pytest.approx(best, abs=3e-3)
         assert second_moment(rewards[0] - float(found[0][t])) <= second_moment(best) + 1e-12
 
@@ -76,7 +92,10 @@ def test_equal_rewards_give_exactly_zero(reward):
 def test_alone_in_the_tail_a_response_keeps_its_reward_if_the_tail_has_no_baseline():
     batch, _ = drawn([1.0, 0.25, 0.5], [2, 5, 3])
     for zero_tail, tail in ((False, [0.0, 0.0]), (True, [0.25, 0.25])):
-        assert rows(batch, otb(batch, OtbAdvantage(zero_tail=zero_tail)).tokens)[1][3:].tolist() == tail
+        assert (
+            rows(batch, otb(batch, OtbAdvantage(zero_tail=zero_tail)).tokens)[1][3:].tolist()
+            == tail
+        )
     head = [rows(batch, otb(batch, OtbAdvantage(zero_tail=z)).tokens)[1][:3] for z in (False, True)]
     torch.testing.assert_close(*head)
 
@@ -84,7 +103,11 @@ def test_alone_in_the_tail_a_response_keeps_its_reward_if_the_tail_has_no_baseli
 @pytest.mark.parametrize("zero_tail", [False, True])
 def test_a_group_of_one_has_nothing_to_compare_with(zero_tail):
     batch, _ = drawn([3.0, 1.0, 0.0], [3, 2, 2], group=[0, 1, 1])
-    assert rows(batch, otb(batch, OtbAdvantage(zero_tail=zero_tail)).tokens)[0].tolist() == [0.0, 0.0, 0.0]
+    assert rows(batch, otb(batch, OtbAdvantage(zero_tail=zero_tail)).tokens)[0].tolist() == [
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_environment_tokens_take_no_time_and_have_no_energy():
@@ -92,7 +115,9 @@ def test_environment_tokens_take_no_time_and_have_no_energy():
     kept = torch.tensor([0, 3, 4, 5])
     short, _ = drawn([1.0, 0.0], [2, 2])
     short = short.replace(
-        logp_prox=batch.logp_prox[kept], sum_p_squared=batch.sum_p_squared[kept], token_rewards=batch.token_rewards[kept]
+        logp_prox=batch.logp_prox[kept],
+        sum_p_squared=batch.sum_p_squared[kept],
+        token_rewards=batch.token_rewards[kept],
     )
     found = otb(batch, OtbAdvantage()).tokens
     assert found[[1, 2, 6]].tolist() == [0.0, 0.0, 0.0]
@@ -119,5 +144,8 @@ def test_energies_below_zero_by_rounding_cannot_cancel_those_of_the_group():
 
 def test_tokens_that_are_certain_everywhere_get_the_plain_mean():
     batch, _ = drawn([1.0, 0.0], [1, 1])
-    certain = batch.replace(logp_prox=torch.zeros(2, dtype=torch.float64), sum_p_squared=torch.ones(2, dtype=torch.float64))
+    certain = batch.replace(
+        logp_prox=torch.zeros(2, dtype=torch.float64),
+        sum_p_squared=torch.ones(2, dtype=torch.float64),
+    )
     assert otb(certain, OtbAdvantage()).tokens.tolist() == [0.5, -0.5]

@@ -10,8 +10,12 @@ EXACT = torch.float64
 
 
 def credited(rewards, mask, **settings):
-    batch = tokens([0.0] * len(rewards), mask=mask, token_rewards=torch.tensor(rewards, dtype=EXACT), group=[0])
-    return partial_return(batch, PartialReturnAdvantage(baseline="none", **settings)).tokens.tolist()
+    batch = tokens(
+        [0.0] * len(rewards), mask=mask, token_rewards=torch.tensor(rewards, dtype=EXACT), group=[0]
+    )
+    return partial_return(
+        batch, PartialReturnAdvantage(baseline="none", **settings)
+    ).tokens.tolist()
 
 
 TURNS = [1, 1, 0, 1, 0, 0, 1, 1, 0, 1]
@@ -43,7 +47,18 @@ def test_no_token_is_credited_with_what_came_before_it():
 
 
 def test_as_steps_tokens_reach_over_environment_tokens():
-    assert credited(REWARDS, TURNS, horizon="k", k=2, step="token") == [1.0, 3.0, 0.0, 2.0, 0.0, 0.0, 4.0, 12.0, 0.0, 8.0]
+    assert credited(REWARDS, TURNS, horizon="k", k=2, step="token") == [
+        1.0,
+        3.0,
+        0.0,
+        2.0,
+        0.0,
+        0.0,
+        4.0,
+        12.0,
+        0.0,
+        8.0,
+    ]
     assert credited(REWARDS, TURNS, horizon="greedy", step="token") == REWARDS
 
 
@@ -52,7 +67,10 @@ def test_as_steps_tokens_reach_over_environment_tokens():
 @pytest.mark.parametrize("horizon", ["full", "greedy", "k", "segment"])
 def test_the_credit_is_the_explicit_sum_over_the_subset(seed, step, horizon):
     batch = random_tokens(seed=seed, sequences=4, longest=14)
-    rewards = torch.randn(len(batch.mask), generator=torch.Generator().manual_seed(seed), dtype=EXACT) * batch.mask
+    rewards = (
+        torch.randn(len(batch.mask), generator=torch.Generator().manual_seed(seed), dtype=EXACT)
+        * batch.mask
+    )
     k = 2 if horizon in ("k", "segment") else None
     settings = PartialReturnAdvantage(horizon=horizon, k=k, step=step, gamma=0.8, baseline="none")
     found = partial_return(batch.replace(token_rewards=rewards), settings).tokens
@@ -78,22 +96,37 @@ def test_the_credit_is_the_explicit_sum_over_the_subset(seed, step, horizon):
 
 def grouped(rewards, sequence, group, mask=None):
     return tokens(
-        [0.0] * len(rewards), mask=mask, sequence=sequence, token_rewards=torch.tensor(rewards, dtype=EXACT), group=group
+        [0.0] * len(rewards),
+        mask=mask,
+        sequence=sequence,
+        token_rewards=torch.tensor(rewards, dtype=EXACT),
+        group=group,
     )
 
 
 def test_the_baseline_is_the_mean_at_the_same_step_of_the_responses_that_reached_it():
-    batch = grouped([1.0, 0.0, 5.0, 3.0, 0.0, 0.0, 8.0], [0, 0, 0, 1, 2, 2, 2], [0, 0, 0], mask=[1, 0, 1, 1, 1, 0, 1])
+    batch = grouped(
+        [1.0, 0.0, 5.0, 3.0, 0.0, 0.0, 8.0],
+        [0, 0, 0, 1, 2, 2, 2],
+        [0, 0, 0],
+        mask=[1, 0, 1, 1, 1, 0, 1],
+    )
     found = partial_return(batch, PartialReturnAdvantage(horizon="greedy")).tokens
     mean = (1.0 + 3.0 + 0.0) / 3
-    torch.testing.assert_close(found, torch.tensor([1 - mean, 0.0, -1.5, 3 - mean, -mean, 0.0, 1.5], dtype=EXACT))
+    torch.testing.assert_close(
+        found, torch.tensor([1 - mean, 0.0, -1.5, 3 - mean, -mean, 0.0, 1.5], dtype=EXACT)
+    )
 
 
 def test_the_baseline_counts_the_same_horizon_as_the_credit():
-    batch = grouped([1.0, 0.0, 5.0, 3.0, 0.0, 7.0], [0, 0, 0, 1, 1, 1], [0, 0], mask=[1, 0, 1, 1, 0, 1])
+    batch = grouped(
+        [1.0, 0.0, 5.0, 3.0, 0.0, 7.0], [0, 0, 0, 1, 1, 1], [0, 0], mask=[1, 0, 1, 1, 0, 1]
+    )
     found = partial_return(batch, PartialReturnAdvantage(horizon="full", gamma=0.5)).tokens
     first, second = (3.5 - 6.5) / 2, (5.0 - 7.0) / 2
-    torch.testing.assert_close(found, torch.tensor([first, 0.0, second, -first, 0.0, -second], dtype=EXACT))
+    torch.testing.assert_close(
+        found, torch.tensor([first, 0.0, second, -first, 0.0, -second], dtype=EXACT)
+    )
 
 
 def test_equal_rewards_and_a_group_of_one_give_exactly_zero():

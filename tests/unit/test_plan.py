@@ -1,4 +1,5 @@
-"""The plan's arithmetic agrees with the model's own sizes, and an impossible layout is a problem, not a crash."""
+"""The plan's arithmetic agrees with the model's own sizes, and an impossible layout is a problem,
+not a crash."""
 
 from __future__ import annotations
 
@@ -13,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
-from megatron_async_rl.check import check
-from megatron_async_rl.config.layout import rank_coordinates
+from megatron_async_rl import cli
 from megatron_async_rl.config.load import load
-from megatron_async_rl.config.machine import GIB, MIB, Gpu, Machine
-from megatron_async_rl.config.memory import rank_memory, stage_parameters
-from megatron_async_rl.config.model_files import ModelShape, read_model
-from megatron_async_rl.config.plan import Plan
-from megatron_async_rl.plan_screen import staleness_law
+from megatron_async_rl.plan.layout import rank_coordinates
+from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
+from megatron_async_rl.plan.memory import rank_memory, stage_parameters, stores_scores
+from megatron_async_rl.plan.model_files import ModelShape, read_model
+from megatron_async_rl.plan.plan import Plan
+from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.plan.screen import staleness_law
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_model, write_run
 
@@ -35,7 +39,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def plan(file: Path, *overrides: str, machine: Machine = LAPTOP) -> Plan:
-    return check(load(file, overrides), all_data=True, machine=machine)
+    return preflight(load(file, overrides), all_data=True, machine=machine)
 
 
 def keys(planned: Plan) -> list[str]:
@@ -58,7 +62,9 @@ def test_the_counted_parameters_are_those_in_the_checkpoint(tmp_path, family, ti
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as stream:
             header = json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0]))
-        counted += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        counted += sum(
+            math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        )
     assert shape is not None
     assert shape.parameters == counted
 
@@ -67,7 +73,9 @@ def test_stages_and_tensor_shards_add_up_to_the_model(tmp_path):
     shape = shape_of(tmp_path)
     one = stage_parameters(shape, stage=0, pipeline=1, tensor=1)
     assert one == shape.parameters
-    assert sum(stage_parameters(shape, stage=stage, pipeline=2, tensor=1) for stage in range(2)) == one
+    assert (
+        sum(stage_parameters(shape, stage=stage, pipeline=2, tensor=1) for stage in range(2)) == one
+    )
     replicated = shape.layers * shape.layer_replicated + shape.hidden
     assert 2 * stage_parameters(shape, stage=0, pipeline=1, tensor=2) == one + replicated
 
@@ -89,10 +97,20 @@ def test_a_tied_embedding_is_kept_on_the_first_and_on_the_last_stage(tmp_path):
     ],
 )
 def test_state_per_parameter_follows_dtype_and_sharding(file, dtype, sharded, bytes_per_parameter):
-    config = load(file, [f"model.dtype={dtype}", "policy.parallel.ranks=2", f"policy.parallel.distributed_optimizer={sharded}"])
+    config = load(
+        file,
+        [
+            f"model.dtype={dtype}",
+            "policy.parallel.ranks=2",
+            f"policy.parallel.distributed_optimizer={sharded}",
+        ],
+    )
     shape, _ = read_model(config.model.path)
     memory = rank_memory(config, shape, stage=0, data_parallel=2, longest=16)
-    assert memory.parameters + memory.gradients + memory.optimizer == shape.parameters * bytes_per_parameter
+    assert (
+        memory.parameters + memory.gradients + memory.optimizer
+        == shape.parameters * bytes_per_parameter
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +125,9 @@ def test_state_per_parameter_follows_dtype_and_sharding(file, dtype, sharded, by
         ("{name: ess_lr}", True, 0.0),
     ],
 )
-def test_controls_take_the_gradient_they_keep_and_one_parameter_s_update_at_a_time(file, control, on_gpu, kept):
+def test_controls_take_the_gradient_they_keep_and_one_parameter_s_update_at_a_time(
+    file, control, on_gpu, kept
+):
     shape, _ = read_model(file.parent / "model")
     config = load(file, [f"controls=[{control}]"])
     without = rank_memory(load(file), shape, stage=0, data_parallel=1, longest=16, on_gpu=on_gpu)
@@ -121,7 +141,10 @@ def test_controls_take_the_gradient_they_keep_and_one_parameter_s_update_at_a_ti
     ("layout", "named"),
     [
         (["virtual_pipeline=2"], "pipeline is 1"),
-        (["ranks=2", "pipeline=2", "virtual_pipeline=3"], "3 chunks do not divide the 2 layers of a pipeline rank"),
+        (
+            ["ranks=2", "pipeline=2", "virtual_pipeline=3"],
+            "3 chunks do not divide the 2 layers of a pipeline rank",
+        ),
     ],
 )
 def test_virtual_stages_need_a_pipeline_whose_layers_they_divide(tmp_path, layout, named):
@@ -138,7 +161,10 @@ def test_virtual_stages_keep_more_layers_in_flight(tmp_path):
 
     def activations(*more: str) -> list[int]:
         config = load(file, [*layout, *more])
-        return [rank_memory(config, shape, stage=stage, data_parallel=1, longest=16).activations for stage in (0, 1)]
+        return [
+            rank_memory(config, shape, stage=stage, data_parallel=1, longest=16).activations
+            for stage in (0, 1)
+        ]
 
     plain, interleaved = activations(), activations("policy.parallel.virtual_pipeline=2")
     assert plain[0] == 2 * plain[1]
@@ -158,7 +184,11 @@ MIXTURE = {
     [
         (["ranks=2", "expert=2"], [], ""),
         (["ranks=4", "tensor=2", "sequence=true", "expert=4"], [], ""),
-        (["ranks=3", "expert=3"], ["expert"], "does not divide both the 4 experts of a layer and the 3 ranks"),
+        (
+            ["ranks=3", "expert=3"],
+            ["expert"],
+            "does not divide both the 4 experts of a layer and the 3 ranks",
+        ),
         (["ranks=4", "pipeline=2", "expert=4"], ["expert"], "and the 2 ranks of a pipeline stage"),
         (["ranks=2", "tensor=2", "sequence=true"], ["expert"], "expert is 1"),
         (["ranks=2", "tensor=2", "expert=2"], ["sequence"], "divides tokens over those ranks"),
@@ -166,16 +196,22 @@ MIXTURE = {
 )
 def test_experts_are_divided_over_the_ranks_of_a_stage(tmp_path, layout, wrong, named):
     file = write_run(tmp_path, **MIXTURE)
-    planned = plan(file, "flow.prompts_per_step=6", *(f"policy.parallel.{setting}" for setting in layout))
+    planned = plan(
+        file, "flow.prompts_per_step=6", *(f"policy.parallel.{setting}" for setting in layout)
+    )
     assert keys(planned) == [f"policy.parallel.{key}" for key in wrong]
     assert named in "".join(problem.what for problem in planned.problems)
 
 
 def test_a_dense_model_has_no_experts_to_divide(file):
-    assert keys(plan(file, "policy.parallel.ranks=2", "policy.parallel.expert=2")) == ["policy.parallel.expert"]
+    assert keys(plan(file, "policy.parallel.ranks=2", "policy.parallel.expert=2")) == [
+        "policy.parallel.expert"
+    ]
 
 
-def test_expert_parallelism_divides_experts_and_their_optimizer_state_over_other_ranks_than_the_rest(tmp_path):
+def test_expert_parallelism_divides_experts_and_their_optimizer_state_over_other_ranks_than_the_rest(
+    tmp_path,
+):
     file = write_run(tmp_path, **MIXTURE)
     shape, _ = read_model(file.parent / "model")
     experts = shape.layers * shape.layer_experts
@@ -188,9 +224,14 @@ def test_expert_parallelism_divides_experts_and_their_optimizer_state_over_other
 
 
 def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
-    config = load(file, ["policy.parallel.ranks=8", "policy.parallel.tensor=2", "policy.parallel.pipeline=2"])
+    config = load(
+        file, ["policy.parallel.ranks=8", "policy.parallel.tensor=2", "policy.parallel.pipeline=2"]
+    )
     assert [rank_coordinates(config, rank) for rank in range(8)] == [
-        (tensor, data, pipeline) for pipeline in range(2) for data in range(2) for tensor in range(2)
+        (tensor, data, pipeline)
+        for pipeline in range(2)
+        for data in range(2)
+        for tensor in range(2)
     ]
 
 
@@ -220,7 +261,11 @@ def test_an_impossible_config_names_its_key(file, overrides, key):
 
 def test_a_possible_layout_has_no_problems(file):
     planned = plan(
-        file, "policy.parallel.ranks=8", "policy.parallel.tensor=2", "policy.parallel.pipeline=2", "policy.parallel.sequence=true"
+        file,
+        "policy.parallel.ranks=8",
+        "policy.parallel.tensor=2",
+        "policy.parallel.pipeline=2",
+        "policy.parallel.sequence=true",
     )
     assert planned.problems == ()
     assert len([process for process in planned.processes if process.name.startswith("rank")]) == 8
@@ -267,38 +312,64 @@ def test_a_missing_shard_of_the_weights_is_a_problem(file):
 
 
 def test_ranks_and_engines_each_take_a_gpu(file):
-    overrides = ("policy.device=auto", "policy.parallel.ranks=4", "policy.parallel.tensor=2", "rollout.engines=4")
+    overrides = (
+        "policy.device=auto",
+        "policy.parallel.ranks=4",
+        "policy.parallel.tensor=2",
+        "rollout.engines=4",
+    )
     planned = plan(file, *overrides, machine=NODE)
     assert planned.device == "cuda"
     assert planned.problems == ()
-    assert sorted(process.device for process in planned.processes if "GPU" in process.device) == [f"GPU {i}" for i in range(8)]
-    assert keys(plan(file, *overrides, "rollout.engines=5", machine=NODE)) == ["policy.parallel.ranks"]
-    shared = plan(file, *overrides, "rollout.engines=8", "rollout.placement=colocated", machine=NODE)
+    assert sorted(process.device for process in planned.processes if "GPU" in process.device) == [
+        f"GPU {i}" for i in range(8)
+    ]
+    assert keys(plan(file, *overrides, "rollout.engines=5", machine=NODE)) == [
+        "policy.parallel.ranks"
+    ]
+    shared = plan(
+        file, *overrides, "rollout.engines=8", "rollout.placement=colocated", machine=NODE
+    )
     assert shared.problems == ()
 
 
 def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_engines(file):
-    overrides = ("policy.device=auto", "policy.parallel.ranks=8", "policy.parallel.tensor=2", "rollout.engines=4")
+    overrides = (
+        "policy.device=auto",
+        "policy.parallel.ranks=8",
+        "policy.parallel.tensor=2",
+        "rollout.engines=4",
+    )
     assert keys(plan(file, *overrides, machine=NODE)) == ["policy.parallel.ranks"]
     two = replace(NODE, nodes=2)
     planned = plan(file, *overrides, machine=two)
     assert planned.problems == ()
     places = [process.device for process in planned.processes if "GPU" in process.device]
-    assert places == [f"GPU {i} of node {node}" for node in (0, 1) for i in range(4)] + [f"GPU {i}" for i in range(4, 8)]
+    assert places == [f"GPU {i} of node {node}" for node in (0, 1) for i in range(4)] + [
+        f"GPU {i}" for i in range(4, 8)
+    ]
     (problem,) = plan(file, *overrides, "rollout.engines=5", machine=two).problems
-    assert problem.what == "4 ranks a node and 5 engines need 9 GPUs, this machine shows 8"
+    assert problem.what == "4 ranks a node and 5 engines need 9 GPUs, and a node has 8"
     (problem,) = plan(file, "policy.parallel.ranks=1", machine=replace(LAPTOP, nodes=2)).problems
     assert problem.what == "1 ranks do not divide over 2 nodes (--nnodes)"
     assert problem.fix == "set ranks to a multiple of 2, or change --nnodes"
 
 
 def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
-    overrides = ("policy.device=auto", "policy.parallel.ranks=4", "rollout.tensor=2", "rollout.engines=2")
+    overrides = (
+        "policy.device=auto",
+        "policy.parallel.ranks=4",
+        "rollout.tensor=2",
+        "rollout.engines=2",
+    )
     planned = plan(file, *overrides, machine=NODE)
     assert planned.problems == ()
-    assert [process.device for process in planned.processes if "engine" in process.name] == ["GPU 4-5", "GPU 6-7"]
+    assert [process.device for process in planned.processes if "engine" in process.name] == [
+        "GPU 4-5",
+        "GPU 6-7",
+    ]
     (problem,) = plan(file, *overrides[:3], "rollout.engines=3", machine=NODE).problems
-    assert problem.what == "4 ranks and 3 engines of 2 GPUs need 10 GPUs, this machine shows 8"
+    assert problem.what == "4 ranks and 3 engines of 2 GPUs need 10 GPUs, and this machine shows 8"
     (problem,) = plan(file, "rollout.tensor=3").problems
     assert problem.key == "rollout.tensor"
     assert "3 does not divide the model's 4 attention heads and 2 key-value heads" in problem.what
@@ -332,7 +403,8 @@ def test_engine_cache_counts_tokens_of_the_models_dtype(file):
 
 
 def test_the_plan_command_takes_less_than_two_seconds(file):
-    """Of processor time, which other work on the machine does not stretch; the best of two, since it shares caches."""
+    """Of processor time, which other work on the machine does not stretch; the best of two, since
+    it shares caches."""
     seconds = []
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -342,7 +414,14 @@ def test_the_plan_command_takes_less_than_two_seconds(file):
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
     assert min(seconds) < 2.0
-    for words in ("rank 0", "engine 0", "8 samples", "start_version", "parameters", "async_ratio: 1"):
+    for words in (
+        "rank 0",
+        "engine 0",
+        "8 samples",
+        "start_version",
+        "parameters",
+        "async_ratio: 1",
+    ):
         assert words in done.stdout
 
 
@@ -354,3 +433,173 @@ def test_held_out_prompts_that_are_trained_on_are_told(file: Path) -> None:
     held_out.write_text('{"prompt": "1+2=", "answer": "3"}\n{"prompt": "2+2=", "answer": "4"}\n')
     told = [warning for warning in plan(file, *evaluated).warnings if "data.eval" in warning]
     assert told == ["1 of 2 prompts of data.eval are in data.train too, such as '2+2='"]
+
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+def activations_of_8b(tmp_path: Path, *overrides: str, on_gpu: bool = True) -> int:
+    """Bytes on one of eight tensor-parallel ranks, for one sequence of 16k tokens."""
+    layout = ["policy.parallel.ranks=8", "policy.parallel.tensor=8"]
+    config = load(write_run(tmp_path), [*layout, *overrides])
+    shape = shape_of(tmp_path, **LLAMA_8B)
+    memory = rank_memory(config, shape, stage=0, data_parallel=1, longest=16384, on_gpu=on_gpu)
+    return memory.activations
+
+
+def test_attention_scores_count_only_where_torch_keeps_them(tmp_path: Path) -> None:
+    bfloat16 = "model.dtype=bfloat16"
+    assert activations_of_8b(tmp_path, bfloat16) < 40 * GIB
+    assert activations_of_8b(tmp_path, bfloat16, on_gpu=False) < 40 * GIB
+    assert activations_of_8b(tmp_path) > 200 * GIB, "float32, grouped queries, GPU: no fused kernel"
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_our_attention_keeps_no_scores_on_the_cpu(tmp_path, dtype, kv_heads):
+    from types import SimpleNamespace
+
+    from megatron_async_rl.policy.attention import CoreAttention
+
+    length, heads = 256, 4
+    query = torch.randn(length, 1, heads, 8, dtype=dtype, requires_grad=True)
+    key = torch.randn(length, 1, kv_heads, 8, dtype=dtype, requires_grad=True)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor.numel()), tensor)[1], lambda tensor: tensor
+    ):
+        CoreAttention.forward(SimpleNamespace(softmax_scale=None), query, key, key, None)
+    assert max(kept) < length * length
+    shape = shape_of(tmp_path, num_key_value_heads=kv_heads)
+    config = load(write_run(tmp_path))
+    assert not stores_scores(config, shape, on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling.rope_type is 'yarn'",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.rope_type is 'dynamic'",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
+            "rope_scaling.low_freq_factor is 2.0",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is "),
+    ],
+)
+def test_a_model_that_the_ranks_would_refuse_is_refused_by_the_plan(tmp_path, changes, words):
+    (problem,) = plan(write_run(tmp_path, **changes)).problems
+    assert problem.key == "model.path"
+    assert words in problem.what
+
+
+def test_linear_rope_and_no_scaling_are_fine(tmp_path):
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    assert plan(write_run(tmp_path, rope_scaling=scaling, mlp_bias=None)).problems == ()
+    assert plan(write_run(tmp_path, rope_scaling=None)).problems == ()
+
+
+CLUSTER = ("--gpus", "8", "--gpu-memory", "80", "--nodes", "4")
+ON_CLUSTER = (
+    "policy.device=cuda",
+    "policy.parallel.ranks=16",
+    "rollout.engines=4",
+    "flow.prompts_per_step=16",
+)
+
+
+def planned_on_a_laptop(file: Path, *arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["plan", str(file), *arguments])
+    return done.exit_code, done.output
+
+
+def test_a_cluster_is_planned_from_a_laptop_without_its_data_or_weights(file):
+    (file.parent / "model" / "model.safetensors").unlink()
+    (file.parent / "train.jsonl").unlink()
+    code, output = planned_on_a_laptop(file, *ON_CLUSTER, *CLUSTER)
+    assert code == 0, output
+    assert "as described: 4 nodes, each with 8 x GPU of 80 GiB" in output
+    assert "GPU 3 of node 3" in output
+    assert "not here, so not checked" in output
+    assert "train.jsonl" in output
+
+
+def test_a_described_cluster_still_has_to_hold_the_run(file):
+    code, output = planned_on_a_laptop(
+        file, *ON_CLUSTER, "policy.parallel.ranks=24", "flow.prompts_per_step=24", *CLUSTER
+    )
+    assert code == 2
+    assert "6 ranks a node and 4 engines need 10 GPUs, and a node has 8" in output
+    assert planned_on_a_laptop(file, "--gpu-memory", "80")[0] == 2
+
+
+def test_a_rank_too_large_for_the_gpus_described_is_said(tmp_path):
+    shape = write_run(tmp_path, **LLAMA_8B)
+    machine = described_machine(gpus=8, gpu_memory_gib=24, nodes=1)
+    warnings = plan(shape, "policy.device=cuda", machine=machine).warnings
+    assert any("GiB, a GPU has 24.0 GiB" in warning for warning in warnings)
+
+
+REWARDS = """
+import os, time
+def reads_a_field(prompt, response): return float(prompt.fields["solution"] == response)
+def ends_its_process(prompt, response): os._exit(3)
+def never_answers(prompt, response):
+    while True: time.sleep(1)
+def fails_on_the_first(prompt, response): return 1 / int(prompt.fields["answer"])
+def fine(prompt, response): return len(response)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("reads_a_field", "KeyError: 'solution'"),
+        ("ends_its_process", "ended with code 3"),
+        ("never_answers", "no reward within rollout.reward.timeout_s: 0.5"),
+    ],
+)
+def test_a_reward_that_fails_on_a_made_up_response_is_found_before_the_run(
+    file, monkeypatch, name, words
+):
+    (file.parent / "probed_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(file.parent)
+    settings = f"{{name: 'probed_rewards:{name}', timeout_s: 0.5}}"
+    (problem,) = plan(file, f"rollout.reward={settings}").problems
+    assert problem.key == "rollout.reward.name"
+    assert words in problem.what
+    assert "of data.train" in problem.what
+
+
+def test_a_plan_is_not_kept_waiting_by_a_reward_that_may_be_slow(file, monkeypatch):
+    (file.parent / "probed_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(file.parent)
+    monkeypatch.setattr("megatron_async_rl.plan.preflight.PATIENCE_S", 0.2)
+    slow = "rollout.reward={name: 'probed_rewards:never_answers', timeout_s: 3000}"
+    assert plan(file, slow).problems == ()
+
+
+@pytest.mark.parametrize("name", ["fine", "fails_on_the_first"])
+def test_a_reward_that_answers_for_some_prompt_is_fine(file, monkeypatch, name):
+    (file.parent / "probed_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(file.parent)
+    assert plan(file, f"rollout.reward.name=probed_rewards:{name}").problems == ()

@@ -1,23 +1,32 @@
-"""Weights kept beside the model: what they take, and a store of versions that is too small for the staleness."""
+"""Weights kept beside the model: what they take, and a store of versions that is too small for the
+staleness."""
 
 import pytest
 
-from megatron_async_rl.check import check
 from megatron_async_rl.config.load import load
-from megatron_async_rl.config.machine import GIB, Gpu, Machine
-from megatron_async_rl.config.memory import rank_memory
-from megatron_async_rl.config.model_files import read_model
 from megatron_async_rl.config.problem import ConfigError
+from megatron_async_rl.plan.machine import GIB, Gpu, Machine
+from megatron_async_rl.plan.memory import rank_memory
+from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.preflight import preflight
 from tests.written_run import write_run
 
-NOTHING_LEFT = Machine(cores=64, memory=1024, shared_memory=64 * GIB, gpus=(Gpu("A", 80 * GIB),) * 8)
+NOTHING_LEFT = Machine(
+    cores=64, memory=1024, shared_memory=64 * GIB, gpus=(Gpu("A", 80 * GIB),) * 8
+)
 
 
 def held(file, *overrides):
     config = load(file, overrides)
     shape, _ = read_model(config.model.path)
     memory = rank_memory(config, shape, stage=0, data_parallel=1, longest=16)
-    without = rank_memory(load(file, [f"model.dtype={config.model.dtype}"]), shape, stage=0, data_parallel=1, longest=16)
+    without = rank_memory(
+        load(file, [f"model.dtype={config.model.dtype}"]),
+        shape,
+        stage=0,
+        data_parallel=1,
+        longest=16,
+    )
     assert memory.total == without.total
     return memory.held / shape.parameters
 
@@ -31,23 +40,36 @@ def held(file, *overrides):
         (["objective.kl.coef=0.1", "objective.reference.ema=0.9"], 4 + 2),
         (["objective.proximal=ewma"], 4 + 2),
         (["objective.proximal=snapshot", "objective.snapshots=5"], 5 * 2 + 2),
-        (["objective.proximal=snapshot", "objective.snapshots=5", "objective.kl.coef=0.1"], 5 * 2 + 2 + 2),
+        (
+            ["objective.proximal=snapshot", "objective.snapshots=5", "objective.kl.coef=0.1"],
+            5 * 2 + 2 + 2,
+        ),
         (["objective.proximal=snapshot", "objective.loss=reinforce"], 0),
     ],
 )
-def test_each_copy_of_the_weights_takes_host_memory_and_the_trained_ones_wait_in_one_more(file, overrides, bytes_per_parameter):
+def test_each_copy_of_the_weights_takes_host_memory_and_the_trained_ones_wait_in_one_more(
+    file, overrides, bytes_per_parameter
+):
     assert held(file, "model.dtype=bfloat16", *overrides) == bytes_per_parameter
 
 
 def test_copies_that_the_host_cannot_hold_are_named_in_the_plan(file):
-    plan = check(load(file, ["policy.device=cuda", "objective.proximal=ewma"]), all_data=True, machine=NOTHING_LEFT)
+    plan = preflight(
+        load(file, ["policy.device=cuda", "objective.proximal=ewma"]),
+        all_data=True,
+        machine=NOTHING_LEFT,
+    )
     assert any("copies of the weights" in warning for warning in plan.warnings)
 
 
-@pytest.mark.parametrize(("async_ratio", "snapshots", "needed"), [(1, 1, 2), (1.5, 2, 3), (4, 4, 5)])
+@pytest.mark.parametrize(
+    ("async_ratio", "snapshots", "needed"), [(1, 1, 2), (1.5, 2, 3), (4, 4, 5)]
+)
 def test_snapshots_must_reach_back_to_the_oldest_token(file, async_ratio, snapshots, needed):
     keys = ["objective.proximal=snapshot", f"flow.async_ratio={async_ratio}"]
-    with pytest.raises(ConfigError, match=rf"objective\.snapshots: {snapshots} .*set it to at least {needed}"):
+    with pytest.raises(
+        ConfigError, match=rf"objective\.snapshots: {snapshots} .*set it to at least {needed}"
+    ):
         load(file, [*keys, f"objective.snapshots={snapshots}"])
     assert load(file, [*keys, f"objective.snapshots={needed}"]).objective.snapshots == needed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import time
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_async_rl.observe import progress as progress_module
-from megatron_async_rl.observe.display import sparkline
-from megatron_async_rl.observe.metrics import MetricsLog
-from megatron_async_rl.observe.progress import Progress, print_summary
-from megatron_async_rl.observe.status import Status, read_status, write_status
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics.log import MetricsLog
+from megatron_async_rl.metrics.status import Status, read_status, write_status
+from megatron_async_rl.report import progress as progress_module
+from megatron_async_rl.report.display import sparkline
+from megatron_async_rl.report.progress import Progress, print_summary
 
 
 class Run:
@@ -23,14 +25,35 @@ class Run:
     def __init__(self, run_dir: Path, *, terminal: bool) -> None:
         self.dir = run_dir
         self.text = io.StringIO()
-        self.console = Console(file=self.text, force_terminal=terminal, width=100, color_system=None, legacy_windows=False)
+        self.console = Console(
+            file=self.text,
+            force_terminal=terminal,
+            width=100,
+            color_system=None,
+            legacy_windows=False,
+        )
         self.log = MetricsLog(run_dir, tensorboard=False, first_step=1)
 
     def say(
-        self, phase: str, step: int = 0, *, before: float | None = None, after: float | None = None, detail: str = ""
+        self,
+        phase: str,
+        step: int = 0,
+        *,
+        before: float | None = None,
+        after: float | None = None,
+        detail: str = "",
     ) -> None:
         write_status(
-            self.dir, Status(phase=phase, step=step, steps=50, time=time.time(), detail=detail, before=before, after=after)
+            self.dir,
+            Status(
+                phase=phase,
+                step=step,
+                steps=50,
+                time=time.time(),
+                detail=detail,
+                before=before,
+                after=after,
+            ),
         )
 
     def step(self, step: int, **changes: object) -> None:
@@ -51,7 +74,9 @@ class Run:
             "time/train_s": 1.0,
             "time/publish_s": 0.5,
         }
-        self.log.log(step, {key: value for key, value in (values | changes).items() if value is not None})
+        self.log.log(
+            step, {key: value for key, value in (values | changes).items() if value is not None}
+        )
 
     @property
     def shown(self) -> str:
@@ -94,6 +119,48 @@ def test_the_panel_shows_where_the_run_stands(terminal: Run) -> None:
     assert "█" in shown
 
 
+def add_anomaly(run: Run, step: int, norm: float) -> None:
+    """As a line of metrics and of details that another process wrote."""
+    detail = {
+        "step": step,
+        "norm": norm,
+        "median": 2.1,
+        "parameter": "w",
+        "samples": [{"id": "7/0"}],
+    }
+    with open(run.dir / "anomalies.jsonl", "a") as file:
+        file.write(json.dumps(detail) + "\n")
+    with open(run.dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "policy/grad_anomaly": 100.0}) + "\n")
+
+
+def test_an_anomaly_of_the_gradient_is_warned_of(terminal: Run) -> None:
+    progress = Progress(terminal.dir, 50, terminal.console)
+    terminal.step(1)
+    progress.update()
+    assert "warning" not in terminal.shown
+    for step, norm in ((2, 50.0), (3, 1798.0)):
+        add_anomaly(terminal, step, norm)
+    progress.close()
+    shown = " ".join(terminal.shown.replace("│", " ").split())
+    assert "warning: step 3: Gradient far outside the run's history, norm 1,798 against" in shown
+    assert "samples 7/0 (2 anomalies so far)" in shown
+
+
+def test_a_pipe_has_each_warning_once(pipe: Run) -> None:
+    progress = Progress(pipe.dir, 50, pipe.console)
+    add_anomaly(pipe, 2, 50.0)
+    pipe.step(3, **{"policy/nonfinite": 1})
+    for _ in range(3):
+        progress.update()
+    progress.close()
+    assert [line for line in pipe.shown.splitlines() if line.startswith("warning")] == [
+        "warning: step 2: Gradient far outside the run's history, norm 50 against a median of 2.1,"
+        " most of it in w; samples 7/0",
+        "warning: step 3: Loss, gradient or reward that is not finite, the step was not applied",
+    ]
+
+
 def test_the_panel_shows_the_phase_before_the_first_step(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     progress.update()
@@ -105,7 +172,12 @@ def test_the_panel_shows_the_phase_before_the_first_step(terminal: Run) -> None:
 
 def test_a_supervised_run_shows_its_loss_and_no_lag(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
-    unsampled = {"ratio/ess_ratio": None, "tokens/generated": None, "gac/regime": None, "gac/cosine": None}
+    unsampled = {
+        "ratio/ess_ratio": None,
+        "tokens/generated": None,
+        "gac/regime": None,
+        "gac/cosine": None,
+    }
     terminal.step(1, **unsampled)
     progress.close()
     assert "loss" in terminal.shown
@@ -117,7 +189,12 @@ def test_a_supervised_run_shows_its_loss_and_no_lag(terminal: Run) -> None:
 
 def test_the_panel_says_how_busy_the_engines_are_and_how_many_are_left(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
-    engines = {"engine/busy_share": 0.875, "engine/versions": [1, -1], "engine/alive": 1, "engine/restarts": 3}
+    engines = {
+        "engine/busy_share": 0.875,
+        "engine/versions": [1, -1],
+        "engine/alive": 1,
+        "engine/restarts": 3,
+    }
     terminal.step(1, **engines)
     progress.close()
     assert "88% busy  1 of 2 alive" in terminal.shown
@@ -128,7 +205,14 @@ def test_the_panel_shows_the_newest_evaluation_until_the_next(terminal: Run) -> 
     progress = Progress(terminal.dir, 50, terminal.console)
     terminal.say("training", before=0.31)
     for step, version in ((1, 0), (2, None), (3, 3), (4, None)):
-        terminal.step(step, **({} if version is None else {"eval/version": version, "eval/mean": 0.5 + version / 10}))
+        terminal.step(
+            step,
+            **(
+                {}
+                if version is None
+                else {"eval/version": version, "eval/mean": 0.5 + version / 10}
+            ),
+        )
         if step == 2:
             progress.update()
             assert "held-out reward before 0.310 " in terminal.shown
@@ -165,7 +249,9 @@ def test_a_pipe_gets_plain_lines_once_per_news(pipe: Run) -> None:
     assert "\x1b" not in pipe.text.getvalue()
     first, second = pipe.shown.splitlines()
     assert re.fullmatch(
-        r"\[0:00\]  training  step 1/50  reward 0\.010  lag 1\.25  ESS 0\.875  .*500 tokens/s  about 1:38 left", first
+        r"\[0:00\]  training  step 1/50  reward 0\.010  lag 1\.25  ESS 0\.875  .*500 tokens/s "
+        r" about 1:38 left",
+        first,
     )
     assert "step 2/50" in second
 
@@ -179,7 +265,10 @@ def test_a_half_written_line_is_waited_for(pipe: Run) -> None:
         progress.update()
         file.write('p_s": 2.0}\n')
     progress.update()
-    assert [line.split("  ")[1:3] for line in pipe.shown.splitlines()] == [["training"], ["training", "step 1/50"]]
+    assert [line.split("  ")[1:3] for line in pipe.shown.splitlines()] == [
+        ["training"],
+        ["training", "step 1/50"],
+    ]
 
 
 def test_a_resume_does_not_show_the_steps_it_cut(pipe: Run) -> None:
@@ -192,7 +281,10 @@ def test_a_resume_does_not_show_the_steps_it_cut(pipe: Run) -> None:
     progress.update()
     pipe.step(1)
     progress.update()
-    assert [line.split("  ")[2] for line in pipe.shown.splitlines() if "step" in line] == ["step 10/50", "step 1/50"]
+    assert [line.split("  ")[2] for line in pipe.shown.splitlines() if "step" in line] == [
+        "step 10/50",
+        "step 1/50",
+    ]
     assert len(pipe.shown.splitlines()) == 3
 
 
@@ -221,7 +313,9 @@ def test_the_summary_tells_what_came_of_the_run(pipe: Run) -> None:
     assert "report.html" not in shown
 
 
-def test_paths_of_the_summary_are_whole_and_as_they_are_however_narrow_the_terminal(tmp_path: Path) -> None:
+def test_paths_of_the_summary_are_whole_and_as_they_are_however_narrow_the_terminal(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path / ("[bold]" + 60 * "x"), terminal=True)
     run.console.width = 40
     run.step(1)
@@ -239,7 +333,9 @@ def test_the_summary_of_a_run_without_steps_is_not_an_error(pipe: Run) -> None:
 
 def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
-    status = Status(phase="failed", step=3, steps=9, time=1.5, before=0.25, error="boom", log="rank_0.log")
+    status = Status(
+        phase="failed", step=3, steps=9, time=1.5, before=0.25, error="boom", log="rank_0.log"
+    )
     write_status(tmp_path, status)
     assert read_status(tmp_path) == status
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
@@ -247,7 +343,7 @@ def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_status_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("[1, 2]")
-    with pytest.raises(ValueError, match=r"status\.json is not a run's status"):
+    with pytest.raises(UserError, match=r"status\.json is not a run's status"):
         read_status(tmp_path)
 
 

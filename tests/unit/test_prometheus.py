@@ -12,9 +12,10 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatron_async_rl.observe.keys import KEYS
-from megatron_async_rl.observe.metrics import MetricsError, MetricsLog
-from megatron_async_rl.observe.prometheus import gauge_name
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics.catalogue import METRICS
+from megatron_async_rl.metrics.log import MetricsLog
+from megatron_async_rl.metrics.sinks import gauge_name
 
 Scraped = dict[tuple[str, str], float]
 """(gauge, label's value) -> its value."""
@@ -24,8 +25,12 @@ def scrape(run_dir: Path) -> tuple[Scraped, str]:
     port = (run_dir / "prometheus.txt").read_text().strip().rpartition(":")[2]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=10) as answer:
         text = answer.read().decode()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return {(sample.name, next(iter(sample.labels.values()), "")): sample.value for sample in samples}, text
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
+    return {
+        (sample.name, next(iter(sample.labels.values()), "")): sample.value for sample in samples
+    }, text
 
 
 def test_a_scrape_has_every_number_of_the_newest_line_and_no_other(tmp_path: Path) -> None:
@@ -33,7 +38,11 @@ def test_a_scrape_has_every_number_of_the_newest_line_and_no_other(tmp_path: Pat
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
     assert scrape(tmp_path)[0] == {}
     log.log(1, {"gac/cosine": 0.5, "reward/mean": 0.25})
-    lists = {"engine/busy_shares": [0.5, 0.75], "lag/histogram": [3, 4], "trained/length_histogram": [0, 2, 1]}
+    lists = {
+        "engine/busy_shares": [0.5, 0.75],
+        "lag/histogram": [3, 4],
+        "trained/length_histogram": [0, 2, 1],
+    }
     log.log(2, {"reward/mean": 0.75, "policy/loss": math.inf, **lists})
     scraped, text = scrape(tmp_path)
     assert scraped == {
@@ -57,25 +66,35 @@ def test_a_scrape_has_every_number_of_the_newest_line_and_no_other(tmp_path: Pat
 def test_an_evaluation_is_served_as_soon_as_it_is_there_and_until_the_next(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
     log.evaluated(0, {"eval/mean": 0.25, "eval/version": 0, "eval/pass@4": 0.5})
-    first = {("mar_eval_mean", ""): 0.25, ("mar_eval_version", ""): 0.0, ("mar_eval_pass_4", ""): 0.5}
+    first = {
+        ("mar_eval_mean", ""): 0.25,
+        ("mar_eval_version", ""): 0.0,
+        ("mar_eval_pass_4", ""): 0.5,
+    }
     assert scrape(tmp_path)[0] == first
     for step in (1, 2):
         log.log(step, {})
         assert scrape(tmp_path)[0] == first | {("mar_step", ""): step}
     log.evaluated(2, {"eval/mean": 0.75, "eval/version": 2})
-    assert scrape(tmp_path)[0] == {("mar_eval_mean", ""): 0.75, ("mar_eval_version", ""): 2.0, ("mar_step", ""): 2.0}
+    assert scrape(tmp_path)[0] == {
+        ("mar_eval_mean", ""): 0.75,
+        ("mar_eval_version", ""): 2.0,
+        ("mar_step", ""): 2.0,
+    }
     log.close()
 
 
 def test_what_only_grows_is_a_counter_and_all_else_a_gauge(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=0)
     values = {
-        name: [1] if "count" in key.kind or key.kind == "per engine" else 1 for name, key in KEYS.items() if "@" not in name
+        name: [1] if "count" in key.kind or key.kind == "per engine" else 1
+        for name, key in METRICS.items()
+        if "@" not in name
     }
     log.log(1, values)
     scraped, text = scrape(tmp_path)
     counters = {name for name in values if f"# TYPE {gauge_name(name)}_total counter" in text}
-    assert counters == {name for name, key in KEYS.items() if key.kind == "total"}
+    assert counters == {name for name, key in METRICS.items() if key.kind == "total"}
     assert {"flow/consumed", "gac/skips", "engine/restarts"} <= counters
     assert scraped[("mar_flow_consumed_total", "")] == 1.0
     assert text.count(" gauge\n") == 1 + len(values) - len(counters), "all the others, and mar_step"
@@ -94,5 +113,8 @@ def test_a_closed_log_serves_nothing_and_leaves_no_address(tmp_path: Path) -> No
 def test_a_port_that_is_taken_is_named_with_its_key(tmp_path: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(MetricsError, match=rf"observe\.prometheus_port {port} cannot be served: Address already in use"):
+        with pytest.raises(
+            UserError,
+            match=rf"observe\.prometheus_port\n  cannot listen on port {port}: Address already in",
+        ):
             MetricsLog(tmp_path, tensorboard=False, first_step=1, prometheus_port=port)

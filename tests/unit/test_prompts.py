@@ -38,8 +38,13 @@ def written(tmp_path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_other_keys_become_fields_and_lines_without_id_are_named_by_file_and_line(tmp_path: Path) -> None:
-    path = written(tmp_path, '{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "2+2=", "id": "four", "answer": 4}')
+def test_other_keys_become_fields_and_lines_without_id_are_named_by_file_and_line(
+    tmp_path: Path,
+) -> None:
+    path = written(
+        tmp_path,
+        '{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "2+2=", "id": "four", "answer": 4}',
+    )
     first, second = read_prompts(path, Bytes())
     assert (first.id, first.text, dict(first.fields)) == ("data.jsonl:1", "1+1=", {"answer": "2"})
     assert (second.id, dict(second.fields)) == ("four", {"answer": 4})
@@ -67,10 +72,22 @@ def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
         ('{"prompt": null, "answer": 1}', 1, "`prompt` is a null"),
         ('\n\n{"prompt": " ", "answer": 1}', 3, "`prompt` is empty"),
         ('{"prompt": [], "answer": 1}', 1, "`prompt` is empty"),
-        ('{"prompt": ["hi"], "answer": 1}', 1, "a chat message must be an object with `role` and `content`"),
+        (
+            '{"prompt": ["hi"], "answer": 1}',
+            1,
+            "a chat message must be an object with `role` and `content`",
+        ),
         ('{"prompt": "abcdefghi", "answer": 1}', 1, "`prompt` has 10 tokens, the limit is 8"),
-        (b'{"prompt": "a", "answer": 1}\n{"prompt": "\xff", "answer": 1}', 2, "is not UTF-8: byte 0xff at column 13"),
-        ('{"prompt": "a", "id": 1, "answer": 1}\n{"prompt": "b", "id": "1", "answer": 1}', 2, "is also that of line 1"),
+        (
+            b'{"prompt": "a", "answer": 1}\n{"prompt": "\xff", "answer": 1}',
+            2,
+            "is not UTF-8: byte 0xff at column 13",
+        ),
+        (
+            '{"prompt": "a", "id": 1, "answer": 1}\n{"prompt": "b", "id": "1", "answer": 1}',
+            2,
+            "is also that of line 1",
+        ),
         ('{"prompt": "a", "id": [], "answer": 1}', 1, "`id` is a list"),
         ("", None, "holds no prompts"),
         ("\n \n", None, "holds no prompts"),
@@ -101,14 +118,20 @@ def test_a_data_error_survives_the_trip_between_processes() -> None:
 
 
 def test_a_hundred_thousand_lines_are_read_in_seconds(tmp_path: Path) -> None:
-    path = written(tmp_path, "".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(100_000)))
+    path = written(
+        tmp_path,
+        "".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(100_000)),
+    )
     started = time.process_time()
     assert len(read_prompts(path, Bytes(), required=("prompt", "answer"))) == 100_000
     assert time.process_time() - started < 8
 
 
 def prompts(count: int) -> list[Prompt]:
-    return [Prompt(id=str(i), text=str(i), token_ids=(i,), fields={"response": "ab", "weight": 1 + i}) for i in range(count)]
+    return [
+        Prompt(id=str(i), text=str(i), token_ids=(i,), fields={"response": "ab", "weight": 1 + i})
+        for i in range(count)
+    ]
 
 
 @settings(deadline=None)
@@ -162,7 +185,13 @@ def test_a_position_of_other_data_is_refused(change: dict[str, int]) -> None:
 
 
 def supervised(items: Sequence[Prompt], **changes: object) -> SupervisedSource:
-    settings: dict[str, object] = {"prompts_per_step": 3, "seed": 1, "shuffle": True, "max_context": 4, **changes}
+    settings: dict[str, object] = {
+        "prompts_per_step": 3,
+        "seed": 1,
+        "shuffle": True,
+        "max_context": 4,
+        **changes,
+    }
     return SupervisedSource(items, Bytes(), **settings)  # type: ignore[arg-type]
 
 
@@ -186,7 +215,9 @@ def test_a_supervised_source_resumes_where_it_was() -> None:
     resumed.load_state(state)
     for version in (1, 2, 3):
         ours, theirs = resumed.next_batch(version), source.next_batch(version)
-        assert [(g.index, g.prompt.id) for g in ours.groups] == [(g.index, g.prompt.id) for g in theirs.groups]
+        assert [(g.index, g.prompt.id) for g in ours.groups] == [
+            (g.index, g.prompt.id) for g in theirs.groups
+        ]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +230,9 @@ def test_a_supervised_source_resumes_where_it_was() -> None:
         ({"response": "abcd"}, "6 tokens together, the model takes 4"),
     ],
 )
-def test_a_bad_given_response_is_refused_with_its_line(fields: dict[str, object], what: str) -> None:
+def test_a_bad_given_response_is_refused_with_its_line(
+    fields: dict[str, object], what: str
+) -> None:
     with pytest.raises(DataError, match=what) as caught:
         supervised([Prompt(id="sft.jsonl:9", text="q", token_ids=(5,), fields=fields)])
     assert str(caught.value).startswith("sft.jsonl:9: ")

@@ -1,14 +1,16 @@
 import pytest
 import torch
 
-from megatron_async_rl.objectives.proximal import proximal_logp, surveyed_for_proximal
+from megatron_async_rl.objectives.off_policy import columns_for_proximal, proximal_logp
 from tests.token_batches import detached, tokens
 
 EXACT = torch.float64
 
 
 def batch():
-    return detached(tokens([-1.0, -2.0, -3.0], behavior=[-1.5, -1.0, -3.5], lag=torch.tensor([0, 1, 4])))
+    return detached(
+        tokens([-1.0, -2.0, -3.0], behavior=[-1.5, -1.0, -3.5], lag=torch.tensor([0, 1, 4]))
+    )
 
 
 def test_bypassed_the_proximal_policy_is_the_one_that_sampled():
@@ -25,13 +27,13 @@ def test_loglinear_lies_between_the_two_by_the_token_s_lag():
 
 
 @pytest.mark.parametrize("proximal", ["ewma", "snapshot"])
-def test_past_weights_are_surveyed_and_kept_by_micro_batches(proximal):
-    surveyed = torch.tensor([-1.0, -1.0, -1.0])
-    assert torch.equal(proximal_logp(batch(), proximal, surveyed), surveyed.double())
+def test_past_weights_are_precomputed_and_kept_by_micro_batches(proximal):
+    precomputed = torch.tensor([-1.0, -1.0, -1.0])
+    assert torch.equal(proximal_logp(batch(), proximal, precomputed), precomputed.double())
     assert torch.equal(proximal_logp(batch(), proximal, None), batch().logp_prox)
-    assert surveyed_for_proximal(proximal) == {"logp_prox"}
+    assert columns_for_proximal(proximal) == {"logp_prox"}
 
 
-def test_only_what_depends_on_weights_is_surveyed():
-    assert surveyed_for_proximal("behavior") == set()
-    assert surveyed_for_proximal("recompute") == surveyed_for_proximal("loglinear") == {"logp"}
+def test_only_what_depends_on_weights_is_precomputed():
+    assert columns_for_proximal("behavior") == set()
+    assert columns_for_proximal("recompute") == columns_for_proximal("loglinear") == {"logp"}

@@ -2,10 +2,12 @@ import pytest
 import torch
 
 from megatron_async_rl.config.advantages import ReinforcePpAdvantage, ReinforcePpBaselineAdvantage
-from megatron_async_rl.objectives.advantages.reinforce_pp import reinforce_pp
-from megatron_async_rl.objectives.advantages.reinforce_pp_baseline import reinforce_pp_baseline
-from megatron_async_rl.objectives.advantages.timeline import discounted_sums
-from megatron_async_rl.objectives.advantages.whitening import whitened
+from megatron_async_rl.objectives.advantages.discounted import (
+    reinforce_pp,
+    reinforce_pp_baseline,
+    whitened,
+)
+from megatron_async_rl.objectives.advantages.token_grid import discounted_sums
 from tests.token_batches import rewarded, tokens
 
 EXACT = torch.float64
@@ -13,7 +15,10 @@ EXACT = torch.float64
 
 def test_whitened_trained_tokens_have_mean_0_and_variance_1():
     generator = torch.Generator().manual_seed(0)
-    values, mask = 5 + 3 * torch.randn(50, generator=generator, dtype=EXACT), (torch.arange(50) % 3 > 0).double()
+    values, mask = (
+        5 + 3 * torch.randn(50, generator=generator, dtype=EXACT),
+        (torch.arange(50) % 3 > 0).double(),
+    )
     white = whitened(torch.where(mask > 0, values, float("nan")), mask)
     assert float(white[mask > 0].mean()) == pytest.approx(0.0, abs=1e-12)
     assert float(white[mask > 0].var()) == pytest.approx(1.0, abs=1e-6)
@@ -22,7 +27,9 @@ def test_whitened_trained_tokens_have_mean_0_and_variance_1():
 
 @pytest.mark.parametrize("values", [[0.1] * 7, [3.0], []])
 def test_equal_values_are_whitened_to_exactly_zero(values):
-    assert whitened(torch.tensor(values, dtype=EXACT), torch.ones(len(values))).tolist() == [0.0] * len(values)
+    assert whitened(torch.tensor(values, dtype=EXACT), torch.ones(len(values))).tolist() == [
+        0.0
+    ] * len(values)
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
@@ -37,9 +44,13 @@ def test_discounted_sums_are_the_backward_recursion(discount, length):
 
 def test_token_rewards_are_discounted_backwards_over_trained_tokens_only():
     rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 4.0], dtype=EXACT)
-    batch = tokens([0.0] * 6, mask=[1, 0, 1, 1, 0, 1], sequence=[0, 0, 0, 1, 1, 1], token_rewards=rewards)
+    batch = tokens(
+        [0.0] * 6, mask=[1, 0, 1, 1, 0, 1], sequence=[0, 0, 0, 1, 1, 1], token_rewards=rewards
+    )
     found = reinforce_pp(batch, ReinforcePpAdvantage(gamma=0.5)).tokens
-    torch.testing.assert_close(found, whitened(torch.tensor([0.5, 0.0, 1.0, 2.0, 0.0, 4.0], dtype=EXACT), batch.mask))
+    torch.testing.assert_close(
+        found, whitened(torch.tensor([0.5, 0.0, 1.0, 2.0, 0.0, 4.0], dtype=EXACT), batch.mask)
+    )
 
 
 def test_with_a_baseline_rewards_are_centred_in_the_group_and_whitened_in_the_batch():

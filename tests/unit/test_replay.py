@@ -1,4 +1,5 @@
-"""TBA's store: what is kept of each prompt, how it is drawn, and that the same seed draws the same."""
+"""TBA's store: what is kept of each prompt, how it is drawn, and that the same seed draws the
+same."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.config.selection import Replay
-from megatron_async_rl.flow.replay import ReplayStore
+from megatron_async_rl.flow.selection import ReplayStore
 from megatron_async_rl.samples import Group, Prompt, Sample
 
 P_VALUE_1E4 = {3: 21.11, 9: 33.72}
 """Chi-square that is exceeded once in 10,000, by degrees of freedom."""
 
 
-def sample(prompt: str, token: int, reward: float = 0.0, version: int = 0, *, valid: bool = True) -> Sample:
+def sample(
+    prompt: str, token: int, reward: float = 0.0, version: int = 0, *, valid: bool = True
+) -> Sample:
     return Sample(
         id=f"{prompt}-{token}-{version}",
         prompt=Prompt(id=prompt, text="", token_ids=(1,)),
@@ -31,11 +34,20 @@ def sample(prompt: str, token: int, reward: float = 0.0, version: int = 0, *, va
 
 
 def group(index: int, *samples: Sample) -> Group:
-    return Group(index=index, prompt=samples[0].prompt, samples=samples, admitted_version=samples[0].start_version)
+    return Group(
+        index=index,
+        prompt=samples[0].prompt,
+        samples=samples,
+        admitted_version=samples[0].start_version,
+    )
 
 
-def store(recent: float = 0.0, inverse_temperature: float = 0.0, per_prompt: int = 100, seed: int = 3) -> ReplayStore:
-    return ReplayStore(Replay(recent=recent, inverse_temperature=inverse_temperature, per_prompt=per_prompt), seed)
+def store(
+    recent: float = 0.0, inverse_temperature: float = 0.0, per_prompt: int = 100, seed: int = 3
+) -> ReplayStore:
+    return ReplayStore(
+        Replay(recent=recent, inverse_temperature=inverse_temperature, per_prompt=per_prompt), seed
+    )
 
 
 def tokens(groups: tuple[Group, ...]) -> list[int]:
@@ -63,7 +75,9 @@ def test_prompts_are_drawn_evenly_and_not_twice_for_one_batch() -> None:
     counts: Counter[int] = Counter()
     replay.exchange([group(i, sample(f"p{i}", i)) for i in range(10)], 0, 1)
     for version in range(1, 1001):
-        drawn = tokens(replay.exchange([group(i, sample(f"p{i}", i)) for i in range(4)], version, 1)[0])
+        drawn = tokens(
+            replay.exchange([group(i, sample(f"p{i}", i)) for i in range(4)], version, 1)[0]
+        )
         assert len(set(drawn)) == 4
         counts.update(drawn)
     assert chi_square(counts, dict.fromkeys(range(10), 400.0)) < P_VALUE_1E4[9]
@@ -72,12 +86,16 @@ def test_prompts_are_drawn_evenly_and_not_twice_for_one_batch() -> None:
 def test_a_step_takes_what_arrived_with_the_probability_that_was_asked() -> None:
     replay = store(recent=0.3)
     arrived = [group(0, sample("a", 1))]
-    recent = sum(replay.exchange(arrived, version, 1) == (tuple(arrived), 0) for version in range(2000))
+    recent = sum(
+        replay.exchange(arrived, version, 1) == (tuple(arrived), 0) for version in range(2000)
+    )
     assert recent == pytest.approx(600, abs=80)
 
 
 @pytest.mark.parametrize(("recent", "replayed"), [(1.0, 0), (0.0, 6)])
-def test_at_the_ends_a_step_always_or_never_takes_what_arrived(recent: float, replayed: int) -> None:
+def test_at_the_ends_a_step_always_or_never_takes_what_arrived(
+    recent: float, replayed: int
+) -> None:
     replay = store(recent=recent)
     for version in range(20):
         arrived = [group(2 * version + i, sample(f"p{i}", version)) for i in range(2)]
@@ -89,7 +107,9 @@ def test_at_the_ends_a_step_always_or_never_takes_what_arrived(recent: float, re
 def test_the_newest_distinct_responses_of_a_prompt_are_kept() -> None:
     replay = store(per_prompt=3)
     for version, token in enumerate([1, 2, 3, 1, 4]):
-        groups, _ = replay.exchange([group(version, sample("a", token, version=version))], version, 400)
+        groups, _ = replay.exchange(
+            [group(version, sample("a", token, version=version))], version, 400
+        )
     assert set(tokens(groups)) == {3, 1, 4}, "2 is the oldest: 1 came once more after it"
     versions = {int(one.response_ids[0]): one.start_version for one in groups[0].samples}
     assert versions == {3: 2, 1: 3, 4: 4}, "of equal responses the newer is the one that is kept"
@@ -100,13 +120,17 @@ def test_a_response_whose_reward_failed_is_not_stored() -> None:
     groups, _ = replay.exchange([group(0, sample("a", 1, valid=False), sample("a", 2))], 0, 50)
     assert set(tokens(groups)) == {2}
     alone = [group(0, sample("b", 1, valid=False))]
-    assert store().exchange(alone, 0, 1) == (tuple(alone), 0), "with nothing stored there is nothing to draw"
+    assert store().exchange(alone, 0, 1) == (tuple(alone), 0), (
+        "with nothing stored there is nothing to draw"
+    )
 
 
 def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
     def draws(seed: int) -> list[list[int]]:
         replay = store(inverse_temperature=1.0, seed=seed)
-        arrived = [group(i, *(sample(f"p{i}", 10 * i + k, reward=k) for k in range(5))) for i in range(4)]
+        arrived = [
+            group(i, *(sample(f"p{i}", 10 * i + k, reward=k) for k in range(5))) for i in range(4)
+        ]
         return [tokens(replay.exchange(arrived, version, 5)[0]) for version in range(5)]
 
     assert draws(1) == draws(1)
@@ -126,7 +150,12 @@ def test_what_trains_again_has_its_own_id_its_old_versions_and_the_place_of_what
 
 def test_a_store_that_was_saved_draws_what_the_one_that_went_on_draws() -> None:
     def arrived(version: int) -> list[Group]:
-        return [group(i, *(sample(f"p{i}", 10 * version + k, reward=k, version=version) for k in range(3))) for i in range(4)]
+        return [
+            group(
+                i, *(sample(f"p{i}", 10 * version + k, reward=k, version=version) for k in range(3))
+            )
+            for i in range(4)
+        ]
 
     def ids(drawn: tuple[tuple[Group, ...], int]) -> list[list[str]]:
         return [[one.id for one in each.samples] for each in drawn[0]]
@@ -138,7 +167,9 @@ def test_a_store_that_was_saved_draws_what_the_one_that_went_on_draws() -> None:
     resumed = store(recent=0.3, per_prompt=5)
     resumed.load(saved.content())
     for version in range(4, 20):
-        assert ids(resumed.exchange(arrived(version), version, 3)) == ids(through.exchange(arrived(version), version, 3))
+        assert ids(resumed.exchange(arrived(version), version, 3)) == ids(
+            through.exchange(arrived(version), version, 3)
+        )
 
 
 def test_a_smaller_store_takes_up_the_newest_of_what_was_saved() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -11,21 +12,25 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_async_rl.observe.activity import recent_activity
-from megatron_async_rl.observe.evaluations import EvalLog
-from megatron_async_rl.observe.metrics import MetricsLog
-from megatron_async_rl.observe.read import Row
-from megatron_async_rl.observe.record import read_record
-from megatron_async_rl.observe.report import ReportError, write_report
-from megatron_async_rl.observe.series import per_engine, smooth
-from megatron_async_rl.observe.status import Status, write_status
-from megatron_async_rl.observe.summary import span
-from megatron_async_rl.observe.timeline import Span
+from megatron_async_rl.metrics.log import EvalLog, MetricsLog, Row
+from megatron_async_rl.metrics.status import Status, write_status
+from megatron_async_rl.metrics.timeline import Span
+from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_in_words
+from megatron_async_rl.report.charts import POINTS
+from megatron_async_rl.report.panels import panels_of
+from megatron_async_rl.report.report import HTML_FILE, write_report
+from megatron_async_rl.report.report_html import tables_of, write_page
+from megatron_async_rl.report.run_data import ReportError, read_run, timeline_window
+from megatron_async_rl.report.series import per_engine, smooth, thin
+from megatron_async_rl.report.summary import span
 
 CONFIG = {
     "model": {"path": "/models/<tiny>", "dtype": "float32"},
     "policy": {"parallel": {"ranks": 2, "tensor": 2, "pipeline": 1}, "optimizer": {"lr": 3e-4}},
-    "objective": {"advantage": {"name": "grpo"}, "loss": {"name": "ppo_clip", "clip_low": 0.2, "dual_clip": None}},
+    "objective": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "dual_clip": None},
+    },
     "controls": [{"name": "gac", "c_low": 0.15, "c_high": 0.7}],
     "flow": {"async_ratio": 1.5, "prompts_per_step": 32, "group_size": 8},
 }
@@ -53,18 +58,22 @@ def sampled_run(run_dir: Path, steps: int, config: dict[str, object] | None = No
         log.log(step, values | ({"gac/cosine": 0.2} if step > 1 else {}))
     log.close()
     (run_dir / "config.yaml").write_text(yaml.safe_dump(CONFIG if config is None else config))
-    write_status(run_dir, Status(phase="finished", step=steps, steps=steps, time=0.0, before=0.31, after=0.91))
+    write_status(
+        run_dir,
+        Status(phase="finished", step=steps, steps=steps, time=0.0, before=0.31, after=0.91),
+    )
     return run_dir
 
 
 def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
-    """Two engines, the second of which is gone in the end; each step takes ten seconds from second 1000 on."""
+    """Two engines, the second of which is gone in the end; each step takes ten seconds from second
+    1000 on."""
     log = MetricsLog(run_dir, tensorboard=False, first_step=1)
     for step in range(1, steps + 1):
         engines = {
             "engine/busy_share": 0.5,
             "engine/busy_shares": [0.75, 0.25],
-            "engine/versions": [step, step - 1 if step < steps else -1],
+            "engine/versions": [step - 1, step - 2 if 1 < step < steps else -1],
             "engine/in_flight": [4, 2],
             "engine/tokens": [300, 100],
             "engine/alive": 2 if step < steps else 1,
@@ -77,19 +86,36 @@ def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
             "dropped/length_histogram": [0, 0, 0, 0, 0, step],
             "flow/dropped_late": step,
         }
-        trained = {"response/length_mean": 20.0, "reward/mean": 0.5, "trained/length_histogram": [0, 0, 0, 4, 4]}
-        others = {"ratio/ess_ratio": 0.9, "lag/mean": 0.5, "lag/histogram": [1, 1], "time/step_s": 10.0, "staleness/drift": 0.5}
+        trained = {
+            "response/length_mean": 20.0,
+            "reward/mean": 0.5,
+            "trained/length_histogram": [0, 0, 0, 4, 4],
+        }
+        others = {
+            "ratio/ess_ratio": 0.9,
+            "lag/mean": 0.5,
+            "lag/histogram": [1, 1],
+            "time/step_s": 10.0,
+            "staleness/drift": 0.5,
+        }
         log.log(step, {**engines, **trained, **others, **(drops if dropped and step % 2 else {})})
     log.close()
     file = run_dir / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps(row | {"time": 1000.0 + 10.0 * row["step"]}) + "\n" for row in rows))
-    spans = {"rank 0": (("waiting", "batch", 4.0), ("training", "", 6.0)), "engine-0": (("busy", "", 9.0), ("loading", "", 1.0))}
+    file.write_text(
+        "".join(json.dumps(row | {"time": 1000.0 + 10.0 * row["step"]}) + "\n" for row in rows)
+    )
+    spans = {
+        "rank 0": (("waiting", "batch", 4.0), ("training", "", 6.0)),
+        "engine-0": (("busy", "", 9.0), ("loading", "", 1.0)),
+    }
     (run_dir / "timeline").mkdir()
     for track, parts in spans.items():
         at, lines = 1000.0, []
         for state, waiting_for, seconds in parts * steps:
-            lines.append(json.dumps({"state": state, "for": waiting_for, "start": at, "end": at + seconds}))
+            lines.append(
+                json.dumps({"state": state, "for": waiting_for, "start": at, "end": at + seconds})
+            )
             at += seconds
         (run_dir / "timeline" / f"{track}.jsonl").write_text("\n".join(lines) + "\n")
     return run_dir
@@ -98,8 +124,23 @@ def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
 def supervised_run(run_dir: Path, steps: int) -> Path:
     log = MetricsLog(run_dir, tensorboard=False, first_step=1)
     for step in range(1, steps + 1):
-        values = {"policy/loss": 3.0 / step, "policy/grad_norm": 0.5, "policy/lr": 1e-3, "time/train_s": 0.9, "time/step_s": 1.0}
-        log.log(step, {**values, "tokens/trained": 500, "lag/mean": 0.0, "lag/histogram": [500], "reward/mean": 0.0})
+        values = {
+            "policy/loss": 3.0 / step,
+            "policy/grad_norm": 0.5,
+            "policy/lr": 1e-3,
+            "time/train_s": 0.9,
+            "time/step_s": 1.0,
+        }
+        log.log(
+            step,
+            {
+                **values,
+                "tokens/trained": 500,
+                "lag/mean": 0.0,
+                "lag/histogram": [500],
+                "reward/mean": 0.0,
+            },
+        )
     log.close()
     return run_dir
 
@@ -110,9 +151,16 @@ def png_size(path: Path) -> tuple[int, int]:
     return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
 
 
-def page_without_plotly(path: Path) -> str:
-    """The page's own text, its scripts that draw included, the library left out."""
-    return re.sub(r"<head>.*?</head>", "", path.read_text(), flags=re.DOTALL)
+def page_without_styles(path: Path) -> str:
+    """The page's own text, its data for the pointer included."""
+    return re.sub(r"<head>.*?</head>", "", html.unescape(path.read_text()), flags=re.DOTALL)
+
+
+def page_of(run_dir: Path) -> str:
+    """The page alone, without the sheet, which takes longer."""
+    run_data = read_run(run_dir)
+    write_page(run_data, panels_of(run_data), run_dir / HTML_FILE)
+    return page_without_styles(run_dir / HTML_FILE)
 
 
 @pytest.mark.filterwarnings("error")
@@ -123,26 +171,35 @@ def test_a_run_of_any_length_has_a_sheet_and_a_page(tmp_path: Path, steps: int) 
     width, height = png_size(png_path)
     assert width > 1000
     assert height > 1000
-    page = page_without_plotly(html_path)
-    for title in ("Reward", "Lag of the tokens trained on", "Effective sample size", "Cosine of consecutive gradients"):
-        assert f"<b>{title}" in page.replace("\\u003cb\\u003e", "<b>")
-    assert "held-out reward 0.310 → 0.910" in page
+    page = page_without_styles(html_path)
+    for title in (
+        "Reward",
+        "Lag of the tokens trained on",
+        "Effective sample size",
+        "Cosine of consecutive gradients",
+    ):
+        assert f"<b>{title}" in page
+    assert "0.310 → 0.910" in page
 
 
 @pytest.mark.filterwarnings("error")
 def test_every_evaluation_of_the_run_is_drawn_at_its_version(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "evaluated", 8)
-    assert "Held-out" not in page_without_plotly(write_report(run)[0])
+    assert "Held-out" not in page_of(run)
     log = EvalLog(run, versions=())
-    for version, mean, pass_at in ((0, 0.25, {"1": 0.25}), (4, None, {"1": 0.375, "8": 0.75}), (8, 0.5, {"1": 0.5, "8": 0.875})):
+    for version, mean, pass_at in (
+        (0, 0.25, {"1": 0.25}),
+        (4, None, {"1": 0.375, "8": 0.75}),
+        (8, 0.5, {"1": 0.5, "8": 0.875}),
+    ):
         log.append({"version": version, "mean_reward": mean, "pass_at": pass_at})
-    seen = read_record(run).evaluations
+    seen = read_run(run).evaluations
     assert seen.versions.tolist() == [0, 4, 8]
     np.testing.assert_array_equal(seen.mean, [0.25, np.nan, 0.5])
     assert list(seen.pass_at) == [1, 8]
     np.testing.assert_array_equal(seen.pass_at[8], [np.nan, 0.75, 0.875])
-    page = page_without_plotly(write_report(run)[0])
-    for title in ("Held-out prompts", '"name":"held out"', '"name":"pass@1"', '"name":"pass@8"'):
+    page = page_of(run)
+    for title in ("Held-out prompts", '["held out"', '["pass@1"', '["pass@8"'):
         assert title in page
 
 
@@ -151,13 +208,18 @@ def test_every_evaluation_of_the_run_is_drawn_at_its_version(tmp_path: Path) -> 
 def test_a_run_whose_engines_were_counted_shows_what_each_did(tmp_path: Path, steps: int) -> None:
     html_path, png_path = write_report(fleet_run(tmp_path / "fleet", steps))
     assert png_size(png_path)[1] > 2000
-    page = page_without_plotly(html_path).replace("\\u003cb\\u003e", "<b>")
-    for title in ("What each process did", "Engines busy, mean 50%", "In flight per engine", "Weights of each engine"):
+    page = page_without_styles(html_path)
+    for title in (
+        "What each process did",
+        "Engines busy, mean 50%",
+        "In flight per engine",
+        "Weights of each engine",
+    ):
         assert f"<b>{title}" in page
-    record = read_record(tmp_path / "fleet")
-    assert record.dropped is not None
-    assert record.dropped.sentence in page
-    tables = {title: dict(facts) for title, facts in record.facts()}
+    run_data = read_run(tmp_path / "fleet")
+    assert run_data.dropped is not None
+    assert run_data.dropped.sentence in page
+    tables = {title: dict(facts) for title, facts in tables_of(run_data)}
     assert tables["Speed"]["engines busy"] == "50.0%"
     assert tables["Speed"]["engines alive"] == "1 of 2, 3 restarts"
     assert tables["Result"]["staleness drift, last step"] == "0.5"
@@ -169,13 +231,14 @@ def test_a_run_whose_engines_were_counted_shows_what_each_did(tmp_path: Path, st
 
 def test_what_was_dropped_stands_against_what_was_trained_on(tmp_path: Path) -> None:
     run = fleet_run(tmp_path / "dropping", 5)
-    dropped = read_record(run).dropped
+    dropped = read_run(run).dropped
     assert dropped is not None
-    assert dropped.sentence == (
-        "9 responses were dropped (5 groups late): mean length 60.0 tokens against 20.0, mean reward 0.250 against 0.500 "
-        "of those trained on"
+    assert (
+        dropped.sentence
+        == "9 responses were dropped (5 groups late): mean length 60.0 tokens against 20.0, mean"
+        " reward 0.250 against 0.500 of those trained on"
     )
-    assert read_record(fleet_run(tmp_path / "waiting", 5, dropped=False)).dropped is None
+    assert read_run(fleet_run(tmp_path / "waiting", 5, dropped=False)).dropped is None
 
 
 def test_counts_that_a_resume_began_again_are_added_up(tmp_path: Path) -> None:
@@ -183,106 +246,232 @@ def test_counts_that_a_resume_began_again_are_added_up(tmp_path: Path) -> None:
     drops = {"dropped/responses": 1, "dropped/length_mean": 9.0}
     for step, late in enumerate((2, 5, 1, 1), start=1):
         log.log(step, {"flow/dropped_late": late, "flow/dropped_equal": 1, **drops})
-    dropped = read_record(tmp_path).dropped
+    dropped = read_run(tmp_path).dropped
     assert dropped is not None
     assert dropped.groups == {"late": 6, "of equal reward": 1}
 
 
 def test_versions_of_engines_are_told_as_versions_behind_and_a_gone_engine_has_none() -> None:
     rows: list[Row] = [
-        {"step": 4, "version": 4, "engine/versions": [4, 2]},
-        {"step": 5, "version": 5, "engine/versions": [5, -1]},
+        {"step": 4, "version": 4, "engine/versions": [3, 1]},
+        {"step": 5, "version": 5, "engine/versions": [4, -1]},
     ]
     steps, behind = per_engine(rows, "engine/versions")
     assert steps.tolist() == [4, 5]
     np.testing.assert_array_equal(behind, [[0, 0], [2, np.nan]])
 
 
-def test_the_timeline_shown_is_that_of_the_last_steps_and_of_no_time_the_run_was_stopped(tmp_path: Path) -> None:
+def test_the_timeline_shown_is_that_of_the_last_steps_and_of_no_time_the_run_was_stopped(
+    tmp_path: Path,
+) -> None:
     tracks = {"rank 0": [Span(track="rank 0", state="training", start=0.0, end=1e6)]}
 
     def ended(stopped_s: float) -> list[Row]:
-        return [{"step": i, "time": 10.0 * i + (stopped_s if i > 27 else 0), "time/step_s": 10.0} for i in range(1, 31)]
+        return [
+            {"step": i, "time": 10.0 * i + (stopped_s if i > 27 else 0), "time/step_s": 10.0}
+            for i in range(1, 31)
+        ]
 
     rows = ended(0.0)
     rows[17]["time"] = 178.0
-    shown = recent_activity(rows, tracks)
+    shown = timeline_window(rows, tracks)
     assert shown is not None
-    assert ([step for step, _ in shown.steps], shown.start, shown.end) == (list(range(19, 31)), 178.0, 300.0)
-    shown = recent_activity(ended(9000.0), tracks)
+    assert ([step for step, _ in shown.steps], shown.start, shown.end) == (
+        list(range(19, 31)),
+        178.0,
+        300.0,
+    )
+    shown = timeline_window(ended(9000.0), tracks)
     assert shown is not None
-    assert ([step for step, _ in shown.steps], shown.start, shown.end) == ([28, 29, 30], 9270.0, 9300.0)
-    assert shown.tracks["rank 0"] == [Span(track="rank 0", state="training", start=9270.0, end=9300.0)]
-    assert recent_activity(rows, {}) is None
+    assert ([step for step, _ in shown.steps], shown.start, shown.end) == (
+        [28, 29, 30],
+        9270.0,
+        9300.0,
+    )
+    assert shown.tracks["rank 0"] == [
+        Span(track="rank 0", state="training", start=9270.0, end=9300.0)
+    ]
+    assert timeline_window(rows, {}) is None
 
 
-def test_the_page_opens_offline(tmp_path: Path) -> None:
-    html_path, _ = write_report(sampled_run(tmp_path / "demo", 3))
-    text = html_path.read_text()
-    assert len(text) > 1_000_000
-    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page_without_plotly(html_path))
-    assert not re.search(r"<(script|link)[^>]+(src|href)=[\"']?(https?:)?//", text)
+def test_the_page_is_light_and_opens_offline(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "demo", 3000)
+    page_of(run)
+    text = (run / HTML_FILE).read_text()
+    assert len(text) < 1_000_000
+    assert not re.search(r"<(script|link|img|image|use)[^>]+(src|href)=[\"']?[^#\"']", text)
+    assert "http" not in text.replace("http://www.w3.org/", "")
 
 
-def test_the_tables_say_what_was_run_and_how_fast(tmp_path: Path) -> None:
-    record = read_record(sampled_run(tmp_path / "demo", 40))
-    tables = {title: dict(facts) for title, facts in record.facts()}
-    assert tables["Result"]["lag of a token"] == "mean 0.75, largest 2 versions"
+def test_the_page_begins_with_the_reward_and_ends_with_the_settings(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "demo", 40)
+    write_status(
+        run,
+        Status(phase="failed", step=40, steps=80, time=0.0, error="EngineFailed: no <memory>"),
+    )
+    page = page_of(run)
+    places = [
+        page.index(words)
+        for words in (
+            "failed at step 40 of 80",
+            "EngineFailed: no <memory>",
+            "<b>Reward</b>",
+            "40 of 80</b><small>steps",
+            "What went wrong",
+            "<b>Effective sample size</b>",
+            "<details",
+            "path: /models/<tiny>",
+        )
+    ]
+    assert places == sorted(places)
+
+
+def test_the_tables_say_how_the_run_went_and_how_fast(tmp_path: Path) -> None:
+    run_data = read_run(sampled_run(tmp_path / "demo", 40))
+    tables = {title: dict(facts) for title, facts in tables_of(run_data)}
+    assert tables["Result"]["lag of a token"] == "mean 0.75, max 2 versions"
     assert tables["Result"]["gradients projected"] == "14"
     assert tables["Speed"]["throughput"] == "1,000 tokens/s"
-    assert [tables["Speed"][f"of it {name}"] for name in ("training", "publishing", "waiting", "other")] == [
+    assert [
+        tables["Speed"][f"of it {name}"] for name in ("training", "publishing", "waiting", "other")
+    ] == [
         "60.0%",
         "10.0%",
         "20.0%",
         "10.0%",
     ]
-    assert tables["Method"]["objective.loss"] == "ppo_clip (clip_low 0.2)"
-    assert tables["Method"]["controls"] == "gac (c_high 0.7, c_low 0.15)"
-    assert tables["Policy"]["policy.optimizer.lr"] == "0.0003"
+
+
+def rows_of(**columns: list[float | None]) -> list[Row]:
+    """Rows from step 1 on; `a_b=[...]` is the key `a/b`, None an absent value."""
+    count = max(len(values) for values in columns.values())
+    return [
+        {"step": index + 1}
+        | {
+            key.replace("_", "/", 1): value
+            for key, values in columns.items()
+            if (value := values[index]) is not None
+        }
+        for index in range(count)
+    ]
+
+
+def test_every_kind_of_anomaly_is_found_at_its_step(tmp_path: Path) -> None:
+    rows = rows_of(
+        policy_grad_anomaly=[0, 856.0, 0, 0, 0, 0],
+        policy_grad_norm=[2.0, 1798.0, 2.0, math.inf, 2.0, 2.0],
+        policy_nonfinite=[0, 0, 0, 1, 1, 1],
+        policy_skipped=[0, 0, 1, 1, 1, 0],
+        gac_regime=[0, 0, 0, 0, 2, 0],
+        engine_alive=[2, 2, 1, 2, 2, 2],
+        engine_restarts=[0, 0, 0, 1, 1, 1],
+        reward_errors=[0, 0, 0, 0, 3, 0],
+        flow_dropped_late=[0, None, 0, None, 4, 4],
+        flow_admitted=[8, 16, 24, 32, 40, 8],
+    )
+    (tmp_path / "anomalies.jsonl").write_text(
+        json.dumps(
+            {"step": 2, "norm": 1798.2, "median": 2.1, "parameter": "w", "samples": [{"id": "7/0"}]}
+        )
+        + "\n{half"
+    )
+    assert AnomalyFinder(tmp_path).find(rows) == [
+        Anomaly(step=step, kind=kind, detail=detail)
+        for step, kind, detail in (
+            (
+                2,
+                "gradient",
+                "norm 1,798 against a median of 2.1, most of it in w; samples 7/0",
+            ),
+            (3, "engine", "1 of 2 engines left"),
+            (3, "skipped", "no optimizer step"),
+            (4, "nonfinite", "policy/grad_norm is inf"),
+            (4, "engine", "1 restart"),
+            (5, "reward", "3 samples"),
+            (5, "dropped", "4 groups"),
+            (6, "resumed", "counts began again"),
+        )
+    ]
+    assert steps_in_words([1, 2, 3, 7, 9, 10]) == "1–3, 7, 9–10"
+
+
+def test_anomalies_are_marked_on_the_curves_and_listed(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "demo", 12)
+    without = page_of(run)
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[6] |= {"policy/grad_anomaly": 856.0}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of(run)
+    words = "Gradient far outside the run's history"
+    assert words not in without
+    assert f"{words}</td><td>7</td><td>step 7: 856 times the median of the last steps</td>" in page
+    assert f'[7,"red","{words}: 856 times the median of the last steps"]' in page
+
+
+def test_thinning_keeps_the_order_the_spikes_and_short_curves() -> None:
+    steps = np.arange(10_000.0)
+    values = np.sin(steps)
+    values[7321], values[100:400] = 1798.0, np.nan
+    x, y = thin(steps, values, POINTS)
+    assert len(x) <= POINTS
+    assert (np.diff(x) > 0).all()
+    assert y[x == 7321] == [1798.0]
+    assert np.isnan(y).any()
+    assert thin(steps[:POINTS], values[:POINTS], POINTS)[0].tolist() == steps[:POINTS].tolist()
 
 
 def test_a_calibrated_threshold_is_drawn_where_the_run_found_it(tmp_path: Path) -> None:
-    config = {**CONFIG, "controls": [{"name": "gac", "c_low": 0.15, "calibrate": {"steps": 4, "quantile": 0.9}}]}
+    config = {
+        **CONFIG,
+        "controls": [{"name": "gac", "c_low": 0.15, "calibrate": {"steps": 4, "quantile": 0.9}}],
+    }
     run = sampled_run(tmp_path, 3, config)
-    assert read_record(run).gac == {"name": "gac", "c_low": None, "calibrate": {"steps": 4, "quantile": 0.9}}
-    write_report(run)
+    assert read_run(run).gac == {
+        "name": "gac",
+        "c_low": None,
+        "calibrate": {"steps": 4, "quantile": 0.9},
+    }
+    assert "c_low" not in page_of(run).partition("<details")[0]
     log = MetricsLog(run, tensorboard=False, first_step=4)
     log.log(4, {"gac/cosine": 0.4, "gac/regime": 1, "gac/c_low": 0.31})
     log.close()
-    gac = read_record(run).gac
+    gac = read_run(run).gac
     assert gac is not None
     assert gac["c_low"] == 0.31
-    assert "c_low 0.31" in write_report(run)[0].read_text()
+    assert "c_low 0.31" in page_of(run)
 
 
-def test_text_of_the_config_is_escaped(tmp_path: Path) -> None:
-    html_path, _ = write_report(sampled_run(tmp_path / "demo", 2))
-    assert "/models/&lt;tiny&gt;" in page_without_plotly(html_path)
+def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "<b>demo @TABLES@", 2)
+    page_of(run)
+    text = (run / HTML_FILE).read_text()
+    assert "/models/&lt;tiny&gt;" in text
+    assert "&lt;b&gt;demo @TABLES@" in text
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("steps", [1, 40])
 def test_a_supervised_run_reports_its_loss_and_no_reward(tmp_path: Path, steps: int) -> None:
     html_path, png_path = write_report(supervised_run(tmp_path / "warm", steps))
-    page = page_without_plotly(html_path)
+    page = page_without_styles(html_path)
     assert "Loss" in page
-    for absent in ("Reward", "Lag of", "Effective sample size", "lag of a token", "held-out"):
+    for absent in ("<b>Reward", "Lag of", "Effective sample size", "lag of a token", "held-out"):
         assert absent not in page
-    assert png_size(png_path)[1] < 1100
+    assert png_size(png_path)[1] < 1400
 
 
 def test_a_run_without_its_config_or_control_still_reports(tmp_path: Path) -> None:
     run_dir = sampled_run(tmp_path / "demo", 3, config={"controls": []})
     (run_dir / "config.yaml").unlink()
     (run_dir / "status.json").unlink()
-    html_path, _ = write_report(run_dir)
-    assert "held-out" not in page_without_plotly(html_path)
+    assert "held-out" not in page_of(run_dir)
 
 
 def test_an_unfinished_run_says_how_far_it_came(tmp_path: Path) -> None:
     run_dir = sampled_run(tmp_path / "demo", 3)
     write_status(run_dir, Status(phase="training", step=3, steps=80, time=0.0, before=0.31))
-    assert read_record(run_dir).headline.endswith("training at step 3 of 80")
+    assert read_run(run_dir).headline.endswith("training at step 3 of 80")
 
 
 def test_a_run_without_steps_has_nothing_to_report(tmp_path: Path) -> None:
@@ -307,4 +496,9 @@ def test_smoothing_keeps_constants_ignores_gaps_and_leaves_short_columns_alone()
 
 
 def test_spans_read_like_a_clock() -> None:
-    assert [span(seconds) for seconds in (0.4, 7, 751, 11109)] == ["0:00", "0:07", "12:31", "3:05:09"]
+    assert [span(seconds) for seconds in (0.4, 7, 751, 11109)] == [
+        "0:00",
+        "0:07",
+        "12:31",
+        "3:05:09",
+    ]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async_rl.run_lock import RunDirectoryError, alone_in
+from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir
 
 LAUNCHER = """
 import subprocess, sys, os, signal
 from pathlib import Path
-from megatron_async_rl.run_lock import alone_in
-with alone_in(Path(sys.argv[1])) as lock:
+from megatron_async_rl.launch.run_lock import lock_run_dir
+with lock_run_dir(Path(sys.argv[1])) as lock:
     ranks = subprocess.Popen(["cat"], stdout=subprocess.DEVNULL, pass_fds=(lock,))
     print("ready", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -29,12 +29,15 @@ def test_a_second_run_is_refused_and_the_first_named_until_it_has_ended(tmp_path
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").write_text(f"{os.getpid()} {'an-earlier-host' * 9}\n")
     with (
-        alone_in(tmp_path / "run"),
-        pytest.raises(RunDirectoryError, match=rf"`mar train` runs in it \(pid {os.getpid()} on {socket.gethostname()}\)"),
-        alone_in(tmp_path / "run"),
+        lock_run_dir(tmp_path / "run"),
+        pytest.raises(
+            RunDirectoryError,
+            match=rf"`mar train` runs in it \(pid {os.getpid()} on {socket.gethostname()}\)",
+        ),
+        lock_run_dir(tmp_path / "run"),
     ):
         pytest.fail("two runs have the directory")
-    with alone_in(tmp_path / "run"):
+    with lock_run_dir(tmp_path / "run"):
         pass
 
 
@@ -45,12 +48,17 @@ def test_ranks_that_outlive_their_killed_launcher_keep_the_directory(tmp_path: P
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "ready\n"
     launcher.wait(20)
-    with pytest.raises(RunDirectoryError, match=rf"\(pid {launcher.pid}\) was killed, and its ranks stop"), alone_in(tmp_path):
+    with (
+        pytest.raises(
+            RunDirectoryError, match=rf"\(pid {launcher.pid}\) was killed, and its ranks stop"
+        ),
+        lock_run_dir(tmp_path),
+    ):
         pytest.fail("the ranks do not hold the directory")
     launcher.stdin.close()  # what the ranks wait for
     ended = subprocess.run(["flock", str(tmp_path / "lock"), "true"], timeout=20, check=False)
     assert ended.returncode == 0
-    with alone_in(tmp_path):
+    with lock_run_dir(tmp_path):
         pass
 
 
@@ -62,15 +70,17 @@ def test_a_file_system_without_locks_is_said_and_no_obstacle(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with alone_in(tmp_path) as lock:
+    with lock_run_dir(tmp_path) as lock:
         os.fstat(lock)
     assert f"{tmp_path}: no locks there ({os.strerror(number)})" in caplog.text
 
 
-def test_another_fault_of_the_lock_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_fault_of_the_lock_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.EIO, "the disk is broken")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(OSError, match="the disk is broken"), alone_in(tmp_path):
+    with pytest.raises(OSError, match="the disk is broken"), lock_run_dir(tmp_path):
         pytest.fail("nothing was raised")

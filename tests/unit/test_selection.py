@@ -1,4 +1,5 @@
-"""Which waiting groups train: never a choice that makes another late, always one where one exists, and the earliest finished."""
+"""Which waiting groups train: never a choice that makes another late, always one where one exists,
+and the earliest finished."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_async_rl.flow.law import holds
 from megatron_async_rl.flow.selection import oldest_first, windowed
+from megatron_async_rl.flow.staleness import is_feasible
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ def plans(draw: st.DrawFn, step: int = 5) -> tuple[list[Waiting], int]:
     count = draw(st.integers(1, 3))
     due: list[int] = []
     for late in sorted(draw(st.lists(st.integers(0, 3), max_size=8))):
-        if holds(Counter([*due, step + late]), step, count):
+        if is_feasible(Counter([*due, step + late]), step, count):
             due.append(step + late)
     order = draw(st.permutations(range(len(due))))
     running = draw(st.sets(st.integers(0, 7)))
@@ -40,7 +41,9 @@ def choices(groups: list[Waiting], count: int, step: int) -> list[tuple[Waiting,
     return [
         batch
         for batch in combinations(finished, count)
-        if holds(Counter(group.deadline for group in groups if group not in batch), step + 1, count)
+        if is_feasible(
+            Counter(group.deadline for group in groups if group not in batch), step + 1, count
+        )
     ]
 
 
@@ -58,7 +61,9 @@ def test_windowed_takes_a_batch_that_makes_nobody_late_exactly_when_there_is_one
 
 
 @given(plan=plans(), window=st.sampled_from([0.0, 0.5, 1.0, 5.0]))
-def test_windowed_takes_those_that_finished_first(plan: tuple[list[Waiting], int], window: float) -> None:
+def test_windowed_takes_those_that_finished_first(
+    plan: tuple[list[Waiting], int], window: float
+) -> None:
     """No permitted batch has an earlier finisher in any place of the order."""
     groups, count = plan
     batch = windowed(groups, count, 5, window)
@@ -73,9 +78,13 @@ def test_windowed_takes_those_that_finished_first(plan: tuple[list[Waiting], int
 
 
 @given(plan=plans())
-def test_a_plan_that_holds_needs_only_its_most_urgent_groups_to_finish(plan: tuple[list[Waiting], int]) -> None:
+def test_a_plan_that_holds_needs_only_its_most_urgent_groups_to_finish(
+    plan: tuple[list[Waiting], int],
+) -> None:
     groups, count = plan
-    done = [Waiting(g.index, g.deadline, g.index if i < count else None) for i, g in enumerate(groups)]
+    done = [
+        Waiting(g.index, g.deadline, g.index if i < count else None) for i, g in enumerate(groups)
+    ]
     for batch in (oldest_first(done, count), windowed(done, count, 5, 2.0)):
         assert batch == done[:count]
 

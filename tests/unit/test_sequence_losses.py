@@ -1,4 +1,5 @@
-"""Losses that are one number per sequence: they sum over the whole sequence first, and groups are decided on the whole batch."""
+"""Losses that are one number per sequence: they sum over the whole sequence first, and groups are
+decided on the whole batch."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def run(batch, settings):
 
 
 def close(found, expected):
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        found, torch.as_tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12
+    )
 
 
 def two_groups(**changes):
@@ -64,7 +67,10 @@ def test_gmpo_clips_the_other_side_for_negative_advantages():
 def test_trajectory_balance_is_the_groups_variance_of_the_residuals():
     beta = 0.5
     result, _, decided = run(two_groups(), TrajectoryBalanceLoss(beta=beta))
-    residuals = torch.tensor([0.5 + 0.0 - 1 / beta, 0.25 - 0.0, -0.5 - 0.25 / beta, 0.0 - 0.75 / beta], dtype=torch.float64)
+    residuals = torch.tensor(
+        [0.5 + 0.0 - 1 / beta, 0.25 - 0.0, -0.5 - 0.25 / beta, 0.0 - 0.75 / beta],
+        dtype=torch.float64,
+    )
     means = residuals.reshape(2, 2).mean(1).repeat_interleave(2)
     close(decided.sequences["log_z"], -means)
     close(result.loss, (residuals - means).square())
@@ -85,7 +91,10 @@ def test_trajectory_balance_is_at_rest_at_the_reference_tilted_by_the_reward():
 def test_oapl_regresses_the_summed_log_ratio_on_the_reward_above_the_groups_soft_value():
     settings = OaplLoss(beta_value=0.5, beta_policy=0.1)
     result, gradient, decided = run(two_groups(), settings)
-    values = [0.5 * math.log((math.exp(a / 0.5) + math.exp(b / 0.5)) / 2) for a, b in ((1.0, 0.0), (0.25, 0.75))]
+    values = [
+        0.5 * math.log((math.exp(a / 0.5) + math.exp(b / 0.5)) / 2)
+        for a, b in ((1.0, 0.0), (0.25, 0.75))
+    ]
     aims = [1.0 - values[0], 0.0 - values[0], 0.25 - values[1], 0.75 - values[1]]
     sums = [0.3, 0.15, -0.4, 0.5]
     close(decided.sequences["advantage"], aims)
@@ -96,7 +105,10 @@ def test_oapl_regresses_the_summed_log_ratio_on_the_reward_above_the_groups_soft
 
 def test_oapls_value_goes_from_the_mean_to_the_best_reward_as_its_temperature_falls():
     batch = two_groups()
-    values = [run(batch, OaplLoss(beta_value=b))[2].scalars["objective/value"] for b in (1e4, 1.0, 0.1, 1e-6)]
+    values = [
+        run(batch, OaplLoss(beta_value=b))[2].scalars["objective/value"]
+        for b in (1e4, 1.0, 0.1, 1e-6)
+    ]
     assert values == sorted(values)
     assert values[0] == pytest.approx(0.5, abs=1e-4)
     assert values[-1] == pytest.approx((1.0 + 0.75) / 2, abs=1e-5)
@@ -117,7 +129,9 @@ def test_kimi_regresses_the_summed_log_ratio_on_the_centred_reward():
     close(gradient, [slopes[0], slopes[0], slopes[1], slopes[2], slopes[3], 0.0])
 
 
-@pytest.mark.parametrize("settings", [TrajectoryBalanceLoss(), OaplLoss(), KimiLoss(), GmpoLoss()], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "settings", [TrajectoryBalanceLoss(), OaplLoss(), KimiLoss(), GmpoLoss()], ids=lambda s: s.name
+)
 def test_a_sequence_without_trained_tokens_has_loss_zero(settings):
     batch = two_groups(mask=[0, 0, 1, 1, 1, 1])
     result, gradient, _ = run(batch, settings)
@@ -125,7 +139,9 @@ def test_a_sequence_without_trained_tokens_has_loss_zero(settings):
     assert gradient[:2].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("settings", [TrajectoryBalanceLoss(), OaplLoss(), KimiLoss(), GmpoLoss()], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "settings", [TrajectoryBalanceLoss(), OaplLoss(), KimiLoss(), GmpoLoss()], ids=lambda s: s.name
+)
 def test_a_group_may_be_split_over_micro_batches(settings):
     whole = random_tokens()
     method = loss_method(settings.name)

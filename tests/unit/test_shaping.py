@@ -4,33 +4,46 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, OverlongConfig, ReferenceConfig
-from megatron_async_rl.objectives.kl import kl_estimate
+from megatron_async_rl.config.objective import (
+    KlConfig,
+    ObjectiveConfig,
+    OverlongConfig,
+    ReferenceConfig,
+)
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.shaping import token_rewards
+from megatron_async_rl.objectives.terms import kl_estimate, token_rewards
 from megatron_async_rl.samples.types import Group, Prompt, TrainBatch
 from tests.token_batches import tokens
-from tests.train_batches import make_sample
+from tests.train_batches import columns, make_sample
 
 EXACT = torch.float64
 PROMPT = Prompt(id="p", text="", token_ids=(1, 2))
 
 
 def one_group(*samples):
-    return TrainBatch(version=0, groups=(Group(index=0, prompt=PROMPT, samples=samples),))
+    group = Group(index=0, prompt=PROMPT, samples=samples)
+    return columns(TrainBatch(version=0, groups=(group,)))
 
 
 def sample(name, length, reward, *, steps=None, mask=None):
     made = make_sample(PROMPT, name, [3] * length, reward=reward, mask=mask)
-    return made if steps is None else dataclasses.replace(made, step_rewards=np.array(steps, dtype=np.float32))
+    return (
+        made
+        if steps is None
+        else dataclasses.replace(made, step_rewards=np.array(steps, dtype=np.float32))
+    )
 
 
 # Overlong responses (DAPO, eq. 13).
 
 
-@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (10, 2.0), (12, 2.0)])
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (10, 2.0), (12, 2.0)]
+)
 def test_a_response_is_punished_by_how_far_it_is_in_the_buffer(length, penalty):
-    config = ObjectiveConfig(advantage="none", overlong=OverlongConfig(max_length=10, buffer=4, penalty=2.0))
+    config = ObjectiveConfig(
+        advantage="none", overlong=OverlongConfig(max_length=10, buffer=4, penalty=2.0)
+    )
     whole = Objective(config).prepare(one_group(sample("a", length, 1.0)), {}).whole
     assert whole.rewards.tolist() == [1.0 - penalty]
     assert whole.token_rewards.sum() == 1.0 - penalty
@@ -50,7 +63,9 @@ def test_k1_and_k3_are_the_divergence_on_average(estimator):
     logits, reference = policies()
     logp = torch.log_softmax(logits, 0)
     divergence = (logp.exp() * (logp - reference)).sum()
-    torch.testing.assert_close((logp.exp() * kl_estimate(logp - reference, estimator)).sum(), divergence)
+    torch.testing.assert_close(
+        (logp.exp() * kl_estimate(logp - reference, estimator)).sum(), divergence
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -59,13 +74,17 @@ def test_k2_and_k3_are_never_negative(estimator):
 
 
 def gradients(estimator):
-    """(mean gradient of the estimator as a loss, with samples of pi; gradient of KL(pi || ref); of KL(ref || pi))."""
+    """(mean gradient of the estimator as a loss, with samples of pi; gradient of KL(pi || ref); of
+    KL(ref || pi))."""
     logits, reference = policies()
     logp = torch.log_softmax(logits, 0)
     as_loss = (logp.exp().detach() * kl_estimate(logp - reference, estimator)).sum()
     forward = (logp.exp() * (logp - reference)).sum()
     backward = (reference.exp() * (reference - logp)).sum()
-    return tuple(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (as_loss, forward, backward))
+    return tuple(
+        torch.autograd.grad(value, logits, retain_graph=True)[0]
+        for value in (as_loss, forward, backward)
+    )
 
 
 def test_as_a_loss_k2_has_the_gradient_of_the_divergence():
@@ -82,8 +101,13 @@ def test_as_a_loss_k1_has_no_gradient_on_average_and_k3_that_of_the_other_diverg
 def test_a_penalty_in_the_reward_is_taken_from_each_trained_token():
     kl = KlConfig(coef=0.1, estimator="k1", where="reward")
     config = ObjectiveConfig(advantage="none", kl=kl, reference=ReferenceConfig())
-    surveyed = {"logp": torch.tensor([-1.0, -1.0, -1.0]), "logp_ref": torch.tensor([-2.0, -3.0, -1.5])}
-    whole = Objective(config).prepare(one_group(sample("a", 3, 1.0, mask=[1, 0, 1])), surveyed).whole
+    surveyed = {
+        "logp": torch.tensor([-1.0, -1.0, -1.0]),
+        "logp_ref": torch.tensor([-2.0, -3.0, -1.5]),
+    }
+    whole = (
+        Objective(config).prepare(one_group(sample("a", 3, 1.0, mask=[1, 0, 1])), surveyed).whole
+    )
     torch.testing.assert_close(whole.token_rewards, torch.tensor([-0.1, 0.0, 0.95], dtype=EXACT))
     torch.testing.assert_close(whole.rewards, torch.tensor([0.85], dtype=EXACT))
 
@@ -102,15 +126,32 @@ def test_without_step_rewards_the_last_trained_token_has_it_all():
 
 
 def test_step_rewards_stay_on_their_tokens_and_shaping_goes_to_the_last():
-    assert spread([0.5, 2.0], [0, 0, 0, 1, 1], steps=[1.0, 0, 0, 0, 2.0]) == [1.0, 0.0, -0.5, 0.0, 2.0]
+    assert spread([0.5, 2.0], [0, 0, 0, 1, 1], steps=[1.0, 0, 0, 0, 2.0]) == [
+        1.0,
+        0.0,
+        -0.5,
+        0.0,
+        2.0,
+    ]
 
 
 def test_a_reward_on_an_environment_token_goes_to_the_trained_token_before_it():
-    assert spread([3.0], [0] * 5, mask=[1, 0, 0, 1, 0], steps=[0, 0, 1.0, 0, 2.0]) == [1.0, 0.0, 0.0, 2.0, 0.0]
+    assert spread([3.0], [0] * 5, mask=[1, 0, 0, 1, 0], steps=[0, 0, 1.0, 0, 2.0]) == [
+        1.0,
+        0.0,
+        0.0,
+        2.0,
+        0.0,
+    ]
 
 
 def test_a_reward_before_anything_was_sampled_goes_to_the_first_trained_token():
-    assert spread([0.0, 1.0], [0, 1, 1, 1], mask=[1, 0, 1, 1], steps=[0.0, 1.0, 0, 0]) == [0.0, 0.0, 1.0, 0.0]
+    assert spread([0.0, 1.0], [0, 1, 1, 1], mask=[1, 0, 1, 1], steps=[0.0, 1.0, 0, 0]) == [
+        0.0,
+        0.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_a_response_without_trained_tokens_has_no_token_rewards():

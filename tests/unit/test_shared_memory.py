@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_async_rl.weights.manifest import BucketRef
 from megatron_async_rl.weights.shared_memory import (
     BucketFile,
     BucketReader,
-    BucketRef,
-    manifest,
-    manifest_size,
 )
 from megatron_async_rl.weights.stale_files import PREFIX, remove_stale
+from megatron_async_rl.weights.transport import entries_of, size_of
 
 
 @dataclass
@@ -31,14 +30,14 @@ def bucket_of(**tensors: torch.Tensor | None) -> Bucket:
 
 
 def written(bucket: Bucket, directory: Path) -> tuple[BucketFile, BucketRef]:
-    entries = manifest(bucket)
-    file = BucketFile(directory, manifest_size(entries))
+    entries = entries_of(bucket)
+    file = BucketFile(directory, size_of(entries))
     fill(file, bucket)
     return file, file.ref(entries)
 
 
 def fill(file: BucketFile, bucket: Bucket) -> None:
-    for view, tensor in zip(file.views(manifest(bucket)), bucket.tensors, strict=True):
+    for view, tensor in zip(file.views(entries_of(bucket)), bucket.tensors, strict=True):
         view.copy_(tensor.detach())
 
 
@@ -65,7 +64,8 @@ def test_what_is_read_is_what_was_written_bit_for_bit(tmp_path: Path) -> None:
         assert received[name].dtype == tensor.dtype
         assert received[name].shape == tensor.shape
         assert torch.equal(
-            received[name].contiguous().view(-1).view(torch.uint8), tensor.detach().contiguous().view(-1).view(torch.uint8)
+            received[name].contiguous().view(-1).view(torch.uint8),
+            tensor.detach().contiguous().view(-1).view(torch.uint8),
         )
 
 
@@ -113,7 +113,7 @@ def test_a_file_goes_with_its_writer(tmp_path: Path) -> None:
 
 def test_a_rank_without_the_gathered_tensors_cannot_send() -> None:
     with pytest.raises(ValueError, match="b: only the rank"):
-        manifest(bucket_of(a=torch.zeros(4), b=None))
+        entries_of(bucket_of(a=torch.zeros(4), b=None))
 
 
 def test_a_truncated_file_is_refused_also_once_it_is_mapped(tmp_path: Path) -> None:
@@ -128,12 +128,19 @@ def test_a_truncated_file_is_refused_also_once_it_is_mapped(tmp_path: Path) -> N
 
 def test_a_manifest_that_points_past_the_file_is_refused(tmp_path: Path) -> None:
     _file, ref = written(bucket_of(a=torch.zeros(64)), tmp_path)
-    beyond = BucketRef(path=ref.path, size=ref.size, nbytes=ref.nbytes, entries=(replace(ref.entries[0], offset=128),))
+    beyond = BucketRef(
+        path=ref.path,
+        size=ref.size,
+        nbytes=ref.nbytes,
+        entries=(replace(ref.entries[0], offset=128),),
+    )
     with pytest.raises(ValueError, match="offset"):
         list(BucketReader().read(beyond))
 
 
-def test_files_of_a_killed_process_are_swept_and_those_of_a_live_one_are_not(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_swept_and_those_of_a_live_one_are_not(
+    tmp_path: Path,
+) -> None:
     program = """
 import sys, time
 from pathlib import Path
@@ -142,7 +149,9 @@ file = BucketFile(Path(sys.argv[1]), 64)
 print("written", flush=True)
 time.sleep(60)
 """
-    child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "written"

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async_rl.flow.law import admitted_limit, max_lag
+from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 
-RATIOS = st.one_of(st.just(0.0), st.integers(1, 4).map(float), st.floats(0.01, 4.0).map(lambda x: round(x, 2)))
+RATIOS = st.one_of(
+    st.just(0.0), st.integers(1, 4).map(float), st.floats(0.01, 4.0).map(lambda x: round(x, 2))
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,9 @@ RATIOS = st.one_of(st.just(0.0), st.integers(1, 4).map(float), st.floats(0.01, 4
         (0, 3, 0.1, 4),
     ],
 )
-def test_the_limit_is_a_step_ahead_plus_alpha_steps_rounded_up(version: int, prompts: int, ratio: float, limit: int) -> None:
+def test_the_limit_is_a_step_ahead_plus_alpha_steps_rounded_up(
+    version: int, prompts: int, ratio: float, limit: int
+) -> None:
     assert admitted_limit(version, prompts, ratio) == limit
 
 
@@ -38,12 +42,19 @@ def test_the_largest_lag_is_alpha_rounded_up(ratio: float, lag: int) -> None:
 
 @settings(deadline=None)
 @given(prompts=st.integers(1, 64), ratio=RATIOS, version=st.integers(0, 1000))
-def test_each_version_admits_exactly_one_more_batch(prompts: int, ratio: float, version: int) -> None:
-    assert admitted_limit(version + 1, prompts, ratio) - admitted_limit(version, prompts, ratio) == prompts
+def test_each_version_admits_exactly_one_more_batch(
+    prompts: int, ratio: float, version: int
+) -> None:
+    assert (
+        admitted_limit(version + 1, prompts, ratio) - admitted_limit(version, prompts, ratio)
+        == prompts
+    )
 
 
 @settings(deadline=None)
-@given(prompts=st.integers(1, 64), ratio=RATIOS, version=st.integers(0, 100), fresh=st.integers(0, 50))
+@given(
+    prompts=st.integers(1, 64), ratio=RATIOS, version=st.integers(0, 100), fresh=st.integers(0, 50)
+)
 def test_fresh_steps_admit_as_if_synchronous_and_nothing_later_is_admitted_less(
     prompts: int, ratio: float, version: int, fresh: int
 ) -> None:
@@ -52,8 +63,11 @@ def test_fresh_steps_admit_as_if_synchronous_and_nothing_later_is_admitted_less(
     assert admitted_limit(version + 1, prompts, ratio, fresh) >= expected + prompts
 
 
-def lags_of_a_run(prompts: int, ratio: float, steps: int, chance: random.Random, fresh: int = 0) -> list[int]:
-    """Start lags of every consumed group when groups take random times and wait random times for their first token."""
+def lags_of_a_run(
+    prompts: int, ratio: float, steps: int, chance: random.Random, fresh: int = 0
+) -> list[int]:
+    """Start lags of every consumed group when groups take random times and wait random times for
+    their first token."""
     now, version, admitted, consumed = 0.0, 0, 0, 0
     started: dict[int, int] = {}
     waiting: list[tuple[float, int]] = []
@@ -62,7 +76,9 @@ def lags_of_a_run(prompts: int, ratio: float, steps: int, chance: random.Random,
     lags: list[int] = []
     for _ in itertools.count():
         while admitted < admitted_limit(version, prompts, ratio, fresh):
-            heapq.heappush(waiting, (now + chance.expovariate(2.0) * chance.choice([0, 1, 10]), admitted))
+            heapq.heappush(
+                waiting, (now + chance.expovariate(2.0) * chance.choice([0, 1, 10]), admitted)
+            )
             admitted += 1
         while finished.issuperset(range(consumed, consumed + prompts)):
             lags += [version - started[index] for index in range(consumed, consumed + prompts)]
@@ -75,7 +91,9 @@ def lags_of_a_run(prompts: int, ratio: float, steps: int, chance: random.Random,
             if waiting and (not running or waiting[0][0] <= running[0][0]):
                 now, index = heapq.heappop(waiting)
                 started[index] = version
-                heapq.heappush(running, (now + chance.expovariate(1.0) * chance.choice([1, 1, 50]), index))
+                heapq.heappush(
+                    running, (now + chance.expovariate(1.0) * chance.choice([1, 1, 50]), index)
+                )
             else:
                 now, index = heapq.heappop(running)
                 finished.add(index)
@@ -84,7 +102,9 @@ def lags_of_a_run(prompts: int, ratio: float, steps: int, chance: random.Random,
 
 @settings(deadline=None)
 @given(prompts=st.integers(1, 6), ratio=RATIOS, seed=st.integers(0, 2**32))
-def test_no_consumed_sample_starts_more_than_alpha_rounded_up_versions_back(prompts: int, ratio: float, seed: int) -> None:
+def test_no_consumed_sample_starts_more_than_alpha_rounded_up_versions_back(
+    prompts: int, ratio: float, seed: int
+) -> None:
     lags = lags_of_a_run(prompts, ratio, steps=12, chance=random.Random(seed))
     assert min(lags) >= 0
     assert max(lags) <= math.ceil(ratio)
@@ -96,7 +116,9 @@ def test_the_bound_is_reached_so_a_looser_law_would_break_it() -> None:
 
 
 @settings(deadline=None)
-@given(prompts=st.integers(1, 6), ratio=RATIOS, fresh=st.integers(0, 12), seed=st.integers(0, 2**32))
+@given(
+    prompts=st.integers(1, 6), ratio=RATIOS, fresh=st.integers(0, 12), seed=st.integers(0, 2**32)
+)
 def test_the_first_fresh_steps_train_on_lag_0_and_the_bound_holds_after_them(
     prompts: int, ratio: float, fresh: int, seed: int
 ) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async_rl.observe import timeline as module
-from megatron_async_rl.observe.timeline import Span, Timeline, read_timeline, shares
+from megatron_async_rl.metrics import timeline as module
+from megatron_async_rl.metrics.timeline import Span, Timeline, read_timeline, shares
 
 
 class Clock:
@@ -27,7 +27,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_span_ends_when_the_next_begins_and_is_on_disk_then(tmp_path: Path, clock: Clock) -> None:
     track = Timeline(tmp_path, "rank 0")
-    for at, state, what in ((0, "waiting", "batch"), (2, "training", ""), (3, "training", ""), (7, "publishing", "")):
+    for at, state, what in (
+        (0, "waiting", "batch"),
+        (2, "training", ""),
+        (3, "training", ""),
+        (7, "publishing", ""),
+    ):
         clock.now = 1000.0 + at
         track.enter(state, what)
     spans = read_timeline(tmp_path)["rank 0"]
@@ -39,10 +44,16 @@ def test_a_span_ends_when_the_next_begins_and_is_on_disk_then(tmp_path: Path, cl
     track.close()
     track.enter("training")
     track.close()
-    assert [span.state for span in read_timeline(tmp_path)["rank 0"]] == ["waiting", "training", "publishing"]
+    assert [span.state for span in read_timeline(tmp_path)["rank 0"]] == [
+        "waiting",
+        "training",
+        "publishing",
+    ]
 
 
-def test_a_restart_goes_on_after_what_a_crash_left_half_written(tmp_path: Path, clock: Clock) -> None:
+def test_a_restart_goes_on_after_what_a_crash_left_half_written(
+    tmp_path: Path, clock: Clock
+) -> None:
     first = Timeline(tmp_path, "engine-0")
     first.enter("busy")
     clock.now += 1
@@ -73,7 +84,29 @@ def test_shares_are_of_the_window_and_name_what_was_waited_for() -> None:
     def span(state: str, start: float, end: float, waiting_for: str = "") -> Span:
         return Span(track="engine-0", state=state, waiting_for=waiting_for, start=start, end=end)
 
-    spans = [span("busy", 0, 4), span("idle", 4, 6, "prompts"), span("loading", 6, 7), span("busy", 7, 20)]
+    spans = [
+        span("busy", 0, 4),
+        span("idle", 4, 6, "prompts"),
+        span("loading", 6, 7),
+        span("busy", 7, 20),
+    ]
     parts = shares(spans, 2.0, 12.0)
-    assert parts == pytest.approx({("busy", ""): 0.7, ("idle", "prompts"): 0.2, ("loading", ""): 0.1})
+    assert parts == pytest.approx(
+        {("busy", ""): 0.7, ("idle", "prompts"): 0.2, ("loading", ""): 0.1}
+    )
     assert next(iter(parts)) == ("busy", "")
+
+
+def test_a_full_disk_costs_spans_and_is_logged_once(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The track is a device on which every write fails as on a full disk."""
+    (tmp_path / "timeline").mkdir()
+    (tmp_path / "timeline" / "engine-0.jsonl").symlink_to("/dev/full")
+    track = Timeline(tmp_path, "engine-0")
+    for state in ("busy", "paused", "busy"):
+        track.enter(state)
+    track.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the timeline of engine-0 was not written: [Errno 28] No space left on device"
+    ]

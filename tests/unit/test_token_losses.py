@@ -1,4 +1,5 @@
-"""What each token-level loss does, by the property that defines it: values and gradients at points that can be worked out."""
+"""What each token-level loss does, by the property that defines it: values and gradients at points
+that can be worked out."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def swept(advantage, *, against="prox"):
 
 
 def close(found, expected):
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        found, torch.as_tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
@@ -55,7 +58,9 @@ def test_cispo_keeps_every_tokens_gradient_and_bounds_its_weight(advantage):
 
 
 def test_gspo_gives_the_tokens_of_a_sequence_its_geometric_mean_ratio_as_weight():
-    batch = tokens([-1.0, -1.0, -1.0], prox=[-1.01, -1.03, 5.0], mask=[1, 1, 0], advantages=[3.0, 3.0, 3.0])
+    batch = tokens(
+        [-1.0, -1.0, -1.0], prox=[-1.01, -1.03, 5.0], mask=[1, 1, 0], advantages=[3.0, 3.0, 3.0]
+    )
     loss, gradient, clipped = run(batch, GspoLoss())
     s = math.exp(0.02)
     close(loss[:2], [-3 * s, -3 * s])
@@ -64,10 +69,13 @@ def test_gspo_gives_the_tokens_of_a_sequence_its_geometric_mean_ratio_as_weight(
 
 
 @pytest.mark.parametrize(
-    ("advantage", "prox", "cut"), [(1.0, -1.05, True), (1.0, -0.9, False), (-1.0, -0.9, True), (-1.0, -1.05, False)]
+    ("advantage", "prox", "cut"),
+    [(1.0, -1.05, True), (1.0, -0.9, False), (-1.0, -0.9, True), (-1.0, -1.05, False)],
 )
 def test_gspo_clips_whole_sequences_on_the_side_of_the_advantage(advantage, prox, cut):
-    _, gradient, clipped = run(tokens([-1.0, -1.0], prox=[prox, prox], advantages=[advantage] * 2), GspoLoss())
+    _, gradient, clipped = run(
+        tokens([-1.0, -1.0], prox=[prox, prox], advantages=[advantage] * 2), GspoLoss()
+    )
     assert clipped.tolist() == (gradient == 0).tolist() == [cut, cut]
 
 
@@ -91,7 +99,13 @@ def test_sapo_has_the_policy_gradient_at_ratio_one_and_fades_faster_for_negative
 
 @pytest.mark.parametrize(
     ("policy", "behavior", "advantage", "cut"),
-    [(0.5, 0.3, 1.0, True), (0.5, 0.3, -1.0, False), (0.3, 0.5, -1.0, True), (0.3, 0.5, 1.0, False), (0.5, 0.4, 1.0, False)],
+    [
+        (0.5, 0.3, 1.0, True),
+        (0.5, 0.3, -1.0, False),
+        (0.3, 0.5, -1.0, True),
+        (0.3, 0.5, 1.0, False),
+        (0.5, 0.4, 1.0, False),
+    ],
 )
 def test_dppo_tv_cuts_what_has_already_moved_further_than_the_threshold_the_way_the_advantage_points(
     policy, behavior, advantage, cut
@@ -108,7 +122,9 @@ def test_dppo_measures_probabilities_where_ppo_measures_ratios():
     close(run(rare, DppoTvLoss(cap=20.0))[1], [-20.0])
 
 
-@pytest.mark.parametrize(("policy", "cut"), [(0.65, False), (0.66, True), (0.35, False), (0.34, False)])
+@pytest.mark.parametrize(
+    ("policy", "cut"), [(0.65, False), (0.66, True), (0.35, False), (0.34, False)]
+)
 def test_dppo_kl_cuts_by_the_divergence_of_the_token_against_all_others(policy, cut):
     divergence = 0.5 * math.log(0.5 / policy) + 0.5 * math.log(0.5 / (1 - policy))
     assert (divergence > 0.05) == (policy in (0.66, 0.34))
@@ -120,7 +136,9 @@ def test_dppo_kl_cuts_by_the_divergence_of_the_token_against_all_others(policy, 
 
 def test_a_certain_token_has_a_finite_divergence():
     for policy, behavior in ((0.0, math.log(0.5)), (math.log(0.5), 0.0), (0.0, 0.0), (-700.0, 0.0)):
-        batch = tokens([policy], behavior=[behavior], advantages=[-1.0 if policy < behavior else 1.0])
+        batch = tokens(
+            [policy], behavior=[behavior], advantages=[-1.0 if policy < behavior else 1.0]
+        )
         assert run(batch, DppoKlLoss())[2].item() == (policy != behavior)
 
 
@@ -165,7 +183,10 @@ def test_vespo_weighs_a_sequence_by_its_kernel_which_peaks_at_k_over_lambda(adva
 
 
 def test_vespo_counts_a_sequence_beyond_the_bound_as_at_it():
-    found = [run(tokens([-1.0], prox=[-1.0 + far]), VespoLoss(k_pos=0.1))[1].item() for far in (20.0, 25.0, 700.0)]
+    found = [
+        run(tokens([-1.0], prox=[-1.0 + far]), VespoLoss(k_pos=0.1))[1].item()
+        for far in (20.0, 25.0, 700.0)
+    ]
     assert found == [pytest.approx(-math.exp(3.0 - 2.0), rel=1e-6)] * 3
 
 

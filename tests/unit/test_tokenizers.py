@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def prepare_script(example: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"prepare_{example}", ROOT / "examples" / example / "prepare.py")
+    spec = importlib.util.spec_from_file_location(
+        f"prepare_{example}", ROOT / "examples" / example / "prepare.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,10 +37,16 @@ def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_ids_and_text_are_those_of_transformers(example: Path) -> None:
     from transformers import AutoTokenizer
 
-    ours, theirs = load_tokenizer(example / "model"), AutoTokenizer.from_pretrained(str(example / "model"))
+    ours, theirs = (
+        load_tokenizer(example / "model"),
+        AutoTokenizer.from_pretrained(str(example / "model")),
+    )
     rows = [json.loads(line) for line in (example / "sft.jsonl").read_text().splitlines()[:500]]
     for row in rows:
-        prompt, response = ours.encode(row["prompt"]), ours.encode(row["response"], special_tokens=False)
+        prompt, response = (
+            ours.encode(row["prompt"]),
+            ours.encode(row["response"], special_tokens=False),
+        )
         assert prompt == theirs.encode(row["prompt"])
         assert response == theirs.encode(row["response"], add_special_tokens=False)
         assert prompt[0] == 1, "both examples put a BOS before a prompt"
@@ -54,12 +62,16 @@ def test_a_vocabulary_divides_over_two_tensor_ranks_and_matches_the_model(exampl
 
 
 def test_writing_an_example_again_writes_the_same(example: Path, tmp_path: Path) -> None:
-    script = prepare_script("arithmetic" if (example / "model/tokenizer.json").exists() else "countdown")
+    script = prepare_script(
+        "arithmetic" if (example / "model/tokenizer.json").exists() else "countdown"
+    )
     script.write_data(tmp_path, seed=3)
     script.write_model(tmp_path / "model", seed=3)
     for path in sorted(example.rglob("*")):
         if path.is_file():
-            assert path.read_bytes() == (tmp_path / path.relative_to(example)).read_bytes(), path.name
+            assert path.read_bytes() == (tmp_path / path.relative_to(example)).read_bytes(), (
+                path.name
+            )
 
 
 def test_held_out_prompts_are_in_neither_training_file(example: Path) -> None:
@@ -75,7 +87,7 @@ def test_held_out_prompts_are_in_neither_training_file(example: Path) -> None:
 
 
 def test_every_line_of_an_example_is_solvable_by_its_own_reward(example: Path) -> None:
-    from megatron_async_rl.rollout.rewards import load_reward
+    from megatron_async_rl.rollout.rewards.registry import load_reward
 
     tokenizer = load_tokenizer(example / "model")
     if (example / "model/tokenizer.model").exists():
@@ -115,20 +127,27 @@ def test_bos_and_eos_stand_where_transformers_puts_them(
         assert (ids[0] == 1, ids[-1] == 2) == (bool(bos), bool(eos))
 
 
-def test_every_eos_id_counts_and_the_tokenizers_own_comes_first(example: Path, tmp_path: Path) -> None:
+def test_every_eos_id_counts_and_the_tokenizers_own_comes_first(
+    example: Path, tmp_path: Path
+) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
     assert copy_tokenizer(example, tmp_path).eos_ids == (2, 7, 9)
 
 
 def test_chat_messages_go_through_the_models_template(example: Path, tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{%"
+        " endif %}"
+    )
     tokenizer = copy_tokenizer(example, tmp_path, chat_template=template)
     messages = [{"role": "user", "content": "1 "}, {"role": "user", "content": "2"}]
     data = tmp_path / "chat.jsonl"
     data.write_text(json.dumps({"prompt": messages}) + "\n")
     (prompt,) = read_prompts(data, tokenizer)
     assert prompt.text == "1 2:"
-    assert list(prompt.token_ids) == tokenizer.encode("1 2:", special_tokens=False), "a template writes its own BOS"
+    assert list(prompt.token_ids) == tokenizer.encode("1 2:", special_tokens=False), (
+        "a template writes its own BOS"
+    )
 
 
 def test_a_chat_prompt_without_a_template_says_so(example: Path, tmp_path: Path) -> None:
@@ -146,7 +165,9 @@ def test_a_chat_prompt_without_a_template_says_so(example: Path, tmp_path: Path)
         ({"tokenizer.model": "x"}, "is not a SentencePiece model"),
     ],
 )
-def test_a_directory_without_a_usable_tokenizer_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_a_directory_without_a_usable_tokenizer_is_refused(
+    tmp_path: Path, files: dict[str, str], message: str
+) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
@@ -164,5 +185,12 @@ def test_a_model_that_names_no_end_of_sequence_is_refused(example: Path, tmp_pat
 def test_data_imports_neither_torch_nor_transformers() -> None:
     heavy = "{'torch', 'transformers', 'vllm', 'ray'} & set(sys.modules)"
     code = f"import sys, megatron_async_rl.data, megatron_async_rl.flow.controller; print({heavy})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.strip() == "set()"

@@ -1,4 +1,5 @@
-"""Every process shows what it waits for, what it achieved and how its parts stand, also when it is stuck."""
+"""Every process shows what it waits for, what it achieved and how its parts stand, also when it is
+stuck."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from megatron_async_rl.observe import watch
-from megatron_async_rl.observe.deadline import waiting
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.deadline import waiting
 
 PROGRAM = """
 import argparse, time
 from pathlib import Path
-from megatron_async_rl.observe import watch
+from megatron_async_rl.watchdog import watch
 arguments = argparse.ArgumentParser()
 arguments.add_argument("run", type=Path)
 arguments.add_argument("--in", dest="folder", default=".")
@@ -81,13 +82,19 @@ def until(done: Callable[[], bool], timeout_s: float = 10) -> None:
         time.sleep(0.05)
 
 
-def test_the_state_says_what_the_process_waits_for_achieved_and_offers(tmp_path: Path, start: Start) -> None:
+def test_the_state_says_what_the_process_waits_for_achieved_and_offers(
+    tmp_path: Path, start: Start
+) -> None:
     process = start(WAITS)
     ready(process)
     until(lambda: state_of(tmp_path)["activities"] != [])
     state = state_of(tmp_path)
     (wait,) = state["activities"]
-    assert (wait["kind"], wait["name"], wait["deadline_s"]) == ("wait", "the batch for version 3", 9.0)
+    assert (wait["kind"], wait["name"], wait["deadline_s"]) == (
+        "wait",
+        "the batch for version 3",
+        9.0,
+    )
     assert state["pid"] == process.pid
     assert state["progress"]["samples"][0] == 5
     assert state["facts"]["queue"] == 7
@@ -95,7 +102,9 @@ def test_the_state_says_what_the_process_waits_for_achieved_and_offers(tmp_path:
     until(lambda: state_of(tmp_path)["activities"][0]["since_s"] > wait["since_s"])
 
 
-def test_a_signal_writes_the_stacks_of_a_process_that_is_stuck_in_one_call(tmp_path: Path, start: Start) -> None:
+def test_a_signal_writes_the_stacks_of_a_process_that_is_stuck_in_one_call(
+    tmp_path: Path, start: Start
+) -> None:
     process = start("def stuck():\n    print('ready', flush=True)\n    10 ** (10 ** 8)\nstuck()")
     ready(process)
     time.sleep(0.2)
@@ -105,7 +114,9 @@ def test_a_signal_writes_the_stacks_of_a_process_that_is_stuck_in_one_call(tmp_p
     assert process.poll() is None
 
 
-def test_a_process_that_ends_by_itself_takes_its_state_along_and_a_killed_one_does_not(tmp_path: Path, start: Start) -> None:
+def test_a_process_that_ends_by_itself_takes_its_state_along_and_a_killed_one_does_not(
+    tmp_path: Path, start: Start
+) -> None:
     path = tmp_path / "watch" / "rank 0.json"
     assert start("raise SystemExit(0)").wait(20) == 0
     assert not path.exists()
@@ -117,35 +128,60 @@ def test_a_process_that_ends_by_itself_takes_its_state_along_and_a_killed_one_do
 
 
 def test_a_heartbeat_that_comes_late_brings_no_state_back(tmp_path: Path, start: Start) -> None:
-    assert start("heart = watch._beating\nwatch.stop()\nheart._beat()\nimport os; os._exit(0)").wait(20) == 0
+    assert (
+        start("heart = watch._beating\nwatch.stop()\nheart._beat()\nimport os; os._exit(0)").wait(
+            20
+        )
+        == 0
+    )
     assert not (tmp_path / "watch" / "rank 0.json").exists()
 
 
-def test_without_a_launcher_a_process_of_a_run_that_does_not_move_ends_itself(tmp_path: Path, start: Start) -> None:
+def test_without_a_launcher_a_process_of_a_run_that_does_not_move_ends_itself(
+    tmp_path: Path, start: Start
+) -> None:
     began = time.monotonic()
     assert start(STUCK_IN_C, "--end-after=2").wait(20) == 1
     assert 2 < time.monotonic() - began < 15
     assert "Timeout" in (tmp_path / "watch" / "rank 0.stack").read_text()
 
 
-def test_a_moving_run_and_one_that_a_launcher_watches_are_not_ended(tmp_path: Path, start: Start) -> None:
-    moving = start("for _ in range(40):\n    watch.progress('samples')\n    time.sleep(0.1)", "--end-after=2.5")
+def test_a_moving_run_and_one_that_a_launcher_watches_are_not_ended(
+    tmp_path: Path, start: Start
+) -> None:
+    moving = start(
+        "for _ in range(40):\n    watch.progress('samples')\n    time.sleep(0.1)", "--end-after=2.5"
+    )
     watched = start("time.sleep(4)", "--end-after=2.5", "--in=watched")
     launcher = tmp_path / "watched" / "watch" / "launcher 0.json"
     launcher.parent.mkdir(parents=True, exist_ok=True)
     while watched.poll() is None or moving.poll() is None:
-        launcher.write_text(json.dumps({"name": "launcher 0", "pid": 1, "host": "here", "time": time.time()}))
+        launcher.write_text(
+            json.dumps({"name": "launcher 0", "pid": 1, "host": "here", "time": time.time()})
+        )
         time.sleep(0.2)
     assert (moving.returncode, watched.returncode) == (0, 0)
 
 
-def test_when_the_launcher_is_killed_the_run_is_asked_to_stop_and_not_while_it_is_stopped(tmp_path: Path, start: Start) -> None:
-    launcher = start("watch.stop()\nwatch.start(given.run, 'launcher 0')\nprint('ready', flush=True)\ntime.sleep(60)")
+def test_when_the_launcher_is_killed_the_run_is_asked_to_stop_and_not_while_it_is_stopped(
+    tmp_path: Path, start: Start
+) -> None:
+    launcher = start(
+        "watch.stop()\nwatch.start(given.run, 'launcher 0')\nprint('ready',"
+        " flush=True)\ntime.sleep(60)"
+    )
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "ready\n"
     ended = subprocess.run(["sh", "-c", "echo $$"], stdout=subprocess.PIPE, check=True)
-    before = {"name": "launcher 1", "pid": int(ended.stdout), "host": socket.gethostname(), "time": time.time()}
-    (tmp_path / "watch" / "launcher 1.json").write_text(json.dumps(before))  # killed before this process began
+    before = {
+        "name": "launcher 1",
+        "pid": int(ended.stdout),
+        "host": socket.gethostname(),
+        "time": time.time(),
+    }
+    (tmp_path / "watch" / "launcher 1.json").write_text(
+        json.dumps(before)
+    )  # killed before this process began
     start("time.sleep(60)", "--end-after=60")
     state = tmp_path / "watch" / "rank 0.json"
 
@@ -185,7 +221,9 @@ def test_registering_costs_microseconds() -> None:
     assert (time.perf_counter() - started) / 10_000 < 50e-6
 
 
-def test_outside_a_run_joining_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_a_run_joining_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(watch.INHERITED, raising=False)
     watch.join("engine 0")
     assert watch.INHERITED not in os.environ

@@ -1,1 +1,1 @@
-"""Advantage estimators: the whole batch -> advantages, in float64. Pure functions, one file each."""
+"""Advantage estimators: the whole batch -> advantages, in float64. Pure functions."""

@@ -4,10 +4,13 @@ For the estimator (1/L) sum_t min(w, cap) (R - b) grad logp, per group:
 
     b = sum_i W_i R_i / sum_i W_i,   W_i = min(w_i, cap)^2 |s_i|^2,   w_i = prod_t pi / mu
 
-s_i is the sequence's score gradient, weighted over its tokens as the loss weights them. Where it comes from:
-- `exact`: the policy measures |s_i| with one backward pass per sequence (policy/opob.py) and sets the baseline afterwards;
-- `cheap`: |s_i|^2 is taken to be (1/L^2) sum_t (1 - 2 p_t + sum_v p_v^2): the squared norms of the token scores with respect
-  to the logits, as if all tokens had the same Jacobian below them and no two scores pointed the same way.
+s_i is the sequence's score gradient, weighted over its tokens as the loss weights them. Where it
+comes from:
+- `exact`: the policy measures |s_i| with one backward pass per sequence (policy/opob.py) and sets
+  the baseline afterwards;
+- `cheap`: |s_i|^2 is taken to be (1/L^2) sum_t (1 - 2 p_t + sum_v p_v^2): the squared norms of the
+  token scores with respect to the logits, as if all tokens had the same Jacobian below them and no
+  two scores pointed the same way.
 """
 
 from __future__ import annotations
@@ -18,9 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_async_rl.objectives.advantages.baseline import weighted_means
-from megatron_async_rl.objectives.advantages.grpo import EPSILON
-from megatron_async_rl.objectives.batch import Advantages, TokenBatch
+from megatron_async_rl.objectives.advantages.per_response import EPSILON
+from megatron_async_rl.objectives.batch import Advantages, TokenBatch, weighted_means
 from megatron_async_rl.objectives.method import Column
 
 if TYPE_CHECKING:
@@ -28,22 +30,34 @@ if TYPE_CHECKING:
 
 
 def opob(batch: TokenBatch, settings: OpobAdvantage) -> Advantages:
-    """A_i = R_i - b on each of the sequence's tokens: [S] -> [N]. Exactly 0 for a group of one or of equal rewards.
+    """A_i = R_i - b on each of the sequence's tokens: [S] -> [N]. Exactly 0 for a group of one or
+    of equal rewards.
 
-    Score norms are the batch's `score_norms` where it has them. Mode `exact` without them is the state before the backward
-    passes: the baseline is the plain mean, which leaves 0 for equal rewards, and the policy takes off what is missing to b.
+    Score norms are the batch's `score_norms` where it has them. Mode `exact` without them is the
+    state before the backward passes: the baseline is the plain mean, which leaves 0 for equal
+    rewards, and the policy takes off what is missing to b.
     """
     rewards, group = batch.require("rewards"), batch.require("group")
     norms = batch.score_norms
     if norms is None and settings.mode == "exact":
-        return Advantages(batch.per_token(batch.group_centred(rewards)), baselines=batch.group_mean(rewards))
+        return Advantages(
+            batch.per_token(batch.group_centred(rewards)), baselines=batch.group_mean(rewards)
+        )
     log_weights = batch.sequence_sum(batch.logp - batch.logp_behavior)
     centred, baselines = minimum_variance(
-        rewards, log_weights, norms if norms is not None else score_norm_proxy(batch), group, settings.cap
+        rewards,
+        log_weights,
+        norms if norms is not None else score_norm_proxy(batch),
+        group,
+        settings.cap,
     )
     if settings.normalize_std:
         count = batch.group_count().to(rewards.dtype)
-        variance = batch.group_mean(batch.group_centred(rewards).square()) * count / (count - 1).clamp(min=1)
+        variance = (
+            batch.group_mean(batch.group_centred(rewards).square())
+            * count
+            / (count - 1).clamp(min=1)
+        )
         centred = centred / (variance.sqrt() + EPSILON)
     return Advantages(batch.per_token(centred), baselines=baselines)
 
@@ -53,19 +67,23 @@ def minimum_variance(
 ) -> tuple[Tensor, Tensor]:
     """[S] each -> (R - b, b), [S] each. log_weights: log w_i, of any size; group: [S] int64.
 
-    W is scaled by its largest value in the group, in log space, so that neither underflow nor overflow changes b. A group in
-    which every W is 0 has no gradient, and the plain mean is its baseline.
+    W is scaled by its largest value in the group, in log space, so that neither underflow nor
+    overflow changes b. A group in which every W is 0 has no gradient, and the plain mean is its
+    baseline.
     """
     log_w = 2.0 * (log_weights.clamp(max=math.log(cap)) + score_norms.log())
     groups = int(group.max()) + 1 if len(group) else 0
-    largest = log_w.new_zeros(groups).scatter_reduce(0, group, log_w, "amax", include_self=False)[group]
+    largest = log_w.new_zeros(groups).scatter_reduce(0, group, log_w, "amax", include_self=False)[
+        group
+    ]
     scaled = torch.where(largest.isneginf(), 0.0, (log_w - largest).exp())
     lowest, above = weighted_means(rewards, scaled, group)
     return rewards - lowest[group] - above[group], (lowest + above)[group]
 
 
 def score_norm_proxy(batch: TokenBatch) -> Tensor:
-    """[S]: sqrt((1/L^2) sum_t (1 - 2 p_t + sum_v p_v^2)), 0 for a sequence without trained tokens."""
+    """[S]: sqrt((1/L^2) sum_t (1 - 2 p_t + sum_v p_v^2)), 0 for a sequence without trained
+    tokens."""
     energy = (1.0 - 2.0 * batch.logp.exp() + batch.require("sum_p_squared")).clamp(min=0.0)
     return (batch.sequence_sum(energy) / batch.lengths().clamp(min=1).square()).sqrt()
 

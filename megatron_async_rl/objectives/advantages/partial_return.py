@@ -1,13 +1,17 @@
-"""Partial policy gradients (arXiv 2603.06138): a token is credited with the rewards of a subset of later steps only.
+"""Partial policy gradients (arXiv 2603.06138): a token is credited with the rewards of a subset of
+later steps only.
 
-A step is a turn (a run of trained tokens; environment tokens part them) or a single trained token. With R_s the rewards of
-step s, a token of step s is credited with those of its own step that come at or after it, plus sum over j in S_s of
-gamma^(j - s) R_j:
+A step is a turn (a run of trained tokens; environment tokens part them) or a single trained token.
+With R_s the rewards of step s, a token of step s is credited with those of its own step that come
+at or after it, plus sum over j in S_s of gamma^(j - s) R_j:
 
-    full      S = all later steps                      greedy    S is empty
-    k         the next k - 1 steps                     segment   the rest of its block of k steps (0..k-1, k..2k-1, ...)
+    full      S = all later steps
+    greedy    S is empty
+    k         the next k - 1 steps
+    segment   the rest of its block of k steps (0..k-1, k..2k-1, ...)
 
-Smaller subsets trade bias for variance. How the paper cuts segments was not available to us; blocks of k steps are ours.
+Smaller subsets trade bias for variance. How the paper cuts segments was not available to us; blocks
+of k steps are ours.
 """
 
 from __future__ import annotations
@@ -18,46 +22,59 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_async_rl.objectives.advantages.baseline import weighted_means
-from megatron_async_rl.objectives.advantages.timeline import Timeline, discounted_sums, sums_to_end_of_run
-from megatron_async_rl.objectives.batch import Advantages, TokenBatch
+from megatron_async_rl.objectives.advantages.token_grid import (
+    TokenGrid,
+    discounted_sums,
+    sums_to_end_of_run,
+)
+from megatron_async_rl.objectives.batch import Advantages, TokenBatch, weighted_means
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.advantages import PartialReturnAdvantage
 
 
 def partial_return(batch: TokenBatch, settings: PartialReturnAdvantage) -> Advantages:
-    """[N] token rewards -> [N]. `baseline: group` takes off the mean, over the group's responses that reached the step, of what
-    the step's first token is credited with; a step that one response reached alone is then 0."""
-    timeline = Timeline.of(batch)
+    """[N] token rewards -> [N]. `baseline: group` takes off the mean, over the group's responses
+    that reached the step, of what the step's first token is credited with; a step that one response
+    reached alone is then 0."""
+    grid = TokenGrid.of(batch)
     rewards = batch.require("token_rewards")
-    step = timeline.column if settings.step == "token" else _turns(timeline)
+    step = grid.column if settings.step == "token" else _turns(grid)
     steps = int(step.max()) + 1 if len(step) else 1
-    totals = rewards.new_zeros(batch.sequences, steps).index_put((timeline.row, step), rewards[timeline.token], accumulate=True)
+    totals = rewards.new_zeros(batch.sequences, steps).index_put(
+        (grid.row, step), rewards[grid.token], accumulate=True
+    )
     later = _later(totals, settings)
-    own = sums_to_end_of_run(rewards[timeline.token], timeline.row * steps + step)
-    credited = own + later[timeline.row, step]
+    own = sums_to_end_of_run(rewards[grid.token], grid.row * steps + step)
+    credited = own + later[grid.row, step]
     if settings.baseline == "group":
-        reached = totals.new_zeros(totals.shape, dtype=torch.bool).index_put((timeline.row, step), torch.tensor(True))
+        reached = totals.new_zeros(totals.shape, dtype=torch.bool).index_put(
+            (grid.row, step), torch.tensor(True)
+        )
         row, column = reached.nonzero(as_tuple=True)
         group = batch.require("group")
-        lowest, above = weighted_means((totals + later)[row, column], totals.new_ones(len(row)), group[row] * steps + column)
-        cell = group[timeline.row] * steps + step
+        lowest, above = weighted_means(
+            (totals + later)[row, column], totals.new_ones(len(row)), group[row] * steps + column
+        )
+        cell = group[grid.row] * steps + step
         credited = credited - lowest[cell] - above[cell]
-    return Advantages(timeline.on_tokens(credited))
+    return Advantages(grid.on_tokens(credited))
 
 
-def _turns(timeline: Timeline) -> Tensor:
+def _turns(grid: TokenGrid) -> Tensor:
     """[M]: number of environment interruptions before each trained token of its sequence."""
-    interrupted = torch.zeros_like(timeline.row)
-    interrupted[1:] = (timeline.row[1:] == timeline.row[:-1]) & (timeline.position[1:] != timeline.position[:-1] + 1)
+    interrupted = torch.zeros_like(grid.row)
+    interrupted[1:] = (grid.row[1:] == grid.row[:-1]) & (
+        grid.position[1:] != grid.position[:-1] + 1
+    )
     so_far = torch.cumsum(interrupted, 0)
-    first = torch.searchsorted(timeline.row, timeline.row)
+    first = torch.searchsorted(grid.row, grid.row)
     return so_far - so_far[first]
 
 
 def _later(totals: Tensor, settings: PartialReturnAdvantage) -> Tensor:
-    """[S, K] rewards of steps -> [S, K]: the discounted rewards of later steps that a step is credited with."""
+    """[S, K] rewards of steps -> [S, K]: the discounted rewards of later steps that a step is
+    credited with."""
     gamma, steps = settings.gamma, totals.shape[1]
     if settings.horizon == "greedy":
         return torch.zeros_like(totals)

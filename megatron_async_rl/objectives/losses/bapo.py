@@ -1,8 +1,10 @@
-"""BAPO (arXiv 2510.18927): PPO's clip with bounds searched anew for each batch, so that positive tokens keep their share.
+"""BAPO (arXiv 2510.18927): PPO's clip with bounds searched anew for each batch, so that positive
+tokens keep their share.
 
-share(low, high) = sum_{A>0} min(w A, clip(w, 0, high) A) / sum |min(w A, clip(w, low, high) A)|, w = pi / mu, over all trained
-tokens of the optimizer-step batch. From (low_start, high_start), while share < target_share and low can still rise: high rises by
-its step as long as it can, then low does.
+share(low, high) = sum_{A>0} min(w A, clip(w, 0, high) A) / sum |min(w A, clip(w, low, high) A)|, w
+= pi / mu, over all trained tokens of the optimizer-step batch. From (low_start, high_start), while
+share < target_share and low can still rise: high rises by its step as long as it can, then low
+does.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from megatron_async_rl.objectives.batch import Decided, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.batch import BatchDecision, TokenBatch, TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
 
 if TYPE_CHECKING:
@@ -20,8 +22,9 @@ SLACK = 1e-6
 """Of a step: so that 0.6 + 15 * 0.02 reaches 0.9 in floating point."""
 
 
-def decide_bapo(whole: TokenBatch, settings: BapoLoss) -> Decided:
-    """The bounds on the ratio and the share they give. Without any advantage there is nothing to balance: the first bounds."""
+def decide_bapo(whole: TokenBatch, settings: BapoLoss) -> BatchDecision:
+    """The bounds on the ratio and the share they give. Without any advantage there is nothing to
+    balance: the first bounds."""
     trained = whole.mask > 0
     weight, advantages = whole.log_weight().exp(), whole.advantages
     up, down = trained & (advantages > 0), trained & (advantages < 0)
@@ -43,7 +46,9 @@ def decide_bapo(whole: TokenBatch, settings: BapoLoss) -> Decided:
             low += settings.low[2]
         found = share(low, high)
     scalars = {"objective/clip_low": low, "objective/clip_high": high}
-    return Decided(scalars=scalars if math.isnan(found) else {**scalars, "objective/positive_share": found})
+    return BatchDecision(
+        scalars=scalars if math.isnan(found) else {**scalars, "objective/positive_share": found}
+    )
 
 
 def _can_rise(value: float, bounds: tuple[float, float, float]) -> bool:
@@ -58,5 +63,8 @@ def bapo(batch: TokenBatch, settings: BapoLoss) -> TokenLoss:
     """
     scalars = batch.decided.scalars
     return clipped_surrogate(
-        batch.advantages, batch.log_weight().exp(), scalars["objective/clip_low"], scalars["objective/clip_high"]
+        batch.advantages,
+        batch.log_weight().exp(),
+        scalars["objective/clip_low"],
+        scalars["objective/clip_high"],
     )

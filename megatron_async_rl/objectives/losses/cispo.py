@@ -17,5 +17,9 @@ def cispo(batch: TokenBatch, settings: CispoLoss) -> TokenLoss:
 
     Defaults: clip_low 0.5, clip_high 0.2. Every token keeps a gradient, so nothing is `clipped`.
     """
-    weight = batch.log_ratio().detach().exp().clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    return TokenLoss(-weight * batch.advantages * batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))
+    weight = (
+        batch.log_ratio().detach().exp().clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    )
+    return TokenLoss(
+        -weight * batch.advantages * batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool)
+    )

@@ -1,6 +1,8 @@
-"""DPPO (arXiv 2602.04879): the trust region bounds a divergence instead of a ratio, of the token against all the others.
+"""DPPO (arXiv 2602.04879): the trust region bounds a divergence instead of a ratio, of the token
+against all the others.
 
-Both forms take the policies' probabilities of the sampled token only: their two-outcome (binary) total variation or KL.
+Both forms take the policies' probabilities of the sampled token only: their two-outcome (binary)
+total variation or KL.
 """
 
 from __future__ import annotations
@@ -20,32 +22,45 @@ SMALLEST_REST = 1e-8
 
 
 def dppo_tv(batch: TokenBatch, settings: DppoTvLoss) -> TokenLoss:
-    """l = -A sg(min(w, cap)) log pi, w = pi / mu; 0 where A > 0 and pi - mu > threshold, or A < 0 and mu - pi > threshold.
+    """l = -A sg(min(w, cap)) log pi, w = pi / mu; 0 where A > 0 and pi - mu > threshold, or A < 0
+    and mu - pi > threshold.
 
     [N] -> [N]. Defaults: threshold 0.15, cap 20. `clipped` marks the tokens set to 0.
     """
     policy, behavior = _probabilities(batch)
-    return _masked(batch, (policy - behavior).abs() > settings.threshold, policy - behavior, settings.cap)
+    return _masked(
+        batch, (policy - behavior).abs() > settings.threshold, policy - behavior, settings.cap
+    )
 
 
 def dppo_kl(batch: TokenBatch, settings: DppoKlLoss) -> TokenLoss:
-    """As `dppo_tv`, with mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) > threshold on the same sides (pi above mu where
-    A > 0, below it where A < 0). [N] -> [N]. Defaults: threshold 0.05, cap 20.
+    """As `dppo_tv`, with mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) > threshold on the
+    same sides (pi above mu where A > 0, below it where A < 0). [N] -> [N]. Defaults: threshold
+    0.05, cap 20.
     """
     policy, behavior = _probabilities(batch)
-    rest, rest_behavior = (1.0 - policy).clamp(min=SMALLEST_REST), (1.0 - behavior).clamp(min=SMALLEST_REST)
-    divergence = behavior * (batch.logp_behavior - batch.logp.detach()) + rest_behavior * (rest_behavior / rest).log()
+    rest, rest_behavior = (
+        (1.0 - policy).clamp(min=SMALLEST_REST),
+        (1.0 - behavior).clamp(min=SMALLEST_REST),
+    )
+    divergence = (
+        behavior * (batch.logp_behavior - batch.logp.detach())
+        + rest_behavior * (rest_behavior / rest).log()
+    )
     return _masked(batch, divergence > settings.threshold, policy - behavior, settings.cap)
 
 
 def _probabilities(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Of the sampled tokens, under pi and mu, [N] each, detached. Rounding may put them above 1."""
-    policy, behavior = (logp.detach().clamp(max=LOG_RATIO_BOUND).exp() for logp in (batch.logp, batch.logp_behavior))
+    policy, behavior = (
+        logp.detach().clamp(max=LOG_RATIO_BOUND).exp() for logp in (batch.logp, batch.logp_behavior)
+    )
     return policy, behavior
 
 
 def _masked(batch: TokenBatch, far: Tensor, moved: Tensor, cap: float) -> TokenLoss:
-    """far: [N] bool. moved: [N], its sign is the direction the policy has gone since the token was sampled."""
+    """far: [N] bool. moved: [N], its sign is the direction the policy has gone since the token was
+    sampled."""
     dropped = far & (moved * batch.advantages > 0)
     weight = batch.log_weight().detach().exp().clamp(max=cap)
     return TokenLoss(torch.where(dropped, 0.0, -batch.advantages * weight * batch.logp), dropped)

@@ -1,4 +1,5 @@
-"""GIPO (arXiv 2603.03955): a Gaussian trust weight on the log-ratio. Known to us from third-party copies only."""
+"""GIPO (arXiv 2603.03955): a Gaussian trust weight on the log-ratio. Known to us from third-party
+copies only."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
 def gipo(batch: TokenBatch, settings: GipoLoss) -> TokenLoss:
     """l = -sg(exp(-(log w / sigma)^2 / 2)) w A, w = pi / mu. [N] -> [N].
 
-    Default: sigma 1.0. Far tokens fade out on both sides and are cut nowhere, so nothing is `clipped`.
+    Default: sigma 1.0. Far tokens fade out on both sides and are cut nowhere, so nothing is
+    `clipped`.
     """
     log_weight = batch.log_weight()
     trust = (-0.5 * (log_weight.detach() / settings.sigma).square()).exp()
-    return TokenLoss(-trust * log_weight.exp() * batch.advantages, torch.zeros_like(batch.mask, dtype=torch.bool))
+    return TokenLoss(
+        -trust * log_weight.exp() * batch.advantages, torch.zeros_like(batch.mask, dtype=torch.bool)
+    )

@@ -1,4 +1,5 @@
-"""GMPO (arXiv 2507.20673): the geometric instead of the arithmetic mean of a sequence's token ratios."""
+"""GMPO (arXiv 2507.20673): the geometric instead of the arithmetic mean of a sequence's token
+ratios."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ if TYPE_CHECKING:
 
 
 def gmpo(batch: TokenBatch, settings: GmpoLoss) -> SequenceLoss:
-    """l = -A exp(mean_t c_t), c_t = min(log r_t, clip_high) where A_t > 0, max(log r_t, -clip_low) where A_t < 0, else 0.
+    """l = -A exp(mean_t c_t), c_t = min(log r_t, clip_high) where A_t > 0, max(log r_t, -clip_low)
+    where A_t < 0, else 0.
 
-    r = pi / pi_prox; A is the mean of the sequence's advantages (all the same, with one reward per response). [N] -> [S].
-    Defaults: clip_low = clip_high = 0.4, bounds on the log-ratio. Each token is clipped on one side only, the one on which a
-    further step would count as improvement. A mean above 20 is cut to it, and has no gradient.
+    r = pi / pi_prox; A is the mean of the sequence's advantages (all the same, with one reward per
+    response). [N] -> [S]. Defaults: clip_low = clip_high = 0.4, bounds on the log-ratio. Each token
+    is clipped on one side only, the one on which a further step would count as improvement. A mean
+    above 20 is cut to it, and has no gradient.
     """
     log_ratio, advantages = batch.logp - batch.logp_prox, batch.advantages
     high = (advantages > 0) & (log_ratio > settings.clip_high)

@@ -1,4 +1,5 @@
-"""Kimi k1.5's policy mirror descent (arXiv 2501.12599, eq. 3): regression of the log-ratio on the centred reward."""
+"""Kimi k1.5's policy mirror descent (arXiv 2501.12599, eq. 3): regression of the log-ratio on the
+centred reward."""
 
 from __future__ import annotations
 
@@ -6,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_async_rl.objectives.batch import Decided, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.losses import KimiLoss
 
 
-def decide_kimi(whole: TokenBatch, settings: KimiLoss) -> Decided:
+def decide_kimi(whole: TokenBatch, settings: KimiLoss) -> BatchDecision:
     """R minus the mean reward of the group, [S]."""
-    return Decided(sequences={"centred": whole.group_centred(whole.require("rewards"))})
+    return BatchDecision(sequences={"centred": whole.group_centred(whole.require("rewards"))})
 
 
 def kimi(batch: TokenBatch, settings: KimiLoss) -> SequenceLoss:
-    """l = (R - mean R - tau sum_t log r_t)^2, r = pi / pi_prox, summed over the whole sequence before squaring. [N] -> [S].
+    """l = (R - mean R - tau sum_t log r_t)^2, r = pi / pi_prox, summed over the whole sequence
+    before squaring. [N] -> [S].
 
     Default: tau 0.1 (the paper names none).
     """

@@ -1,11 +1,14 @@
-"""M2PO (arXiv 2510.01161): the second moment of the log-ratios is bounded over the whole optimizer-step batch.
+"""M2PO (arXiv 2510.01161): the second moment of the log-ratios is bounded over the whole
+optimizer-step batch.
 
-d = (log w)^2, w = pi / mu, over the candidates C: `harmful` tokens (A > 0 and w > 1, or A < 0 and w < 1), or `all` trained ones.
-    mask  (the paper's Algorithm 1) the largest d leave C until the mean of the others is <= second_moment; l = -w A, 0 for
-          those that left
-    cap   (what the authors' code runs) the water level c with mean over C of min(d, c^2) = second_moment; PPO's clip of w to
-          [e^-c, e^c]
-The means of a sorted list's prefixes only grow, so one sort decides exactly, for every micro-batch alike.
+d = (log w)^2, w = pi / mu, over the candidates C: `harmful` tokens (A > 0 and w > 1, or A < 0 and w
+< 1), or `all` trained ones.
+    mask  (the paper's Algorithm 1) the largest d leave C until the mean of the others is
+          <= second_moment; l = -w A, 0 for those that left
+    cap   (what the authors' code runs) the water level c with mean over C of min(d, c^2) =
+          second_moment; PPO's clip of w to [e^-c, e^c]
+The means of a sorted list's prefixes only grow, so one sort decides exactly, for every micro-batch
+alike.
 """
 
 from __future__ import annotations
@@ -16,15 +19,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, Decided, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, BatchDecision, TokenBatch, TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.losses import M2poLoss
 
 
-def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> Decided:
-    """`keep`, [N] bool, in mode mask; `log_ratio_cap` in mode cap, where it is the largest |log w| if nothing has to be capped.
+def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> BatchDecision:
+    """`keep`, [N] bool, in mode mask; `log_ratio_cap` in mode cap, where it is the largest |log w|
+    if nothing has to be capped.
 
     `second_moment` is that of the candidates before anything was done; 0 without candidates.
     """
@@ -38,16 +42,19 @@ def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> Decided:
     moment = float(total[-1] / len(ordered)) if len(ordered) else 0.0
     if settings.mode == "cap":
         cap = _water_level(ordered, total, settings.second_moment)
-        return Decided(scalars={"objective/second_moment": moment, "objective/log_ratio_cap": cap})
+        return BatchDecision(
+            scalars={"objective/second_moment": moment, "objective/log_ratio_cap": cap}
+        )
     count = torch.arange(1, len(ordered) + 1, dtype=total.dtype)
     kept = int((total / count <= settings.second_moment).sum())
     keep = torch.ones_like(candidate)
     keep[index[order[kept:]]] = False
-    return Decided(tokens={"keep": keep}, scalars={"objective/second_moment": moment})
+    return BatchDecision(tokens={"keep": keep}, scalars={"objective/second_moment": moment})
 
 
 def _water_level(ordered: Tensor, total: Tensor, target: float) -> float:
-    """c >= 0 with mean(min(d, c^2)) = target. ordered: [C] rising d. total: [C] their running sums."""
+    """c >= 0 with mean(min(d, c^2)) = target. ordered: [C] rising d. total: [C] their running
+    sums."""
     count = len(ordered)
     if not count or total[-1] <= count * target:
         return float(ordered[-1].sqrt()) if count else 0.0
@@ -59,8 +66,8 @@ def _water_level(ordered: Tensor, total: Tensor, target: float) -> float:
 
 
 def m2po(batch: TokenBatch, settings: M2poLoss) -> TokenLoss:
-    """[N] -> [N], as above. Defaults: mode mask, candidates harmful, second_moment 0.04. `clipped` marks the tokens that left,
-    or that the cap cut."""
+    """[N] -> [N], as above. Defaults: mode mask, candidates harmful, second_moment 0.04. `clipped`
+    marks the tokens that left, or that the cap cut."""
     weight = batch.log_weight().exp()
     scalars = batch.decided.scalars
     if settings.mode == "mask":

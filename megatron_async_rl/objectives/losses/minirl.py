@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 def minirl(batch: TokenBatch, settings: MinirlLoss) -> TokenLoss:
     """l = -M sg(min(w, cap)) A log pi, w = pi / mu, r = pi / pi_prox.
 
-    M = 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, else 1; `clipped` marks M = 0. [N] -> [N].
-    Defaults: clip_low 0.2, clip_high 0.27, cap 5. The paper's advantage is the centred reward:
-    `advantage: {name: grpo, normalize_std: false}`.
+    M = 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, else 1; `clipped` marks
+    M = 0. [N] -> [N]. Defaults: clip_low 0.2, clip_high 0.27, cap 5. The paper's advantage is the
+    centred reward: `advantage: {name: grpo, normalize_std: false}`.
     """
     advantages, ratio = batch.advantages, batch.log_ratio().detach().exp()
-    clipped = ((advantages > 0) & (ratio > 1.0 + settings.clip_high)) | ((advantages < 0) & (ratio < 1.0 - settings.clip_low))
+    clipped = ((advantages > 0) & (ratio > 1.0 + settings.clip_high)) | (
+        (advantages < 0) & (ratio < 1.0 - settings.clip_low)
+    )
     weight = batch.log_weight().detach().exp().clamp(max=settings.cap)
     return TokenLoss(torch.where(clipped, 0.0, -weight * advantages * batch.logp), clipped)

@@ -1,4 +1,5 @@
-"""OAPL (arXiv 2602.19362): regression of the log-ratio to the lagged policy on the optimal advantage, no importance weight."""
+"""OAPL (arXiv 2602.19362): regression of the log-ratio to the lagged policy on the optimal
+advantage, no importance weight."""
 
 from __future__ import annotations
 
@@ -6,28 +7,36 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_async_rl.objectives.batch import Decided, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.losses import OaplLoss
 
 
-def decide_oapl(whole: TokenBatch, settings: OaplLoss) -> Decided:
-    """R - V of each sequence, [S], with V = beta_value log mean_k exp(R_k / beta_value) over the group: the KL-regularised
-    optimal value under the policy that sampled it. Equal rewards give exactly 0.
+def decide_oapl(whole: TokenBatch, settings: OaplLoss) -> BatchDecision:
+    """R - V of each sequence, [S], with V = beta_value log mean_k exp(R_k / beta_value) over the
+    group: the KL-regularised optimal value under the policy that sampled it. Equal rewards give
+    exactly 0.
     """
     rewards, group = whole.require("rewards"), whole.require("group")
     if not len(group):
-        return Decided(sequences={"advantage": rewards})
+        return BatchDecision(sequences={"advantage": rewards})
     # Relative to the group's best, so that no exponential overflows.
-    best = rewards.new_zeros(int(group.max()) + 1).scatter_reduce(0, group, rewards, "amax", include_self=False)[group]
-    above = settings.beta_value * whole.group_mean(((rewards - best) / settings.beta_value).exp()).log()
+    best = rewards.new_zeros(int(group.max()) + 1).scatter_reduce(
+        0, group, rewards, "amax", include_self=False
+    )[group]
+    above = (
+        settings.beta_value * whole.group_mean(((rewards - best) / settings.beta_value).exp()).log()
+    )
     value = best + above
-    return Decided(sequences={"advantage": rewards - value}, scalars={"objective/value": float(value.mean())})
+    return BatchDecision(
+        sequences={"advantage": rewards - value}, scalars={"objective/value": float(value.mean())}
+    )
 
 
 def oapl(batch: TokenBatch, settings: OaplLoss) -> SequenceLoss:
-    """l = (beta_policy sum_t (log pi - log mu) - (R - V))^2, summed over the whole sequence before squaring. [N] -> [S].
+    """l = (beta_policy sum_t (log pi - log mu) - (R - V))^2, summed over the whole sequence before
+    squaring. [N] -> [S].
 
     Defaults: beta_value 1.0, beta_policy 0.001.
     """

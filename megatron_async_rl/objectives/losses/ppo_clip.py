@@ -1,4 +1,5 @@
-"""PPO's clipped surrogate (arXiv 1707.06347); separate bounds: DAPO (arXiv 2503.14476); dual clip: arXiv 1912.09729."""
+"""PPO's clipped surrogate (arXiv 1707.06347); separate bounds: DAPO (arXiv 2503.14476); dual clip:
+arXiv 1912.09729."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ if TYPE_CHECKING:
 
 
 def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
-    """l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = pi / pi_prox; where A < 0, at most -A dual_clip.
+    """l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = pi / pi_prox; where A < 0, at
+    most -A dual_clip.
 
-    [N] -> [N]. Defaults: clip_low = clip_high = 0.2, dual_clip off. `clipped` marks the tokens on which the constant
-    side won, whose gradient is 0.
+    [N] -> [N]. Defaults: clip_low = clip_high = 0.2, dual_clip off. `clipped` marks the tokens on
+    which the constant side won, whose gradient is 0.
     """
-    found = clipped_surrogate(batch.advantages, batch.log_ratio().exp(), 1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    found = clipped_surrogate(
+        batch.advantages, batch.log_ratio().exp(), 1.0 - settings.clip_low, 1.0 + settings.clip_high
+    )
     if settings.dual_clip is None:
         return found
     ceiling = -batch.advantages * settings.dual_clip
@@ -28,7 +32,8 @@ def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
 
 
 def clipped_surrogate(advantages: Tensor, ratio: Tensor, low: float, high: float) -> TokenLoss:
-    """max(-A ratio, -A clip(ratio, low, high)), each [N]; every loss that clips as PPO does goes through here."""
+    """max(-A ratio, -A clip(ratio, low, high)), each [N]; every loss that clips as PPO does goes
+    through here."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(low, high)
     return TokenLoss(torch.maximum(plain, bounded), bounded > plain)

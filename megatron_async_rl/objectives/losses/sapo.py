@@ -13,12 +13,16 @@ if TYPE_CHECKING:
 
 
 def sapo(batch: TokenBatch, settings: SapoLoss) -> TokenLoss:
-    """l = -A (4 / tau) sigmoid(tau (r - 1)), r = pi / pi_prox, tau = tau_pos where A > 0, tau_neg otherwise. [N] -> [N].
+    """l = -A (4 / tau) sigmoid(tau (r - 1)), r = pi / pi_prox, tau = tau_pos where A > 0, tau_neg
+    otherwise. [N] -> [N].
 
-    Defaults: tau_pos 1.0, tau_neg 1.05. At r = 1 the gradient is the policy gradient, -A; away from it, it fades out
-    and is cut nowhere, so nothing is `clipped`.
+    Defaults: tau_pos 1.0, tau_neg 1.05. At r = 1 the gradient is the policy gradient, -A; away from
+    it, it fades out and is cut nowhere, so nothing is `clipped`.
     """
     advantages, ratio = batch.advantages, batch.log_ratio().exp()
-    gain, loss = (torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) for tau in (settings.tau_pos, settings.tau_neg))
+    gain, loss = (
+        torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
+        for tau in (settings.tau_pos, settings.tau_neg)
+    )
     gate = torch.where(advantages > 0, gain, loss)
     return TokenLoss(-advantages * gate, torch.zeros_like(batch.mask, dtype=torch.bool))

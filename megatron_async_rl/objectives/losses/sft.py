@@ -13,5 +13,6 @@ if TYPE_CHECKING:
 
 
 def sft(batch: TokenBatch, settings: SftLoss) -> TokenLoss:
-    """l = -log pi. [N] -> [N]; a sample's own weight comes in through `batch.weights`, as for every loss."""
+    """l = -log pi. [N] -> [N]; a sample's own weight comes in through `batch.weights`, as for every
+    loss."""
     return TokenLoss(-batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))

@@ -1,4 +1,5 @@
-"""TOPR (arXiv 2503.14286): REINFORCE on good responses, truncated importance sampling on bad ones."""
+"""TOPR (arXiv 2503.14286): REINFORCE on good responses, truncated importance sampling on bad
+ones."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ if TYPE_CHECKING:
 
 
 def topr(batch: TokenBatch, settings: ToprLoss) -> TokenLoss:
-    """l_t = -c R log pi_t; c = 1 where R >= 0, sg(min(1, prod_t w_t)) where R < 0, w = pi / mu. [N] -> [N].
+    """l_t = -c R log pi_t; c = 1 where R >= 0, sg(min(1, prod_t w_t)) where R < 0, w = pi / mu. [N]
+    -> [N].
 
-    Summed over each sequence and averaged over sequences (the default aggregation), this is the paper's
-    -(1/B) sum_i c_i R_i log pi(y_i). The ratio is that of the whole sequence against the behaviour policy, as in the paper.
+    Summed over each sequence and averaged over sequences (the default aggregation), this is the
+    paper's -(1/B) sum_i c_i R_i log pi(y_i). The ratio is that of the whole sequence against the
+    behaviour policy, as in the paper.
     """
     rewards = batch.require("rewards")
     log_weight = batch.sequence_sum(batch.logp.detach() - batch.logp_behavior)

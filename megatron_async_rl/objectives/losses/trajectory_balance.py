@@ -1,4 +1,5 @@
-"""Trajectory balance with the partition function estimated from the group: VarGrad, as in TBA (arXiv 2503.18929)."""
+"""Trajectory balance with the partition function estimated from the group: VarGrad, as in TBA
+(arXiv 2503.18929)."""
 
 from __future__ import annotations
 
@@ -6,27 +7,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_async_rl.objectives.batch import Decided, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.losses import TrajectoryBalanceLoss
 
 
-def decide_trajectory_balance(whole: TokenBatch, settings: TrajectoryBalanceLoss) -> Decided:
-    """log Z of each sequence's prompt, [S]: the mean over the group's responses of sum_t (log pi_ref - log pi) + R / beta."""
+def decide_trajectory_balance(whole: TokenBatch, settings: TrajectoryBalanceLoss) -> BatchDecision:
+    """log Z of each sequence's prompt, [S]: the mean over the group's responses of sum_t (log
+    pi_ref - log pi) + R / beta."""
     log_ratio = whole.sequence_sum(whole.logp - whole.require("logp_ref"))
     log_z = whole.group_mean(whole.require("rewards") / settings.beta - log_ratio)
     mean = float(log_z.mean()) if len(log_z) else 0.0
-    return Decided(sequences={"log_z": log_z}, scalars={"objective/log_z": mean})
+    return BatchDecision(sequences={"log_z": log_z}, scalars={"objective/log_z": mean})
 
 
 def trajectory_balance(batch: TokenBatch, settings: TrajectoryBalanceLoss) -> SequenceLoss:
-    """l = (log Z + sum_t (log pi - log pi_ref) - R / beta)^2, summed over the whole sequence before squaring. [N] -> [S].
+    """l = (log Z + sum_t (log pi - log pi_ref) - R / beta)^2, summed over the whole sequence before
+    squaring. [N] -> [S].
 
-    log Z comes from the whole batch and carries no gradient. Its minimum is pi proportional to pi_ref exp(R / beta). Default:
-    beta 0.05, the reward that weighs as much as one nat.
+    log Z comes from the whole batch and carries no gradient. Its minimum is pi proportional to
+    pi_ref exp(R / beta). Default: beta 0.05, the reward that weighs as much as one nat.
     """
     log_ratio = batch.sequence_sum(batch.logp - batch.require("logp_ref"))
-    residual = batch.decided.sequences["log_z"] + log_ratio - batch.require("rewards") / settings.beta
+    residual = (
+        batch.decided.sequences["log_z"] + log_ratio - batch.require("rewards") / settings.beta
+    )
     residual = torch.where(batch.lengths() > 0, residual, 0.0)
     return SequenceLoss(residual.square(), torch.zeros_like(batch.mask, dtype=torch.bool))

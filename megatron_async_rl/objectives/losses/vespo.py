@@ -14,16 +14,22 @@ if TYPE_CHECKING:
 
 
 def vespo(batch: TokenBatch, settings: VespoLoss) -> TokenLoss:
-    """l = -sg(phi) A log pi, phi = exp(lambda + k log W - lambda W), log W = clamp(sum_t log r_t, +-20). [N] -> [N].
+    """l = -sg(phi) A log pi, phi = exp(lambda + k log W - lambda W), log W = clamp(sum_t log r_t,
+    +-20). [N] -> [N].
 
-    r = pi / pi_prox. (k, lambda) = (k_pos, lambda_pos) = (2, 3) where A > 0, else (k_neg, lambda_neg) = (3, 2). phi(1) = 1; it is
-    largest at W = k / lambda and falls to 0 on both sides of it, cut nowhere, so nothing is `clipped`.
+    r = pi / pi_prox. (k, lambda) = (k_pos, lambda_pos) = (2, 3) where A > 0, else (k_neg,
+    lambda_neg) = (3, 2). phi(1) = 1; it is largest at W = k / lambda and falls to 0 on both sides
+    of it, cut nowhere, so nothing is `clipped`.
     """
-    log_w = batch.sequence_sum(batch.logp.detach() - batch.logp_prox).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_w = batch.sequence_sum(batch.logp.detach() - batch.logp_prox).clamp(
+        -LOG_RATIO_BOUND, LOG_RATIO_BOUND
+    )
     gain = _phi(log_w, settings.k_pos, settings.lambda_pos)
     loss = _phi(log_w, settings.k_neg, settings.lambda_neg)
     phi = torch.where(batch.advantages > 0, batch.per_token(gain), batch.per_token(loss))
-    return TokenLoss(-phi * batch.advantages * batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))
+    return TokenLoss(
+        -phi * batch.advantages * batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool)
+    )
 
 
 def _phi(log_w: Tensor, k: float, scale: float) -> Tensor:

@@ -1,7 +1,9 @@
-"""Countdown: 1 if the response is an expression that uses each of the prompt's `numbers` exactly once and equals `target`.
+"""Countdown: 1 if the response is an expression that uses each of the prompt's `numbers` exactly
+once and equals `target`.
 
-The response, white space around it aside, must be nothing but the expression: whole decimal numbers, + - * / and
-parentheses. It is parsed, never evaluated as code, and computed in exact fractions.
+The response, white space around it aside, must be nothing but the expression: whole decimal
+numbers, + - * / and parentheses. It is parsed, never evaluated as code, and computed in exact
+fractions.
 """
 
 from __future__ import annotations
@@ -10,10 +12,9 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from megatron_async_rl.rollout.rewards.reward import RewardError
+from megatron_async_rl.rollout.rewards.registry import BuiltInReward, RewardError
 from megatron_async_rl.samples.types import Prompt
 
-REQUIRED_FIELDS = ("numbers", "target")
 MAX_CHARACTERS = 256
 """Longer responses are wrong; this also bounds the work and the nesting of one response."""
 _TOKEN = re.compile(r"[0-9]{1,9}|[-+*/()]")
@@ -30,7 +31,8 @@ def countdown(prompt: Prompt, response: str, /) -> float:
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """Value of an arithmetic expression and the numbers in it, in order; None if it is not one (or divides by zero)."""
+    """Value of an arithmetic expression and the numbers in it, in order; None if it is not one (or
+    divides by zero)."""
     tokens = _tokens(text.strip())
     if not tokens:
         return None
@@ -56,7 +58,11 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
                 return None
             operators.pop()
         elif token in _PRECEDENCE:
-            while operators and operators[-1] != "(" and _PRECEDENCE[operators[-1]] >= _PRECEDENCE[token]:
+            while (
+                operators
+                and operators[-1] != "("
+                and _PRECEDENCE[operators[-1]] >= _PRECEDENCE[token]
+            ):
                 if not _apply(values, operators.pop()):
                     return None
             operators.append(token)
@@ -99,14 +105,31 @@ def _apply(values: list[Fraction], operator: str) -> bool:
             return False
         values.append(left / right)
     else:
-        values.append(left + right if operator == "+" else left - right if operator == "-" else left * right)
+        values.append(
+            left + right if operator == "+" else left - right if operator == "-" else left * right
+        )
     return True
 
 
 def _task(prompt: Prompt) -> tuple[list[int], int]:
     numbers, target = prompt.fields.get("numbers"), prompt.fields.get("target")
-    if not isinstance(numbers, list) or not numbers or not all(type(number) is int for number in numbers):
-        raise RewardError(f"prompt {prompt.id}: `numbers` is {numbers!r}; give its JSONL line a list of whole numbers")
+    if (
+        not isinstance(numbers, list)
+        or not numbers
+        or not all(type(number) is int for number in numbers)
+    ):
+        raise RewardError(
+            f"prompt {prompt.id}",
+            f"`numbers` is {numbers!r}",
+            "give its JSONL line a list of whole numbers",
+        )
     if type(target) is not int:
-        raise RewardError(f"prompt {prompt.id}: `target` is {target!r}; give its JSONL line a whole number")
+        raise RewardError(
+            f"prompt {prompt.id}",
+            f"`target` is {target!r}",
+            "give its JSONL line a whole number",
+        )
     return numbers, target
+
+
+REWARD = BuiltInReward(function=countdown, required_fields=("numbers", "target"), inline=True)

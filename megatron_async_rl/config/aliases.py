@@ -1,0 +1,176 @@
+"""Names that users of other libraries look for, and what each is here. One table.
+
+A method is given as the overrides that make it, a key as the keys to use instead; what this project
+does not do is said in words. Tests load every override and find every key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Alias:
+    """`overrides`: dotted.key=value, together the method. `keys`: dotted keys that do the same.
+    `note`: what else there is to know, or why there is neither."""
+
+    overrides: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    note: str = ""
+
+    def fix(self, name: str) -> str:
+        note = f"; {self.note}" if self.note else ""
+        if self.overrides:
+            return f"for {name} write {' '.join(self.overrides)}{note}"
+        if self.keys:
+            return f"use {' or '.join(f'`{key}`' for key in self.keys)}{note}"
+        return self.note
+
+
+_GRPO = Alias(
+    overrides=("objective.advantage=grpo", "objective.loss=ppo_clip"), note="both are the defaults"
+)
+_DR_GRPO = Alias(
+    overrides=(
+        "'objective.advantage={name: grpo, normalize_std: false}'",
+        "objective.aggregation=seq-mean-token-sum-norm",
+        "objective.norm_length=1024",
+    ),
+    note="norm_length is the longest response",
+)
+_REINFORCE_PP = Alias(overrides=("objective.advantage=reinforce_pp", "objective.loss=ppo_clip"))
+_TIS = Alias(overrides=("objective.proximal=recompute", "objective.corrections=[tis]"))
+_LORA = Alias(note="LoRA is not supported: all weights are trained")
+_PAIRS = Alias(note="it learns from pairs of responses, which is not supported")
+_RANKS = Alias(keys=("policy.parallel.ranks",), note="and `rollout.engines` for the engines")
+_PROMPTS = Alias(
+    keys=("flow.prompts_per_step",), note="in prompts; each has `flow.group_size` responses"
+)
+_MICRO_BATCH = Alias(
+    keys=("policy.tokens_per_micro_batch",), note="in tokens; one batch is one optimizer step"
+)
+_GROUP = Alias(keys=("flow.group_size",), note="responses of one prompt")
+_STEPS = Alias(keys=("run.steps",), note="optimizer steps; epochs are not counted")
+_STALENESS = Alias(keys=("flow.async_ratio",), note="no sample trains more versions late")
+_CLIP = Alias(keys=("objective.loss.clip_low", "objective.loss.clip_high"))
+_KL = Alias(keys=("objective.kl.coef",))
+_RESPONSE = Alias(keys=("rollout.sampling.max_tokens",))
+_CONTEXT = Alias(keys=("rollout.max_context",), note="prompt and response together")
+_MODEL = Alias(keys=("model.path",), note="a local directory")
+_DTYPE = Alias(keys=("model.dtype",))
+_REWARD = Alias(keys=("rollout.reward.name",), note="a built-in one or module:function")
+_TENSOR = Alias(keys=("policy.parallel.tensor", "rollout.tensor"), note="policy, and engines")
+_CONTEXT_PARALLEL = Alias(note="context parallelism is not supported")
+
+ALIASES = {
+    # Methods.
+    "grpo": _GRPO,
+    "dr_grpo": _DR_GRPO,
+    "drgrpo": _DR_GRPO,
+    "dapo": Alias(
+        overrides=(
+            "'objective.loss={name: ppo_clip, clip_high: 0.28}'",
+            "flow.dynamic_sampling=true",
+        ),
+        note="its length penalty is `objective.overlong`",
+    ),
+    "ppo": Alias(
+        overrides=("objective.loss=ppo_clip", "objective.advantage=gae", "'objective.value={}'")
+    ),
+    "reinforce++": _REINFORCE_PP,
+    "reinforce_plus_plus": _REINFORCE_PP,
+    "truncated_is": _TIS,
+    "truncated_importance_sampling": _TIS,
+    "dpo": _PAIRS,
+    "kto": _PAIRS,
+    "lora": _LORA,
+    "peft": _LORA,
+    "use_peft": _LORA,
+    "lora_rank": _LORA,
+    "lora_alpha": _LORA,
+    # The run and its model.
+    "output_dir": Alias(keys=("run.dir",)),
+    "model_name": _MODEL,
+    "model_name_or_path": _MODEL,
+    "bf16": _DTYPE,
+    "fp16": _DTYPE,
+    "precision": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "max_steps": _STEPS,
+    "total_steps": _STEPS,
+    "total_training_steps": _STEPS,
+    "epochs": _STEPS,
+    "total_epochs": _STEPS,
+    "num_train_epochs": _STEPS,
+    "save_steps": Alias(keys=("checkpoint.every",)),
+    "save_freq": Alias(keys=("checkpoint.every",)),
+    "save_total_limit": Alias(keys=("checkpoint.keep",)),
+    "eval_steps": Alias(keys=("eval.every",)),
+    "test_freq": Alias(keys=("eval.every",)),
+    # The optimizer.
+    "learning_rate": Alias(keys=("policy.optimizer.lr",)),
+    "max_grad_norm": Alias(keys=("policy.optimizer.clip_grad",)),
+    "grad_clip": Alias(keys=("policy.optimizer.clip_grad",)),
+    "lr_scheduler": Alias(keys=("policy.optimizer.schedule",)),
+    "lr_scheduler_type": Alias(keys=("policy.optimizer.schedule",)),
+    "lr_warmup_steps": Alias(keys=("policy.optimizer.warmup_steps",)),
+    "warmup_ratio": Alias(keys=("policy.optimizer.warmup_steps",), note="in steps"),
+    # Batches.
+    "batch_size": _PROMPTS,
+    "train_batch_size": _PROMPTS,
+    "global_batch_size": _PROMPTS,
+    "rollout_batch_size": _PROMPTS,
+    "micro_batch_size": _MICRO_BATCH,
+    "mini_batch_size": _MICRO_BATCH,
+    "ppo_mini_batch_size": _MICRO_BATCH,
+    "per_device_train_batch_size": _MICRO_BATCH,
+    "gradient_accumulation_steps": _MICRO_BATCH,
+    "num_generations": _GROUP,
+    "rollout_n": _GROUP,
+    "n_samples_per_prompt": _GROUP,
+    "staleness": _STALENESS,
+    "max_staleness": _STALENESS,
+    "staleness_threshold": _STALENESS,
+    "max_off_policy_steps": _STALENESS,
+    # The objective.
+    "kl_coef": _KL,
+    "kl_loss_coef": _KL,
+    "clip_ratio": _CLIP,
+    "clip_eps": _CLIP,
+    "cliprange": _CLIP,
+    "epsilon": _CLIP,
+    "entropy_coef": Alias(keys=("objective.entropy_bonus",)),
+    "entropy_coeff": Alias(keys=("objective.entropy_bonus",)),
+    # Rollouts.
+    "max_new_tokens": _RESPONSE,
+    "max_response_length": _RESPONSE,
+    "max_completion_length": _RESPONSE,
+    "max_prompt_length": _CONTEXT,
+    "max_model_len": _CONTEXT,
+    "max_seq_len": _CONTEXT,
+    "max_seq_length": _CONTEXT,
+    "reward_fn": _REWARD,
+    "reward_funcs": _REWARD,
+    "reward_function": _REWARD,
+    # Machines.
+    "num_gpus": _RANKS,
+    "n_gpus_per_node": _RANKS,
+    "world_size": _RANKS,
+    "tensor_parallel_size": _TENSOR,
+    "tensor_model_parallel_size": _TENSOR,
+    "tp": _TENSOR,
+    "pipeline_parallel_size": Alias(keys=("policy.parallel.pipeline",)),
+    "pipeline_model_parallel_size": Alias(keys=("policy.parallel.pipeline",)),
+    "pp": Alias(keys=("policy.parallel.pipeline",)),
+    "expert_parallel_size": Alias(keys=("policy.parallel.expert",)),
+    "expert_model_parallel_size": Alias(keys=("policy.parallel.expert",)),
+    "ep": Alias(keys=("policy.parallel.expert",)),
+    "context_parallel_size": _CONTEXT_PARALLEL,
+    "cp": _CONTEXT_PARALLEL,
+}
+
+
+def alias_fix(name: str) -> str | None:
+    """The meaning of `name` here, in words; null for a name that is not in the table."""
+    alias = ALIASES.get(name.lower().replace("-", "_"))
+    return alias.fix(name) if alias is not None else None

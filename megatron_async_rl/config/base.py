@@ -1,0 +1,97 @@
+"""The base of every config model, the short form of a method, and methods of a user's own: a loss,
+an advantage, a correction or a control in one file, named in the configuration by one line,
+`name: module:Class`.
+
+Class is a settings model: a subclass of LossSettings, AdvantageSettings, CorrectionSettings or
+ControlSettings with a field `name: str` and a class attribute `method`, which is what a registry
+line of a built-in method holds. The module is imported when a configuration names it, and not
+before: it may import torch, which the built-in settings do not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, WrapValidator
+
+
+class Strict(BaseModel):
+    """Frozen; unknown keys are refused; docstrings under fields are their description."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+
+def bare_name(value: Any) -> Any:
+    """A method without settings may be written as its name: `loss: reinforce` is `loss: {name:
+    reinforce}`."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def plug_in_class(name: str, base: type[Strict]) -> Any:
+    """The settings model `name`, module:Class. Raises ValueError with what is wrong and the fix."""
+    module_name, _, class_name = name.partition(":")
+    if not module_name or not class_name:
+        raise ValueError(f"{name!r} is not module:Class; write for example my_loss:MyLoss")
+    # As for rewards: what lies in the current folder is found, by ranks and engines too.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{name!r}: importing {module_name} failed: {type(error).__name__}: {error}; fix that"
+            " file, start from the folder that holds it, or set PYTHONPATH"
+        ) from error
+
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{name!r} is not a class in that module, made from {base.__name__}")
+    if "name" not in found.model_fields or found.model_fields["name"].annotation not in (
+        str,
+        "str",
+    ):
+        raise ValueError(f"{name!r} has no field `name: str`, which holds what it is called here")
+    if getattr(found, "method", None) is None:
+        raise ValueError(
+            f"{name!r} has no class attribute `method`: what a registry line holds"
+            " (docs/add_a_method.md)"
+        )
+    settings: Any = found
+    if not _fits(settings.method, *settings.method_type):
+        raise ValueError(
+            f"{name!r}: its `method` is {settings.method!r}; it must be"
+            f" {' '.join(settings.method_type)} (docs/add_a_method.md)"
+        )
+    return settings
+
+
+def _fits(method: Any, relation: str, wanted: str) -> bool:
+    is_class = isinstance(method, type)
+    classes = method.__mro__ if is_class else type(method).__mro__
+    return is_class == (relation == "a subclass of") and any(
+        f"{each.__module__}.{each.__qualname__}" == wanted for each in classes
+    )
+
+
+def or_plug_in(base: type[Strict]) -> WrapValidator:
+    """Lets a field of built-in methods hold a plug-in too."""
+
+    def validate(value: Any, built_in: Callable[[Any], Any]) -> Any:
+        name = value.get("name") if isinstance(value, dict) else None
+        if isinstance(name, str) and ":" in name:
+            return plug_in_class(name, base).model_validate(value)
+        if isinstance(value, base) and ":" in getattr(value, "name", ""):
+            return value
+        return built_in(value)
+
+    return WrapValidator(validate)

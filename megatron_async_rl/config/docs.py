@@ -1,0 +1,81 @@
+"""`python -m megatron_async_rl.config.docs > docs/config.md`: every key, its default and its
+meaning, from the models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+from pydantic.fields import FieldInfo
+
+from megatron_async_rl.config.base import Strict
+from megatron_async_rl.config.keys import describe, walk
+
+OPENING = """\
+# Configuration
+
+A run is one YAML file: `mar train FILE [dotted.key=value ...]`. This page lists every key; it is written by
+`python -m megatron_async_rl.config.docs > docs/config.md`.
+
+- **Overrides** on the command line are read as YAML and win over the file: `policy.optimizer.lr=1e-4`, `controls=[]`,
+  `controls.0.c_low=0.2`, `eval=null`.
+- **Relative paths** in the file start at the file's folder, those in an override at the current folder.
+- **Unknown keys**, keys given twice and values of the wrong type are refused, naming the line and the nearest valid key.
+- **A method without settings** may be written as its bare name: `loss: reinforce` is `loss: {name: reinforce}`.
+- **A run directory holds one run.** `mar train` on a directory that holds steps of a run goes on from its newest checkpoint. The
+  length of the run, the learning rate, the layout, the engines, `flow`, evaluation and what is kept may then differ, and are
+  printed; any other difference is refused with both values, and so is every difference from a finished run whose `run.steps`
+  is not raised.
+- `mar plan FILE` prints the resolved config, who runs where, memory, batch and the staleness law, or everything that is
+  wrong with it, and starts nothing. `mar plan FILE --gpus 8 --gpu-memory 80 --nodes 4` plans for such machines instead of this
+  one.
+"""
+
+
+def document() -> str:
+    return "\n".join([OPENING, *_sections()])
+
+
+def _sections() -> Iterator[str]:
+    for dotted, model, leaves in walk():
+        if not dotted:
+            continue
+        section, _, rest = dotted.partition("(")
+        method, _, inside = rest.partition(")")
+        place = section.replace("[]", "") + inside
+        yield f"## `{place}`" + (f": `{method}`" if method else "") + "\n"
+        about = _about(model)
+        if about:
+            yield about + "\n"
+        shown = [leaf for leaf in leaves if not (method and leaf.key.endswith(".name"))]
+        if not shown:
+            continue
+        yield "| key | takes | default | meaning |\n| --- | --- | --- | --- |"
+        for leaf in shown:
+            cells = (
+                f"`{leaf.key.rsplit('.', 1)[-1]}`",
+                describe(leaf.field),
+                _default(leaf.field),
+                _line(leaf.field.description),
+            )
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield ""
+
+
+def _about(model: type[Strict]) -> str:
+    return _line(model.__doc__)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return f"`{json.dumps(field.default)}`"
+
+
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

@@ -1,0 +1,275 @@
+"""Methods that do not go together. Each conflict says what was combined, why that is wrong, and
+what to change.
+
+`objective_conflicts` looks at the objective alone, `run_conflicts` at the objective and the
+gradient controls within a run. The facts about each method are class attributes of its settings
+model, so a new method brings its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
+from megatron_async_rl.config.flow_composition import flow_conflicts
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.controls import Control
+    from megatron_async_rl.config.objective import ObjectiveConfig
+    from megatron_async_rl.config.schema import Config
+
+
+def objective_conflicts(objective: ObjectiveConfig) -> Iterator[str]:
+    """Reasons why the parts of this objective do not compose; none: they do."""
+    loss, advantage = objective.loss, objective.advantage
+    yield from _aggregation(objective)
+    if not loss.uses_advantage and advantage.name != "none":
+        yield (
+            f"loss: {loss.name} reads no advantage, so advantage: {advantage.name} would be without"
+            " effect; set advantage: none"
+        )
+    yield from _advantage(objective)
+    yield from _corrections(objective)
+    if loss.uses_reference and objective.reference is None:
+        yield (
+            f"loss: {loss.name} compares with a reference policy: add `reference: {{}}` (the run's"
+            " first weights, kept in host memory), or name another model or a refresh there"
+        )
+    if loss.name == "decoupled_ppo" and objective.proximal == "behavior":
+        yield (
+            "loss: decoupled_ppo weighs by pi_prox / pi_behavior, which is 1 with proximal:"
+            " behavior, so it would be ppo_clip; set proximal: recompute (or another), or loss:"
+            " ppo_clip"
+        )
+    if objective.reference is not None and not objective.needs_reference:
+        yield (
+            "reference is set, but nothing compares with it: add kl, or remove reference (loss:"
+            f" {loss.name} does not use it)"
+        )
+
+
+def _aggregation(objective: ObjectiveConfig) -> Iterator[str]:
+    used, loss = objective.aggregation_used, objective.loss
+    if (used == "seq-mean") != (loss.level == "sequence"):
+        own = loss.default_aggregation
+        yield (
+            f"aggregation: {used} does not fit loss: {loss.name}, which is defined per"
+            f" {loss.level}; leave aggregation out (it is {own})"
+        )
+    if (used == "seq-mean-token-sum-norm") != (objective.norm_length is not None):
+        yield (
+            "norm_length and aggregation: seq-mean-token-sum-norm go together; "
+            f"got aggregation={used}, norm_length={objective.norm_length}"
+        )
+
+
+def _advantage(objective: ObjectiveConfig) -> Iterator[str]:
+    advantage = objective.advantage
+    if advantage.reads_values and objective.value is None:
+        yield f"advantage: {advantage.name} reads the estimates of a value head; add value"
+    if objective.value is not None and not advantage.reads_values:
+        yield (
+            f"value is set, but advantage: {advantage.name} makes no returns for it to learn; set"
+            " advantage: gae or remove it"
+        )
+    if isinstance(advantage, OtbAdvantage) and objective.proximal != "recompute":
+        yield (
+            "advantage: otb reads 1 - 2 p + sum p^2, with p of the proximal policy and the sum of"
+            f" the policy in training; they are not the same with proximal: {objective.proximal};"
+            " set proximal: recompute"
+        )
+    if isinstance(advantage, OpobAdvantage):
+        yield from _opob(objective, advantage)
+
+
+def _opob(objective: ObjectiveConfig, advantage: OpobAdvantage) -> Iterator[str]:
+    loss, used = objective.loss, objective.aggregation_used
+    if loss.uses_advantage and not loss.linear_in_advantage:
+        yield (
+            "advantage: opob is the baseline of least variance for gradients that are the"
+            f" advantage times something it does not change, and loss: {loss.name} clips or weighs"
+            " by the advantage; set a loss that does not, like reinforce"
+        )
+    signed = [correction.name for correction in objective.corrections if correction.uses_advantage]
+    if signed and advantage.mode == "exact":
+        yield (
+            f"corrections {signed} look at the sign of the advantage, which advantage: opob, mode:"
+            " exact knows only after the backward passes; remove them, or set mode: cheap"
+        )
+    if advantage.mode == "cheap" and used not in ("seq-mean", "seq-mean-token-mean"):
+        yield (
+            "advantage: opob, mode: cheap estimates the score gradient of a mean over the"
+            f" response's tokens, and aggregation: {used} takes another; set aggregation:"
+            " seq-mean-token-mean, or mode: exact"
+        )
+
+
+def _corrections(objective: ObjectiveConfig) -> Iterator[str]:
+    loss = objective.loss
+    names = [correction.name for correction in objective.corrections]
+    if names and loss.name == "sft":
+        yield (
+            f"corrections {names} compare with the policy that sampled, and loss: sft learns from"
+            " given responses; remove them"
+        )
+    idle = [
+        correction.name
+        for correction in objective.corrections
+        if correction.compares_prox_with_behavior
+    ]
+    if idle and objective.proximal == "behavior":
+        yield (
+            f"corrections {idle} look at pi_prox / pi_behavior, which is 1 with proximal: behavior;"
+            " set proximal: recompute (or another), or remove the corrections"
+        )
+    idle = [
+        correction.name
+        for correction in objective.corrections
+        if correction.compares_current_with_prox
+    ]
+    if idle and objective.proximal == "recompute":
+        yield (
+            f"corrections {idle} look at pi / pi_prox, which is 1 with proximal: recompute, as each"
+            " batch is one step; set proximal: behavior (or another), or remove the corrections"
+        )
+    for correction in objective.corrections:
+        if correction.weighs and loss.against_behavior:
+            yield (
+                f"correction {correction.name} weighs by an importance ratio that loss: {loss.name}"
+                " already holds (its ratio is against the behaviour policy); remove one of the two"
+            )
+        if correction.per_token and loss.level == "sequence":
+            yield (
+                f"correction {correction.name} gives each token its own factor, and loss:"
+                f" {loss.name} is one number per sequence; use its sequence level"
+            )
+
+
+def run_conflicts(config: Config) -> Iterator[str]:
+    """Reasons why objective and controls do not fit the run around them; none: they do."""
+    yield from _controls(config)
+    yield from flow_conflicts(config)
+    objective, flow = config.objective, config.flow
+    loss, advantage = objective.loss, objective.advantage
+    if config.supervised:
+        if config.rollout is not None or config.eval is not None:
+            yield "objective.loss: sft trains on given responses: remove `rollout` and `eval`"
+        if flow.group_size != 1 or flow.async_ratio != 0:
+            yield "objective.loss: sft needs flow.group_size: 1 and flow.async_ratio: 0"
+    elif config.rollout is None:
+        yield f"objective.loss: {loss.name} learns from sampled responses: add `rollout`"
+    if flow.group_size == 1 and advantage.needs_group:
+        yield (
+            f"objective.advantage: {advantage.name} compares the responses of a group:"
+            " flow.group_size must be at least 2"
+        )
+    if isinstance(advantage, OpobAdvantage) and advantage.mode == "exact":
+        if config.policy.parallel.virtual_pipeline > 1:
+            yield (
+                "objective.advantage: opob, mode: exact runs one sequence at a time, and"
+                " policy.parallel.virtual_pipeline > 1 wants at least as many micro-batches as"
+                " there are stages; set it to 1, or mode: cheap"
+            )
+        if config.policy.parallel.expert > 1:
+            yield (
+                "objective.advantage: opob, mode: exact measures each sequence's gradient on one"
+                " model replica, and policy.parallel.expert > 1 spreads it over several; set it to"
+                " 1, or mode: cheap"
+            )
+    if flow.group_size == 1 and loss.compares_group:
+        yield (
+            f"objective.loss: {loss.name} compares the responses of a group: flow.group_size must"
+            " be at least 2"
+        )
+    versions = math.ceil(flow.async_ratio) + 1
+    kept = [
+        f"controls: {control.name}" for control in config.controls if control.needs_past_weights
+    ]
+    kept += ["objective.proximal: snapshot"] if objective.proximal == "snapshot" else []
+    if kept and objective.snapshots < versions:
+        yield (
+            f"objective.snapshots: {objective.snapshots} does not reach back to the version that"
+            f" sampled the oldest token: with flow.async_ratio: {flow.async_ratio:g} a batch holds"
+            f" up to {versions} versions ({' and '.join(kept)}); set it to at least {versions}"
+        )
+    if (
+        loss.whole_group_of_one_version
+        and flow.async_ratio > 0
+        and flow.selection.name != "exact_lag"
+    ):
+        yield (
+            f"objective.loss: {loss.name} is defined for groups sampled by one weight version, and"
+            f" with flow.async_ratio: {flow.async_ratio:g} responses continue across weight"
+            " updates; set flow.async_ratio: 0, or flow.selection: exact_lag"
+        )
+
+
+def _controls(config: Config) -> Iterator[str]:
+    """Reasons why the gradient controls do not go together, or not with this run; none: they do."""
+    controls = config.controls
+    names = [control.name for control in controls]
+    if len(set(names)) != len(names):
+        yield f"controls: each at most once, got {names}"
+    judging = [control.name for control in controls if control.judges_alignment]
+    if len(judging) > 1:
+        yield (
+            f"controls: {' and '.join(judging)} both act on the cosine of consecutive gradients,"
+            " and matched_norm is what gac is compared with: run them one at a time"
+        )
+    for name in ("gac", "displacement"):
+        if "matched_lr" in names and name in names:
+            yield (
+                f"controls: matched_lr stands in for {name} at the same mean update norm; run"
+                f" {name} alone with policy.optimizer.log_update_norm: true, read the mean of its"
+                " `update/norm`, and give it to matched_lr in a run of its own"
+            )
+    setting = [control.name for control in controls if control.sets_beta1]
+    if len(setting) > 1:
+        yield (
+            f"controls: {' and '.join(setting)} both set beta1, and the later would overrule the"
+            " earlier; keep one"
+        )
+    scaling = [control.name for control in controls if control.scales_lr]
+    if len(scaling) > 1:
+        yield (
+            f"controls: {' and '.join(scaling)} both scale the learning rate, and matched_lr is the"
+            " null baseline of the other: run them one at a time"
+        )
+    for control in controls:
+        if config.supervised and control.needs_sampled:
+            yield (
+                f"controls: {control.name} looks at pi / pi_behavior, and objective.loss: sft"
+                " learns from given responses, which nobody sampled; remove it"
+            )
+        if config.supervised and control.needs_past_weights:
+            yield (
+                f"controls: {control.name} compares with the weights that sampled the batch, and"
+                " objective.loss: sft learns from given responses, which nobody sampled; remove it"
+            )
+        if control.fresh_steps >= config.run.steps:
+            yield (
+                f"controls: {control.name} would calibrate over the first {control.fresh_steps}"
+                f" steps, and run.steps is {config.run.steps}, so it would never act; lower"
+                " calibrate.steps, or give c_low and no calibrate"
+            )
+        yield from _beta1(config, control)
+
+
+def _beta1(config: Config, control: Control) -> Iterator[str]:
+    own = config.policy.optimizer.betas[0]
+    if control.name == "beta1" and control.beta1 == own:
+        yield (
+            f"controls: beta1 is {own:g} in policy.optimizer.betas already, so the control would be"
+            " without effect; remove it"
+        )
+    if (
+        control.name == "momentum_by_alignment"
+        and control.beta1_max is None
+        and own <= control.beta1_min
+    ):
+        yield (
+            f"controls: momentum_by_alignment lowers beta1 from policy.optimizer.betas ({own:g}) to"
+            f" beta1_min ({control.beta1_min:g}), which must be below it"
+        )

@@ -1,0 +1,235 @@
+"""Where rank 0's batches come from: the controller and its engines, or given responses.
+
+Both keep one contract with the loop:
+- `state()` is asked for only when everything that was handed out is trained on; it is what to
+  checkpoint with the weights of that version;
+- `next_batch(version)` returns None once `RUN/stop` exists and no batch is taken: one that is taken
+  is handed out, and trains.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import ray
+
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data.prompts import PromptSource, read_prompts
+from megatron_async_rl.data.supervised import SupervisedSource
+from megatron_async_rl.data.tokenizer import load_tokenizer
+from megatron_async_rl.flow.controller import (
+    STOP_ENGINES_S,
+    ControllerSpec,
+    DataState,
+    Handout,
+    start_controller,
+)
+from megatron_async_rl.flow.evaluation import EvalResult
+from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.rollout.cluster import join_ray
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.deadline import ray_get
+from megatron_async_rl.weights.export import Bucket
+from megatron_async_rl.weights.staging import Staging
+from megatron_async_rl.weights.transport import carrier
+
+DAY_S = 86400.0
+"""For what the controller watches itself: it ends a batch or an evaluation of which nothing
+comes."""
+LOOKAHEAD = 4
+"""An engine is given max_concurrent / LOOKAHEAD requests more than it decodes at a time, so that
+none of its places is empty."""
+
+
+class Batches(Protocol):
+    def next_batch(self, version: int) -> Handout | None:
+        """The batch that trains `version`; None when the user asked the run to stop."""
+
+    def publish(self, version: int, buckets: Iterator[Bucket]) -> None:
+        """Takes the weights `version`; the engines load them while the loop goes on."""
+
+    def evaluate(self, version: int) -> None:
+        """Begins to evaluate `version`, published before, on the held-out prompts; waits for the
+        evaluation before it, and, where the training engines evaluate, for this one."""
+
+    def evaluated(self, *, wait: bool = False) -> list[EvalResult]:
+        """Results since the last call; with `wait`, also of what is still being evaluated."""
+
+    def state(self) -> DataState: ...
+    def close(self) -> None: ...
+
+
+class RolloutBatches:
+    """The controller's handle, and the staged weights."""
+
+    def __init__(self, config: Config, device_type: str, position: DataState | None) -> None:
+        assert config.rollout is not None
+        self._timeout_s = config.watchdog.timeout_s
+        self._separate = config.eval is not None and config.eval.engines > 0
+        self._controller: Any = None
+        self._released: Any = None
+        """Answered once no engine reads a version before the one staged last."""
+        self._evaluation: Any = None
+        self._results: list[EvalResult] = []
+        self._staging = Staging(carrier(config.weights.transport))
+        spec, source = controller_spec(config, device_type), _source(config)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._reserved = join_ray(ranks_here if device_type == "cuda" and not spec.colocated else 0)
+        try:
+            self._controller = start_controller(source, spec)
+            limit_s = spec.start_timeout_s + self._timeout_s
+            ray_get(self._controller.start.remote(position), "the engines to start", limit_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def next_batch(self, version: int) -> Handout | None:
+        # The controller has a deadline, from the newest response on, and knows what is missing;
+        # here it only has to be there.
+        pending = self._controller.next_batch.remote(version)
+        handout: Handout | None = ray_get(pending, f"the batch for version {version}", DAY_S)
+        return handout
+
+    def publish(self, version: int, buckets: Iterator[Bucket]) -> None:
+        if self._released is not None:
+            # Each engine's load ends within the same time, and began before this wait; the
+            # collective around it has a longer deadline.
+            name = f"engines to be done with version {version - 2} before {version} takes its place"
+            ray_get(self._released, name, self._timeout_s)
+        manifest = self._staging.stage(version, buckets)
+        self._released = self._controller.staged.remote(version, manifest)
+
+    def evaluate(self, version: int) -> None:
+        self._take_result(wait=True)
+        self._evaluation = self._controller.evaluate.remote(version)
+        if not self._separate:
+            self._take_result(wait=True)
+
+    def evaluated(self, *, wait: bool = False) -> list[EvalResult]:
+        self._take_result(wait=wait)
+        results, self._results = self._results, []
+        return results
+
+    def _take_result(self, *, wait: bool) -> None:
+        pending = self._evaluation
+        if pending is not None and (wait or ray.wait([pending], timeout=0)[0]):
+            self._evaluation = None
+            result = ray_get(pending, "the evaluation", DAY_S)
+            self._results += [result] if result is not None else []
+
+    def state(self) -> DataState:
+        state: DataState = ray_get(
+            self._controller.state.remote(), "the controller's position", self._timeout_s
+        )
+        return state
+
+    def close(self) -> None:
+        if self._controller is not None:
+            closing = self._controller.close.remote()
+            with watch.doing("wait", "the controller to end the engines", 2 * STOP_ENGINES_S):
+                ray.wait([closing], timeout=2 * STOP_ENGINES_S)
+            ray.kill(self._controller)
+        self._staging.close()
+        ray.shutdown()
+
+
+class GivenResponses:
+    """Supervised; no engines, nobody to publish to or to evaluate."""
+
+    def __init__(self, config: Config, position: DataState | None) -> None:
+        tokenizer = load_tokenizer(config.model.path)
+        self._stop = config.run.dir / watch.STOP
+        self._source = SupervisedSource(
+            read_prompts(config.data.train, tokenizer, required=("prompt", "response")),
+            tokenizer,
+            prompts_per_step=config.flow.prompts_per_step,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            max_context=None,
+        )
+        if position is not None:
+            self._source.load_state(position.state)
+
+    def next_batch(self, version: int) -> Handout | None:
+        if self._stop.exists():
+            return None
+        return Handout(batch=self._source.next_batch(version), metrics={})
+
+    def publish(self, version: int, buckets: Iterator[Bucket]) -> None:
+        """There is nobody to send to, and nothing was gathered."""
+
+    def evaluate(self, version: int) -> None:
+        raise RuntimeError("a supervised run has no engines to sample with")
+
+    def evaluated(self, *, wait: bool = False) -> list[EvalResult]:
+        return []
+
+    def state(self) -> DataState:
+        return DataState(state=self._source.state())
+
+    def close(self) -> None:
+        pass
+
+
+def open_batches(config: Config, device_type: str, position: DataState | None) -> Batches:
+    """The batches that `config` asks for, from `position` (None: the beginning)."""
+    if config.supervised:
+        return GivenResponses(config, position)
+    return RolloutBatches(config, device_type, position)
+
+
+def controller_spec(config: Config, device_type: str) -> ControllerSpec:
+    rollout = config.rollout
+    assert rollout is not None
+    evaluators = config.eval.engines if config.eval is not None else 0
+    engines = [
+        EngineSpec(
+            index=index,
+            model_path=config.model.path,
+            dtype=config.model.dtype,
+            rollout=rollout,
+            seed=config.run.seed,
+            device="cuda" if device_type == "cuda" else "cpu",
+            log_dir=config.run.dir / "logs",
+            run_dir=config.run.dir,
+            first_version=-1,
+            transport=config.weights.transport,
+        )
+        for index in range(rollout.engines + evaluators)
+    ]
+    held_out = (
+        read_prompts(config.data.eval, load_tokenizer(config.model.path))
+        if config.eval is not None and config.data.eval is not None
+        else []
+    )
+    return ControllerSpec(
+        flow=config.flow,
+        engines=engines,
+        evaluators=evaluators,
+        fleet=FleetSettings(
+            capacity=rollout.max_concurrent + max(1, rollout.max_concurrent // LOOKAHEAD),
+            unresponsive_s=rollout.unresponsive_s,
+            update_timeout_s=config.watchdog.timeout_s,
+            restarts_per_hour=rollout.restarts_per_hour,
+            max_paused=config.weights.max_paused,
+        ),
+        colocated=rollout.placement == "colocated",
+        timeout_s=config.watchdog.timeout_s,
+        start_timeout_s=rollout.start_timeout_s,
+        on_reward_error=rollout.reward.on_error,
+        steps=config.run.steps,
+        fresh_steps=config.fresh_steps,
+        seed=config.run.seed,
+        **({"evaluation": config.eval} if config.eval is not None else {}),
+        held_out=held_out,
+        samples=config.samples,
+        run_dir=config.run.dir,
+    )
+
+
+def _source(config: Config) -> PromptSource:
+    prompts = read_prompts(config.data.train, load_tokenizer(config.model.path))
+    return PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)

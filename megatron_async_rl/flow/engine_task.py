@@ -1,0 +1,325 @@
+"""The life of one engine, from its first start to its end: one asyncio task.
+
+         +---------------------------------------------------------------+
+         v                                                               |
+    start --> load the newest staged version --> serve, and load newer --+--> lost: kill what is
+         (verified digest by digest)               versions in turn      |    left, back off
+                                                                         +--- start again
+Invariants:
+- an engine serves only once it holds a version whose digests it has proved, and what it holds is
+  known here only;
+- an engine is lost when a call fails, when its reports stop for `unresponsive_s`, when its vLLM is
+  silent for so long, or when it answers what it was not asked. It is killed at once, its requests
+  are given back, and nothing that it says later is heard;
+- starts follow each other after a growing, random delay, at most `restarts_per_hour` within an
+  hour; after that the engine is dead for good;
+- the first start of an engine of the configuration must succeed: it shows that the settings work;
+- weights that differ from the trainer's end the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
+from megatron_async_rl.rollout.engine_process import Engine
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.types import EngineReport, Request, Sample
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.deadline import await_named
+from megatron_async_rl.weights.manifest import WeightMismatch, require_equal
+
+REPORT_S = 1.0
+"""Longest time between two reports of an engine that has nothing to say; a quarter of
+`unresponsive_s` where that is less."""
+HOUR_S = 3600.0
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 60.0
+
+
+class Launch(Protocol):
+    """Starts an engine; `again`: in place of one that is gone."""
+
+    def __call__(self, spec: EngineSpec, *, again: bool) -> Awaitable[Engine]: ...
+
+
+class EngineLost(RuntimeError):
+    """The engine is of no more use. `suspect`: one of its requests may be the reason."""
+
+    def __init__(self, reason: str, *, suspect: bool = True) -> None:
+        super().__init__(reason)
+        self.suspect = suspect
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request and who may answer it: engines that hold at least version `least`. `answer`: of an
+    evaluation's request, which only engines that hold just that version may answer. `losses`:
+    engines that were lost while they had it."""
+
+    request: Request
+    least: int
+    answer: asyncio.Future[Sample] | None = None
+    losses: int = 0
+
+
+@dataclass(eq=False)
+class EngineSlot:
+    """One engine's place in the fleet: what it holds, what it was asked, and what it said last.
+    Written by its task and the fleet, read by everybody."""
+
+    spec: EngineSpec
+    evaluates: bool = False
+    """It only evaluates."""
+    engine: Engine | None = None
+    version: int = -1
+    serving: bool = False
+    leaving: bool = False
+    asleep: bool = False
+    """Colocated: from a batch until it has loaded newer weights, which wake it."""
+    dead: bool = False
+    """For good."""
+    lost: str = ""
+    """Why it is not there."""
+    restarts: int = 0
+    held: dict[str, Asked] = field(default_factory=dict)
+    aborting: set[str] = field(default_factory=set)
+    """Those held that it was told to stop."""
+    report: EngineReport | None = None
+
+    @property
+    def index(self) -> int:
+        return self.spec.index
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.held) and not self.asleep
+
+
+class Owner(Protocol):
+    """The fleet, which hears what becomes of an engine."""
+
+    def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
+        """Raises EngineLost where the engine answers what it was not asked."""
+
+    def on_version(self, slot: EngineSlot) -> None:
+        """The engine serves, and holds `slot.version`."""
+
+    def on_lost(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None: ...
+    def on_dead(self, slot: EngineSlot) -> None: ...
+    def on_error(self, error: BaseException) -> None:
+        """The run cannot go on."""
+
+
+class Restarts:
+    """When an engine may start again. `now`: seconds of a clock that never goes back."""
+
+    def __init__(
+        self,
+        per_hour: int,
+        now: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.per_hour = per_hour
+        self._now = now
+        self._chance = chance
+        self._begun: deque[float] = deque()
+
+    def begin(self) -> int:
+        """Counts one more start; returns its number within the hour, 0 where the hour has had
+        enough."""
+        while self._begun and self._now() - self._begun[0] >= HOUR_S:
+            self._begun.popleft()
+        if len(self._begun) >= self.per_hour:
+            return 0
+        self._begun.append(self._now())
+        return len(self._begun)
+
+    def delay_s(self) -> float:
+        """Before the start that was counted last: doubled with every start of the hour, times 0.5
+        to 1.5."""
+        longest = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (len(self._begun) - 1))
+        return longest * (0.5 + self._chance())
+
+
+class EngineTask:
+    """`update_timeout_s`: longest time to load a version. `note`: tells the user. `must_start`: its
+    first start must succeed."""
+
+    def __init__(
+        self,
+        slot: EngineSlot,
+        owner: Owner,
+        updates: WeightUpdates,
+        launch: Launch,
+        *,
+        unresponsive_s: float,
+        update_timeout_s: float,
+        restarts: Restarts,
+        note: Callable[[str], None],
+        must_start: bool,
+    ) -> None:
+        self.slot = slot
+        self._owner = owner
+        self._updates = updates
+        self._launch = launch
+        self._unresponsive_s = unresponsive_s
+        self._update_timeout_s = update_timeout_s
+        self._restarts = restarts
+        self._note = note
+        self._must_start = must_start
+        self._failed: asyncio.Future[None] | None = None
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The first start; raises EngineStartError."""
+        self.task = asyncio.create_task(self._run(), name=slot.name)
+
+    def fail(self, engine: Engine, reason: str, *, suspect: bool = True) -> None:
+        """A call to `engine` failed. One that is gone already is not lost again."""
+        if self.slot.engine is engine and self._failed is not None and not self._failed.done():
+            self._failed.set_exception(EngineLost(reason, suspect=suspect))
+
+    async def _run(self) -> None:
+        try:
+            again = False
+            while not self.slot.leaving:
+                error = await self._life(again=again)
+                again = True
+                if not self.started.done() and self._must_start:
+                    self.started.set_exception(error)
+                    return
+                if self.slot.leaving or not await self._wait_for_restart(error):
+                    return
+        except WeightMismatch as error:
+            self._owner.on_error(error)
+        except Exception as error:  # noqa: BLE001 - a mistake of ours must end the run, not a task
+            self._owner.on_error(error)
+        finally:
+            if not self.started.done():
+                self.started.cancel()
+
+    async def _life(self, *, again: bool) -> Exception:
+        """One start and what follows; returns what ended it. Raises WeightMismatch."""
+        slot = self.slot
+        engine: Engine | None = None
+        try:
+            async with self._updates.starting():
+                engine = await self._launch(slot.spec, again=again)
+            slot.engine = engine
+            self._failed = asyncio.get_running_loop().create_future()
+            if not self.started.done():
+                self.started.set_result(None)
+            if slot.spec.first_version >= 0:
+                self._serve(slot.spec.first_version)
+            await self._use(engine, self._failed)
+            raise AssertionError("an engine is used until it is lost")
+        except WeightMismatch:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
+            suspect = isinstance(error, EngineLost) and error.suspect
+            slot.engine, slot.serving, slot.asleep, slot.version = None, False, False, -1
+            self._updates.forget(slot.index)
+            self._owner.on_lost(slot, str(error), suspect=suspect)
+            if engine is not None:
+                engine.kill()
+            return error
+
+    async def _wait_for_restart(self, error: Exception) -> bool:
+        """False where there is none."""
+        slot, number = self.slot, self._restarts.begin()
+        if not number:
+            slot.dead = True
+            self._owner.on_dead(slot)
+            return False
+        self._note(
+            f"{slot.name} is lost and its prompts are asked again; restart {number} of"
+            f" {self._restarts.per_hour} within an hour. Why: {error}"
+        )
+        slot.restarts += 1
+        await asyncio.sleep(self._restarts.delay_s())
+        return True
+
+    async def _use(self, engine: Engine, failed: asyncio.Future[None]) -> None:
+        """Until the engine is lost; raises why."""
+        works: list[asyncio.Future[None]] = [
+            asyncio.ensure_future(self._listen(engine)),
+            asyncio.ensure_future(self._follow(engine)),
+            failed,
+        ]
+        try:
+            done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+            # A mismatch ends the run, whatever else went wrong at the same moment.
+            errors = [_error_of(one) for one in done]
+            raise next((e for e in errors if isinstance(e, WeightMismatch)), errors[0])
+        finally:
+            await cancel_all(works)
+
+    async def _follow(self, engine: Engine) -> None:
+        """Loads every version that is staged from now on, or the newest of those that came while
+        it waited for its turn."""
+        slot = self.slot
+        while True:
+            async with self._updates.loading(slot) as staged:
+                what = f"{slot.name} to take weights of version {staged.version}"
+                try:
+                    loaded = await await_named(
+                        what, engine.update(staged.version, staged.manifest), self._update_timeout_s
+                    )
+                except TimeoutError as error:
+                    raise EngineLost(str(error), suspect=False) from None
+                except Exception as error:
+                    reason = f"it failed to take weights of version {staged.version}: {error}"
+                    raise EngineLost(reason, suspect=False) from error
+                try:
+                    require_equal(slot.name, staged.manifest.digests, loaded)
+                except WeightMismatch as error:
+                    self._updates.halt(error)  # before the next engine's turn
+                    raise
+            watch.progress("weight updates")
+            self._serve(staged.version)
+
+    def _serve(self, version: int) -> None:
+        slot = self.slot
+        back = slot.restarts > 0 and not slot.serving
+        slot.version, slot.serving, slot.asleep, slot.lost = version, True, False, ""
+        self._owner.on_version(slot)
+        if back:
+            self._note(f"{slot.name} is back, with the weights of version {version}, verified")
+
+    async def _listen(self, engine: Engine) -> None:
+        """Takes in reports until the engine is of no more use; raises why."""
+        slot, patience_s = self.slot, self._unresponsive_s
+        wait = min(REPORT_S, patience_s / 4)
+        while True:
+            try:
+                with watch.doing("wait", f"a report of {slot.name}", patience_s):
+                    async with asyncio.timeout(patience_s):
+                        report = await engine.report(wait)
+            except TimeoutError:
+                raise EngineLost(
+                    f"it did not answer for {patience_s:g} s (rollout.unresponsive_s)"
+                ) from None
+            except Exception as error:
+                raise EngineLost(f"{type(error).__name__}: {error}") from error
+            if report.silent_s > patience_s:
+                raise EngineLost(
+                    f"its vLLM process did not answer for {report.silent_s:.0f} s"
+                    " (rollout.unresponsive_s)"
+                )
+            self._owner.take_in(slot, report)
+
+
+def _error_of(work: asyncio.Future[None]) -> BaseException:
+    """Why `work`, which was to go on, has ended. A call that others cancelled counts, too: as a
+    cancellation it would end the engine's task without a word."""
+    error = None if work.cancelled() else work.exception()
+    return error or EngineLost("a call to it was cancelled")

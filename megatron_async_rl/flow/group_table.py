@@ -1,0 +1,229 @@
+"""Where every admitted group is, what has come of it, and the counts: kept by the scheduler
+(scheduler.py), which decides.
+
+    enter --> running --on_sample--> finished --consume--> trained
+                 +---------------------+---------drop----> dropped, with a reason
+
+Invariants:
+- every group that entered is waiting (running or finished), consumed, or dropped with a reason:
+  `counts` balance at any time;
+- every request is answered or given up exactly once; one that is aborted stays open and is asked
+  again, with its tokens;
+- with dynamic sampling, at most PATIENCE batches' worth of equal groups are dropped for one batch's
+  worth that is kept; after that equal groups are kept as well, so that no run waits for ever;
+- what an answer costs does not depend on how many groups are waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+
+from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.flow.buffer import Buffer, GroupState, snapshot
+from megatron_async_rl.samples.types import Aborted, Request, Sample
+
+log = logging.getLogger(__name__)
+
+DROPPED = ("dropped_equal", "dropped_late", "dropped_failed")
+"""Reasons: equal rewards (dynamic sampling), late (`flow.late: drop`), a request that cost two
+engines."""
+
+COUNTED = ("admitted", "consumed", *DROPPED, "asked", "aborted", "given_up", "replayed")
+
+PATIENCE = 10
+"""Counted by the groups kept, not consumed: far ahead of the trainer, many batches are made before
+one trains."""
+
+
+@dataclass(eq=False)
+class DynamicSampling:
+    """DAPO's dynamic sampling: finished groups whose rewards are all equal teach nothing and are
+    dropped (arXiv 2503.14476, 3.2). `kept`: groups of the whole run. `dropped`: since a batch's
+    worth was last complete."""
+
+    prompts_per_step: int
+    kept: int = 0
+    dropped: int = 0
+
+    def drops(self, index: int, samples: Iterable[Sample]) -> bool:
+        """True where group `index`, which has just finished, is to be dropped. Counts it."""
+        equal = len({sample.reward for sample in samples if sample.valid}) <= 1
+        if equal and self.dropped < PATIENCE * self.prompts_per_step:
+            self.dropped += 1
+            return True
+        if equal:
+            log.warning(
+                "group %d is trained on although its rewards are equal: too few others are left",
+                index,
+            )
+        self.kept += 1
+        if self.kept % self.prompts_per_step == 0:
+            self.dropped = 0
+        return False
+
+
+class GroupTable:
+    """Groups in the order in which they entered. `counts`: see Scheduler.counts."""
+
+    def __init__(
+        self, flow: FlowConfig, on_dropped: Callable[[Sample, str], None] = lambda *_: None
+    ) -> None:
+        """`on_dropped`: told of each finished response that will not train, with the reason."""
+        self._on_dropped = on_dropped
+        self._group_size = flow.group_size
+        self._dynamic = DynamicSampling(flow.prompts_per_step) if flow.dynamic_sampling else None
+        self._waiting: dict[int, GroupState] = {}
+        self._answering: dict[int, GroupState] = {}
+        self._dropped: list[Sample] = []
+        self.due: dict[int, int] = {}
+        """How many of those that wait have which deadline; no deadline has none."""
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self.ready = self.open = 0
+        """Groups that are finished and wait; requests that are not answered."""
+        self.finished = 0
+        """Groups that have finished, whatever became of them."""
+
+    def load(self, buffer: Buffer) -> None:
+        """Groups come most urgent first."""
+        for entry in buffer.groups:
+            self.enter(entry)
+            if entry.finished is not None:
+                self.ready += 1
+                self.finished = max(self.finished, entry.finished + 1)
+        if self._dynamic is not None:
+            self._dynamic.kept, self._dynamic.dropped = buffer.equal
+
+    def enter(self, entry: GroupState) -> None:
+        """One more group waits."""
+        self._waiting[entry.index] = entry
+        if entry.open:
+            self._answering[entry.index] = entry
+        self.due[entry.deadline] = self.due.get(entry.deadline, 0) + 1
+        self.open += len(entry.open)
+        self.counts["admitted"] += 1
+        self.counts["asked"] += len(entry.open)
+
+    # Answers
+
+    def on_sample(self, sample: Sample, group: int) -> None:
+        """Takes in a response of `group`."""
+        entry = self._close(sample.id, group)
+        entry.samples.append(sample)
+        if entry.dropped:
+            self._dropped.append(sample)
+            self._on_dropped(sample, entry.dropped)
+        elif len(entry.samples) == self._group_size:
+            self._finish(entry)
+
+    def on_abort(self, aborted: Aborted, group: int) -> Request:
+        """The request to ask in place of one that was aborted: it goes on after the tokens that it
+        has."""
+        entry = self._answering.get(group)
+        if entry is None or aborted.id not in entry.open:
+            raise self._unexpected(aborted.id, group)
+        self.counts["aborted"] += 1
+        again = replace(entry.open[aborted.id], prefix=aborted.partial)
+        entry.open[aborted.id] = again
+        return again
+
+    def on_give_up(self, request: str, group: int) -> None:
+        """The request will not be asked again, so its group cannot be completed."""
+        entry = self._close(request, group)
+        self.counts["given_up"] += 1
+        if not entry.dropped:
+            self.drop(entry, "dropped_failed")
+
+    def _close(self, request: str, group: int) -> GroupState:
+        entry = self._answering.get(group)
+        if entry is None or request not in entry.open:
+            raise self._unexpected(request, group)
+        del entry.open[request]
+        self.open -= 1
+        if not entry.open:
+            del self._answering[entry.index]
+        return entry
+
+    @staticmethod
+    def _unexpected(request: str, group: int) -> RuntimeError:
+        return RuntimeError(
+            f"response {request} of group {group} came twice, or without being asked for"
+        )
+
+    def _finish(self, entry: GroupState) -> None:
+        entry.finished = self.finished
+        self.finished += 1
+        self.ready += 1
+        if self._dynamic is not None and self._dynamic.drops(entry.index, entry.samples):
+            self.drop(entry, "dropped_equal")
+
+    # Where a group goes
+
+    def drop(self, entry: GroupState, reason: str) -> None:
+        """Its samples, those that are there and those that still come, go to `drain_dropped`."""
+        self.ready -= entry.finished is not None
+        entry.dropped = reason.removeprefix("dropped_")
+        self._leave(entry)
+        self.counts[reason] += 1
+        self._dropped += entry.samples
+        for sample in entry.samples:
+            self._on_dropped(sample, entry.dropped)
+
+    def consume(self, entries: Collection[GroupState]) -> None:
+        """Finished groups train."""
+        for entry in entries:
+            self._leave(entry)
+        self.ready -= len(entries)
+        self.counts["consumed"] += len(entries)
+
+    def _leave(self, entry: GroupState) -> None:
+        del self._waiting[entry.index]
+        self.due[entry.deadline] -= 1
+        if not self.due[entry.deadline]:
+            del self.due[entry.deadline]
+
+    # What is where
+
+    def waiting(self) -> Collection[GroupState]:
+        """Neither consumed nor dropped, in the order in which they entered: a view."""
+        return self._waiting.values()
+
+    def running(self) -> Iterable[GroupState]:
+        """Those whose responses have not all come."""
+        return (entry for entry in self._waiting.values() if entry.finished is None)
+
+    def is_waiting(self, group: int) -> bool:
+        return group in self._waiting
+
+    def version_of(self, group: int) -> int | None:
+        """The version under which a group that has open requests was admitted."""
+        entry = self._answering.get(group)
+        return None if entry is None else entry.version
+
+    def open_requests(self) -> list[tuple[Request, int]]:
+        """Requests that are not answered, each with the version its group was admitted under."""
+        return [
+            (request, entry.version)
+            for entry in self._answering.values()
+            for request in entry.open.values()
+        ]
+
+    @property
+    def kept(self) -> int:
+        """Groups that entered and were not dropped."""
+        return self.counts["admitted"] - sum(self.counts[reason] for reason in DROPPED)
+
+    def drain_dropped(self) -> list[Sample]:
+        """Finished responses of dropped groups since the last call, whatever the reason."""
+        drained, self._dropped = self._dropped, []
+        return drained
+
+    def buffer(self) -> Buffer:
+        """A copy of what waits, as of now."""
+        dynamic = self._dynamic
+        return Buffer(
+            groups=tuple(snapshot(entry) for entry in self._waiting.values()),
+            equal=(dynamic.kept, dynamic.dropped) if dynamic is not None else (0, 0),
+        )

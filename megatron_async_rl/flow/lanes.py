@@ -1,0 +1,135 @@
+"""Requests that wait for an engine, and which engine gets them: no clocks, no tasks.
+
+Invariants:
+- requests that may be answered by the same engines wait in one lane, in order; evaluations go
+  first, then what was admitted under older versions;
+- a training request goes only to engines that hold at least its version, an evaluation's only to
+  engines that hold exactly its version;
+- an engine never holds more than `capacity` requests. While others are there that are still to load
+  the version that a request needs, it takes no more than its share: they will have room;
+- training and evaluation requests go to the engines of their kind; without evaluation engines both
+  kinds share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence, Sized
+from typing import Protocol, TypeVar
+
+from megatron_async_rl.flow.engine_task import Asked, EngineSlot
+from megatron_async_rl.samples.types import Request
+
+AFFINITY_LEAST = 8
+"""Requests by which an engine that knows the prompt may be fuller than the least loaded one, at the
+least."""
+GROUPS_REMEMBERED = 4096
+"""Newest groups whose engine is remembered, for its prefix cache."""
+
+LaneKey = tuple[bool, int]
+"""Training requests (else an evaluation's), and the version: lanes are served in this order."""
+Lane = OrderedDict[str, Asked]
+Batches = dict[int, list[Request]]
+"""By engine."""
+
+
+class Place(Protocol):
+    """An engine that could take a request."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def held(self) -> Sized: ...
+
+
+P = TypeVar("P", bound=Place)
+
+
+class Router:
+    """The least loaded engine with room, or one nearly as empty that knows the prompt. `capacity`:
+    requests that one engine holds at most."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._slack = max(AFFINITY_LEAST, capacity // 16)
+        self._last: OrderedDict[int, int] = OrderedDict()
+
+    def choose(self, slots: Sequence[P], group: int, limit: int) -> P | None:
+        """Null where none holds fewer than `limit`; of several that are as empty, the first.
+        Remembers where the group went."""
+        least = min(slots, key=lambda slot: len(slot.held), default=None)
+        if least is None or len(least.held) >= limit:
+            return None
+        last = self._last.get(group)
+        near = None if last is None else next((slot for slot in slots if slot.index == last), None)
+        if near is not None and len(near.held) < min(limit, len(least.held) + self._slack + 1):
+            return near
+        self._last[group] = least.index
+        if len(self._last) > GROUPS_REMEMBERED:
+            self._last.popitem(last=False)
+        return least
+
+
+class Lanes:
+    """`capacity`: requests that one engine holds at most. `separate`: engines of their own
+    evaluate."""
+
+    def __init__(self, capacity: int, *, separate: bool) -> None:
+        self._router = Router(capacity)
+        self._separate = separate
+        self._lanes: dict[LaneKey, Lane] = {}
+
+    def add(self, asked: Asked, *, first: bool = False) -> None:
+        """`first`: before those that wait already."""
+        lane = self._lanes.setdefault((asked.answer is None, asked.least), OrderedDict())
+        lane[asked.request.id] = asked
+        if first:
+            lane.move_to_end(asked.request.id, last=False)
+
+    def forget(self, requests: Iterable[Asked]) -> None:
+        """Those of them that still wait, wait no longer."""
+        for asked in requests:
+            for lane in self._lanes.values():
+                if lane.get(asked.request.id) is asked:
+                    del lane[asked.request.id]
+
+    def waiting(self) -> int:
+        """Training requests that no engine has yet."""
+        return sum(len(lane) for (training, _), lane in self._lanes.items() if training)
+
+    def place(self, slots: Sequence[EngineSlot]) -> Batches:
+        """Gives engines what they have room for and may answer; each `held` has it from now on."""
+        batches: Batches = {}
+        for key in sorted(self._lanes):
+            lane = self._lanes[key]
+            while lane:
+                asked = next(iter(lane.values()))
+                able, limit = self._eligible(asked, slots)
+                slot = self._router.choose(able, asked.request.group, limit)
+                if slot is None:
+                    break
+                lane.popitem(last=False)
+                slot.held[asked.request.id] = asked
+                batches.setdefault(slot.index, []).append(asked.request)
+            if not lane:
+                del self._lanes[key]
+        return batches
+
+    def _eligible(self, asked: Asked, slots: Sequence[EngineSlot]) -> tuple[list[EngineSlot], int]:
+        """The engines that may answer, and how many requests one of them may hold."""
+        evaluates = asked.answer is not None and self._separate
+        there = [
+            slot
+            for slot in slots
+            if slot.engine is not None and not slot.leaving and slot.evaluates == evaluates
+        ]
+        able = [slot for slot in there if slot.serving and slot.version >= asked.least]
+        if asked.answer is not None:
+            # What an evaluation that was given up left there ends before its id is asked again.
+            free = [one for one in able if asked.request.id not in one.held]
+            return [one for one in free if one.version == asked.least], self._router.capacity
+        if len(able) == len(there):
+            return able, self._router.capacity
+        requests = self.waiting() + sum(len(slot.held) for slot in there)
+        return able, min(self._router.capacity, math.ceil(requests / len(there)))

@@ -1,0 +1,259 @@
+"""The part of a run that only rank 0 has: batches, logs, status, timeline, evaluations; and its
+null twin, so that the loop is the same on every rank.
+
+Invariants:
+- a method whose docstring begins with "Collective" is called by all ranks at the same point; it
+  differs by rank only inside `Layout.from_rank_zero`;
+- `status.json` has the last state of the run, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow import buffer_file
+from megatron_async_rl.flow.batches import Batches, open_batches
+from megatron_async_rl.flow.controller import DataState, Handout
+from megatron_async_rl.flow.evaluation import EvalSchedule
+from megatron_async_rl.flow.staleness import max_lag
+from megatron_async_rl.flow.summary import MetricValue, summarise
+from megatron_async_rl.metrics.log import EvalLog, MetricsLog
+from megatron_async_rl.metrics.status import Status, write_status
+from megatron_async_rl.metrics.timeline import Timeline
+from megatron_async_rl.policy.checkpoint_folder import read_file
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.samples.rank_batch import RankBatch
+from megatron_async_rl.samples.types import TrainBatch
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.weights.export import Bucket
+
+
+class OtherRank:
+    """The part of every rank; on ranks other than 0, all there is."""
+
+    def __init__(self, config: Config, layout: Layout) -> None:
+        self.config = config
+        self.layout = layout
+        self.version = 0
+        self.schedule: EvalSchedule | None = None
+
+    def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
+        """The run is at `version`; `resumed`: what the checkpoint holds. `oldest`: the oldest
+        version whose tokens may train."""
+        self.version = version
+        evaluation = self.config.eval
+        if evaluation is not None:
+            means = {} if resumed is None else resumed["evaluated"]
+            self.schedule = EvalSchedule(
+                every=evaluation.every, steps=self.config.run.steps, means=means
+            )
+
+    def next_batch(self) -> TrainBatch | None:
+        """On rank 0: what trains this version; None when the user asked the run to stop."""
+        raise RuntimeError("only rank 0 takes batches")
+
+    def publish(self, version: int, buckets: Iterator[Bucket]) -> None:
+        """Collective: the gather runs on every rank, rank 0 stages; the engines load while the loop
+        goes on. A supervised run has nobody to send to."""
+        self.version = version
+        self.enter("publishing")
+        if self.config.rollout is not None:
+            self._stage(buckets)
+
+    def _stage(self, buckets: Iterator[Bucket]) -> None:
+        for _ in buckets:
+            pass
+
+    def evaluate(self) -> None:
+        """Collective where this version is evaluated or is the last one, whose result is waited
+        for: while rank 0 sees to that, the others wait as long as it takes."""
+        if self.schedule is None:
+            return
+        last, due = self.version == self.config.run.steps, self.schedule.due(self.version)
+        if due or last:
+            self.enter("waiting", "evaluation")
+            self.layout.from_rank_zero(lambda: self._evaluate(due=due, wait=last))
+        else:
+            self._take_evaluations(wait=False)
+
+    def _evaluate(self, *, due: bool, wait: bool) -> None:
+        """On rank 0."""
+
+    def _take_evaluations(self, *, wait: bool) -> None:
+        """On rank 0."""
+
+    def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
+        """One line of metrics for the step that has just ended."""
+
+    def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Collective: what a checkpoint of this version holds beside the policy, and its further
+        files. Evaluations of older versions are waited for: their weights will be gone."""
+        self.say("checkpointing")
+        self.enter("checkpointing")
+        if self.schedule is not None:
+            unfinished = self.schedule.unfinished(self.version)
+            self.layout.from_rank_zero(lambda: self._take_evaluations(wait=unfinished))
+        position = self._position()
+        state = {
+            "version": self.version,
+            "data": position.state if position else None,
+            "evaluated": self.schedule.means if self.schedule else {},
+            "model_path": str(self.config.model.path),
+        }
+        buffer = position.buffer if position else None
+        return state, {} if buffer is None else {buffer_file.NAME: buffer}
+
+    def _position(self) -> DataState | None:
+        return None
+
+    def say(self, phase: str, detail: str = "") -> None:
+        """Writes the run's status."""
+
+    def failed(self, error: BaseException) -> None:
+        """Writes what ended the run into its status."""
+
+    def enter(self, state: str, waiting_for: str = "") -> None:
+        """Says what this rank does from now on."""
+        watch.enter(
+            "wait" if waiting_for else "work", f"the {waiting_for}" if waiting_for else state
+        )
+
+    def close(self) -> None:
+        self.enter("ending")
+
+
+class Rank0(OtherRank):
+    """Rank 0. `begin` starts Ray, the controller and the engines."""
+
+    def __init__(self, config: Config, layout: Layout) -> None:
+        super().__init__(config, layout)
+        self._timeline = Timeline(config.run.dir, "rank 0")
+        self._log: MetricsLog | None = None
+        self._eval_log: EvalLog | None = None
+        self._batches: Batches | None = None
+        self._handout: Handout | None = None
+        self._state, self._since = "starting", time.monotonic()
+        self._spent: dict[str, float] = {}
+        """Seconds by what was done, since the last line of metrics."""
+
+    def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
+        super().begin(version, resumed, oldest)
+        config = self.config
+        self.say("starting", "Ray, engines and controller" if config.rollout else "data")
+        self._log = MetricsLog(
+            config.run.dir,
+            tensorboard=config.observe.tensorboard,
+            first_step=version + 1,
+            prometheus_port=config.observe.prometheus_port,
+        )
+        if self.schedule is not None:
+            self._eval_log = EvalLog(config.run.dir, self.schedule.means)
+        position = None
+        if resumed is not None:
+            buffer = read_file(config.run.dir / "checkpoint", buffer_file.NAME)
+            position = DataState(state=resumed["data"], buffer=buffer, oldest=oldest)
+        self._batches = open_batches(config, self.layout.device_type, position)
+
+    @property
+    def _open(self) -> Batches:
+        assert self._batches is not None, "begin comes first"
+        return self._batches
+
+    def next_batch(self) -> TrainBatch | None:
+        self._handout = self._open.next_batch(self.version)
+        return None if self._handout is None else self._handout.batch
+
+    def _stage(self, buckets: Iterator[Bucket]) -> None:
+        self._open.publish(self.version, buckets)
+
+    def _evaluate(self, *, due: bool, wait: bool) -> None:
+        if due and self.schedule is not None:
+            self.schedule.begin(self.version)
+            self.enter("evaluating")
+            self.say("evaluating", f"held-out prompts, version {self.version}")
+            self._open.evaluate(self.version)
+        self._take_evaluations(wait=wait)
+
+    def _take_evaluations(self, *, wait: bool) -> None:
+        if self.schedule is None or self._log is None:
+            return
+        for result in self._open.evaluated(wait=wait):
+            values = self.schedule.record(result)
+            if self._eval_log is not None:
+                self._eval_log.append(result.as_json())
+            self._log.evaluated(result.version, values)
+
+    def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
+        assert self._log is not None
+        assert self._handout is not None
+        norm = metrics.get("update/norm")
+        seen = summarise(
+            batch,
+            max_lag(self.config.flow.async_ratio),
+            norm if isinstance(norm, float) else None,
+        )
+        self._log.log(
+            self.version, {**metrics, **seen, **self._handout.metrics, **self._step_times()}
+        )
+        self.say("training")
+
+    def _step_times(self) -> dict[str, float]:
+        """Seconds of each part since the batch was asked for."""
+        self._spend()
+        spent, self._spent = self._spent, {}
+        times = {
+            "time/wait_batch_s": spent.get("waiting batch", 0.0),
+            "time/train_s": spent.get("training", 0.0),
+            "time/publish_s": spent.get("publishing", 0.0),
+        }
+        return times | {"time/step_s": sum(times.values())}
+
+    def _position(self) -> DataState:
+        # Nothing is handed out that has not trained, so the position is that of this version.
+        return self._open.state()
+
+    def say(self, phase: str, detail: str = "", error: str | None = None) -> None:
+        run = self.config.run
+        write_status(
+            run.dir,
+            Status(
+                phase=phase,
+                detail=detail,
+                step=self.version,
+                steps=run.steps,
+                time=time.time(),
+                before=self.schedule.before if self.schedule else None,
+                after=self.schedule.after if self.schedule else None,
+                error=error,
+                log=str(run.dir / "logs" / "rank_0.log"),
+            ),
+        )
+
+    def failed(self, error: BaseException) -> None:
+        try:
+            self.say("failed", error=f"{type(error).__name__}: {error}")
+        except OSError:  # such as a full disk, which then is the error itself
+            traceback.print_exc()
+
+    def enter(self, state: str, waiting_for: str = "") -> None:
+        super().enter(state, waiting_for)
+        self._timeline.enter(state, waiting_for)
+        self._spend()
+        self._state = f"{state} {waiting_for}".rstrip()
+
+    def _spend(self) -> None:
+        now = time.monotonic()
+        self._spent[self._state] = self._spent.get(self._state, 0.0) + now - self._since
+        self._since = now
+
+    def close(self) -> None:
+        watch.enter("work", "ending engines and Ray" if self.config.rollout else "ending")
+        self._timeline.close()
+        if self._batches is not None:
+            self._batches.close()
+        if self._log is not None:
+            self._log.close()

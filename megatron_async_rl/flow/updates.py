@@ -1,0 +1,228 @@
+"""Which version of the weights is staged, who reads it, and who may stand still to load it.
+
+    rank 0 --stage--> newest --loading--> each engine, when its turn comes
+    rank 0 <--until_released-- nobody reads an older version: its slot may be written again
+
+Invariants:
+- an engine loads the newest staged version, or, where it only evaluates, the one it is to evaluate;
+- of the engines that have work, at most `max_paused` stand still at a time, and one may always; one
+  without work, asleep, or not serving yet, loads at once;
+- all waits are for a version number or for a turn: what has been reached stays reached;
+- colocated: while the policy has the devices no engine starts, loads or wakes;
+- after `halt` nothing is loaded any more, and whoever waits for a version is told why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_async_rl.flow.errors import FlowError
+from megatron_async_rl.weights.manifest import Manifest
+
+
+class Signal:
+    """Wakes whoever waits for a condition, each time that something it may depend on has changed.
+    For one event loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def fire(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            await self._event.wait()
+
+
+async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:
+    """Returns when all have ended. Asks again: on Python 3.11 `asyncio.wait_for` loses a
+    cancellation that comes at the moment of its result."""
+    left = set(works)
+    while left:
+        for work in left:
+            work.cancel()
+        _, left = await asyncio.wait(left, timeout=0.5)
+
+
+class Reader(Protocol):
+    """An engine, as far as its weights go."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def evaluates(self) -> bool:
+        """True for one that only evaluates."""
+
+    @property
+    def version(self) -> int:
+        """The version it holds, verified; -1: none."""
+
+    @property
+    def serving(self) -> bool: ...
+    @property
+    def busy(self) -> bool:
+        """True while it samples, and would stand still to load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    version: int
+    manifest: Manifest
+    at: float
+    """When it was staged; monotonic seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One version on its way to the engines. `seconds`: staging, and from then until the last
+    engine so far held it. `paused_s`: longest time that an engine stood still for it."""
+
+    version: int
+    nbytes: int
+    seconds: float
+    paused_s: float
+
+
+class WeightUpdates:
+    """`engines`: all there are. `max_paused`: share of the serving engines."""
+
+    def __init__(self, engines: Callable[[], Iterable[Reader]], max_paused: float) -> None:
+        self._engines = engines
+        self._max_paused = max_paused
+        self._wanted: dict[int, Staged] = {}
+        """Versions that evaluation engines are to load, by index."""
+        self._loading: dict[int, int] = {}
+        """Version that is being read, by engine."""
+        self._paused: set[int] = set()
+        self._starting = 0
+        self._policy_has_devices = False
+        self._halted: BaseException | None = None
+        self._changed = Signal()
+        self.newest: Staged | None = None
+        self.last: Transfer | None = None
+        """The newest version that an engine has loaded; none before the first."""
+
+    def stage(self, version: int, manifest: Manifest) -> None:
+        """`version` can be read from now on, and the devices are the engines' again. Raises
+        ValueError unless it is newer."""
+        if self.newest is not None and version <= self.newest.version:
+            raise ValueError(
+                f"version {version} was staged after version {self.newest.version}: versions only"
+                " grow"
+            )
+        self.newest = Staged(version=version, manifest=manifest, at=time.monotonic())
+        self._policy_has_devices = False
+        self._changed.fire()
+
+    async def until_released(self, version: int) -> None:
+        """Returns when nobody reads, or is still to read, a version before `version`. Raises what
+        `halt` was given: then some may be reading still."""
+        await self._changed.until(
+            lambda: (
+                self._halted is not None
+                or min(
+                    (*self._loading.values(), *(one.version for one in self._wanted.values())),
+                    default=version,
+                )
+                >= version
+            )
+        )
+        if self._halted is not None:
+            raise self._halted
+
+    def want(self, indices: Iterable[int], version: int) -> None:
+        """Evaluation engines are to load `version`, which is the newest. Raises FlowError where it
+        is another."""
+        if self.newest is None or self.newest.version != version:
+            staged = "none" if self.newest is None else self.newest.version
+            raise FlowError(f"version {version} is to be evaluated, and staged is {staged}")
+        holds = {one.index for one in self._engines() if one.version == version}
+        self._wanted |= dict.fromkeys(set(indices) - holds, self.newest)
+        self._changed.fire()
+
+    def wants(self, index: int) -> bool:
+        """True while the engine is to load a version to evaluate it, and has not yet."""
+        return index in self._wanted
+
+    def forget(self, index: int) -> None:
+        """The engine is lost, or leaves: it reads nothing any more."""
+        self._wanted.pop(index, None)
+        self._loading.pop(index, None)
+        self._paused.discard(index)
+        self._changed.fire()
+
+    def halt(self, error: BaseException) -> None:
+        """Something is wrong with the weights: no engine is given any."""
+        self._halted = error
+        self._changed.fire()
+
+    @asynccontextmanager
+    async def loading(self, engine: Reader) -> AsyncIterator[Staged]:
+        """Waits until there is something to load for `engine`, and its turn; the body loads it."""
+        await self._changed.until(lambda: self._may_load(engine))
+        staged = self._target(engine)
+        assert staged is not None
+        self._loading[engine.index] = staged.version
+        if engine.serving and engine.busy:
+            self._paused.add(engine.index)
+        began = time.monotonic()
+        try:
+            yield staged
+            self._note(staged, began)
+        finally:
+            if self._wanted.get(engine.index) is staged:
+                del self._wanted[engine.index]
+            self._loading.pop(engine.index, None)
+            self._paused.discard(engine.index)
+            self._changed.fire()
+
+    def _target(self, engine: Reader) -> Staged | None:
+        staged = self._wanted.get(engine.index) if engine.evaluates else self.newest
+        return staged if staged is not None and staged.version > engine.version else None
+
+    def _may_load(self, engine: Reader) -> bool:
+        held_back = self._halted is not None or self._policy_has_devices
+        if held_back or self._target(engine) is None:
+            return False
+        serving = sum(one.serving and not one.evaluates for one in self._engines())
+        room = len(self._paused) < max(1, int(self._max_paused * serving))
+        return room or engine.evaluates or not (engine.serving and engine.busy)
+
+    def _note(self, staged: Staged, began: float) -> None:
+        now, last = time.monotonic(), self.last
+        paused_s = now - began
+        if last is not None and last.version > staged.version:
+            return
+        if last is not None and last.version == staged.version:
+            paused_s = max(paused_s, last.paused_s)
+        self.last = Transfer(
+            version=staged.version,
+            nbytes=staged.manifest.nbytes,
+            seconds=staged.manifest.seconds + now - staged.at,
+            paused_s=paused_s,
+        )
+
+    # Colocated: whose turn it is on the devices
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """The body starts an engine; it begins only while the devices are the engines'."""
+        await self._changed.until(lambda: not self._policy_has_devices)
+        self._starting += 1
+        try:
+            yield
+        finally:
+            self._starting -= 1
+            self._changed.fire()
+
+    async def give_devices_to_policy(self) -> None:
+        """Until the next version is staged. Returns when no engine is starting or loading."""
+        self._policy_has_devices = True
+        await self._changed.until(lambda: not self._starting and not self._loading)

@@ -1,0 +1,1 @@
+"""Starts a run: torchrun, rendezvous of nodes, run lock, signals."""

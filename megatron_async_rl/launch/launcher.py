@@ -1,0 +1,311 @@
+"""Starts a run's ranks on this machine, shows it living, and ends it whole. Over several machines,
+one launcher runs on each.
+
+The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which asks
+the ranks to stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills.
+A run in which nothing moves any more is ended too, and with it stands who waited for what. Whatever
+way the run ends, no process that it started stays behind: each carries the run's id in its
+environment and is found by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from megatron_async_rl.config.load import dump
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.launch.rendezvous import Nodes, PeerNodes, rendezvous
+from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir, usable
+from megatron_async_rl.launch.signals import deferred
+from megatron_async_rl.metrics.log import cut_unreadable
+from megatron_async_rl.metrics.status import Status, read_status, write_status
+from megatron_async_rl.report.progress import Progress, print_summary
+from megatron_async_rl.report.report import write_report
+from megatron_async_rl.watchdog import stall, watch
+from megatron_async_rl.watchdog.events import EventReader, Failure, first_failure, record_failure
+from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY, find_cause
+from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
+from megatron_async_rl.watchdog.progress_monitor import FOLDER
+from megatron_async_rl.watchdog.watchdog import Watchdog
+from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
+
+POLL_S = 0.25
+KILL_GRACE_S = 10.0
+CLOSING_S = 30.0
+"""Longest time for a rank that failed to stop its engines and itself."""
+START_S = 600.0
+"""Longest start of a run without engines; with engines their `rollout.start_timeout_s` counts."""
+FULL_BYTES = 2**20
+"""With less room than this, what a process had to say was perhaps not written."""
+INTERRUPTED = 130
+
+
+def launch(config: Config, console: Console, nodes: Nodes, peers: PeerNodes) -> int:
+    """Runs `config`, this machine's share of it, to its end, to Ctrl-C or to its failure; returns
+    the process exit code.
+
+    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not
+    go on without it). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
+    RunDirectoryError, NodesError.
+    """
+    run_dir = config.run.dir
+    with contextlib.ExitStack() as held:
+        lock = None
+        if nodes.rank == 0:
+            with usable(run_dir):
+                lock = held.enter_context(lock_run_dir(run_dir))
+                cut_unreadable(run_dir)
+        status = read_status(run_dir)
+        if config.run.resume == "never" and (run_dir / "metrics.jsonl").exists():
+            raise RunDirectoryError.at(
+                run_dir,
+                "already holds a run, and run.resume is never",
+                "choose another run.dir or run.resume: auto",
+            )
+        if status is not None and status.phase == "finished" and status.step >= config.run.steps:
+            console.print(
+                f"{run_dir} already holds this run, finished at step {status.step}. "
+                "To go on, raise run.steps; to repeat, change run.dir.",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+            print_summary(run_dir, console)
+            return 0
+        start_s = config.rollout.start_timeout_s if config.rollout is not None else START_S
+        if nodes.rank == 0:
+            with usable(run_dir):
+                _prepare_directory(config)
+        if nodes.count > 1:
+            console.print(
+                f"node {nodes.rank} of {nodes.count}: waiting for the other nodes, up to"
+                f" {start_s:g} s"
+            )
+        start = rendezvous(nodes, config, start_s, peers.refusal)
+        peers.close()
+        exit_code = _run(config, console, nodes, start, start_s, lock)
+    if exit_code == 0:
+        ended = read_status(run_dir)
+        if ended is not None and ended.phase == "finished":
+            if nodes.rank == 0:
+                write_report(run_dir)
+            print_summary(run_dir, console)
+            return 0
+        console.print(
+            f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command"
+            f" resumes. Run directory: {run_dir}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        return INTERRUPTED
+    if exit_code != INTERRUPTED:
+        _explain_failure(run_dir, console)
+    return exit_code
+
+
+def _run(
+    config: Config, console: Console, nodes: Nodes, start: str, start_s: float, lock: int | None
+) -> int:
+    """From the start of the ranks to the end of the last process."""
+    run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
+    standstill = None
+    with deferred() as interrupts:
+        process = _start_ranks(config, run_id, nodes, start, lock)
+        progress = Progress(run_dir, config.run.steps, console)
+        watchdog = Watchdog(
+            run_dir,
+            run_id,
+            timeout_s=config.watchdog.timeout_s,
+            start_s=start_s,
+            ranks=config.policy.parallel.ranks,
+            node=nodes.rank,
+            nodes=nodes.count,
+        )
+        try:
+            exit_code, standstill = _watch(
+                process, progress, watchdog, run_dir, console, nodes, interrupts
+            )
+        finally:
+            _kill_leftovers(run_id)
+            if standstill is not None:  # now that no rank writes a status of its own
+                _record_failure(run_dir, standstill)
+            watch.stop()
+            progress.close()
+    return exit_code
+
+
+def _prepare_directory(config: Config) -> None:
+    run_dir = config.run.dir
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / watch.STOP).unlink(missing_ok=True)
+    resolved = run_dir / "config.yaml"
+    text = dump(config)
+    if resolved.exists() and resolved.read_text() != text:
+        earlier = len(list(run_dir.glob("config.*.yaml")))
+        shutil.copy(resolved, run_dir / f"config.{earlier}.yaml")
+    resolved.write_text(text)
+    for log in (run_dir / "logs").glob("*.log"):
+        log.rename(log.with_suffix(".log.old"))
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+    (run_dir / stall.FILE).unlink(missing_ok=True)
+
+
+def _start_ranks(
+    config: Config, run_id: str, nodes: Nodes, start: str, lock: int | None
+) -> subprocess.Popen[bytes]:
+    """`lock`: a descriptor that torchrun holds, too, so that the directory is taken for as long as
+    there are ranks."""
+    run_dir = config.run.dir
+    environment = dict(os.environ)
+    environment[RUN_ID_VARIABLE] = run_id
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault(
+        "SPT_NOENV", "1"
+    )  # a process that gives itself a title would erase what it is found by
+    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    environment.setdefault("HF_HUB_OFFLINE", "1")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *nodes.torchrun(config.policy.parallel.ranks, start),
+        "-m",
+        "megatron_async_rl.train",
+        str(run_dir / "config.yaml"),
+    ]
+    name = "torchrun.log" if nodes.rank == 0 else f"torchrun_{nodes.rank}.log"
+    with open(run_dir / "logs" / name, "wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            pass_fds=() if lock is None else (lock,),
+        )
+
+
+def _watch(
+    process: subprocess.Popen[bytes],
+    progress: Progress,
+    watchdog: Watchdog,
+    run_dir: Path,
+    console: Console,
+    nodes: Nodes,
+    interrupts: Sequence[int],
+) -> tuple[int, stall.Stall | None]:
+    """The exit code, and what held the run up, if it stood still."""
+    stops = 0
+    earlier, failed_at = read_status(run_dir), float("inf")
+    events = EventReader(run_dir)
+    while process.poll() is None or (
+        process.returncode == 0 and nodes.rank > 0 and not _over(run_dir)
+    ):
+        progress.update()
+        for text in events.new():
+            console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+        status = read_status(run_dir)
+        if len(interrupts) > stops:
+            stops = len(interrupts)
+            if nodes.count == 1 and (status in (None, earlier) or status.phase == "starting"):
+                console.print(
+                    "Stopped before a step was made: nothing is lost, and the same command starts"
+                    " it again."
+                )
+                return INTERRUPTED, None
+            if stops > 1:
+                console.print(
+                    "Killed. The last checkpoint is intact; the same command resumes from it."
+                )
+                return INTERRUPTED, None
+            (run_dir / watch.STOP).touch()
+            console.print(
+                "Stopping after this step, with a checkpoint. Ctrl-C again kills at once."
+            )
+        if status is not None and status != earlier and status.phase == "failed":
+            failed_at = min(failed_at, time.monotonic())
+            if time.monotonic() - failed_at > CLOSING_S:
+                return 1, None
+        elif (standstill := watchdog.look()) is not None:
+            return 1, standstill
+        time.sleep(POLL_S)
+    progress.update()
+    return (0 if process.returncode == 0 else 1), None
+
+
+def _over(run_dir: Path) -> bool:
+    """True once rank 0 has recorded how the run ended."""
+    status = read_status(run_dir)
+    return status is not None and status.phase in ("finished", "stopped", "failed")
+
+
+def _record_failure(run_dir: Path, standstill: stall.Stall) -> None:
+    last = read_status(run_dir) or Status(phase="starting", step=0, steps=0, time=0.0)
+    log, now = str(run_dir / stall.FILE), time.time()
+    write_status(run_dir, replace(last, phase="failed", time=now, error=standstill.error, log=log))
+    kind = SECONDARY if standstill.consequence else PRIMARY
+    failure = Failure(process="launcher", what=standstill.error, where=log, kind=kind, time=now)
+    record_failure(run_dir, failure)
+
+
+def _kill_leftovers(run_id: str) -> None:
+    """Kills every process of the run, and gives back the memory that its weights took. A stopped
+    process would not react to SIGTERM."""
+    for send in (psutil.Process.terminate, psutil.Process.kill):
+        alive = of_run(run_id)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                (psutil.Process.kill if process.status() in STOPPED else send)(process)
+        psutil.wait_procs(alive, timeout=KILL_GRACE_S)
+    remove_stale(SHARED_MEMORY)
+
+
+def _explain_failure(run_dir: Path, console: Console) -> None:
+    """The cause and its file. Rank 0's own words are the fullest, unless what it met was another
+    process's death.
+
+    When a wait missed its deadline, also who waited for what.
+    """
+    failure = first_failure(run_dir)
+    cause = None
+    if failure is None or failure.kind != PRIMARY:
+        cause = find_cause(run_dir / "logs")
+    if cause is not None and (failure is None or cause.kind < failure.kind):
+        message, place = cause.message, f"{cause.file}:{cause.line}"
+    elif failure is not None:
+        message, place = failure.what, failure.where
+        message += f"\n  fix: {failure.fix}" if failure.fix else ""
+    else:
+        message, place = "no process left a message", str(run_dir / "logs")
+    console.print("[red bold]The run failed:[/] ", end="")
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Log: {place}", markup=False, highlight=False, soft_wrap=True)
+    if shutil.disk_usage(run_dir).free < FULL_BYTES:
+        words = (
+            f"The file system that holds {run_dir} is full, and logs may lack their last lines.\n "
+            " fix: make room there"
+        )
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
+    picture = stall.read_summary(run_dir)
+    if picture is not None:
+        console.print(
+            f"\nWho waited for what (stacks: {run_dir / stall.FILE}):",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(picture, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,89 @@
+"""One run at a time in a run's directory.
+
+Invariant: the directory is taken from before anything in it is changed until the launcher and the
+ranks it started have ended, however they end: the kernel gives the lock back, and torchrun holds it
+beside the launcher. On a file system without locks, as Lustre may be mounted, that is the user's to
+see to, and said.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.watchdog.processes import condition
+
+log = logging.getLogger(__name__)
+
+FILE = "lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class RunDirectoryError(UserError):
+    """The run directory cannot be used as the config asks."""
+
+    @classmethod
+    def at(cls, run_dir: Path, what: str, fix: str) -> Self:
+        return cls.of("run.dir", f"{run_dir} {what}", fix)
+
+
+@contextmanager
+def lock_run_dir(run_dir: Path) -> Iterator[int]:
+    """Takes `run_dir` (made if missing); yields the descriptor that holds it, for other processes
+    that shall hold it too.
+
+    Raises RunDirectoryError when another run has it, OSError when it cannot be written to.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run_dir / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirectoryError.at(run_dir, *_holder(descriptor)) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning(
+                "%s: no locks there (%s), so that a second run in it would not be noticed",
+                run_dir,
+                error.strerror,
+            )
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def usable(run_dir: Path) -> Iterator[None]:
+    """Turns an OSError of the file system into a RunDirectoryError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError.of(
+            "run.dir",
+            f"{error.filename or run_dir}: {error.strerror or error}",
+            "make room or permissions there, or choose another run.dir",
+        ) from error
+
+
+def _holder(descriptor: int) -> tuple[str, str]:
+    """(what, fix): the process that holds the lock, from what it wrote into the file."""
+    pid, _, host = os.read(descriptor, 300).decode(errors="replace").strip().partition(" ")
+
+    if host == socket.gethostname() and pid.isdecimal() and condition(int(pid)) is None:
+        what = f"is in use: `mar train` (pid {pid}) was killed, and its ranks stop after their step"
+        return what, "try again in a moment, or choose another run.dir"
+
+    what = f"is in use: `mar train` runs in it (pid {pid} on {host})"
+    return what, f"stop that one (kill -INT {pid}) or choose another run.dir"

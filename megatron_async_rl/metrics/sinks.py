@@ -1,0 +1,168 @@
+"""The sinks of a line of metrics besides `RUN/metrics.jsonl`: TensorBoard and Prometheus.
+
+Both are given checked values and know nothing of the log. A list becomes a histogram in
+TensorBoard, or a scalar for each engine (`engine/tokens/0`, ...); in Prometheus one gauge with a
+label: `engine` for what every engine has, else `bin`, the smallest value its count is of.
+
+Invariants:
+- what a sink was given is on disk, or served, when the call returns;
+- Prometheus serves one whole line, never parts of two; a key that the newest line does not have is
+  not served, but for the newest evaluation, which is served until the next one, so that a scrape
+  finds it however short the steps are;
+- the process's other prometheus clients (vLLM's, Ray's) are not in it: the registry is our own.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics.catalogue import METRICS, Value, find_metric
+
+ADDRESS_FILE = "prometheus.txt"
+"""In the run directory: where Prometheus can scrape, while it can."""
+
+
+class Sink(Protocol):
+    def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
+        """The numbers of a step; `time` in Unix seconds."""
+
+    def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
+        """The numbers of the held-out evaluation of a version."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files through TensorBoard's own writer: no torch."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        """Opens a new event file. What earlier files hold from `first_step` on, TensorBoard
+        discards."""
+        self._writer = EventFileWriter(str(directory))
+        self._writer.add_event(
+            Event(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        )
+
+    def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
+        summary = Summary()
+        for name, value in values.items():
+            if not isinstance(value, list):
+                summary.value.add(tag=name, simple_value=value)
+            elif METRICS[name].kind == "per engine":
+                for engine, number in enumerate(value):
+                    summary.value.add(tag=f"{name}/{engine}", simple_value=number)
+            else:
+                doubling = METRICS[name].kind == "doubling counts"
+                summary.value.add(tag=name, histo=_histogram(value, doubling=doubling))
+        self._writer.add_event(Event(step=step, wall_time=time, summary=summary))
+        self._writer.flush()
+
+    def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
+        """At the version evaluated, which may be steps before the newest."""
+        self.write(version, time, values)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Prometheus:
+    """The newest line over HTTP, from a thread of this process, on all of the machine's addresses:
+    a gauge `mar_<key>` for each number, a counter `mar_<key>_total` for each count so far."""
+
+    def __init__(self, run_dir: Path, port: int) -> None:
+        """`port` 0 takes a free one; the address is in RUN/prometheus.txt and in this process's
+        log.
+
+        Raises UserError for a port that is already in use.
+        """
+        self._newest = _NewestLine()
+        registry = CollectorRegistry()
+        registry.register(self._newest)
+        try:
+            self._server, self._thread = start_http_server(port, registry=registry)
+        except OSError as error:
+            raise UserError.of(
+                "observe.prometheus_port",
+                f"cannot listen on port {port}: {error.strerror or error}",
+                "name a free port, 0 to have one found, or null to serve nothing",
+            ) from error
+        self.port = int(self._server.server_port)
+        self._file = run_dir / ADDRESS_FILE
+        address = f"http://{socket.gethostname()}:{self.port}/metrics"
+        self._file.write_text(f"{address}\n", encoding="utf-8")
+        sys.stderr.write(f"metrics for Prometheus at {address}\n")
+
+    def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
+        self._newest.line = {"step": step, **values}
+
+    def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
+        self._newest.evaluation = dict(values)
+
+    def close(self) -> None:
+        self._file.unlink(missing_ok=True)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _NewestLine(Collector):
+    def __init__(self) -> None:
+        self.line: Mapping[str, Value] = {}
+        self.evaluation: Mapping[str, Value] = {}
+
+    def describe(self) -> list[Family]:
+        """Nothing is promised: a registry without this would collect at once to learn the names."""
+        return []
+
+    def collect(self) -> Iterator[Family]:
+        for name, value in (*self.line.items(), *self.evaluation.items()):
+            metric = find_metric(name)
+            about = f"{metric.meaning} Unit: {metric.unit}." if metric else "Optimizer steps done."
+            kind = metric.kind if metric else "number"
+            if not isinstance(value, list):
+                family = CounterMetricFamily if kind == "total" else GaugeMetricFamily
+                yield family(gauge_name(name), about, value=value)
+                continue
+
+            label = "engine" if kind == "per engine" else "bin"
+            gauge = GaugeMetricFamily(gauge_name(name), about, labels=[label])
+            for index, entry in enumerate(value):
+                gauge.add_metric([str(2**index if kind == "doubling counts" else index)], entry)
+            yield gauge
+
+
+def gauge_name(key: str) -> str:
+    """`lag/start_max` -> `mar_lag_start_max`."""
+    return "mar_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
+
+
+def _histogram(counts: Sequence[float], *, doubling: bool) -> HistogramProto:
+    """`counts[i]` values equal to i or, doubling, from 2^i up to 2^(i + 1); those count as the
+    bin's middle in the sums."""
+    bins = range(len(counts))
+    middles = [1.5 * 2**index - 0.5 if doubling else index for index in bins]
+    weighted = list(zip(middles, counts, strict=True))
+    used = [middle for middle, count in weighted if count]
+    return HistogramProto(
+        min=used[0] if used else 0,
+        max=used[-1] if used else 0,
+        num=sum(counts),
+        sum=sum(middle * count for middle, count in weighted),
+        sum_squares=sum(middle * middle * count for middle, count in weighted),
+        bucket_limit=[2 ** (index + 1) - 0.5 if doubling else index + 0.5 for index in bins],
+        bucket=counts,
+    )

@@ -1,0 +1,65 @@
+"""`RUN/status.json`: what the run is doing now, in one small file that rank 0 replaces whole.
+
+Invariant: a reader sees the previous status or the next one, never a half of either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from megatron_async_rl.config.problem import UserError
+
+FILE = "status.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    phase: str
+    """`starting`, `evaluating`, `training`, `checkpointing`, `exporting`, `stopping`, `stopped`,
+    `finished` or `failed`."""
+    step: int
+    """Optimizer steps done."""
+    steps: int
+    """Optimizer steps in the whole run."""
+    time: float
+    """Unix seconds of the moment it was written."""
+    detail: str = ""
+    before: float | None = None
+    """Held-out mean reward before the first step; None while not measured."""
+    after: float | None = None
+    """Held-out mean reward after the last step."""
+    error: str | None = None
+    log: str | None = None
+    """The file that has the rest of `error`."""
+
+
+def write_status(run_dir: Path, status: Status) -> None:
+    """Replaces the status of the run in `run_dir` (made if missing)."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    partial = run_dir / f"{FILE}.{os.getpid()}.partial"
+    partial.write_text(json.dumps(asdict(status)) + "\n")
+    os.replace(partial, run_dir / FILE)
+
+
+def read_status(run_dir: Path) -> Status | None:
+    """The last status written, or None before the first.
+
+    Raises UserError when the file is not a status (another program's, or another version's).
+    """
+    path = run_dir / FILE
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    known = {field.name for field in fields(Status)}
+    try:
+        return Status(**{key: value for key, value in json.loads(text).items() if key in known})
+    except (json.JSONDecodeError, AttributeError, TypeError) as error:
+        raise UserError.of(
+            "run.dir",
+            f"{path} is not a run's status ({error})",
+            "delete it, or choose another run.dir",
+        ) from error

@@ -1,0 +1,88 @@
+"""The trained tokens of each sequence as a row of a grid, in order, for estimators that look along
+a response.
+
+Invariant: environment tokens take no time. A discount counts trained tokens, and nothing flows from
+or to a masked one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_async_rl.objectives.batch import TokenBatch
+
+
+@dataclass(frozen=True, eq=False)
+class TokenGrid:
+    """M trained tokens of S sequences, the longest of which has T (at least 1).
+
+    token: [M] int64, the token's index in the batch; row: [M], its sequence; column: [M], its
+    number among the sequence's trained tokens; position: [M], its number among all of the
+    sequence's tokens. Ordered by row, then column.
+    """
+
+    token: Tensor
+    row: Tensor
+    column: Tensor
+    position: Tensor
+    rows: int
+    columns: int
+    total: int
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> TokenGrid:
+        order = torch.argsort(batch.sequence, stable=True)
+        position = _number_in_run(batch.sequence[order])
+        trained = batch.mask[order] > 0
+        token, position = order[trained], position[trained]
+        row = batch.sequence[token]
+        column = _number_in_run(row)
+        columns = int(column.max()) + 1 if len(column) else 1
+        return cls(token, row, column, position, batch.sequences, columns, len(batch.sequence))
+
+    def by_sequence(self, values: Tensor) -> Tensor:
+        """[N] -> [S, T], 0 beyond a sequence's end."""
+        empty = values.new_zeros(self.rows, self.columns)
+        return empty.index_put((self.row, self.column), values[self.token])
+
+    def flat(self, grid: Tensor) -> Tensor:
+        """[S, T] -> [N], 0 where the mask is 0."""
+        return self.on_tokens(grid[self.row, self.column])
+
+    def on_tokens(self, values: Tensor) -> Tensor:
+        """[M] -> [N], 0 where the mask is 0."""
+        return values.new_zeros(self.total).index_put((self.token,), values)
+
+
+def _number_in_run(sorted_ids: Tensor) -> Tensor:
+    """[n] sorted -> [n]: how many equal entries come before each."""
+    index = torch.arange(len(sorted_ids))
+    return index - torch.searchsorted(sorted_ids, sorted_ids)
+
+
+def discounted_sums(values: Tensor, discount: float) -> Tensor:
+    """[..., T] -> [..., T]: sum over j >= t of discount^(j - t) values[j].
+
+    Doubles the reach of every sum until it spans T, so it takes log2 T passes, and a sum of one
+    value and zeros is exact.
+    """
+    reach, factor = 1, discount
+    while reach < values.shape[-1]:
+        values = values + factor * torch.nn.functional.pad(values[..., reach:], (0, reach))
+        reach, factor = 2 * reach, factor * factor
+    return values
+
+
+def sums_to_end_of_run(values: Tensor, run: Tensor) -> Tensor:
+    """[M] -> [M]: sum of the value and those after it in its run; run: [M] int64, sorted."""
+    if not len(run):
+        return values
+    row = torch.unique_consecutive(run, return_inverse=True)[1]
+    column = _number_in_run(row)
+    grid = values.new_zeros(int(row[-1]) + 1, int(column.max()) + 1).index_put(
+        (row, column), values
+    )
+    return discounted_sums(grid, 1.0)[row, column]

@@ -1,1 +1,0 @@
-"""Corrections of off-policy data: a factor on each token's loss. Pure functions, one file each."""

@@ -1,0 +1,199 @@
+"""Off-policy data: the proximal policy that ratios are taken against, and corrections. Pure
+functions.
+
+The proximal policy is what the ratio r = pi / pi_prox is taken against:
+
+    behavior    logp_prox = logp_behavior
+    recompute   the trainer's weights at the start of the step. A batch is consumed by one optimizer
+                step, so these are the weights that `logp` is computed with: its detached value is
+                exact and needs no second pass
+    loglinear   logp_behavior + a (sg(logp) - logp_behavior), a = 1 - 1/d, d the token's lag; a = 0
+                at lag 0 (A-3PO, arXiv 2512.06547)
+    ewma        log-probs under an exponential average of the trainer's weights; precomputed
+    snapshot    log-probs under the trainer's copy of the very version that sampled the token
+                (arXiv 2605.12070); precomputed
+
+A correction is a factor on each token's loss; 0 rejects it. rho = pi_prox / mu is the ratio that
+corrections weigh by or look at.
+
+Invariant: sequence statistics run over the tokens that corrections before this one kept.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
+from megatron_async_rl.objectives.method import Column
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.corrections import (
+        IcepopCorrection,
+        OpsmCorrection,
+        RejectCorrection,
+        TisCorrection,
+        TokenVetoCorrection,
+    )
+    from megatron_async_rl.config.objective import Proximal
+
+
+SMALLEST_MEAN = 1e-8
+"""A mean weight below it is not divided by."""
+
+
+def columns_for_proximal(proximal: Proximal) -> set[Column]:
+    """The columns that have to be precomputed to know logp_prox over the whole batch."""
+    if proximal == "behavior":
+        return set()
+    return {"logp"} if proximal in ("recompute", "loglinear") else {"logp_prox"}
+
+
+def proximal_logp(batch: TokenBatch, proximal: Proximal, precomputed: Tensor | None) -> Tensor:
+    """[N]. `batch.logp`: detached, under the weights at the start of the step (nan gives nan).
+
+    precomputed: [N], for ewma and snapshot.
+    """
+    if proximal == "behavior":
+        return batch.logp_behavior
+    if proximal == "recompute":
+        return batch.logp
+    if proximal == "loglinear":
+        lag = batch.require("lag").clamp(min=1)
+        return batch.logp_behavior + (1.0 - 1.0 / lag) * (batch.logp - batch.logp_behavior)
+    return precomputed.double() if precomputed is not None else batch.logp_prox
+
+
+def proximal_metrics(batch: TokenBatch, precomputed: Tensor | None) -> dict[str, float]:
+    """`ratio/prox_diff_max`: largest |logp_prox - logp_behavior| of a trained token, where
+    logp_prox was precomputed.
+
+    With `snapshot`, and responses whose cache is recomputed at every update, it is rounding: the
+    trainer and the engine disagree about a token, or about the version that sampled it, where it is
+    more.
+    """
+    if precomputed is None or not batch.mask.any():
+        return {}
+    difference = (precomputed.double() - batch.logp_behavior).abs()[batch.mask > 0]
+    return {"ratio/prox_diff_max": float(difference.max())}
+
+
+def log_ratios(batch: TokenBatch) -> Tensor:
+    """[N]: log rho, clamped to +-LOG_RATIO_BOUND."""
+    return (batch.logp_prox - batch.logp_behavior).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def importance_ratios(batch: TokenBatch, level: Literal["token", "sequence"]) -> Tensor:
+    """[N]: each token's rho, or the product over its sequence; in log space clamped to
+    +-LOG_RATIO_BOUND."""
+    if level == "token":
+        return log_ratios(batch).exp()
+    product = seen(batch).sequence_sum(batch.logp_prox - batch.logp_behavior)
+    return product.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[batch.sequence]
+
+
+def seen(batch: TokenBatch) -> TokenBatch:
+    """The batch with the mask of what corrections so far have kept."""
+    return batch.replace(mask=batch.kept())
+
+
+def normalized(weights: Tensor, batch: TokenBatch, level: Literal["token", "sequence"]) -> Tensor:
+    """[N] -> [N] with mean 1 over the kept tokens, or, level `sequence`, over the sequences that
+    have any. Whole batches only."""
+    kept = seen(batch)
+    if level == "token":
+        mean = kept.sequence_sum(weights).sum() / kept.mask.sum().clamp(min=1)
+    else:
+        mean = kept.sequence_mean(weights).sum() / (kept.lengths() > 0).sum().clamp(min=1)
+    return weights / torch.where(mean > SMALLEST_MEAN, mean, 1.0)
+
+
+def tis(batch: TokenBatch, settings: TisCorrection) -> Tensor:
+    """Truncated importance sampling (Ionides 2008, doi 10.1198/106186008X320456), between rollout
+    engine and trainer as in Yao et al. 2025, fengyao.notion.site/off-policy-rl; for distributed
+    actors: V-trace, arXiv 1802.01561.
+
+    min(rho_t, cap), or for `level: sequence` min(prod_t rho_t, cap) on each of its tokens; rho =
+    pi_prox / mu. [N].
+
+    `normalize` divides by the mean over the kept tokens of the whole batch (`token`), or over its
+    sequences (`sequence`), after truncation.
+    """
+    weights = importance_ratios(batch, settings.level).clamp(max=settings.cap)
+    return normalized(weights, batch, settings.level) if settings.normalize else weights
+
+
+def icepop(batch: TokenBatch, settings: IcepopCorrection) -> Tensor:
+    """IcePop (arXiv 2510.18855, ringtech.notion.site/icepop): a ratio out of bounds takes no part.
+
+    rho_t where low <= rho_t <= high, else 0; rho = pi_prox / mu, or its product over the
+    sequence. [N].
+
+    `normalize` divides by the mean over the tokens that came in (`token`) or their sequences
+    (`sequence`), zeros included.
+    """
+    rho = importance_ratios(batch, settings.level)
+    weights = torch.where((rho >= settings.low) & (rho <= settings.high), rho, 0.0)
+    return normalized(weights, batch, settings.level) if settings.normalize else weights
+
+
+def reject(batch: TokenBatch, settings: RejectCorrection) -> Tensor:
+    """Rejection by a statistic of the mismatch between pi_prox and mu (Liu, Li et al. 2025, "When
+    Speed Kills Stability", richardli.xyz/rl-collapse; estimators k1, k2, k3:
+    joschu.net/blog/kl-approx.html).
+
+    1 where low <= statistic <= high, else 0, of the token or of its whole sequence. [N].
+
+    With l = log rho clamped to +-20, tokens of mu: ratio e^l; estimates of KL(mu || pi_prox) k1 =
+    -l, k2 = l^2 / 2, k3 = e^l - 1 - l. sequence_sum and sequence_mean: of the estimates;
+    sequence_product: e^(sum l); sequence_geometric: e^(mean l). Ratios are compared in log space,
+    so a product cannot overflow.
+    """
+    log_rho = log_ratios(batch)
+    low, high = settings.low, settings.high
+    if settings.statistic == "ratio":
+        values = log_rho
+        low, high = (None if bound is None else math.log(bound) for bound in (low, high))
+    elif settings.statistic == "k1":
+        values = -log_rho
+    elif settings.statistic == "k2":
+        values = 0.5 * log_rho.square()
+    else:
+        values = torch.expm1(log_rho) - log_rho
+    if settings.level in ("sequence_sum", "sequence_product"):
+        values = seen(batch).sequence_sum(values)[batch.sequence]
+    elif settings.level in ("sequence_mean", "sequence_geometric"):
+        values = seen(batch).sequence_mean(values)[batch.sequence]
+    keep = torch.ones_like(batch.mask, dtype=torch.bool)
+    if low is not None:
+        keep &= values >= low
+    if high is not None:
+        keep &= values <= high
+    return keep.to(batch.mask.dtype)
+
+
+def token_veto(batch: TokenBatch, settings: TokenVetoCorrection) -> Tensor:
+    """Token veto: one token that the proximal policy all but excludes condemns its sequence (Liu,
+    Li et al. 2025, richardli.xyz/rl-collapse).
+
+    0 on every token of a sequence in which any kept token has rho = pi_prox / mu < threshold,
+    else 1. [N]."""
+    vetoes = (log_ratios(batch) < math.log(settings.threshold)).to(batch.mask.dtype)
+    return (seen(batch).sequence_sum(vetoes) == 0).to(batch.mask.dtype)[batch.sequence]
+
+
+def opsm(batch: TokenBatch, settings: OpsmCorrection) -> Tensor:
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): bad responses that the policy
+    has moved away from teach nothing more.
+
+    0 where A < 0 and the sequence's mean over kept tokens of log(pi_prox / pi) is above delta,
+    else 1. [N].
+
+    Where all tokens of a response share an advantage this drops the sequence; otherwise its tokens
+    of negative advantage.
+    """
+    drift = seen(batch).sequence_mean(batch.logp_prox - batch.logp)[batch.sequence]
+    return (~((batch.advantages < 0) & (drift > settings.delta))).to(batch.mask.dtype)

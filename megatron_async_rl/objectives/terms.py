@@ -1,0 +1,116 @@
+"""Terms beside the loss itself: what shapes the reward (length, a KL penalty per token) or is added
+to the loss (a KL penalty, the value head's own loss).
+
+The value head learns the returns that the advantage estimator made from its own estimates:
+
+    loss      0.5 (V - R)^2                                  (PPO, arXiv 1707.06347, eq. 9)
+    clipped   0.5 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)
+
+V_old comes from the weights at the start of the step. With one optimizer step per batch V equals
+it, so clipping does nothing there, as PPO's clip of a ratio to the own start weights does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ValueConfig
+
+
+def shaped_rewards(
+    batch: TokenBatch, lengths: NDArray[np.int64], config: ObjectiveConfig
+) -> Tensor:
+    """[S]: R, minus DAPO's soft overlong punishment penalty * clip((length - (max_length - buffer))
+    / buffer, 0, 1)."""
+    rewards = batch.require("rewards")
+    if config.overlong is None:
+        return rewards
+    length = torch.tensor(lengths, dtype=rewards.dtype)
+    start = config.overlong.max_length - config.overlong.buffer
+    return rewards - config.overlong.penalty * ((length - start) / config.overlong.buffer).clamp(
+        0.0, 1.0
+    )
+
+
+def kl_penalty(batch: TokenBatch, kl: KlConfig | None) -> Tensor:
+    """[N]: coef * KL estimate on each trained token where the penalty is taken from the reward,
+    else 0."""
+    if kl is None or kl.where != "reward":
+        return torch.zeros_like(batch.mask)
+    log_ratio = (batch.logp - batch.require("logp_ref")).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return kl.coef * kl_estimate(log_ratio, kl.estimator) * batch.mask
+
+
+def token_rewards(batch: TokenBatch, penalty: Tensor) -> Tensor:
+    """[N] of a whole batch, its sequences one after another: what each trained token is rewarded
+    with, 0 where the mask is 0. Sums to `rewards` minus the penalty [N].
+
+    A step reward on an environment token goes to the trained token before it, or to the first one
+    where there is none. The rest of the sequence's reward (all of it without step rewards; what
+    shaping has changed) goes to its last trained token. A sequence without trained tokens has no
+    rewards.
+    """
+    rewards = -penalty
+    position, trained = torch.arange(len(batch.sequence)), batch.mask > 0
+    ends = torch.full((batch.sequences,), -1)
+    last = ends.scatter_reduce(0, batch.sequence, torch.where(trained, position, -1), "amax")
+    has = last >= 0
+    rest = batch.require("rewards")
+    if batch.step_rewards is not None:
+        beyond = len(position)
+        first = torch.full_like(ends, beyond).scatter_reduce(
+            0, batch.sequence, torch.where(trained, position, beyond), "amin"
+        )
+        before = torch.cummax(torch.where(trained, position, -1), 0).values if beyond else position
+        owner = torch.maximum(before, first[batch.sequence])
+        given = has[batch.sequence]
+        rewards = rewards.index_add(0, owner[given], batch.step_rewards[given])
+        rest = rest - torch.zeros_like(rest).index_add(0, batch.sequence, batch.step_rewards)
+    rewards[last[has]] += rest[has]
+    return rewards
+
+
+def kl_estimate(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimators of KL(pi || pi_ref) from samples of pi (Schulman, joschu.net/blog/kl-approx.html).
+
+    [N] from l = log(pi / pi_ref), [N]: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l.
+
+    k1 and k3 are unbiased in value, k2 and k3 are never negative. As a loss, only k2's gradient is
+    that of the KL divergence on average (k1's is 0 on average).
+    """
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+def value_loss(batch: TokenBatch, settings: ValueConfig) -> Tensor:
+    """[N] with gradient in `values`; before mask and aggregation."""
+    values, returns = batch.require("values"), batch.require("returns")
+    error = (values - returns).square()
+    if settings.clip is not None:
+        old = batch.require("values_old")
+        near = old + (values - old).clamp(-settings.clip, settings.clip)
+        error = torch.maximum(error, (near - returns).square())
+    return 0.5 * error
+
+
+def value_metrics(whole: TokenBatch) -> dict[str, float]:
+    """Explained variance of a whole batch with `values` and `returns`: 1 - Var(R - V) / Var(R) over
+    trained tokens; nothing where all returns are equal."""
+    if whole.values is None or whole.returns is None:
+        return {}
+    trained = whole.mask > 0
+    returns, values = whole.returns[trained], whole.values[trained]
+    if len(returns) < 2 or not float(returns.var()):
+        return {}
+    return {"value/explained_variance": 1.0 - float((returns - values).var() / returns.var())}

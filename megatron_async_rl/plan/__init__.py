@@ -1,0 +1,1 @@
+"""Plan of a config: preflight checks, processes, memory, overlap."""

@@ -1,0 +1,277 @@
+"""Places of the processes, and the check that the layout divides the model: tensor x pipeline x
+data, as Megatron-Core orders ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.machine import Machine
+from megatron_async_rl.plan.model_files import ModelShape
+
+Device = Literal["cpu", "cuda"]
+PARALLEL = "policy.parallel"
+
+
+@dataclass(frozen=True)
+class Process:
+    """`kind`: what it is and what starts it; `device`: the GPU it owns, or its threads."""
+
+    name: str
+    kind: str
+    device: str
+
+
+def device_of(config: Config, machine: Machine) -> Device:
+    if config.policy.device == "auto":
+        return "cuda" if machine.gpus else "cpu"
+    return config.policy.device
+
+
+def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int]:
+    """(tensor, data, pipeline) coordinates: tensor varies fastest, pipeline slowest."""
+    parallel = config.policy.parallel
+    data = parallel.ranks // (parallel.tensor * parallel.pipeline)
+    return rank % parallel.tensor, rank // parallel.tensor % data, rank // (parallel.tensor * data)
+
+
+def processes(config: Config, device: Device, machine: Machine) -> tuple[Process, ...]:
+    """Every process of a run, in the order in which they start; empty for a layout that does not
+    divide."""
+    parallel, rollout = config.policy.parallel, config.rollout
+    if parallel.ranks % (parallel.tensor * parallel.pipeline) or parallel.ranks % machine.nodes:
+        return ()
+    listed = []
+    share = parallel.ranks // machine.nodes
+    for rank in range(parallel.ranks):
+        tensor, data, pipeline = rank_coordinates(config, rank)
+        place = f"GPU {rank % share}" if device == "cuda" else "1 thread"
+        place += f" of node {rank // share}" if machine.nodes > 1 else ""
+        listed.append(
+            Process(
+                f"rank {rank}",
+                f"torchrun: tensor {tensor}, pipeline {pipeline}, data {data}",
+                place,
+            )
+        )
+    if rollout is not None:
+        listed.append(Process("controller", "Ray actor: prompts, admission, batches", "1 thread"))
+        for engine in range(_engines(config)):
+            kind = "Ray actor: vLLM and its core process, rewards"
+            if rollout.tensor > 1:
+                kind = f"Ray actor: vLLM, its core process and {rollout.tensor} workers, rewards"
+            listed.append(
+                Process(f"engine {engine}", kind, _engine_place(config, device, engine, share))
+            )
+    return tuple(listed)
+
+
+def _engines(config: Config) -> int:
+    """Engines of training, and those that do nothing but evaluate."""
+    engines = config.rollout.engines if config.rollout else 0
+    return engines + (config.eval.engines if config.eval else 0)
+
+
+def _engine_place(config: Config, device: Device, engine: int, ranks: int) -> str:
+    """Behind the `ranks` ranks of its node."""
+    assert config.rollout is not None
+    tensor = config.rollout.tensor
+    if device == "cpu":
+        return "1 thread" if tensor == 1 else f"{tensor} threads"
+    first = engine * tensor + (0 if config.rollout.placement == "colocated" else ranks)
+    return f"GPU {first}" if tensor == 1 else f"GPU {first}-{first + tensor - 1}"
+
+
+def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) -> list[Problem]:
+    parallel = config.policy.parallel
+    found: list[Problem] = []
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    cell = tensor * pipeline
+    if parallel.ranks % cell:
+        found.append(
+            Problem(
+                key=f"{PARALLEL}.ranks",
+                what=(
+                    f"{parallel.ranks} ranks do not divide into tensor {tensor} x pipeline"
+                    f" {pipeline} = {cell}"
+                ),
+                fix=f"set ranks to a multiple of {cell}, or lower tensor or pipeline",
+            )
+        )
+    if parallel.ranks % machine.nodes:
+        found.append(
+            Problem(
+                key=f"{PARALLEL}.ranks",
+                what=f"{parallel.ranks} ranks do not divide over {machine.nodes} nodes (--nnodes)",
+                fix=(
+                    f"set ranks to a multiple of {math.lcm(cell, machine.nodes)}, or change"
+                    " --nnodes"
+                ),
+            )
+        )
+    if parallel.sequence and tensor == 1:
+        what = "sequence parallelism divides over tensor-parallel ranks, and tensor is 1"
+        found.append(
+            Problem(
+                key=f"{PARALLEL}.sequence",
+                what=what,
+                fix="set it to false, or policy.parallel.tensor above 1",
+            )
+        )
+    if parallel.virtual_pipeline > 1 and pipeline == 1:
+        what = "virtual stages are turns that pipeline ranks take, and pipeline is 1"
+        found.append(
+            Problem(
+                key=f"{PARALLEL}.virtual_pipeline",
+                what=what,
+                fix="set it to 1, or policy.parallel.pipeline above 1",
+            )
+        )
+    if shape is not None:
+        found += _shape_problems(config, shape)
+    if config.policy.device == "cuda" and not machine.gpus:
+        fix = "set it to auto or cpu, or see `mar doctor` for what keeps CUDA away"
+        found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
+    if machine.gpus and device_of(config, machine) == "cuda":
+        found += _gpu_problems(config, machine)
+    return found
+
+
+def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
+    ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
+    tensor = rollout.tensor if rollout else 1
+    colocated = rollout is not None and rollout.placement == "colocated"
+    engines = _engines(config) * tensor
+    wanted = max(ranks, engines) if colocated else ranks + engines
+    if wanted <= len(machine.gpus):
+        return []
+    held = f"{_engines(config)} engines" + (f" of {tensor} GPUs" if tensor > 1 else "")
+    shared = " on the same devices" if colocated else ""
+    each = " a node" if machine.nodes > 1 else ""
+    what = (
+        f"{ranks} ranks{each} and {held}{shared} need {wanted} GPUs, and"
+        f" {'a node has' if machine.nodes > 1 else 'this machine shows'} {len(machine.gpus)}"
+    )
+    fix = "lower policy.parallel.ranks, rollout.engines" + (
+        " or rollout.tensor" if tensor > 1 else ""
+    )
+    return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
+
+
+def _engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    if config.rollout is None:
+        return []
+    tensor = config.rollout.tensor
+    counts = [(shape.heads, "attention heads"), (shape.kv_heads, "key-value heads")]
+    if not shape.experts:
+        counts.append((shape.intermediate, "MLP columns"))
+    wrong = [f"{count} {noun}" for count, noun in counts if count % tensor]
+    if not wrong:
+        return []
+    fitting = [
+        one for one in range(1, shape.kv_heads + 1) if not any(count % one for count, _ in counts)
+    ]
+    what = f"{tensor} does not divide the model's {' and '.join(wrong)}"
+    return [
+        Problem(
+            key="rollout.tensor", what=what, fix=f"set it to one of: {', '.join(map(str, fitting))}"
+        )
+    ]
+
+
+def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    parallel = config.policy.parallel
+    divided = [
+        ("tensor", parallel.tensor, shape.heads, "attention heads"),
+        ("tensor", parallel.tensor, shape.kv_heads, "key-value heads"),
+        ("pipeline", parallel.pipeline, shape.layers, "layers"),
+    ]
+    if not shape.experts:
+        divided.append(("tensor", parallel.tensor, shape.intermediate, "MLP columns"))
+    found = []
+    for name in ("tensor", "pipeline"):
+        wrong = [
+            (count, noun) for key, size, count, noun in divided if key == name and count % size
+        ]
+        if not wrong:
+            continue
+        size = getattr(parallel, name)
+        counts = [count for key, _, count, _ in divided if key == name]
+        fitting = [
+            one for one in range(1, min(counts) + 1) if not any(count % one for count in counts)
+        ]
+        found.append(
+            Problem(
+                key=f"{PARALLEL}.{name}",
+                what=f"{size} does not divide the model's "
+                + " and ".join(f"{count} {noun}" for count, noun in wrong),
+                fix=f"set it to one of: {', '.join(map(str, fitting[:12]))}",
+            )
+        )
+    return (
+        found
+        + _virtual_problems(config, shape)
+        + _expert_problems(config, shape)
+        + _engine_problems(config, shape)
+    )
+
+
+def _virtual_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    pipeline, virtual = config.policy.parallel.pipeline, config.policy.parallel.virtual_pipeline
+    if pipeline == 1 or shape.layers % pipeline or not shape.layers // pipeline % virtual:
+        return []
+    held = shape.layers // pipeline
+    fitting = [one for one in range(1, held + 1) if not held % one]
+    what = (
+        f"{virtual} chunks do not divide the {held} layers of a pipeline rank ({shape.layers}"
+        f" layers over {pipeline})"
+    )
+    fix = f"set it to one of: {', '.join(map(str, fitting[:12]))}"
+    return [Problem(key=f"{PARALLEL}.virtual_pipeline", what=what, fix=fix)]
+
+
+def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    parallel = config.policy.parallel
+    key, expert = f"{PARALLEL}.expert", parallel.expert
+    if not shape.experts:
+        what = f"{expert} ranks to share experts, and the model has none"
+        return [Problem(key=key, what=what, fix="set it to 1")] if expert > 1 else []
+    found = []
+    stage = parallel.ranks // parallel.pipeline
+    fitting = [
+        one for one in range(1, shape.experts + 1) if not shape.experts % one and not stage % one
+    ]
+    if expert not in fitting:
+        what = (
+            f"{expert} does not divide both the {shape.experts} experts of a layer and the {stage}"
+            " ranks of a pipeline stage"
+        )
+        found.append(
+            Problem(
+                key=key, what=what, fix=f"set it to one of: {', '.join(map(str, fitting[:12]))}"
+            )
+        )
+    if parallel.tensor > 1 and expert == 1:
+        # Each tensor-parallel rank would train all experts on its part of the tokens, and Megatron
+        # would not sum over them.
+        what = (
+            "a mixture of experts under tensor parallelism has its experts divided, and expert is 1"
+        )
+        fix = f"set it to {fitting[-1]}" if fitting[1:] else "set policy.parallel.tensor to 1"
+        found.append(Problem(key=key, what=what, fix=fix))
+    if parallel.tensor > 1 and not parallel.sequence:
+        what = (
+            "false, but a mixture of experts under tensor parallelism divides tokens over those"
+            " ranks"
+        )
+        found.append(
+            Problem(
+                key=f"{PARALLEL}.sequence",
+                what=what,
+                fix="set it to true, or policy.parallel.tensor to 1",
+            )
+        )
+    return found

@@ -1,0 +1,105 @@
+"""Resources of this machine, read from the operating system: cores, memory, shared memory, GPUs.
+Loads no GPU library."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+MIB = 2**20
+SHARED_MEMORY = Path("/dev/shm")
+NVIDIA_SMI_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`memory` and `shared_memory` in bytes: what may be used in all, and what is free in /dev/shm
+    (0: there is none). `described`: named on the command line, so that only its GPUs are known and
+    nothing that lies on its disks is.
+
+    `nodes`: machines like this one that the run has. Each has the same number of ranks, and the
+    first has the engines.
+    """
+
+    cores: int
+    memory: int
+    shared_memory: int
+    gpus: tuple[Gpu, ...]
+    nodes: int = 1
+    described: bool = False
+
+
+def described_machine(*, gpus: int, gpu_memory_gib: float, nodes: int) -> Machine:
+    """`nodes` machines of `gpus` GPUs each, of which nothing else is known."""
+    gpu = Gpu(f"GPU of {gpu_memory_gib:g} GiB", int(gpu_memory_gib * GIB))
+    return Machine(
+        cores=0, memory=0, shared_memory=0, gpus=(gpu,) * gpus, nodes=nodes, described=True
+    )
+
+
+def this_machine(nodes: int = 1) -> Machine:
+    shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return Machine(
+        cores=usable_cores(),
+        memory=_usable_memory(),
+        shared_memory=shared,
+        gpus=_gpus(),
+        nodes=nodes,
+    )
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: its affinity, cut by the container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def _usable_memory() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return total if limit == "max" else min(total, int(limit))
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    """Those CUDA would show: all, or the ones in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return ()
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ()
+    query = [command, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        # The tool is there without a working driver: no usable GPU, and `mar doctor` says so.
+        return ()
+    rows = [
+        [cell.strip() for cell in line.split(",")]
+        for line in answer.splitlines()
+        if line.count(",") == 3
+    ]
+    if visible is not None:
+        wanted = [one.strip() for one in visible.split(",")]
+        rows = [row for one in wanted for row in rows if one == row[0] or row[1].startswith(one)]
+    return tuple(Gpu(row[2], int(row[3]) * MIB) for row in rows if row[3].isdigit())

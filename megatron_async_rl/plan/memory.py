@@ -1,0 +1,246 @@
+"""Bytes each trainer rank and each engine needs, by arithmetic on the model's sizes.
+
+Weights, gradients, optimizer state and KV cache are exact up to padding; activations and the
+log-prob chunk are estimates of what the local layers keep for the backward pass. Attention is
+torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a GPU has no
+such kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_async_rl.config.controls import AlignmentSettings
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.machine import GIB
+from megatron_async_rl.plan.model_files import ModelShape
+
+FLOAT32 = 4
+REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
+"""Per parameter, by `reference_dtype`; fp8 has a float32 scale for 128 numbers."""
+LOGIT_COPIES = 3
+"""Logits, their exponentials and their gradient exist together for one chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on one rank of pipeline stage `stage`; its data- and tensor-parallel neighbours need
+    the same.
+
+    held: copies of the weights in host memory (reference, proximal policies), not part of `total`.
+    """
+
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    controls: int
+    activations: int
+    logprobs: int
+    held: int
+
+    @property
+    def total(self) -> int:
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.controls
+            + self.activations
+            + self.logprobs
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemory:
+    """Bytes of one engine. `cache` is null on a GPU, where `rollout.gpu_memory_utilization` gives
+    it what is left."""
+
+    weights: int
+    cache: int | None
+    cache_tokens: int | None
+    bytes_per_token: int
+
+
+def value_bytes(config: Config) -> int:
+    return 2 if config.model.dtype == "bfloat16" else FLOAT32
+
+
+def stage_experts(shape: ModelShape, *, pipeline: int, expert: int) -> int:
+    """Parameters of experts on one rank of a stage."""
+    return shape.layers // pipeline * shape.layer_experts // expert
+
+
+def stage_parameters(shape: ModelShape, *, stage: int, pipeline: int, tensor: int) -> int:
+    """Parameters on one rank of a stage, without experts. With tied embeddings the last stage has a
+    copy of the first's."""
+    count = shape.layers // pipeline * (shape.layer_sharded // tensor + shape.layer_replicated)
+    embedding = -(-shape.vocabulary // tensor) * shape.hidden
+    first, last = stage == 0, stage == pipeline - 1
+    if first:
+        count += embedding
+    if last:
+        count += shape.hidden
+        if not (first and shape.tied):
+            count += embedding
+    return count
+
+
+def rank_memory(
+    config: Config,
+    shape: ModelShape,
+    *,
+    stage: int,
+    data_parallel: int,
+    longest: int,
+    on_gpu: bool = False,
+) -> RankMemory:
+    """`longest`: tokens of the longest prompt + response.
+
+    Gradients and optimizer state are float32 (AdamW: two moments, and a master copy under
+    bfloat16); the distributed optimizer shards the state, not the gradient buffer: over the ranks
+    that hold the same parameters, which for experts are other ones."""
+    parallel = config.policy.parallel
+    dense = stage_parameters(shape, stage=stage, pipeline=parallel.pipeline, tensor=parallel.tensor)
+    experts = stage_experts(shape, pipeline=parallel.pipeline, expert=parallel.expert)
+    count = dense + experts
+    replicas = (
+        max(1, data_parallel * parallel.tensor // parallel.expert)
+        if parallel.expert > 1
+        else data_parallel
+    )
+    own = (
+        -(-dense // data_parallel) + -(-experts // replicas)
+        if parallel.distributed_optimizer
+        else count
+    )
+    state = 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
+    samples = -(-config.flow.prompts_per_step * config.flow.group_size // data_parallel)
+    tokens = min(config.policy.tokens_per_micro_batch, samples * longest)
+    chunk = (
+        min(tokens, config.policy.logprob_chunk_tokens)
+        * shape.vocabulary
+        // parallel.tensor
+        * FLOAT32
+        * LOGIT_COPIES
+    )
+    return RankMemory(
+        stage=stage,
+        parameters=count * value_bytes(config),
+        gradients=count * FLOAT32,
+        optimizer=own * state,
+        controls=control_bytes(
+            config, own, largest=largest_parameter(shape, tensor=parallel.tensor), on_gpu=on_gpu
+        ),
+        activations=_layers_in_flight(config, shape, stage)
+        * _layer_activations(config, shape, tokens, longest, on_gpu=on_gpu),
+        logprobs=chunk if stage == parallel.pipeline - 1 else 0,
+        held=count * held_bytes(config) + own * past_master_bytes(config),
+    )
+
+
+def held_bytes(config: Config) -> int:
+    """Bytes per parameter of a rank that its copies of the weights take in host memory: an average
+    is float32, the others are of the model's dtype, and so is the copy in which the weights in
+    training wait while another is in place."""
+    objective, own = config.objective, value_bytes(config)
+    ema = objective.reference is not None and objective.reference.ema is not None
+    compares = objective.loss.uses_proximal or bool(objective.corrections)
+    held = (FLOAT32 if ema else own) if objective.needs_reference else 0
+    if compares and objective.proximal == "ewma":
+        held += FLOAT32
+    proximal = compares and objective.proximal == "snapshot"
+    placed = own if held or proximal else 0
+    if proximal:
+        held += objective.snapshots * own
+    return held + placed
+
+
+def past_master_bytes(config: Config) -> int:
+    """Bytes, in host memory, of the past versions of the optimizer's parameters that a control
+    looks at, per parameter whose optimizer state a rank has."""
+    kept = any(control.needs_past_weights for control in config.controls)
+    return config.objective.snapshots * FLOAT32 if kept else 0
+
+
+def control_bytes(config: Config, own: int, *, largest: int, on_gpu: bool) -> int:
+    """Bytes that the gradient controls keep for the `own` parameters whose optimizer state a rank
+    has, and those that they need besides.
+
+    Kept: the previous gradient of gac or matched_norm, unless a GPU's is offloaded. Besides: the
+    last update and its denominator, or the coming update and the displacement, in float32 and one
+    parameter at a time, `largest` being the most elements one has.
+    """
+    if not config.controls:
+        return 0
+    kept = sum(
+        REFERENCE_BYTES[control.reference_dtype]
+        for control in config.controls
+        if isinstance(control, AlignmentSettings)
+        and not (on_gpu and control.reference_offload == "cpu")
+    )
+    return int(own * kept) + 2 * FLOAT32 * min(own, largest)
+
+
+def largest_parameter(shape: ModelShape, *, tensor: int) -> int:
+    """Elements of the largest weight on one rank, the embedding or the gated half of an MLP."""
+    return max(-(-shape.vocabulary // tensor), 2 * shape.intermediate // tensor) * shape.hidden
+
+
+def _layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:
+    """Layers of a rank that hold a micro-batch's activations at one time, summed over
+    micro-batches.
+
+    1F1B: one micro-batch in each later stage and in this one. Interleaved: of the last virtual
+    stage twice the distance to the last rank and one, and a full round of the pipeline in each
+    earlier virtual stage.
+    """
+    pipeline, virtual = config.policy.parallel.pipeline, config.policy.parallel.virtual_pipeline
+    later = pipeline - stage - 1
+    chunks = later + 1 if virtual == 1 else 2 * later + (virtual - 1) * pipeline + 1
+    return chunks * (shape.layers // (pipeline * virtual))
+
+
+def stores_scores(config: Config, shape: ModelShape, *, on_gpu: bool) -> bool:
+    """True where torch's attention falls back to the kernel that keeps [heads, length, length]."""
+    return on_gpu and config.model.dtype == "float32" and shape.heads != shape.kv_heads
+
+
+def _layer_activations(
+    config: Config, shape: ModelShape, tokens: int, longest: int, *, on_gpu: bool
+) -> int:
+    """Bytes one layer keeps of a micro-batch of `tokens`: the inputs of its norms, products,
+    attention and gate."""
+    parallel = config.policy.parallel
+    whole = 4 * shape.hidden
+    attention = (
+        2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.heads * shape.head_dim
+    )
+    # Experts get copies of their tokens and give as many back.
+    gate = (
+        max(1, shape.experts_per_token) * 4 * shape.intermediate
+        + 2 * shape.experts_per_token * shape.hidden
+    )
+    scores = 2 * shape.heads * longest if stores_scores(config, shape, on_gpu=on_gpu) else 0
+    divided = attention + gate + scores
+    per_token = (
+        (whole + divided) // parallel.tensor
+        if parallel.sequence
+        else whole + divided // parallel.tensor
+    )
+    return tokens * per_token * value_bytes(config)
+
+
+def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineMemory:
+    rollout = config.rollout
+    if rollout is None:
+        raise ValueError("a supervised run has no engines")
+    per_token = shape.kv_values_per_token * value_bytes(config)
+    cache = None if on_gpu else int(rollout.kv_cache_gib * GIB)
+    tokens = None if cache is None else cache // per_token
+    return EngineMemory(
+        weights=shape.parameters * value_bytes(config),
+        cache=cache,
+        cache_tokens=tokens,
+        bytes_per_token=per_token,
+    )

@@ -1,0 +1,315 @@
+"""Plan of a configuration on a machine: who runs where, how much memory, how batches divide.
+
+Pure arithmetic on the config, the model's config.json and the machine's sizes; loads no torch. A
+plan with `problems` cannot run; `warnings` are about slowness or estimates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.layout import Device, Process, device_of, layout_problems, processes
+from megatron_async_rl.plan.machine import GIB, MIB, Machine
+from megatron_async_rl.plan.memory import (
+    EngineMemory,
+    RankMemory,
+    engine_memory,
+    rank_memory,
+    value_bytes,
+)
+from megatron_async_rl.plan.model_files import ModelShape
+
+RANK_PROCESS_BYTES = GIB
+"""Memory of a trainer process or an engine besides its tensors: Python, torch, libraries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens of what the data holds: the longest prompt, the mean prompt, and how many prompts were
+    read."""
+
+    longest: int
+    mean: float
+    prompts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One optimizer step. Micro-batch counts are per data-parallel rank, for responses of half and
+    of full length."""
+
+    samples: int
+    data_parallel: int
+    longest: int
+    micro_batches_half: int
+    micro_batches_full: int
+
+    @property
+    def samples_per_rank(self) -> int:
+        return self.samples // self.data_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    device: Device
+    processes: tuple[Process, ...]
+    batch: Batch | None
+    ranks: tuple[RankMemory, ...]
+    """One per pipeline stage."""
+    engine: EngineMemory | None
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+
+
+def make_plan(
+    config: Config,
+    machine: Machine,
+    shape: ModelShape | None,
+    *,
+    lengths: Lengths | None = None,
+    problems: Sequence[Problem] = (),
+) -> Plan:
+    """`shape`: null when the model directory is in fault. `problems`: what was found outside the
+    config, kept first."""
+    found = [
+        *problems,
+        *layout_problems(config, machine, shape),
+        *_batch_problems(config, lengths),
+        *_schedule_problems(config),
+    ]
+    if shape is not None:
+        found += _context_problems(config, shape)
+    device = device_of(config, machine)
+    parallel = config.policy.parallel
+    data_parallel = parallel.ranks // (parallel.tensor * parallel.pipeline)
+    fits = shape is not None and data_parallel > 0 and shape.layers % parallel.pipeline == 0
+    longest = longest_sample(config, shape, lengths)
+    ranks: tuple[RankMemory, ...] = ()
+    engine = None
+    if shape is not None and fits:
+        ranks = tuple(
+            rank_memory(
+                config,
+                shape,
+                stage=stage,
+                data_parallel=data_parallel,
+                longest=longest,
+                on_gpu=device == "cuda",
+            )
+            for stage in range(parallel.pipeline)
+        )
+    if shape is not None and config.rollout is not None:
+        engine = engine_memory(config, shape, on_gpu=device == "cuda")
+        found += _transport_problems(config, shape, machine)
+    return Plan(
+        device=device,
+        processes=processes(config, device, machine),
+        batch=_batch(config, data_parallel, longest, lengths) if data_parallel > 0 else None,
+        ranks=ranks,
+        engine=engine,
+        problems=tuple(found),
+        warnings=tuple(_warnings(config, machine, device, ranks, engine, longest)),
+    )
+
+
+def context_limit(config: Config, shape: ModelShape) -> int:
+    """Tokens of prompt + response: the model's own limit, or `rollout.max_context` below it."""
+    if config.rollout is None or config.rollout.max_context is None:
+        return shape.context
+    return min(config.rollout.max_context, shape.context)
+
+
+def longest_sample(config: Config, shape: ModelShape | None, lengths: Lengths | None) -> int:
+    """Tokens of the longest prompt + response that can come up, as far as it is known."""
+    limit = (
+        context_limit(config, shape) if shape is not None else config.policy.tokens_per_micro_batch
+    )
+    if config.rollout is None or lengths is None:
+        return limit
+    return min(limit, lengths.longest + config.rollout.sampling.max_tokens)
+
+
+def _batch(config: Config, data_parallel: int, longest: int, lengths: Lengths | None) -> Batch:
+    samples = config.flow.prompts_per_step * config.flow.group_size
+    budget = config.policy.tokens_per_micro_batch
+
+    def micro_batches(length: int) -> int:
+        return math.ceil(samples / data_parallel / max(1, budget // max(1, length)))
+
+    half = longest // 2
+    if lengths is not None and config.rollout is not None:
+        half = math.ceil(lengths.mean + config.rollout.sampling.max_tokens / 2)
+    return Batch(
+        samples=samples,
+        data_parallel=data_parallel,
+        longest=longest,
+        micro_batches_half=micro_batches(half),
+        micro_batches_full=micro_batches(longest),
+    )
+
+
+def _batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
+    found = []
+    parallel, flow = config.policy.parallel, config.flow
+    samples = flow.prompts_per_step * flow.group_size
+    data_parallel = max(1, parallel.ranks // (parallel.tensor * parallel.pipeline))
+    if samples % data_parallel:
+        found.append(
+            Problem(
+                key="flow.prompts_per_step",
+                what=(
+                    f"{flow.prompts_per_step} x group_size {flow.group_size} = {samples} samples"
+                    f" per step do not divide over {data_parallel} data-parallel ranks"
+                ),
+                fix=(
+                    f"make prompts_per_step x group_size a multiple of {data_parallel}, or change"
+                    " policy.parallel.ranks"
+                ),
+            )
+        )
+    if config.rollout is not None:
+        most = (lengths.longest if lengths else 1) + config.rollout.sampling.max_tokens
+        if most > config.policy.tokens_per_micro_batch:
+            found.append(
+                Problem(
+                    key="policy.tokens_per_micro_batch",
+                    what=(
+                        f"{config.policy.tokens_per_micro_batch} tokens cannot hold one sample of"
+                        f" up to {most} tokens (prompt + rollout.sampling.max_tokens)"
+                    ),
+                    fix=f"set it to at least {most}",
+                )
+            )
+    return found
+
+
+def _context_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    rollout = config.rollout
+    if rollout is None:
+        return []
+    found = []
+    if rollout.max_context is not None and rollout.max_context > shape.context:
+        found.append(
+            Problem(
+                key="rollout.max_context",
+                what=(
+                    f"{rollout.max_context} tokens, but the model takes {shape.context}"
+                    " (max_position_embeddings)"
+                ),
+                fix=f"set it to at most {shape.context}, or null for the model's own limit",
+            )
+        )
+    limit = context_limit(config, shape)
+    if rollout.sampling.max_tokens >= limit:
+        found.append(
+            Problem(
+                key="rollout.sampling.max_tokens",
+                what=(
+                    f"{rollout.sampling.max_tokens} response tokens leave no room for a prompt in a"
+                    f" context of {limit}"
+                ),
+                fix=f"set it below {limit} minus the longest prompt",
+            )
+        )
+    return found
+
+
+def _schedule_problems(config: Config) -> list[Problem]:
+    optimizer = config.policy.optimizer
+    if optimizer.min_lr <= optimizer.lr:
+        return []
+    what = f"{optimizer.min_lr} is above policy.optimizer.lr, {optimizer.lr}"
+    return [Problem(key="policy.optimizer.min_lr", what=what, fix="lower it, or raise lr")]
+
+
+def _transport_problems(config: Config, shape: ModelShape, machine: Machine) -> list[Problem]:
+    needed = 2 * shape.parameters * value_bytes(config)
+    free = machine.shared_memory
+    if machine.described or free >= needed:
+        return []
+    return [
+        Problem(
+            key="weights.transport",
+            what=(
+                f"shared_memory holds two versions of the model, {needed / MIB:.0f} MiB; /dev/shm has"
+                f" {free / MIB:.0f} MiB free"
+            ),
+            fix=f"enlarge /dev/shm (docker run --shm-size={math.ceil(needed / GIB) + 1}g)",
+        )
+    ]
+
+
+def _warnings(
+    config: Config,
+    machine: Machine,
+    device: Device,
+    ranks: Sequence[RankMemory],
+    engine: EngineMemory | None,
+    longest: int,
+) -> list[str]:
+    found = []
+    optimizer, rollout, parallel = config.policy.optimizer, config.rollout, config.policy.parallel
+    if optimizer.warmup_steps >= config.run.steps:
+        found.append(
+            f"policy.optimizer.warmup_steps ({optimizer.warmup_steps}) is not below run.steps"
+            f" ({config.run.steps}): lr never reaches its value"
+        )
+    if rollout is not None and engine is not None and engine.cache_tokens is not None:
+        at_once = engine.cache_tokens // longest
+        if at_once < 1:
+            found.append(
+                f"rollout.kv_cache_gib ({rollout.kv_cache_gib:g}) holds no response of {longest}"
+                " tokens: raise it"
+            )
+        elif at_once < min(
+            rollout.max_concurrent, config.flow.prompts_per_step * config.flow.group_size
+        ):
+            found.append(
+                f"rollout.kv_cache_gib holds {at_once} responses of full length at a time; more"
+                " wait inside the engine"
+            )
+    if device == "cpu":
+        count = parallel.ranks + (rollout.engines if rollout else 0)
+        if not machine.described and count > machine.cores:
+            found.append(
+                f"{count} ranks and engines share {machine.cores} cores: it works, at the speed of"
+                f" {machine.cores}"
+            )
+        needed = _host_bytes(config, ranks, engine)
+        if ranks and not machine.described and needed > machine.memory:
+            found.append(
+                f"about {needed / GIB:.1f} GiB of memory are needed, this machine gives"
+                f" {machine.memory / GIB:.1f} GiB"
+            )
+    elif machine.gpus and ranks:
+        held = sum(rank.held for rank in ranks) * (parallel.ranks // len(ranks))
+        if not machine.described and held > machine.memory:
+            found.append(
+                f"copies of the weights (reference, proximal policies) take about {held / GIB:.1f}"
+                " GiB of host memory over all ranks, this machine gives"
+                f" {machine.memory / GIB:.1f} GiB"
+            )
+        needed = max(rank.total for rank in ranks)
+        if needed > machine.gpus[0].memory:
+            found.append(
+                f"a rank needs about {needed / GIB:.1f} GiB, a GPU has"
+                f" {machine.gpus[0].memory / GIB:.1f} GiB"
+            )
+    return found
+
+
+def _host_bytes(config: Config, ranks: Sequence[RankMemory], engine: EngineMemory | None) -> int:
+    per_stage = config.policy.parallel.ranks // max(1, len(ranks))
+    total = (
+        sum(rank.total + rank.held for rank in ranks) * per_stage
+        + config.policy.parallel.ranks * RANK_PROCESS_BYTES
+    )
+    if engine is not None and config.rollout is not None:
+        total += config.rollout.engines * (
+            engine.weights + (engine.cache or 0) + RANK_PROCESS_BYTES
+        )
+    return total

@@ -1,0 +1,236 @@
+"""Everything that can be known to be wrong before a process starts: config, model, data, reward,
+the checkpoint to go on from.
+
+`mar plan` reads the first prompts of each file, `mar train` all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.schema import Config, RewardConfig
+from megatron_async_rl.data import (
+    DataError,
+    SupervisedSource,
+    Tokenizer,
+    load_tokenizer,
+    read_prompts,
+)
+from megatron_async_rl.plan.machine import Machine, this_machine
+from megatron_async_rl.plan.model_files import ModelShape, read_model
+from megatron_async_rl.plan.plan import Lengths, Plan, context_limit, make_plan
+from megatron_async_rl.plan.resume import checkpoint_problems
+from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward, required_fields
+from megatron_async_rl.rollout.scoring import Scorer, WorkerStartError
+from megatron_async_rl.samples import Prompt
+
+PROMPTS_IN_A_PLAN = 2000
+PATIENCE_S = 20.0
+"""Longest wait for one made-up response: a plan is not kept waiting by a slow reward."""
+MADE_UP_RESPONSE = "0"
+TRIED_PROMPTS = 3
+
+
+def preflight(config: Config, *, all_data: bool, machine: Machine | None = None) -> Plan:
+    """The plan of `config` on `machine` (default: this one), with every problem that was found, all
+    at once."""
+    machine = machine or this_machine()
+    shape, problems = read_model(config.model.path)
+    # Of a machine that is only described, the files may lie elsewhere: its sizes are enough.
+    elsewhere: list[Problem] = []
+    if machine.described and shape is not None:
+        elsewhere, problems = problems, []
+    tokenizer: Tokenizer | None = None
+    lengths: Lengths | None = None
+    if shape is not None and not problems:
+        try:
+            tokenizer = load_tokenizer(config.model.path)
+        except DataError as error:
+            (elsewhere if machine.described else problems).append(_of_data("model.path", error))
+    if shape is not None and tokenizer is not None:
+        problems += _vocabulary(tokenizer, shape)
+    limit = None if all_data else PROMPTS_IN_A_PLAN
+    read: dict[str, Sequence[Prompt]] = {}
+    if tokenizer is None or shape is None:
+        (elsewhere if machine.described else problems).extend(
+            Problem(
+                key=key,
+                what=f"{path} does not exist",
+                fix="check the path; relative ones start at the config file's folder",
+            )
+            for key, path in _files(config)
+            if not path.is_file()
+        )
+    else:
+        for key, path in _files(config):
+            try:
+                prompts = _read(config, shape, tokenizer, path, limit)
+            except DataError as error:
+                missing = machine.described and not path.is_file()
+                (elsewhere if missing else problems).append(_of_data(key, error))
+            else:
+                lengths = _longer(lengths, prompts)
+                read[key] = prompts
+    problems += _reward(config, read)
+    if not machine.described:
+        problems += _run_directory(config) + checkpoint_problems(config, shape)
+    plan = make_plan(config, machine, shape, lengths=lengths, problems=problems)
+    return replace(
+        plan,
+        warnings=(
+            *plan.warnings,
+            *(f"not here, so not checked: {one.what} ({one.key})" for one in elsewhere),
+            *_not_held_out(read.get("data.train", ()), read.get("data.eval", ())),
+        ),
+    )
+
+
+def _files(config: Config) -> list[tuple[str, Path]]:
+    files = [("data.train", config.data.train)]
+    if config.data.eval is not None:
+        files.append(("data.eval", config.data.eval))
+    return files
+
+
+def _read(
+    config: Config, shape: ModelShape, tokenizer: Tokenizer, path: Path, limit: int | None
+) -> Sequence[Prompt]:
+    """Raises DataError at the first line that cannot be used."""
+    if config.rollout is None:
+        prompts = read_prompts(path, tokenizer, limit=limit, required=("prompt", "response"))
+        most = min(shape.context, config.policy.tokens_per_micro_batch)
+        SupervisedSource(
+            prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=most
+        )
+        return prompts
+    room = context_limit(config, shape) - config.rollout.sampling.max_tokens
+    required = ("prompt", *required_fields(config.rollout.reward.name))
+    return read_prompts(
+        path,
+        tokenizer,
+        max_prompt_tokens=room if room > 0 else None,
+        limit=limit,
+        required=required,
+    )
+
+
+def _not_held_out(trained: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[str]:
+    known = {prompt.token_ids for prompt in trained}
+    both = [prompt for prompt in held_out if prompt.token_ids in known]
+    if not both:
+        return []
+    return [
+        f"{len(both)} of {len(held_out)} prompts of data.eval are in data.train too, such as"
+        f" {both[0].text[:60]!r}"
+    ]
+
+
+def _longer(known: Lengths | None, prompts: Sequence[Prompt]) -> Lengths:
+    """Lengths of both files together; the mean is the first file's, which is the one trained on."""
+    counts = [len(prompt.token_ids) for prompt in prompts]
+    if known is not None:
+        return replace(known, longest=max(known.longest, *counts))
+    return Lengths(longest=max(counts), mean=sum(counts) / len(counts), prompts=len(counts))
+
+
+def _vocabulary(tokenizer: Tokenizer, shape: ModelShape) -> list[Problem]:
+    if tokenizer.vocab_size <= shape.vocabulary:
+        return []
+    what = (
+        f"the tokenizer has {tokenizer.vocab_size} entries, the model's vocab_size is"
+        f" {shape.vocabulary}"
+    )
+    return [
+        Problem(key="model.path", what=what, fix="use the tokenizer that belongs to this model")
+    ]
+
+
+def _reward(config: Config, read: Mapping[str, Sequence[Prompt]]) -> list[Problem]:
+    """Loads the reward and scores a made-up response to a prompt of each file."""
+    if config.rollout is None:
+        return []
+    settings = config.rollout.reward
+    try:
+        load_reward(settings.name)
+    except RewardError as error:
+        return [Problem(key=error.where, what=error.what, fix=error.fix)]
+    return asyncio.run(_score_made_up(settings, read))
+
+
+async def _score_made_up(
+    settings: RewardConfig, read: Mapping[str, Sequence[Prompt]]
+) -> list[Problem]:
+    """As the engines score: in a process with a hard limit, unless the reward is trivial."""
+    found = []
+    scorer = Scorer(settings)
+    scorer.start()
+    try:
+        await scorer.ready()
+        for key, prompts in read.items():
+            error = await _first_error(scorer, prompts[:TRIED_PROMPTS])
+            if error is not None:
+                what = f"{settings.name} failed on a made-up response, {MADE_UP_RESPONSE!r}, to"
+                fix = f"correct the reward, or give every line of {key} the fields that it reads"
+                found.append(
+                    Problem(
+                        key="rollout.reward.name",
+                        what=f"{what} the first prompts of {key}: {error}",
+                        fix=fix,
+                    )
+                )
+    except WorkerStartError as error:
+        fix = "correct the module, or raise rollout.reward.memory_mib"
+        found.append(Problem(key="rollout.reward.name", what=str(error), fix=fix))
+    finally:
+        scorer.close()
+    return found
+
+
+async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
+    """Null as soon as one prompt is scored: a reward may fail on some, and on_error says what then
+    happens."""
+    first = None
+    for prompt in prompts:
+        try:
+            scored = await asyncio.wait_for(scorer.score(prompt, MADE_UP_RESPONSE), PATIENCE_S)
+        except TimeoutError:
+            return None  # slow, which rollout.reward.timeout_s allows: nothing is known of it
+        if scored.error is None:
+            return None
+        first = first or scored.error
+        if scored == scorer.timed_out:
+            break
+    return first
+
+
+def _run_directory(config: Config) -> list[Problem]:
+    existing = config.run.dir
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        return [
+            Problem(
+                key="run.dir",
+                what=f"{existing} is a file",
+                fix="name a folder, new or of an earlier start of this run",
+            )
+        ]
+    if not os.access(existing, os.W_OK):
+        return [
+            Problem(
+                key="run.dir",
+                what=f"{existing} cannot be written to",
+                fix="choose a folder of your own",
+            )
+        ]
+    return []
+
+
+def _of_data(key: str, error: DataError) -> Problem:
+    where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
+    return Problem(key=key, what=f"{where}: {error.what}", fix=error.fix)

@@ -1,0 +1,212 @@
+"""A config against what an earlier start left in its run directory: may it go on from there?
+
+Invariants:
+- a directory that holds steps of a run takes no other run: what defines the run stays as it was,
+  and a difference is refused, or printed where it is allowed;
+- `ALLOWED` lists every key that a resumed run really obeys; any key added to the schema is refused
+  until it is listed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_async_rl.config.keys import path_keys
+from megatron_async_rl.config.load import YamlFault, read_tree
+from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow import buffer_file
+from megatron_async_rl.metrics.status import read_status
+from megatron_async_rl.plan.model_files import ModelShape, read_model
+from megatron_async_rl.policy.checkpoint_folder import (
+    CheckpointBroken,
+    about,
+    newest,
+    read_file,
+    require_whole,
+)
+
+ALLOWED = (
+    # How long the run is, and what is measured and kept.
+    "run.steps",
+    "run.resume",
+    "data.eval",
+    "eval",
+    "checkpoint",
+    "watchdog",
+    "observe",
+    "samples",
+    "policy.optimizer.log_update_norm",
+    # Computed anew at each step. Betas, eps and weight decay are not: the checkpoint restores them.
+    "policy.optimizer.lr",
+    "policy.optimizer.min_lr",
+    "policy.optimizer.schedule",
+    "policy.optimizer.warmup_steps",
+    "policy.optimizer.clip_grad",
+    "policy.on_anomaly",
+    # Where and how fast it runs. A checkpoint loads on any parallel layout.
+    "policy.parallel",
+    "policy.device",
+    "policy.tokens_per_micro_batch",
+    "policy.logprob_chunk_tokens",
+    "rollout.placement",
+    "rollout.engines",
+    "rollout.tensor",
+    "rollout.in_flight",
+    "rollout.restarts_per_hour",
+    "rollout.unresponsive_s",
+    "rollout.max_concurrent",
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization",
+    "rollout.max_context",
+    "rollout.start_timeout_s",
+    "rollout.reward.on_error",
+    "rollout.reward.timeout_s",
+    "rollout.reward.workers",
+    "rollout.reward.memory_mib",
+    "weights",
+    # Which samples train when: the scheduler keeps what of its buffer the new settings permit.
+    "flow",
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key whose value is not that of the run in the directory."""
+
+    key: str
+    before: Any
+    now: Any
+
+    @property
+    def is_move(self) -> bool:
+        """The file or folder was moved, or has two names; its content is checked where it is
+        read."""
+        if self.key not in path_keys() or self.before is None or self.now is None:
+            return False
+        before, now = Path(str(self.before)), Path(str(self.now))
+        return not before.exists() or (now.exists() and before.samefile(now))
+
+    @property
+    def allowed(self) -> bool:
+        return self.is_move or any(
+            self.key == key or self.key.startswith(f"{key}.") for key in ALLOWED
+        )
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_show(self.before)} -> {_show(self.now)}"
+
+
+def differences(config: Config) -> list[Difference]:
+    """Keys of `config` that differ from the run in `run.dir`; none where no step was made there."""
+    run_dir = config.run.dir
+    if not run_dir.is_dir():
+        return []
+    status = read_status(run_dir)
+    made_steps = (status is not None and status.step > 0) or (
+        run_dir / "checkpoint" / "latest"
+    ).exists()
+    if not made_steps:
+        return []
+
+    try:
+        before, _ = read_tree((run_dir / "config.yaml").read_text())
+    except (OSError, YamlFault):
+        return []  # another copy of the config is not there to compare with
+    found = _compare(before, config.model_dump(mode="json"), "")
+    return [difference for difference in found if difference.key != "run.dir"]
+
+
+def conflicts(config: Config) -> list[Problem]:
+    """Differences that a resume cannot obey, and those that a finished run has no step left to
+    obey."""
+    if not config.run.dir.is_dir():
+        return []
+    found = differences(config)
+    status = read_status(config.run.dir)
+    step = status.step if status is not None else 0
+    if status is not None and status.phase == "finished" and config.run.steps <= step:
+        fix = (
+            "choose another run.dir for a new run; to train this one further, raise run.steps above"
+            f" {step}"
+        )
+        what = f"{config.run.dir} holds a run that finished at step {step} with other settings"
+        return [_problem(one, what, fix) for one in found if not one.is_move]
+
+    what = f"{config.run.dir} holds a run with another value"
+    checkpoint = config.run.dir / "checkpoint"
+    fix = "set it back, or choose another run.dir"
+    if (checkpoint / "latest").exists():
+        fix += f"; `mar convert {checkpoint} MODEL` gives its weights to a new run as model.path"
+    refused = [_problem(one, what, fix) for one in found if not one.allowed]
+    if config.run.steps < step:
+        shorter = Difference("run.steps", step, config.run.steps)
+        what = f"{config.run.dir} holds a run that has made more steps"
+        refused.append(_problem(shorter, what, f"set it to {step} or more"))
+    return refused
+
+
+def _problem(difference: Difference, what: str, fix: str) -> Problem:
+    before, now = _show(difference.before), _show(difference.now)
+    return Problem(key=difference.key, what=f"{what}: {before} there, {now} here", fix=fix)
+
+
+def _compare(before: Any, now: Any, key: str) -> Iterator[Difference]:
+    """Keys that only one of the two has came or went with a release, and have nothing to compare
+    with. Of two methods only the names are compared."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        if before.get("name") != now.get("name"):
+            yield Difference(key, before.get("name"), now.get("name"))
+            return
+        for name in now:
+            if name in before:
+                yield from _compare(before[name], now[name], f"{key}.{name}" if key else name)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, pair in enumerate(zip(before, now, strict=True)):
+            yield from _compare(*pair, f"{key}.{index}")
+    elif before != now:
+        yield Difference(key, before, now)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value.get("name", "set"))
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_show, value)) + "]"
+    return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
+    """Faults of the newest checkpoint that a resume would find only once its ranks or engines have
+    started."""
+    try:
+        path = newest(config.run.dir / "checkpoint")
+        if path is None:
+            return []
+        require_whole(path)
+        source = about(path).get("model_path")
+        buffer = read_file(path.parent, buffer_file.NAME)
+        if buffer is not None:
+            buffer_file.read(buffer)
+    except CheckpointBroken as error:
+        return list(error.problems)
+    except buffer_file.BufferBroken as error:
+        return [replace(one, what=f"{path}: {one.what}") for one in error.problems]
+    held = read_model(Path(source))[0] if source is not None else None
+    return _another_model(path, held, shape) if held is not None and shape is not None else []
+
+
+def _another_model(checkpoint: Path, held: ModelShape, shape: ModelShape) -> list[Problem]:
+    names = (field.name for field in fields(ModelShape) if field.name != "context")
+    pairs = [
+        f"{name} {there} there, {here} here"
+        for name in names
+        if (there := getattr(held, name)) != (here := getattr(shape, name))
+    ]
+    what = f"{checkpoint} is of another model: {'; '.join(pairs)}"
+    fix = "go on with the model that the run began with, or choose another run.dir"
+    return [Problem(key="model.path", what=what, fix=fix)] if pairs else []

@@ -1,0 +1,117 @@
+"""A train batch on its way from rank 0 to the ranks that train it.
+
+Rank 0 alone is handed the batch. It says which data-parallel rank owns which sample, sends
+everybody the numbers of the whole batch, and each rank the token ids of its own samples, as Arrow
+buffers over the CPU group: the same way for rollouts and for given responses, and on nodes that no
+Ray runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_async_rl.policy.microbatch import assign_owners
+from megatron_async_rl.samples.columns import flat
+from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, numeric, tokens_of
+from megatron_async_rl.samples.types import TrainBatch
+
+if TYPE_CHECKING:
+    from megatron_async_rl.policy.parallel import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A batch taken apart: the schema NUMBERS, and for each data-parallel rank the schema
+    TOKENS."""
+
+    version: int
+    numbers: pa.RecordBatch
+    tokens: tuple[pa.RecordBatch, ...]
+
+    def of(self, data_parallel_rank: int) -> RankBatch:
+        return RankBatch.of(self.version, self.numbers, self.tokens[data_parallel_rank])
+
+
+def split(batch: TrainBatch, data_parallel: int, *, whole_groups: bool = False) -> Parts:
+    """whole_groups: all of a group belongs to one rank. A sample whose reward failed belongs to
+    nobody."""
+    samples = numeric(batch)
+    owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
+    trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
+    prompts, responses = (flat(samples.column(name))[1] for name in ("prompt_ids", "response_ids"))
+    lengths = (prompts + responses)[trained]
+    group = samples.column("group").to_numpy()[trained] if whole_groups else None
+    owner[trained] = assign_owners(lengths, data_parallel, group)
+    return Parts(
+        batch.version,
+        numbers_of(samples, owner),
+        tuple(tokens_of(samples, np.flatnonzero(owner == rank)) for rank in range(data_parallel)),
+    )
+
+
+def receive(
+    take: Callable[[], TrainBatch | None], layout: Layout, *, whole_groups: bool = False
+) -> RankBatch | None:
+    """Collective. `take` runs on rank 0 alone, as long as it takes; every rank returns its view of
+    the batch, or None where there is none.
+
+    Raises on rank 0 what `take` raised, and RankZeroFailed on the others.
+    """
+    parts: Parts | None = None
+    buffers: list[Tensor] = []
+
+    def announce() -> tuple[int, list[int]] | None:
+        nonlocal parts
+        batch = take()
+        if batch is None:
+            return None
+        parts = split(batch, layout.dp_size, whole_groups=whole_groups)
+        if layout.world_size > 1:
+            buffers.extend(_written(part) for part in (parts.numbers, *parts.tokens))
+        return batch.version, [len(buffer) for buffer in buffers]
+
+    header = layout.from_rank_zero(announce)
+    if header is None:
+        return None
+    if parts is not None and layout.world_size == 1:
+        return parts.of(0)
+
+    version, sizes = header
+    numbers = buffers[0] if buffers else torch.empty(sizes[0], dtype=torch.uint8)
+    dist.broadcast(numbers, src=0, group=layout.cpu_group)
+
+    # The tensor- and pipeline-parallel ranks of a data-parallel rank feed or predict the same
+    # tokens.
+    if parts is not None:
+        requests = [
+            dist.isend(buffers[1 + layout.dp_rank_of(rank)], rank, group=layout.cpu_group)
+            for rank in range(1, layout.world_size)
+        ]
+        for request in requests:
+            request.wait()
+        return parts.of(layout.dp_rank)
+    tokens = torch.empty(sizes[1 + layout.dp_rank], dtype=torch.uint8)
+    dist.recv(tokens, 0, group=layout.cpu_group)
+    return RankBatch.of(version, _read(numbers), _read(tokens))
+
+
+def _written(batch: pa.RecordBatch) -> Tensor:
+    """As an Arrow stream, [bytes] uint8."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return torch.frombuffer(bytearray(sink.getvalue()), dtype=torch.uint8)
+
+
+def _read(buffer: Tensor) -> pa.RecordBatch:
+    """Views of the buffer, which they keep."""
+    with pa.ipc.open_stream(pa.py_buffer(buffer.numpy())) as stream:
+        return stream.read_next_batch()

@@ -1,0 +1,197 @@
+"""Every name of Megatron-Core that it does not promise to keep: its private functions, names that
+we put something else under, and what its optimizers and gradient buffers keep to themselves.
+
+Invariants:
+- no other module of the package uses one. What is overridden in a class of ours stays with that
+  class and is listed here;
+- a unit test looks that each name of the tables below still exists in the installed version, and
+  that no other module uses one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.distributed.finalize_model_grads import (
+    _allreduce_non_tensor_model_parallel_grads,
+    _allreduce_word_embedding_grads,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
+NAMES = {
+    "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
+    "megatron.core.transformer.moe.token_dispatcher": ("all_to_all",),
+    "megatron.core.transformer.moe.moe_utils": ("router_gating_linear",),
+    "megatron.core.distributed.finalize_model_grads": (
+        "_allreduce_non_tensor_model_parallel_grads",
+        "_allreduce_word_embedding_grads",
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": (
+        "MCoreSavePlanner",
+        "TorchDistSaveShardedStrategy",
+        "_replace_state_dict_keys_with_sharded_keys",
+        "mcore_to_pyt_state_dict",
+    ),
+    "megatron.core.pipeline_parallel.schedules": ("get_schedule_table",),
+}
+"""Module -> functions and classes in it."""
+OVERRIDDEN = {
+    "megatron.core.models.gpt.gpt_model.GPTModel": ("_postprocess",),
+    "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator": ("_communicate_shapes",),
+}
+"""Class -> methods that a class of ours replaces: model.py and forward.py."""
+METHODS = {
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (
+        "_get_model_param_range_map",
+    ),
+}
+"""Class -> methods that we call."""
+ASSIGNED = {
+    "megatron.core.optimizer.optimizer.ChainedOptimizer": ("chained_optimizers",),
+    "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params": (
+        "float16_groups",
+        "fp32_from_float16_groups",
+    ),
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (
+        "model_float16_groups",
+        "shard_fp32_from_float16_groups",
+        "model_fp32_groups",
+        "shard_fp32_groups",
+        "buffers",
+        "data_parallel_group",
+    ),
+    "megatron.core.distributed.distributed_data_parallel": (
+        "buffers",
+        "expert_parallel_buffers",
+    ),
+    "megatron.core.distributed.param_and_grad_buffer": ("grad_data", "main_grad", "params"),
+}
+"""Class or module -> attributes that it assigns and we read."""
+
+
+def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -> None:
+    """Without CUDA: Megatron's random generator is the one of `get_state` and `set_state`, and the
+    expert dispatcher's counts of tokens become the lists that a collective wants."""
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state
+    plain_all_to_all = token_dispatcher.all_to_all
+
+    # The dispatcher turns the counts into lists on their way from the GPU to the CPU, and only
+    # then.
+    def all_to_all(
+        group: Any, tensor: Tensor, output_splits: Any = None, input_splits: Any = None
+    ) -> Any:
+        counts = (
+            splits.tolist() if isinstance(splits, Tensor) else splits
+            for splits in (output_splits, input_splits)
+        )
+        return plain_all_to_all(group, tensor, *counts)
+
+    token_dispatcher.all_to_all = all_to_all
+
+
+def define_missing_gemm() -> None:
+    """Without Transformer Engine the router of a mixture asks for a name that its module never
+    defined, on any device; as None it means torch's product."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def sum_over_replica(chunks: Sequence[Any], config: Any) -> None:
+    """The part of Megatron's reduction that makes a gradient whole within one model replica."""
+    _allreduce_non_tensor_model_parallel_grads(list(chunks), config)
+    _allreduce_word_embedding_grads(list(chunks), config)
+
+
+def gradient_buffers(chunks: Sequence[Any]) -> list[Tensor]:
+    """All gradients of these chunks (inside Megatron's DDP), as flat buffers."""
+    return [
+        buffer.grad_data
+        for chunk in chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+
+
+def has_expert_buffers(chunk: Any) -> bool:
+    """Experts of the chunk (inside Megatron's DDP) are reduced over ranks of their own."""
+    return bool(chunk.expert_parallel_buffers)
+
+
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Megatron's optimizers behind the one it hands out (experts have their own), without those
+    that hold no parameter here."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if part.optimizer is not None]
+
+
+def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+    """(shard, model parameter, start, end) of everything that one part of the optimizer updates:
+    the shard is elements start..end of the flattened parameter, or its float32 copy of them."""
+    if isinstance(part, DistributedOptimizer):
+        groups = [*zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)]
+        groups += zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True)
+        for parameters, shards in groups:
+            for parameter, shard in zip(parameters, shards, strict=True):
+                owned = part._get_model_param_range_map(parameter)["param"]
+                yield shard, parameter, owned.start, owned.end
+        return
+    masters: dict[int, Tensor] = {}
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for parameters, shards in zip(
+            part.float16_groups, part.fp32_from_float16_groups, strict=True
+        ):
+            masters |= {
+                id(shard): parameter for parameter, shard in zip(parameters, shards, strict=True)
+            }
+    for group in part.param_groups:
+        for shard in group["params"]:
+            yield shard, masters.get(id(shard), shard), 0, shard.numel()
+
+
+def slicing_groups(optimizer: MegatronOptimizer) -> dict[int, Any]:
+    """id of each parameter that the distributed optimizer slices -> the ranks it slices it over
+    (experts have their own)."""
+    return {
+        id(parameter): part.data_parallel_group
+        for part in optimizer_parts(optimizer)
+        if isinstance(part, DistributedOptimizer)
+        for buffer in part.buffers
+        for parameter in buffer.params
+    }
+
+
+class ShardedSave(TorchDistSaveShardedStrategy):
+    """Megatron's checkpoint format, the writing left to `write`.
+
+    Megatron's own writer forks workers and starts a manager process, which outlives a killed
+    trainer; and forking beside Ray's and gloo's threads is not safe.
+
+    write: (torch's state dict, directory, planner) -> None.
+    """
+
+    def __init__(self, write: Callable[[Any, Any, Any], None]) -> None:
+        super().__init__("torch_dist", 1)
+        self._write = write
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> None:
+        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        planner = MCoreSavePlanner(
+            dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+        )
+        self._write(mcore_to_pyt_state_dict(renamed, False), checkpoint_dir, planner)

@@ -1,0 +1,265 @@
+"""The model's parameters: their names and shapes in Megatron and in Hugging Face's files, over all
+pipeline stages; and a Hugging Face directory into this rank's part of them.
+
+`bridge` is the policy's mbridge bridge: it maps names and cuts fused tensors; nothing here knows a
+model type.
+
+Experts are numbered over the whole model in global names; a rank's module numbers those it holds
+from 0. With expert parallelism one local parameter is as many parameters of the model as there are
+expert-parallel ranks, each an entry of its own with an owner.
+
+Invariants of loading:
+- every parameter of every stage is loaded and every tensor of the directory is used, or
+  WeightsDoNotFit names what is not;
+- the check comes first, on all ranks alike, from the files' headers: a model is never left half
+  loaded;
+- only this rank's shards are copied; files are mapped, not read whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+NOT_EXPORTED = ("value_head.",)
+"""Beginnings of the names of parameters that only training has: in no Hugging Face directory and in
+no engine."""
+EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
+"""The number of an expert in a Megatron parameter name."""
+DERIVED = ("rotary_emb.inv_freq",)
+"""Endings of tensors that old checkpoints store although the configuration determines them."""
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """One Megatron parameter. `name` is global (layers numbered over the whole model), `local_name`
+    its chunk's own.
+
+    owner: the expert-parallel rank that holds it; None for a parameter that all of them hold.
+    shard_shape: on each tensor-parallel rank. partition_dim: the dimension cut over them, None when
+    replicated. hf_names, hf_shapes: the full tensors it is made of, in the bridge's order.
+    """
+
+    stage: int
+    owner: int | None
+    chunk: int
+    local_name: str
+    name: str
+    dtype: torch.dtype
+    shard_shape: tuple[int, ...]
+    partition_dim: int | None
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shard_elements(self) -> int:
+        return prod(self.shard_shape)
+
+    @property
+    def hf_bytes(self) -> int:
+        return sum(prod(shape) for shape in self.hf_shapes) * self.dtype.itemsize
+
+    def like(self) -> SimpleNamespace:
+        """The attributes of a parameter that the bridge reads when it merges shards."""
+        return SimpleNamespace(
+            tensor_model_parallel=self.partition_dim is not None, partition_dim=self.partition_dim
+        )
+
+
+def local_entries(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ParameterEntry]:
+    """The parameters that this rank holds, in module order, without those that only training
+    has."""
+    return [
+        entry
+        for entry in stage_entries(bridge, chunks)
+        if entry.owner in (None, bridge.mpu.ep_rank)
+    ]
+
+
+def stage_entries(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ParameterEntry]:
+    """The parameters of this rank's stage, in module order and by owner, without those that only
+    training has."""
+    entries = []
+    for index, chunk in enumerate(chunks):
+        global_names = bridge.global_names(chunk)
+        for local_name, parameter in chunk.named_parameters():
+            if local_name.startswith(NOT_EXPORTED):
+                continue
+            # Megatron marks experts as cut over expert-tensor-parallel ranks, of which there is
+            # one.
+            cut = (
+                bool(getattr(parameter, "tensor_model_parallel", False))
+                and EXPERT.search(local_name) is None
+            )
+            dim = int(parameter.partition_dim) if cut and bridge.mpu.tp_size > 1 else None
+            full = list(parameter.shape)
+            if dim is not None:
+                full[dim] *= bridge.mpu.tp_size
+            whole = torch.empty(full, dtype=parameter.dtype, device="meta")
+            for owner, name in _owners(bridge, global_names[local_name]):
+                hf_names, hf_tensors = bridge.to_hugging_face(name, whole)
+                entries.append(
+                    ParameterEntry(
+                        stage=bridge.mpu.pp_rank,
+                        owner=owner,
+                        chunk=index,
+                        local_name=local_name,
+                        name=name,
+                        dtype=parameter.dtype,
+                        shard_shape=tuple(parameter.shape),
+                        partition_dim=dim,
+                        hf_names=tuple(hf_names),
+                        hf_shapes=tuple(tuple(tensor.shape) for tensor in hf_tensors),
+                    )
+                )
+    return entries
+
+
+def _owners(bridge: Any, name: str) -> list[tuple[int | None, str]]:
+    """(owner, global name) of every parameter of the model that `name`, with its expert numbered
+    locally, stands for."""
+    found = EXPERT.search(name)
+    ranks = bridge.mpu.ep_size
+    if found is None or ranks == 1:
+        return [(None, name)]
+    held = bridge.config.num_moe_experts // ranks
+    return [(rank, EXPERT.sub(str(rank * held + int(found[0])), name)) for rank in range(ranks)]
+
+
+def all_entries(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ParameterEntry]:
+    """The parameters of all stages, first stage first. Collective over the pipeline group."""
+    mine = stage_entries(bridge, chunks)
+    if bridge.mpu.pp_size == 1:
+        return mine
+    stages: list[Any] = [None] * bridge.mpu.pp_size
+    dist.all_gather_object(stages, mine, group=bridge.mpu.pp_group)
+    return [entry for stage in stages for entry in stage]
+
+
+def merged(bridge: Any, entry: ParameterEntry, shards: Sequence[Tensor]) -> list[Tensor]:
+    """The full Hugging Face tensors of `entry` from its tensor-parallel shards, in the order of
+    `hf_names`."""
+    if entry.partition_dim is None:
+        whole = shards[0]
+    else:
+        whole = bridge.merge(entry.name, list(shards), entry.like())
+    tensors: list[Tensor] = bridge.to_hugging_face(entry.name, whole)[1]
+    return tensors
+
+
+def shard_of(bridge: Any, entry: ParameterEntry, hf_tensors: Sequence[Tensor]) -> Tensor:
+    """This rank's shard of `entry` from its full Hugging Face tensors, which have the shapes of
+    `hf_shapes`."""
+    whole = bridge.to_megatron(entry.name, hf_tensors)
+    if entry.partition_dim is None:
+        return whole
+    like = torch.empty(entry.shard_shape, device="meta")
+    shard: Tensor = bridge.split(entry.name, whole, like)[bridge.mpu.tp_rank]
+    return shard
+
+
+class WeightsDoNotFit(ValueError):
+    """The tensors of a model directory are not those of the model its config.json describes."""
+
+
+class HuggingFaceTensors:
+    """The safetensors of a directory by name. Raises FileNotFoundError or WeightsDoNotFit for a
+    broken set of files."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._handles: dict[str, Any] = {}
+        for file in safetensor_files(directory):
+            try:
+                handle = stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+            except SafetensorError as error:
+                raise WeightsDoNotFit(
+                    f"{file} is not a complete safetensors file: {error}"
+                ) from error
+            for name in handle.keys():  # noqa: SIM118 - a safetensors handle, not a dict
+                if name in self._handles:
+                    raise WeightsDoNotFit(
+                        f"{directory}: tensor {name} is in two files, one of them {file.name}"
+                    )
+                self._handles[name] = handle
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._handles)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handles[name].get_slice(name).get_shape())
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._handles[name].get_tensor(name)
+        return tensor
+
+
+def safetensor_files(directory: Path) -> list[Path]:
+    """The files that hold the model: those of the index where there is one. Raises
+    FileNotFoundError."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        files = [
+            directory / name
+            for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        ]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.exists()]
+    if missing or not files:
+        raise FileNotFoundError(
+            f"{directory} lacks {', '.join(missing) or 'safetensors files'}; the model's weights"
+            " must lie there"
+        )
+    return files
+
+
+def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> None:
+    """Loads this rank's stage and shards. Collective over the pipeline group. Raises
+    WeightsDoNotFit."""
+    entries = all_entries(bridge, chunks)
+    with ExitStack() as stack:
+        tensors = HuggingFaceTensors(directory, stack)
+        wanted = {
+            name: shape
+            for entry in entries
+            for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)
+        }
+        problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.names)]
+        problems += [
+            f"{name} is in the files but not in the model"
+            for name in sorted(tensors.names - wanted.keys())
+            if not _implied(bridge, name)
+        ]
+        problems += [
+            f"{name} has shape {list(tensors.shape(name))}, the model wants {list(shape)}"
+            for name, shape in wanted.items()
+            if name in tensors.names and tensors.shape(name) != shape
+        ]
+        if problems:
+            more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise WeightsDoNotFit(
+                f"the weights in {directory} do not fit its config.json:"
+                f" {'; '.join(problems[:8])}{more}"
+            )
+        with torch.no_grad():
+            for entry in local_entries(bridge, chunks):
+                parameter = chunks[entry.chunk].get_parameter(entry.local_name)
+                parameter.copy_(shard_of(bridge, entry, [tensors[name] for name in entry.hf_names]))
+
+
+def _implied(bridge: Any, name: str) -> bool:
+    # A tied model's lm_head is its embedding, whatever a checkpoint stores beside it.
+    return name.endswith(DERIVED) or (bridge.tied and name == "lm_head.weight")

@@ -1,0 +1,134 @@
+"""Per-token numbers of the whole batch, on every rank, before anything is trained: forward passes
+and one all-reduce.
+
+    logp, sum_p_squared, values   under the weights in training
+    logp_ref                      under the reference
+    logp_prox                     ewma: under the average; snapshot: each token under the version
+                                  that sampled it, so a response that several versions wrote is in
+                                  one pass of each
+
+Invariants:
+- which passes there are, over which samples, is a pure function of the batch, so every rank makes
+  the same ones;
+- each token is computed by one rank (the last stage, tensor rank 0, of the data-parallel rank that
+  owns its sample) and is 0 on the others, so a plain sum over the world completes the columns,
+  whatever the number of micro-batches of a rank;
+- columns come back as float32 on the CPU, in the order of the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_async_rl.policy.forward import Schedule
+from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.samples.columns import spans
+from megatron_async_rl.samples.rank_batch import RankBatch
+
+if TYPE_CHECKING:
+    from megatron_async_rl.policy.parallel import Layout
+    from megatron_async_rl.policy.reference_policies import ReferencePolicies
+    from megatron_async_rl.policy.weight_copies import HeldWeights
+
+CURRENT_WEIGHTS = ("logp", "sum_p_squared", "values")
+"""Columns that a pass under the weights in training brings."""
+
+
+@dataclass(frozen=True)
+class Fill:
+    """`column` takes the model's `output`, on tokens that `version` sampled (null: on all)."""
+
+    column: str
+    output: str
+    version: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A forward pass. weights: null for those in training. rows: the samples it runs over, by
+    number; null for all."""
+
+    weights: HeldWeights | None
+    fills: tuple[Fill, ...]
+    rows: tuple[int, ...] | None = None
+
+
+def passes(columns: Sequence[str], samples: RankBatch, references: ReferencePolicies) -> list[Pass]:
+    """The passes that bring `columns`, those under the weights in training (which are the batch's
+    version) first.
+
+    Raises SnapshotMissing for a token whose version is not kept.
+    """
+    version = samples.version
+    current = [Fill(name, name) for name in columns if name in CURRENT_WEIGHTS]
+    rows: tuple[int, ...] | None = None
+    sampled_by: dict[int, list[int]] = {}
+    if "logp_prox" in columns and references.snapshots is not None:
+        for each in np.unique(samples.versions).tolist():
+            sampled_by[each] = np.unique(samples.rows[samples.versions == each]).tolist()
+        own = sampled_by.pop(version, None)
+        if own is not None:
+            rows = None if current else tuple(own)
+            current.append(Fill("logp_prox", "logp", version))
+    found = [Pass(None, tuple(current), rows)] if current else []
+    if "logp_ref" in columns:
+        assert references.reference is not None
+        found.append(Pass(references.reference, (Fill("logp_ref", "logp"),)))
+    if "logp_prox" in columns and references.average is not None:
+        found.append(Pass(references.average, (Fill("logp_prox", "logp"),)))
+    for each in sorted(sampled_by):
+        assert references.snapshots is not None
+        weights = references.snapshots.of(each, current=version)
+        found.append(Pass(weights, (Fill("logp_prox", "logp", each),), tuple(sampled_by[each])))
+    return found
+
+
+class PrecomputeTable:
+    """[C, N] float32: named columns over the response tokens of the samples, in their order."""
+
+    def __init__(self, samples: RankBatch, columns: Sequence[str], layout: Layout) -> None:
+        self.columns = list(columns)
+        self.layout = layout
+        self.samples = samples
+        self.values = torch.zeros(
+            len(self.columns), len(samples.rows), dtype=torch.float32, device=layout.device
+        )
+
+    def run(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        fills: Sequence[Fill],
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        """One forward pass under the weights in place. rows: the samples that the micro-batches
+        number; null for all."""
+        for micro_batch, outputs in schedule.forward(micro_batches):
+            if self.layout.tp_rank != 0 or not micro_batch.samples:
+                continue
+            numbers = np.array([i if rows is None else rows[i] for i in micro_batch.samples])
+            places = spans(self.samples.starts[numbers], self.samples.lengths[numbers])
+            places = torch.from_numpy(places).to(self.layout.device)
+            for fill in fills:
+                target, output = (
+                    self.values[self.columns.index(fill.column)],
+                    getattr(outputs, fill.output).float(),
+                )
+                if fill.version is not None:
+                    output = torch.where(
+                        micro_batch.versions == fill.version, output, target[places]
+                    )
+                target[places] = output
+
+    def finish(self) -> dict[str, Tensor]:
+        """Collective over the world: column -> [N] float32 on the CPU."""
+        if self.columns:
+            dist.all_reduce(self.values, group=self.layout.world_group)
+        return dict(zip(self.columns, self.values.cpu(), strict=True))

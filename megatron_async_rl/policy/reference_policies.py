@@ -1,0 +1,195 @@
+"""The policies beside the one in training that the objective compares with: which are kept, and
+when they move.
+
+reference           initial weights, or those of `reference.path`; `refresh_every`: becomes the
+                    current weights after every so many steps taken; `ema`: an exponential average
+                    of the weights, moved after every step taken
+proximal ewma       such an average, by `ewma_decay`
+proximal snapshot   the weights of the newest `snapshots` versions, each kept when its own step
+                    begins; a gradient control may ask for them too
+
+Invariants:
+- only what the objective or a control needs is kept;
+- what moves is in the checkpoint, and so are the snapshots that the next step may need; a reference
+  that does not move is read again from its model directory, so it is the one the run started with
+  although the model in training is a resumed one;
+- a step that was skipped moves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_async_rl.policy.parameters import load_hf
+from megatron_async_rl.policy.weight_copies import HeldMasters, HeldWeights, Snapshots
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.objective import ObjectiveConfig
+    from megatron_async_rl.policy.checkpoint import Checkpoint
+    from megatron_async_rl.policy.model import PolicyModel
+    from megatron_async_rl.policy.parameter_state import ModelTensors
+
+log = logging.getLogger(__name__)
+
+PAST = "past_weights_"
+"""And a version: the name of its weights in a checkpoint."""
+PAST_MASTERS = "past_masters_"
+"""And a version: the name of the optimizer's own weights at its start."""
+
+SAME_ARCHITECTURE = (
+    "model_type",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "tie_word_embeddings",
+)
+"""Keys of config.json that change what the same tensors compute."""
+
+
+class ArchitectureMismatch(ValueError):
+    """The reference's directory describes another model than the one in training."""
+
+
+class ReferencePolicies:
+    """`trained`: where the weights in training wait while others are in place. `snapshots`: the
+    newest versions, where they are the proximal policy. `past_masters`: the optimizer's own weights
+    of as many versions, for a control. Members are null where nothing asks for them.
+    """
+
+    def __init__(
+        self,
+        config: ObjectiveConfig,
+        needs: Collection[str],
+        model: PolicyModel,
+        *,
+        past_masters: Snapshots[HeldMasters] | None = None,
+    ) -> None:
+        """Raises ArchitectureMismatch or WeightsDoNotFit for a `reference.path` of another shape.
+        Collective over pipeline ranks."""
+        self.reference: HeldWeights | None = None
+        self.average: HeldWeights | None = None
+        self.past_masters = past_masters
+        self.snapshots: Snapshots[HeldWeights] | None = None
+        self._refresh_every = (
+            config.reference.refresh_every if config.reference is not None else None
+        )
+        self._ema = config.reference.ema if config.reference is not None else None
+        self._decay = config.ewma_decay
+        self.trained = HeldWeights(model.chunks) if {"logp_ref", "logp_prox"} & set(needs) else None
+        if "logp_ref" in needs:
+            path = config.reference.path if config.reference is not None else None
+            self.reference = self._initial_reference(path, model)
+        if "logp_prox" in needs and config.proximal == "ewma":
+            self.average = HeldWeights(model.chunks, torch.float32)
+        if "logp_prox" in needs and config.proximal == "snapshot":
+            self.snapshots = Snapshots(lambda: HeldWeights(model.chunks), config.snapshots)
+
+    def _initial_reference(self, path: Path | None, model: PolicyModel) -> HeldWeights:
+        dtype = torch.float32 if self._ema is not None else None
+        if path is None:
+            return HeldWeights(model.chunks, dtype)
+        _refuse_other_architecture(path, model.source)
+        assert self.trained is not None
+        with self.trained.restored_after():
+            load_hf(model.bridge, model.chunks, path)
+            return HeldWeights(model.chunks, dtype)
+
+    def begin(self, version: int) -> None:
+        """The weights in place are those of `version`, before its step."""
+        for store in self._past().values():
+            store.begin(version)
+
+    def stepped(self, taken: int) -> None:
+        """An optimizer step was taken, the `taken`-th of the run."""
+        if self.reference is not None and self._ema is not None:
+            self.reference.average(self._ema)
+        if self.reference is not None and self._refresh_every and taken % self._refresh_every == 0:
+            self.reference.update()
+        if self.average is not None:
+            self.average.average(self._decay)
+
+    def trained_restored(self, *, after: bool) -> AbstractContextManager[None]:
+        """after: within it others are put in place, and at its end the weights in training again;
+        otherwise it does nothing."""
+        return (
+            self.trained.restored_after() if after and self.trained is not None else nullcontext()
+        )
+
+    def parameter_state(self) -> dict[str, ModelTensors]:
+        """Model tensors of this rank, by name: of what moves and of past versions. Collective."""
+        past = {
+            f"{kind}{version}": copy.model_tensors()
+            for kind, store in self._past().items()
+            for version, copy in store.lasting.items()
+        }
+        return {name: weights.tensors for name, weights in self._moving().items()} | past
+
+    def load(self, saved: Checkpoint, *, warn: bool) -> None:
+        """After the model was loaded: what `parameter_state` returned. What is missing starts anew;
+        warn: say so. Collective."""
+        for name, held in self._moving().items():
+            if name in saved.names:
+                held.load(saved.read(name))
+                continue
+            if held is self.average:
+                held.update()
+            if warn:
+                start = (
+                    "the weights of the checkpoint"
+                    if held is self.average
+                    else "the weights it was configured with"
+                )
+                log.warning(
+                    "the checkpoint holds no %s: it starts from %s", name.replace("_", " "), start
+                )
+        for kind, store in self._past().items():
+            store.clear()
+            for version in sorted(
+                int(name.removeprefix(kind)) for name in saved.names if name.startswith(kind)
+            ):
+                store.load(version, saved.read(f"{kind}{version}"))
+
+    def oldest(self, version: int) -> int:
+        """The oldest version whose tokens the step that trains `version` can take."""
+        return max(
+            (min((*store.lasting, version)) for store in self._past().values()),
+            default=0,
+        )
+
+    def _past(self) -> dict[str, Snapshots[Any]]:
+        """What holds past versions, by the name of its weights in a checkpoint."""
+        found = {PAST: self.snapshots, PAST_MASTERS: self.past_masters}
+        return {kind: store for kind, store in found.items() if store is not None}
+
+    def _moving(self) -> dict[str, HeldWeights]:
+        moves = self._ema is not None or self._refresh_every is not None
+        found = {"reference": self.reference if moves else None, "proximal_average": self.average}
+        return {name: held for name, held in found.items() if held is not None}
+
+
+def _refuse_other_architecture(path: Path, source: Path) -> None:
+    theirs, own = (_architecture(directory) for directory in (path, source))
+    different: Sequence[str] = [key for key in SAME_ARCHITECTURE if theirs.get(key) != own.get(key)]
+    if different:
+        listed = "; ".join(
+            f"{key}: {theirs.get(key)!r}, the model has {own.get(key)!r}" for key in different
+        )
+        raise ArchitectureMismatch(
+            f"objective.reference.path: {path} is another model than {source} ({listed})"
+        )
+
+
+def _architecture(directory: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return content

@@ -1,0 +1,1 @@
+"""A run to look at: live display, HTML and PNG."""

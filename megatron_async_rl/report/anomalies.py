@@ -1,0 +1,179 @@
+"""Anomalies of a run that went on: found in its metrics, for the report to mark and
+list.
+
+`RUN/anomalies.jsonl` has more on a gradient far outside the run's history: one JSON object for
+each, with `step`, `norm`, `median`, `parameter` and `samples`, each with its `id`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_async_rl.metrics.log import Row, number
+from megatron_async_rl.report.series import counted
+
+FILE = "anomalies.jsonl"
+SAMPLES_SHOWN = 6
+
+KINDS: Mapping[str, tuple[str, str]] = {
+    "gradient": ("Gradient far outside the run's history", "red"),
+    "nonfinite": ("Loss, gradient or reward that is not finite", "red"),
+    "engine": ("Engine lost or restarted", "purple"),
+    "skipped": ("Step without an optimizer update", "amber"),
+    "reward": ("Rewards that failed", "amber"),
+    "dropped": ("Groups dropped", "muted"),
+    "resumed": ("Run resumed from a checkpoint", "blue"),
+}
+"""Kind -> (title, colour), the gravest first."""
+GRAVE = frozenset({"gradient", "nonfinite", "engine"})
+
+_SKIPPED_BY_GAC = 2
+"""The code in `gac/regime` of a step that the control skipped on purpose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anomaly:
+    step: int
+    kind: str
+    """One of KINDS."""
+    detail: str
+
+    @property
+    def colour(self) -> str:
+        return KINDS[self.kind][1]
+
+
+class AnomalyFinder:
+    """Finds them in the rows of a run as these come."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._before: Row = {}
+        """The newest value of every key."""
+
+    def find(self, rows: Sequence[Row]) -> list[Anomaly]:
+        """Those of the rows that follow the rows of the last call, in order of steps."""
+        found: list[Anomaly] = []
+        details: Mapping[int, Mapping[str, Any]] = {}
+        if any(number(row, "policy/grad_anomaly") for row in rows):
+            details = read_details(self._run_dir)
+        for row in rows:
+            step = int(number(row, "step") or 0)
+            for kind, look in _LOOKS.items():
+                if (words := look(self._before, row, details.get(step, {}))) is not None:
+                    found.append(Anomaly(step=step, kind=kind, detail=words))
+            self._before = self._before | row
+        return found
+
+
+def read_details(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Step -> its object in `RUN/anomalies.jsonl`; empty where there is no such file. A line that a
+    crash left half written is passed over."""
+    details: dict[int, dict[str, Any]] = {}
+    path = run_dir / FILE
+    if not path.exists():
+        return details
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            details[int(entry["step"])] = entry
+        except (ValueError, KeyError, TypeError):
+            continue
+    return details
+
+
+def steps_in_words(steps: Sequence[int]) -> str:
+    """`3, 7–9, 12`; `steps` grow."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][1] + 1:
+            runs[-1][1] = step
+        else:
+            runs.append([step, step])
+    return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in runs)
+
+
+def _gradient(_: Row, row: Row, detail: Mapping[str, Any]) -> str | None:
+    factor = number(row, "policy/grad_anomaly")
+    if not factor:
+        return None
+    norm, usual = detail.get("norm"), detail.get("median")
+    if not isinstance(norm, int | float) or not isinstance(usual, int | float):
+        return f"{factor:,.0f} times the median of the last steps"
+
+    words = f"norm {norm:,.4g} against a median of {usual:,.4g}"
+    if detail.get("parameter"):
+        words += f", most of it in {detail['parameter']}"
+    samples = [str(sample["id"]) for sample in detail.get("samples") or ()]
+    if samples:
+        more = ", …" if len(samples) > SAMPLES_SHOWN else ""
+        words += f"; samples {', '.join(samples[:SAMPLES_SHOWN])}{more}"
+    return words
+
+
+def _nonfinite(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
+    keys = ("policy/loss", "policy/grad_norm", "reward/mean")
+    bad = [
+        key for key in keys if (value := number(row, key)) is not None and not math.isfinite(value)
+    ]
+    if bad:
+        return ", ".join(f"{key} is {number(row, key)}" for key in bad)
+    return "the step was not applied" if _grew(before, row, "policy/nonfinite") else None
+
+
+def _engine(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
+    words = []
+    alive, were = number(row, "engine/alive"), number(before, "engine/alive")
+    if alive is not None and were is not None and alive < were:
+        words.append(f"{alive:.0f} of {were:.0f} engines left")
+    if restarts := _grew(before, row, "engine/restarts"):
+        words.append(f"{restarts:.0f} {'restart' if restarts == 1 else 'restarts'}")
+    return ", ".join(words) or None
+
+
+def _skipped(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
+    if not number(row, "policy/skipped") or number(row, "gac/regime") == _SKIPPED_BY_GAC:
+        return None
+    return None if _nonfinite(before, row, {}) else "no optimizer step"
+
+
+def _reward(_: Row, row: Row, __: Mapping[str, Any]) -> str | None:
+    failed = number(row, "reward/errors")
+    return f"{failed:.0f} {'sample' if failed == 1 else 'samples'}" if failed else None
+
+
+def _dropped(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
+    groups = sum(_grew(before, row, key) for key in ("flow/dropped_late", "flow/dropped_equal"))
+    responses = number(row, "dropped/responses") or 0
+    if not groups and not responses:
+        return None
+    return f"{groups:.0f} groups" if groups else f"{responses:.0f} responses"
+
+
+def _resumed(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
+    now, earlier = number(row, "flow/admitted"), number(before, "flow/admitted")
+    fell = now is not None and earlier is not None and now < earlier
+    return "counts began again" if fell else None
+
+
+_LOOKS: Mapping[str, Callable[[Row, Row, Mapping[str, Any]], str | None]] = {
+    "gradient": _gradient,
+    "nonfinite": _nonfinite,
+    "engine": _engine,
+    "skipped": _skipped,
+    "reward": _reward,
+    "dropped": _dropped,
+    "resumed": _resumed,
+}
+"""Each is given the newest value of every key before the row, the row and the details of its step,
+and answers in words or with None."""
+
+
+def _grew(before: Row, row: Row, key: str) -> float:
+    """By how much a count grew that begins again at a resume."""
+    return counted([number(before, key), number(row, key)]) - (number(before, key) or 0.0)

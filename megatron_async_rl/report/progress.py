@@ -1,0 +1,206 @@
+"""The screens of `mar train` and `mar eval` while they work, and their last words. `mar train`
+draws a run from its files, so that the display cannot disturb it.
+
+Invariant: each line of metrics is read once, however long the run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+from rich.text import Text
+
+from megatron_async_rl.metrics.log import MetricsReader, read_metrics
+from megatron_async_rl.metrics.status import read_status
+from megatron_async_rl.report.anomalies import KINDS, Anomaly, AnomalyFinder
+from megatron_async_rl.report.display import DisplayState, live_panel, plain_line, print_facts
+from megatron_async_rl.report.summary import span, summarise_run
+
+REDRAW_S = 0.5
+PLAIN_EVERY_S = 5.0
+WARNED = ("gradient", "nonfinite")
+"""Anomalies that the display warns of at once; an engine's loss is an event, which the launcher
+shows."""
+
+
+class Progress:
+    """A live panel on a terminal; elsewhere a line every few seconds and at each new phase."""
+
+    def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
+        self._run_dir = run_dir
+        self._console = console
+        self._reader = MetricsReader(run_dir)
+        self._anomalies = AnomalyFinder(run_dir)
+        self._state = DisplayState(run_dir=str(run_dir), steps=total_steps)
+        self._started = self._phase_began = self._last_row = time.monotonic()
+        self._earlier_status = read_status(run_dir)
+        self._drawn_at = float("-inf")
+        self._drawn_phase: tuple[str, str] | None = None
+        self._drawn_step = -1
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        if self._live is not None:
+            self._live.start()
+
+    def update(self) -> None:
+        """Reads what is new and redraws when due. Cheap: call it a few times a second."""
+        now = time.monotonic()
+        self._read(now)
+        state = self._state
+        phase = (state.phase, state.detail)
+        if self._live is not None:
+            if now - self._drawn_at >= REDRAW_S or phase != self._drawn_phase:
+                self._live.update(
+                    live_panel(state, ascii_only=self._console.options.ascii_only), refresh=True
+                )
+                self._drawn_at, self._drawn_phase = now, phase
+        elif phase[0] != (self._drawn_phase or ("",))[0] or (
+            now - self._drawn_at >= PLAIN_EVERY_S and self._has_news(phase)
+        ):
+            self._console.print(plain_line(state), markup=False, highlight=False, soft_wrap=True)
+            self._drawn_at, self._drawn_phase, self._drawn_step = now, phase, state.done
+
+    def close(self) -> None:
+        """Leaves the last picture standing."""
+        if self._live is not None:
+            self._read(time.monotonic())
+            self._live.update(
+                live_panel(self._state, ascii_only=self._console.options.ascii_only), refresh=True
+            )
+            self._live.stop()
+            self._live = None
+
+    def _has_news(self, phase: tuple[str, str]) -> bool:
+        return phase != self._drawn_phase or self._state.done != self._drawn_step
+
+    def _warn(self, anomaly: Anomaly) -> None:
+        state = self._state
+        state.anomalies += 1
+        state.warning = f"step {anomaly.step}: {KINDS[anomaly.kind][0]}, {anomaly.detail}"
+        if self._live is None:
+            self._console.print(
+                f"warning: {state.warning}", markup=False, highlight=False, soft_wrap=True
+            )
+
+    def _read(self, now: float) -> None:
+        state = self._state
+        news = self._reader.new_rows()
+        if news.restarted:
+            state.rows.clear()
+            self._anomalies = AnomalyFinder(self._run_dir)
+        if news.rows:
+            state.rows.extend(news.rows)
+            self._last_row = now
+        for anomaly in self._anomalies.find(news.rows):
+            if anomaly.kind in WARNED:
+                self._warn(anomaly)
+        earlier = (state.phase, state.detail)
+        status = read_status(self._run_dir)
+        # What an earlier process of the same run left behind is not this one's status.
+        state.status = None if status == self._earlier_status else status
+        if (state.phase, state.detail) != earlier:
+            self._phase_began = now
+        state.elapsed_s = now - self._started
+        state.phase_s = now - self._phase_began
+        state.silence_s = now - self._last_row
+
+
+def print_summary(run_dir: Path, console: Console) -> None:
+    """A run's last words: held-out reward before and after, steps, tokens, time, and where
+    everything is."""
+    summary = summarise_run(read_metrics(run_dir), read_status(run_dir))
+    facts: list[tuple[str, str | Text]] = []
+    if summary.before is not None and summary.after is not None:
+        change = f"  ({summary.after - summary.before:+.3f})"
+        facts.append(
+            (
+                "held-out reward",
+                Text.assemble((f"{summary.before:.3f} → {summary.after:.3f}", "bold"), change),
+            )
+        )
+    facts.append(("steps", f"{summary.steps} in {span(summary.in_steps_s)}"))
+    if summary.steps:
+        counts = {"generated": summary.generated, "trained on": summary.trained}
+        tokens = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+        facts.append(("tokens", f"{tokens or 'none'}  ({summary.tokens_per_s:,.0f} tokens/s)"))
+        facts.append(
+            (
+                "time",
+                ", ".join(
+                    f"{share:.0%} {name}"
+                    for name, share in summary.shares.items()
+                    if share >= 0.005
+                ),
+            )
+        )
+    if summary.lag_mean is not None and summary.lag_max is not None and summary.generated:
+        facts.append(("lag", f"mean {summary.lag_mean:.2f}, max {summary.lag_max} versions"))
+    if summary.regimes:
+        facts.append(
+            ("gradients", ", ".join(f"{count} {name}" for name, count in summary.regimes.items()))
+        )
+    facts.append(("run", str(run_dir)))
+    facts += [
+        ("plot", str(run_dir / name))
+        for name in ("report.html", "report.png")
+        if (run_dir / name).exists()
+    ]
+    print_facts(facts, console)
+
+
+@contextmanager
+def sampling_progress(console: Console, prompts: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, elsewhere a line every few seconds; told how many prompts are answered,
+    and with how many tokens."""
+    started = shown = time.monotonic()
+
+    def rate(tokens: int) -> str:
+        return f"{tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
+
+    if console.is_terminal:
+        columns = (
+            TextColumn("sampling"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("prompts, {task.fields[rate]}"),
+        )
+        with ProgressBar(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+            task = bar.add_task("", total=prompts, rate="0 tokens/s")
+            yield lambda answered, tokens: bar.update(task, completed=answered, rate=rate(tokens))
+        return
+
+    def line(answered: int, tokens: int) -> None:
+        nonlocal shown
+        if answered == prompts or time.monotonic() - shown >= PLAIN_EVERY_S:
+            shown = time.monotonic()
+            console.print(
+                f"sampled {answered} of {prompts} prompts, {rate(tokens)}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    yield line
+
+
+def show_evaluation(result: Mapping[str, Any], file: str, console: Console) -> None:
+    """`result`: the JSON of one evaluation; `file`: where it was written."""
+    mean = result["mean_reward"]
+    failed = f", {result['reward_errors']} rewards failed" if result["reward_errors"] else ""
+    speed = result["tokens"] / max(result["seconds"], 1e-9)
+    facts: list[tuple[str, str | Text]] = [
+        ("mean reward", Text(f"{math.nan if mean is None else mean:.4f}", style="bold")),
+        *((f"pass@{k}", f"{value:.4f}") for k, value in result["pass_at"].items()),
+        ("responses", f"{result['samples']} to {result['prompts']} prompts{failed}"),
+        ("truncated", f"{result['truncated']:.1%}"),
+        ("tokens", f"{result['tokens']:,} in {result['seconds']:.1f} s  ({speed:,.0f} tokens/s)"),
+        ("result", file),
+    ]
+    print_facts(facts, console)

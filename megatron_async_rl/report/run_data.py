@@ -1,0 +1,209 @@
+"""A run directory as the report sees it: rows, status, configuration, and what follows from
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_async_rl.config.load import YamlFault, read_tree
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics.log import Evaluations, Row, evaluation_curves, number, read_metrics
+from megatron_async_rl.metrics.status import Status, read_status
+from megatron_async_rl.metrics.timeline import Span, read_timeline, shares
+from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder
+from megatron_async_rl.report.summary import Dropped, Summary, compare_dropped, span, summarise_run
+from megatron_async_rl.watchdog.events import Event, read_events
+
+WINDOW_STEPS = 12
+HOLE_S = 60.0
+HOLE_STEPS = 10
+"""A step that ended later after the one before than both of these, the second in steps, came after
+a stop of the run."""
+PARTS = 4
+
+
+class ReportError(UserError):
+    """The run directory holds nothing to report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineWindow:
+    """The last steps of a run as each process spent them."""
+
+    start: float
+    """Unix seconds, as `end`."""
+    end: float
+    steps: Sequence[tuple[int, float]]
+    """(step, when it ended); all in the window."""
+    tracks: Mapping[str, Sequence[Span]]
+    """The spans that touch the window, cut to it; `rank 0` first."""
+
+    def in_words(self) -> list[tuple[str, str]]:
+        """(track, what it did), the most of the time first."""
+        lines = []
+        for track, spans in self.tracks.items():
+            parts = list(shares(spans, self.start, self.end).items())[:PARTS]
+            words = ", ".join(f"{_activity(*kind)} {share:.0%}" for kind, share in parts)
+            lines.append((track, words))
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    run_dir: Path
+    rows: list[Row]
+    status: Status | None
+    config: Mapping[str, Any]
+    """RUN/config.yaml as it is written there; empty when there is none."""
+    summary: Summary
+    window: TimelineWindow | None
+    """None where no process wrote what it did."""
+    dropped: Dropped | None
+    """None where nothing was dropped."""
+    evaluations: Evaluations
+    anomalies: Sequence[Anomaly]
+    events: Sequence[Event]
+
+    @property
+    def supervised(self) -> bool:
+        """True when nothing was sampled, so that reward and lag say nothing."""
+        return not any("ratio/ess_ratio" in row or "tokens/generated" in row for row in self.rows)
+
+    @property
+    def gac(self) -> Mapping[str, Any] | None:
+        """Settings of the control that judges the cosine, when the run has one; `c_low` is the one
+        in force at the end."""
+        controls = self.config.get("controls") or ()
+        settings = next(
+            (control for control in controls if control.get("name") in ("gac", "matched_norm")),
+            None,
+        )
+        if settings is None or settings.get("calibrate") is None:
+            return settings
+        calibrated = next(
+            (row["gac/c_low"] for row in reversed(self.rows) if "gac/c_low" in row), None
+        )
+        return {**settings, "c_low": calibrated}
+
+    @property
+    def lag_bound(self) -> float | None:
+        """`flow.async_ratio`: the start version of a sample is at most this many versions behind,
+        rounded up."""
+        return (self.config.get("flow") or {}).get("async_ratio")
+
+    @property
+    def headline(self) -> str:
+        summary = self.summary
+        steps = "step" if summary.steps == 1 else "steps"
+        parts = [
+            f"{summary.steps:,} {steps} in {span(summary.in_steps_s)}",
+            f"{summary.tokens_per_s:,.0f} tokens/s",
+        ]
+        if summary.before is not None and summary.after is not None:
+            parts.insert(0, f"held-out reward {summary.before:.3f} → {summary.after:.3f}")
+        if self.status is not None and self.status.phase != "finished":
+            parts.append(f"{self.status.phase} at step {self.status.step} of {self.status.steps}")
+        return "   ·   ".join(parts)
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Raises ReportError when the directory is missing or no step was logged in it."""
+    if not run_dir.is_dir():
+        raise ReportError.of("RUN", f"{run_dir} is not a directory", "name the run.dir of a run")
+    rows = read_metrics(run_dir)
+    status = read_status(run_dir)
+    if not rows:
+        state = f"its last phase was `{status.phase}`" if status else "and no run was started in it"
+        raise ReportError.of(
+            "RUN",
+            f"{run_dir} has no finished step to report: metrics.jsonl is missing or empty, {state}",
+            "wait for the first step, or see RUN/logs",
+        )
+    return RunData(
+        run_dir=run_dir,
+        rows=rows,
+        status=status,
+        config=read_config(run_dir),
+        summary=summarise_run(rows, status),
+        window=timeline_window(rows, read_timeline(run_dir)),
+        dropped=compare_dropped(rows),
+        evaluations=evaluation_curves(run_dir),
+        anomalies=AnomalyFinder(run_dir).find(rows),
+        events=read_events(run_dir),
+    )
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """RUN/config.yaml as it is written there; empty when there is none.
+
+    Raises ReportError when it is not a configuration.
+    """
+    path = run_dir / "config.yaml"
+    try:
+        config, _ = read_tree(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (YamlFault, UnicodeDecodeError) as error:
+        what = f"is not a configuration: {getattr(error, 'what', error)}"
+        raise ReportError.of(str(path), what, "delete it; the rest can be shown without") from error
+    return config
+
+
+def timeline_window(
+    rows: Sequence[Row], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
+) -> TimelineWindow | None:
+    """The window of the last `steps` steps, fewer where the run was stopped in between; None where
+    no process wrote what it did."""
+    ended = [
+        (int(step), at)
+        for row in rows
+        if (step := number(row, "step")) and (at := number(row, "time")) is not None
+    ]
+    took = [second for row in rows if (second := number(row, "time/step_s")) is not None]
+    if not ended or not took:
+        return None
+
+    hole = max(HOLE_S, HOLE_STEPS * median(took))
+    shown = [ended[-1]]
+    start = ended[-1][1] - took[-1]
+    for step, at in reversed(ended[:-1]):
+        if shown[-1][1] - at > hole:
+            break
+        start = at
+        if len(shown) == steps:
+            break
+        shown.append((step, at))
+        start = at - median(took)
+    end = ended[-1][1]
+
+    cut = {track: _cut(spans, start, end) for track, spans in tracks.items()}
+    inside = {track: spans for track, spans in cut.items() if spans}
+    if not inside or end <= start:
+        return None
+    return TimelineWindow(start=start, end=end, steps=shown[::-1], tracks=inside)
+
+
+def _cut(spans: Sequence[Span], start: float, end: float) -> list[Span]:
+    return [
+        Span(
+            track=span.track,
+            state=span.state,
+            waiting_for=span.waiting_for,
+            start=max(start, span.start),
+            end=min(end, span.end),
+        )
+        for span in spans
+        if min(end, span.end) > max(start, span.start)
+    ]
+
+
+def _activity(state: str, waiting_for: str) -> str:
+    if not waiting_for:
+        return state
+    return (
+        f"{state} for {waiting_for}" if state == "waiting" else f"{state} (waits for {waiting_for})"
+    )

@@ -1,0 +1,350 @@
+"""Samples of a run to look at: `mar samples`, and their part of the report's page.
+
+Invariants:
+- prompts and responses are untrusted text: on a terminal control characters are shown, not obeyed,
+  and in HTML everything is escaped;
+- reading never changes the log and works while it is being written (samples/segments.py);
+- the same log, the same options: the same samples, in the same order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import html
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Console
+from rich.text import Text
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.report.run_data import read_config
+from megatron_async_rl.samples.segments import (
+    FOLDER,
+    Entry,
+    Outcome,
+    load,
+    read_entries,
+    read_table,
+    segments_in,
+)
+from megatron_async_rl.samples.types import Sample
+
+NEWEST = 5
+LONGEST = 2000
+"""Characters of a prompt or response on a terminal; --json has all."""
+PAGE_STEPS, PAGE_EACH, PAGE_OPEN, PAGE_LONGEST = 3, 3, 400, 5_000
+"""The page: samples of so many last steps, so many of each kind; text unfolded up to, and cut at,
+so many characters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A choice of samples: at most one of `worst`, `best` and `random`; none: the newest few, or
+    all of `step`."""
+
+    step: int | None = None
+    worst: int | None = None
+    best: int | None = None
+    random: int | None = None
+    seed: int = 0
+    held_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """`missing`: samples of the wanted step that the log keeps no longer, or never had."""
+
+    samples: Sequence[tuple[Entry, Sample]]
+    missing: int = 0
+
+
+def choose(run_dir: Path, wanted: Wanted) -> Chosen:
+    """Raises UserError where there is no run, no log, or no such step."""
+    counts = {
+        name: count
+        for name in ("worst", "best", "random")
+        if (count := getattr(wanted, name)) is not None
+    }
+    if len(counts) > 1:
+        options = " and ".join(f"--{name}" for name in counts)
+        raise UserError.of(options, "exclude each other", "give one of them")
+    _check_log(run_dir)
+
+    missing = 0
+    entries = (one for one in read_entries(run_dir) if (one.group < 0) == wanted.held_out)
+    if wanted.step is not None:
+        of_step, missing = _of_step(run_dir, entries, wanted)
+        chosen = _pick(of_step, wanted)
+    elif counts:
+        chosen = _pick(list(entries), wanted)
+    else:
+        chosen = list(itertools.islice(entries, NEWEST))
+    if not chosen:
+        kind = "held-out evaluation" if wanted.held_out else "training"
+        fix = "try again when one has finished, or look without --eval and --step"
+        raise UserError.of("RUN", f"the log of {run_dir} holds no such sample of {kind}", fix)
+    return Chosen(samples=load(run_dir, chosen), missing=missing)
+
+
+def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
+    """For people, or with `as_json` one whole sample per line for tools."""
+    for entry, sample in chosen.samples:
+        if as_json:
+            line = json.dumps(as_dict(entry, sample), allow_nan=False)
+            console.file.write(line + "\n")
+            continue
+        heading = Text(" · ".join(_facts(entry, sample)), style="bold")
+        console.rule(style="dim")
+        console.print(heading)
+        for name, text, style in (
+            ("prompt", sample.prompt.text, "cyan"),
+            ("response", sample.text, "green" if sample.valid else "red"),
+        ):
+            console.print(Text(f"{name}: ", style="dim") + Text(_visible(text), style=style))
+        if sample.reward_error is not None:
+            console.print(Text(f"reward failed: {_visible(sample.reward_error)}", style="red"))
+    if chosen.missing and not as_json:
+        console.print(f"{chosen.missing:,} more of them are no longer kept", style="dim")
+
+
+def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
+    """Plain JSON; numbers that are not finite as null."""
+    rewards = sample.step_rewards
+    return {
+        "id": sample.id,
+        "group": entry.group,
+        "state": entry.state,
+        "steps": list(entry.steps),
+        "reason": entry.reason,
+        "lag": _lag(entry, sample),
+        "reward": _finite(sample.reward),
+        "reward_error": sample.reward_error,
+        "step_rewards": None if rewards is None else [_finite(one) for one in rewards.tolist()],
+        "prompt_id": sample.prompt.id,
+        "prompt": sample.prompt.text,
+        "fields": _plain(dict(sample.prompt.fields)),
+        "response": sample.text,
+        "finish_reason": sample.finish_reason,
+        "prompt_ids": list(sample.prompt.token_ids),
+        "response_ids": sample.response_ids.tolist(),
+        "behavior_logprobs": [_finite(one) for one in sample.behavior_logprobs.tolist()],
+        "versions": sample.versions.tolist(),
+        "loss_mask": sample.loss_mask.tolist(),
+        "engine": sample.engine,
+        "started_at": sample.started_at,
+        "finished_at": sample.finished_at,
+    }
+
+
+def samples_section(run_dir: Path) -> str:
+    """HTML for the report: the best, the worst and some random samples of the last steps in the
+    log; nothing where there is none."""
+    outcomes = _outcomes(run_dir, "trained")
+    steps = sorted(set(outcomes["step"].to_pylist()))[-PAGE_STEPS:]
+    of_steps = outcomes.filter(pc.is_in(outcomes["step"], pa.array(steps, pa.int64())))
+    trained, _ = _find(read_entries(run_dir), of_steps)
+    if not trained:
+        return ""
+    scored = sum(entry.valid for entry in trained)
+    each = min(PAGE_EACH, max(1, scored // 3))
+    parts = []
+    shown: set[Entry] = set()
+    for name, wanted in (
+        ("Best", Wanted(best=each)),
+        ("Worst", Wanted(worst=each)),
+        ("Random", Wanted(random=each, seed=steps[-1])),
+    ):
+        picked = _pick([entry for entry in trained if entry not in shown], wanted)
+        shown |= {*picked}
+        cards = "".join(_card(entry, sample) for entry, sample in load(run_dir, picked))
+        if cards:
+            parts.append(f"<h3>{name}</h3>\n{cards}")
+    span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return (
+        f'<section class="card samples"><style>{STYLE}</style>\n'
+        f"<h2>Samples that {span} trained on</h2>\n" + "\n".join(parts) + "</section>"
+    )
+
+
+# Which
+
+
+def _check_log(run_dir: Path) -> None:
+    if not run_dir.is_dir():
+        raise UserError.of("RUN", f"{run_dir} is not a directory", "name the run.dir of a run")
+    if segments_in(run_dir / FOLDER):
+        return
+
+    config = read_config(run_dir)
+    if not config and not (run_dir / "metrics.jsonl").exists():
+        what, fix = "holds no run", "name the run.dir of a run"
+    elif config and config.get("rollout") is None:
+        what, fix = "is a supervised run, which samples nothing", "look at its data.train"
+    elif (config.get("samples") or {}).get("keep_mib") == 0:
+        what, fix = "logged no samples (samples.keep_mib: 0)", "give the next run room for them"
+    else:
+        what, fix = "has no samples yet", "try again when a response has finished"
+    raise UserError.of("RUN", f"{run_dir} {what}", fix)
+
+
+def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[list[Entry], int]:
+    """Those that the wanted step trained on, or of the wanted version's evaluation, and how many of
+    them the log keeps no longer."""
+    assert wanted.step is not None
+    outcome: Outcome = "evaluated" if wanted.held_out else "trained"
+    noun = "version" if wanted.held_out else "step"
+    known = _outcomes(run_dir, outcome)
+    steps = sorted(set(known["step"].to_pylist()))
+    if wanted.step not in steps:
+        there = f"its log holds {noun} {_ranges(steps)}" if steps else "look without --step"
+        raise UserError.of("--step", f"{run_dir} has no sample of {noun} {wanted.step}", there)
+    found, missing = _find(entries, known.filter(pc.equal(known["step"], wanted.step)))
+    if not found:
+        raise UserError.of(
+            "--step",
+            f"{run_dir} keeps the samples of {noun} {wanted.step} no longer",
+            f"look at a later {noun}, up to {steps[-1]}, or raise samples.keep_mib",
+        )
+    return found, missing
+
+
+def _outcomes(run_dir: Path, outcome: Outcome) -> pa.Table:
+    table = read_table(run_dir, "outcomes")
+    return table.filter(pc.equal(table["outcome"], outcome))
+
+
+def _find(entries: Iterable[Entry], outcomes: pa.Table) -> tuple[list[Entry], int]:
+    """The entries that `outcomes` tell of, and how many are not there. Reads no further back than
+    it must."""
+    keys = set(zip(outcomes["id"].to_pylist(), outcomes["finished_at"].to_pylist(), strict=True))
+    found: list[Entry] = []
+    for entry in entries:
+        if not keys:
+            break
+        if (entry.id, entry.finished_at) in keys:
+            keys.remove((entry.id, entry.finished_at))
+            found.append(entry)
+    return found, len(keys)
+
+
+def _pick(entries: Sequence[Entry], wanted: Wanted) -> list[Entry]:
+    """Without a count all of them, group by group. Best and worst: of those whose reward did not
+    fail, the newer first among equals."""
+    scored = [entry for entry in entries if entry.valid]
+    if wanted.best is not None:
+        return heapq.nlargest(wanted.best, scored, key=lambda entry: entry.reward)
+    if wanted.worst is not None:
+        return heapq.nsmallest(wanted.worst, scored, key=lambda entry: entry.reward)
+    if wanted.random is not None:
+        count = min(wanted.random, len(entries))
+        return random.Random(wanted.seed).sample(list(entries), count)
+    return sorted(entries, key=lambda entry: (abs(entry.group), entry.id))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`3 to 9, 12`, of ascending numbers."""
+    parts: list[tuple[int, int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in parts]
+    return ", ".join(words if len(words) <= 6 else [*words[:3], "...", *words[-2:]])
+
+
+# How
+
+
+def _facts(entry: Entry, sample: Sample) -> Iterator[str]:
+    yield {
+        "trained": f"trained at step {' and '.join(str(step) for step in entry.steps)}",
+        "evaluated": f"evaluation of version {entry.steps[0] if entry.steps else '?'}",
+        "dropped": f"dropped ({entry.reason})",
+        "waiting": "not trained on so far",
+        "repeated": "lost in a crash, sampled again",
+    }[entry.state]
+    yield f"reward {sample.reward:.4g}" if sample.valid else "reward failed"
+    yield f"sample {sample.id}"
+    yield f"prompt {_visible(sample.prompt.id)}"
+    plural = "" if sample.length == 1 else "s"
+    yield f"{sample.length} token{plural}, {sample.finish_reason}"
+    first, last = int(sample.versions[0]), int(sample.versions[-1])
+    yield f"version {first}" if first == last else f"versions {first} to {last}"
+    lag = _lag(entry, sample)
+    if lag is not None:
+        yield f"lag {lag}"
+    yield f"engine {sample.engine}"
+
+
+def _lag(entry: Entry, sample: Sample) -> int | None:
+    """Versions that the oldest token was behind the weights it trained first; null where it did
+    not."""
+    if entry.state != "trained":
+        return None
+    return entry.steps[0] - 1 - int(sample.versions[0])
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""All but line ends and tabs, and what turns the direction of the text around it."""
+
+
+def _visible(text: str) -> str:
+    """Control characters as escapes; a long text cut."""
+    more = len(text) - LONGEST
+    if more > 0:
+        text = text[:LONGEST]
+    shown = "".join(
+        one.encode("unicode_escape").decode() if _CONTROL.match(one) else one for one in text
+    )
+    return shown + (f" ... {more:,} more characters; --json has all" if more > 0 else "")
+
+
+def _plain(value: Any) -> Any:
+    """A field of a prompt's line, which Python may have read NaN in."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return _finite(value) if isinstance(value, float) else value
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None
+
+
+STYLE = """
+  .samples { margin-top: 16px; } .samples h3 { margin: 14px 0 4px; font-size: 13.5px; }
+  .sample { border-top: 1px solid var(--line); padding: 8px 0; }
+  .sample p { margin: 0 0 4px; color: var(--muted); font-size: 12.5px; overflow-wrap: anywhere; }
+  .sample pre { margin: 2px 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; }
+  .sample pre.prompt { color: var(--muted); } .sample details { margin: 2px 0; }
+  .sample summary { cursor: pointer; font-size: 12.5px; }
+"""
+
+
+def _card(entry: Entry, sample: Sample) -> str:
+    facts = html.escape(" · ".join(_facts(entry, sample)))
+    prompt, response = _folded("prompt", sample.prompt.text), _folded("response", sample.text)
+    return f'<div class="sample"><p>{facts}</p>{prompt}{response}</div>\n'
+
+
+def _folded(name: str, text: str) -> str:
+    def block(part: str) -> str:
+        return f'<pre class="{name}">{html.escape(part)}</pre>'
+
+    if len(text) <= PAGE_OPEN:
+        return block(text)
+    cut = text[:PAGE_LONGEST]
+    end = "" if len(cut) == len(text) else f"\n... {len(text) - len(cut):,} more characters"
+    summary = f"<summary>{len(text):,} characters</summary>"
+    return f"{block(text[:PAGE_OPEN] + '...')}<details>{summary}{block(cut + end)}</details>"

@@ -1,0 +1,240 @@
+"""A whole run in a few numbers: its summary for the terminal and the report, what was dropped
+against what was trained on, and the rates that a plan of another run can start from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from megatron_async_rl.metrics.log import Row, number
+from megatron_async_rl.metrics.status import Status
+from megatron_async_rl.report.series import column, counted, numbers, summed, total
+
+REGIMES = ("kept", "projected", "skipped")
+"""By the code in `gac/regime`."""
+IN_A_STEP = {
+    "training": "time/train_s",
+    "publishing": "time/publish_s",
+    "waiting": "time/wait_batch_s",
+}
+"""Parts of a step of rank 0: for samples, on the optimizer step, on handing over weights."""
+REASONS = {"flow/dropped_late": "late", "flow/dropped_equal": "of equal reward"}
+"""Reasons for which a group was dropped."""
+HOLE_STEPS = 10
+"""A line that came so many median steps after the one before came after a stop, and its shares are
+of another interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    steps: int
+    in_steps_s: float
+    """Sum of the steps' seconds: start-up, evaluation, checkpoints and stops left out."""
+    generated: int
+    trained: int
+    shares: Mapping[str, float]
+    """Shares of `in_steps_s`, by what rank 0 did; sums to 1 with `other`."""
+    regimes: Mapping[str, int]
+    """Steps by what gradient alignment control did; empty without it."""
+    busy_share: float | None
+    """Mean over engines and steps; None where engines were not counted."""
+    alive: tuple[int, int] | None
+    """Engines that take responses at the end, and engines in all."""
+    restarts: int
+    lag_mean: float | None
+    """Versions, mean over trained tokens of the whole run."""
+    lag_max: int | None
+    before: float | None
+    after: float | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens generated, or trained on where nothing was generated, per second in
+        steps."""
+        return (self.generated or self.trained) / self.in_steps_s if self.in_steps_s > 0 else 0.0
+
+
+def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
+    in_steps = total(rows, "time/step_s")
+    shares = {
+        name: total(rows, key) / in_steps if in_steps > 0 else 0.0
+        for name, key in IN_A_STEP.items()
+    }
+    shares["other"] = max(0.0, 1.0 - sum(shares.values())) if in_steps > 0 else 0.0
+    codes = [int(code) for row in rows if (code := number(row, "gac/regime")) is not None]
+    counts = summed(rows, "lag/histogram")
+    busy = column(rows, "engine/busy_share")[1]
+    largest = numbers(rows, "lag/max")
+    return Summary(
+        steps=len(rows),
+        in_steps_s=in_steps,
+        generated=int(total(rows, "tokens/generated")),
+        trained=int(total(rows, "tokens/trained")),
+        shares=shares,
+        regimes={name: codes.count(code) for code, name in enumerate(REGIMES)} if codes else {},
+        busy_share=float(busy.mean()) if len(busy) else None,
+        alive=_alive(rows),
+        restarts=int(
+            max(
+                (value for row in rows if (value := number(row, "engine/restarts")) is not None),
+                default=0,
+            )
+        ),
+        lag_mean=sum(lag * count for lag, count in enumerate(counts)) / sum(counts)
+        if sum(counts)
+        else None,
+        lag_max=int(max(value for value in largest if value == value))
+        if any(largest == largest)
+        else None,
+        before=status.before if status else None,
+        after=status.after if status else None,
+    )
+
+
+def _alive(rows: Sequence[Row]) -> tuple[int, int] | None:
+    last = next((row for row in reversed(rows) if "engine/alive" in row), None)
+    if last is None:
+        return None
+    engines = last.get("engine/versions")
+    alive = int(number(last, "engine/alive") or 0)
+    return alive, len(engines) if isinstance(engines, list) else alive
+
+
+def span(seconds: float) -> str:
+    """`0:07`, `12:31`, `3:05:09`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    responses: int
+    groups: dict[str, int]
+    """By reason."""
+    length: float
+    """Mean tokens of a response, as `trained_length`; rewards are means too."""
+    trained_length: float | None
+    reward: float | None
+    trained_reward: float | None
+
+    @property
+    def sentence(self) -> str:
+        counted = [
+            f"{count:,} {'group' if count == 1 else 'groups'} {reason}"
+            for reason, count in self.groups.items()
+        ]
+        groups = f" ({', '.join(counted)})" if counted else ""
+        parts = [f"mean length {self.length:,.1f} tokens{_against(self.trained_length, ',.1f')}"]
+        if self.reward is not None:
+            parts.append(f"mean reward {self.reward:.3f}{_against(self.trained_reward, '.3f')}")
+        were = "response was" if self.responses == 1 else "responses were"
+        whose = " of those trained on" if self.trained_length is not None else ""
+        return f"{self.responses:,} {were} dropped{groups}: {', '.join(parts)}{whose}"
+
+
+def compare_dropped(rows: Sequence[Row]) -> Dropped | None:
+    """None where nothing was dropped."""
+    responses = int(total(rows, "dropped/responses"))
+    length = _mean(rows, "dropped/length_mean", "dropped/responses")
+    if length is None:
+        return None
+    groups = {
+        reason: count
+        for key, reason in REASONS.items()
+        if (count := int(counted([number(row, key) for row in rows])))
+    }
+    return Dropped(
+        responses=responses,
+        groups=groups,
+        length=length,
+        trained_length=_mean(rows, "response/length_mean"),
+        reward=_mean(rows, "dropped/reward_mean", "dropped/responses"),
+        trained_reward=_mean(rows, "reward/mean"),
+    )
+
+
+def _against(trained: float | None, form: str) -> str:
+    return f" against {trained:{form}}" if trained is not None else ""
+
+
+def _mean(rows: Sequence[Row], key: str, weight: str | None = None) -> float | None:
+    """Over the rows that have a finite `key`, each counted by its `weight`."""
+    pairs = [
+        (value, (number(row, weight) or 0.0) if weight else 1.0)
+        for row in rows
+        if (value := number(row, key)) is not None
+    ]
+    pairs = [(value, times) for value, times in pairs if np.isfinite(value) and times > 0]
+    return (
+        float(np.average([v for v, _ in pairs], weights=[t for _, t in pairs])) if pairs else None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    steps: int
+    train_s: float
+    """Median over the steps, as the other seconds."""
+    publish_s: float
+    pause_s: float
+    """That of the engine that paused longest."""
+    tokens_per_step: float
+    """Response tokens that the engines finished, mean."""
+    tokens_per_busy_s: float
+    """Tokens of one engine in a second in which it sampled, mean over the run's engines."""
+
+    def generate_s(self, engines: int) -> float:
+        """In which `engines` engines, busy all the time, sample one step's tokens."""
+        return self.tokens_per_step / (engines * self.tokens_per_busy_s)
+
+
+def measure(rows: Sequence[Row]) -> Rates | None:
+    """Null where a run did not write what its engines did, or not for two steps."""
+    step_s = _numbers(rows, "time/step_s")
+    if len(step_s) < 2:
+        return None
+    longest = HOLE_STEPS * median(step_s)
+    tokens = busy_s = 0.0
+    intervals = 0
+    for before, row in itertools.pairwise(rows):
+        shares, finished = row.get("engine/busy_shares"), row.get("engine/tokens")
+        interval = (number(row, "time") or 0.0) - (number(before, "time") or 0.0)
+        if isinstance(shares, list) and isinstance(finished, list) and 0 < interval <= longest:
+            tokens += sum(finished)
+            busy_s += interval * sum(shares)
+            intervals += 1
+    train = _numbers(rows, "time/train_s")
+    if not intervals or tokens <= 0 or busy_s <= 0 or not train:
+        return None
+    return Rates(
+        steps=len(rows),
+        train_s=median(train),
+        publish_s=median(_numbers(rows, "time/publish_s") or [0.0]),
+        pause_s=median(_numbers(rows, "weights/pause_s") or [0.0]),
+        tokens_per_step=tokens / intervals,
+        tokens_per_busy_s=tokens / busy_s,
+    )
+
+
+def update_per_lr(rows: Sequence[Row]) -> float | None:
+    """G of the planning rule: length of an update over its learning rate, median; null where no
+    control measured updates."""
+    ratios = []
+    for row in rows:
+        norm, lr = (
+            number(row, "update/norm"),
+            (number(row, "policy/lr") or 0.0) * (number(row, "policy/lr_scale") or 1.0),
+        )
+        # Skipped steps have no update to learn from.
+        if norm and lr > 0:
+            ratios.append(norm / lr)
+    return median(ratios) if ratios else None
+
+
+def _numbers(rows: Sequence[Row], key: str) -> list[float]:
+    return [value for row in rows if (value := number(row, key)) is not None]

@@ -1,0 +1,133 @@
+"""Engines in processes of their own: the methods of one, how it is started, and why one did not
+start.
+
+Invariants:
+- whoever calls an engine calls it as an `Engine`: the methods are declared here, once, and
+  `rollout.engine.RolloutEngine` has them;
+- what a call raised in the engine is raised here as itself;
+- an engine that did not start leaves nothing running, and none outlives its actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+from megatron_async_rl.rollout.engine import RolloutEngine
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.types import EngineReport, Request
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.deadline import remote_cause
+from megatron_async_rl.watchdog.logs import find_cause, tail
+from megatron_async_rl.weights.manifest import Manifest
+
+MAX_CALLS = 1000
+"""Calls an actor may hold at once: each batch of requests is one, and the control calls must always
+get through."""
+
+
+class EngineStartError(RuntimeError):
+    """An engine did not start. The message ends with the tail of its log."""
+
+
+class Engine(Protocol):
+    """One running engine. What the calls do is said in `rollout.engine`."""
+
+    async def submit(self, requests: Sequence[Request]) -> None: ...
+    async def abort(self, ids: Sequence[str]) -> None: ...
+    async def report(self, timeout_s: float) -> EngineReport: ...
+    async def update(self, version: int, manifest: Manifest) -> dict[str, str]: ...
+    async def sleep(self) -> None: ...
+    async def stop(self) -> None: ...
+    def kill(self) -> None:
+        """Ends the engine's processes at once, whether they answer or not: Ray kills the actor,
+        and the kernel vLLM with it."""
+
+
+class RemoteEngine:
+    """An `Engine` in the Ray actor `actor`: any method of it, awaitable."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            try:
+                return await getattr(self.actor, method).remote(*arguments)
+            except Exception as error:  # noqa: BLE001 - raised again, as itself
+                raise remote_cause(error) from None
+
+        return call
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self.actor)
+
+
+async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
+    """A running engine on this machine, where the staged weights are. Ray must be initialised.
+    `again`: in place of one that is gone, whose log stays as `engine-<index>.log.1`, `.2`, ...
+
+    Raises EngineStartError, with the cause and the tail of the engine's log, when it fails or takes
+    longer than `rollout.start_timeout_s`.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    spec.log_dir.mkdir(parents=True, exist_ok=True)
+    if again:
+        _keep_old_log(spec)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = (
+        ray.remote(RolloutEngine)
+        .options(
+            num_cpus=0,
+            num_gpus=spec.rollout.tensor if spec.device == "cuda" else 0,
+            max_concurrency=MAX_CALLS,
+            scheduling_strategy=here,
+        )
+        .remote(spec)
+    )
+    engine, limit_s = RemoteEngine(actor), spec.rollout.start_timeout_s
+    try:
+        with watch.doing("wait", f"{spec.name} to start", limit_s):
+            await asyncio.wait_for(engine.start(), limit_s)
+    except TimeoutError:
+        engine.kill()
+        limit = f"rollout.start_timeout_s: {limit_s:g}"
+        raise EngineStartError(_failure(spec, f"did not start within {limit}")) from None
+    except Exception as error:
+        engine.kill()
+        raise EngineStartError(
+            _failure(spec, f"did not start: {type(error).__name__}: {error}")
+        ) from error
+    except BaseException:  # cancelled: the run ends
+        engine.kill()
+        raise
+    return cast(Engine, engine)
+
+
+def _keep_old_log(spec: EngineSpec) -> None:
+    if spec.log.exists():
+        taken = (
+            int(path.suffix[1:])
+            for path in spec.log_dir.glob(f"{spec.log.name}.*")
+            if path.suffix[1:].isdecimal()
+        )
+        spec.log.rename(spec.log.with_name(f"{spec.log.name}.{max(taken, default=0) + 1}"))
+
+
+def _failure(spec: EngineSpec, what: str) -> str:
+    """vLLM's own exception says only that a process of it failed; that process's is in the log."""
+    cause = find_cause(spec.log_dir)
+    lines = tail(spec.log, 15) if spec.log.is_file() else []
+    return "\n".join(
+        [
+            f"{spec.name} {what}",
+            *([f"cause: {cause.message} ({cause.file}:{cause.line})"] if cause else []),
+            f"last lines of {spec.log}:",
+            *(f"    {line}" for line in lines),
+        ]
+    )

@@ -1,0 +1,175 @@
+"""Where an engine stands between sampling and loading: running, paused, or asleep; how long it
+sampled; and its track in the run's timeline.
+
+    running --pause--> paused --resume--> running          new weights load while paused
+    running, paused --sleep--> asleep --wake--> running    and while asleep with its weights awake
+
+Invariant: what is out of order is refused before vLLM is told. Pausing what is paused and
+resuming what runs is in order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from megatron_async_rl.metrics.timeline import Timeline
+from megatron_async_rl.samples.types import StateName
+
+TAGS = ("weights", "kv_cache")
+"""Parts that sleep, and wake in this order: weights are loaded before there is a cache to fill."""
+
+
+class WrongState(RuntimeError):
+    """An engine was asked for something that its state does not permit."""
+
+
+class EngineState:
+    """`name` of the engine, for its errors."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._paused = False
+        self._asleep: frozenset[str] = frozenset()
+
+    @property
+    def state(self) -> StateName:
+        if self._asleep:
+            return "asleep"
+        return "paused" if self._paused else "running"
+
+    @property
+    def runs(self) -> bool:
+        return self.state == "running"
+
+    def require_awake(self, what: str) -> None:
+        if self._asleep:
+            raise WrongState(f"{self._name} was to {what}, and is asleep: wake it first")
+
+    def require_loadable(self) -> None:
+        if self.runs:
+            raise WrongState(f"{self._name} was to load weights, and is running: pause it first")
+        if "weights" in self._asleep:
+            raise WrongState(
+                f"{self._name} was to load weights, and its weights are asleep: wake them first"
+            )
+
+    def sleepers(self, tags: Collection[str] | None) -> tuple[str, ...]:
+        """The `tags` (None: all that sleeps) that are to be woken, in order.
+
+        Raises WrongState for what is awake, ValueError for anything else.
+        """
+        unknown = sorted(set(tags or ()) - set(TAGS))
+        if unknown:
+            raise ValueError(
+                f"{self._name} cannot wake {', '.join(unknown)}: what sleeps is"
+                f" {' and '.join(TAGS)}"
+            )
+        wanted = self._asleep if tags is None else frozenset(tags)
+        if not wanted or not wanted <= self._asleep:
+            awake = ", ".join(tag for tag in TAGS if tag in wanted - self._asleep) or "it"
+            raise WrongState(f"{self._name} was to wake, and {awake} is awake")
+        return tuple(tag for tag in TAGS if tag in wanted)
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def sleep(self) -> None:
+        self._asleep = frozenset(TAGS)
+
+    def wake(self, tags: Collection[str]) -> None:
+        """The last one that wakes sets the engine going."""
+        self._asleep -= frozenset(tags)
+        if not self._asleep:
+            self._paused = False
+
+
+class BusyClock:
+    """Seconds in which an engine sampled: with at least one response in vLLM, and not paused.
+
+    `changed`: told how many responses are in vLLM when the first came, the last left or the
+    pause changed. `now`: seconds of a clock that never goes back."""
+
+    def __init__(
+        self,
+        changed: Callable[[int], None] = lambda responses: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._changed = changed
+        self._now = now
+        self._sampling = 0
+        self._paused = False
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (0.0 if self._since is None else self._now() - self._since)
+
+    def begin(self) -> None:
+        """One more response is in vLLM."""
+        self._sampling += 1
+        if self._sampling == 1:
+            self._turn()
+
+    def end(self) -> None:
+        self._sampling -= 1
+        if self._sampling == 0:
+            self._turn()
+
+    def pause(self, paused: bool) -> None:
+        self._paused = paused
+        self._turn()
+
+    def _turn(self) -> None:
+        runs = self._sampling > 0 and not self._paused
+        if runs and self._since is None:
+            self._since = self._now()
+        elif not runs and self._since is not None:
+            self._seconds += self._now() - self._since
+            self._since = None
+        self._changed(self._sampling)
+
+
+class EngineTimeline:
+    """An engine's track in the run's timeline. `run_dir`: of the run; null writes none.
+
+    Invariant: from the first bucket of new weights to the moment it samples again an engine is
+    `loading`, whatever arrives meanwhile.
+    """
+
+    def __init__(self, run_dir: Path | None, track: str, state: EngineState) -> None:
+        self._timeline = Timeline(run_dir, track) if run_dir is not None else None
+        self._state = state
+        self._loading = False
+
+    def changed(self, responses: int) -> None:
+        """The state changed, or how many responses are in vLLM: `responses` now."""
+        if self._state.runs:
+            self._loading = False
+            self._enter(*(("busy", "") if responses else ("idle", "prompts")))
+        elif not self._loading:
+            self._enter(
+                *(
+                    ("asleep", "the policy")
+                    if self._state.state == "asleep"
+                    else ("paused", "weights")
+                )
+            )
+
+    def load(self) -> None:
+        """The first bucket of new weights is about to be loaded."""
+        self._loading = True
+        self._enter("loading")
+
+    def close(self) -> None:
+        if self._timeline is not None:
+            self._timeline.close()
+
+    def _enter(self, state: str, waiting_for: str = "") -> None:
+        if self._timeline is not None:
+            self._timeline.enter(state, waiting_for)

@@ -1,0 +1,89 @@
+"""The plugin that vLLM calls in each of its processes (`vllm.general_plugins`).
+
+vLLM hands a response over when it is whole, which may take longer than the watchdog waits. Its
+scheduler sees every token: there they count as progress, and its queues are shown as a fact.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_async_rl.rollout.lifetime import PARENT, die_with_parent
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.watchdog import watch
+
+ENTRY_POINT = "mar_shared_memory"
+"""Name of this plugin in the package's `vllm.general_plugins` entry points."""
+
+
+BACKEND = "mar_weights"
+"""Name of our weight transfer engine in vLLM's factory; it serves every carrier."""
+
+WORKER_EXTENSION = "megatron_async_rl.weights.receive.WeightLoadingWorker"
+
+
+def register() -> None:
+    """Ends the process with its engine, puts it in the run's watch and registers our weight
+    transfer engine.
+    Idempotent: vLLM may call it several times."""
+    from megatron_async_rl.weights import vllm_private
+
+    die_with_parent()
+    watch.join()
+    # Python looks through all that vLLM imported for garbage, once more, before a process ends:
+    # seconds that a stop waits for.
+    atexit.register(gc.freeze)
+
+    vllm_private.after_each_step(_show_progress)
+    vllm_private.draw_in_batches()
+    vllm_private.register_transfer_engine(
+        BACKEND, "megatron_async_rl.weights.receive", "WeightReceiver"
+    )
+
+
+def _show_progress(tokens: int, scheduler: Any) -> None:
+    from megatron_async_rl.weights import vllm_private
+
+    watch.progress("tokens", tokens)
+    watch.fact("scheduler", lambda: vllm_private.describe_scheduler(scheduler))
+
+
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """Variables that vLLM and the libraries under it read at import. Call it in the process that
+    will start vLLM."""
+    values = {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(spec.rollout.start_timeout_s))),
+        "VLLM_PLUGINS": ENTRY_POINT,
+        PARENT: str(os.getpid()),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if spec.device == "cpu":
+        values |= {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": str(spec.threads),
+            # vLLM compiles parts of its sampler at the first request even in eager mode.
+            "TORCHDYNAMO_DISABLE": "1",
+            # ms a thread spins after a parallel region; the trainer may want the core.
+            "KMP_BLOCKTIME": "1",
+            # New memory costs several times what copying to it does, and every update needs as much
+            # as the one before freed: so the C library keeps what is freed, large blocks too.
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+        }
+        if spec.rollout.tensor > 1:  # binding wants a NUMA node for each worker
+            values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        openmp = Path(sys.prefix, "lib", "libiomp5.so")
+        if openmp.is_file():
+            values["LD_PRELOAD"] = ":".join(
+                part for part in (str(openmp), os.environ.get("LD_PRELOAD", "")) if part
+            )
+    return values

@@ -1,0 +1,253 @@
+"""The one form of samples on their way: Arrow record batches with one schema.
+
+An engine reports such batches, the controller's buffer and the checkpoint hold them, the sample log
+on disk is made of them, and a data-parallel rank gets its own rows of the numeric columns. Python
+objects (`Sample`) exist only at the edges.
+
+Invariants:
+- one row is one sample; per-token columns of a row have the length of its `response_ids`;
+- `batch_of` and `samples_of` are inverse, arrays to dtype and value, numbers to the last bit;
+- `NUMERIC` is what training reads: no text, no fields. A trainer rank gets it as `RankBatch`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from megatron_async_rl.samples.types import FinishReason, Prompt, Sample, check_response
+
+NUMERIC = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("group", pa.int64(), nullable=False),
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("behavior_logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("versions", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.uint8()), nullable=False),
+        pa.field("step_rewards", pa.list_(pa.float32())),
+        pa.field("reward", pa.float64(), nullable=False),
+        pa.field("weight", pa.float64(), nullable=False),
+        pa.field("valid", pa.bool_(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+    ]
+)
+"""The columns that training reads."""
+
+SCHEMA = pa.schema(
+    [
+        *NUMERIC,
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("prompt_text", pa.string(), nullable=False),
+        pa.field("fields", pa.string(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("reward_error", pa.string()),
+        pa.field("engine", pa.int32(), nullable=False),
+        pa.field("started_at", pa.float64(), nullable=False),
+        pa.field("finished_at", pa.float64(), nullable=False),
+    ]
+)
+"""All of a sample. `fields`: the prompt's other keys, as JSON. Times are Unix seconds."""
+
+
+_COLUMNS: dict[str, Callable[[Sample], Any]] = {
+    "prompt_ids": lambda sample: sample.prompt.token_ids,
+    "prompt_id": lambda sample: sample.prompt.id,
+    "prompt_text": lambda sample: sample.prompt.text,
+    "fields": lambda sample: json.dumps(dict(sample.prompt.fields)),
+}
+"""Columns that are no attribute of a sample."""
+
+
+def batch_of(
+    samples: Sequence[Sample], groups: Sequence[int], schema: pa.Schema = SCHEMA
+) -> pa.RecordBatch:
+    """One row per sample, in order. `groups`: the number of each sample's group. `schema`: SCHEMA,
+    or NUMERIC where nobody reads text."""
+    columns = {
+        name: [_COLUMNS.get(name, attrgetter(name))(sample) for sample in samples]
+        for name in schema.names
+        if name != "group"
+    }
+    return _record_batch(columns | {"group": groups}, schema)
+
+
+class SampleColumns:
+    """Finished responses gathered column by column, where nobody needs a `Sample` of each: what an
+    engine reports.
+
+    Not safe for threads: `append` and `take` belong to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+        self._fields: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._columns["id"])
+
+    def append(
+        self,
+        *,
+        id: str,
+        group: int,
+        prompt: Prompt,
+        response_ids: NDArray[np.int32],
+        behavior_logprobs: NDArray[np.float32],
+        versions: NDArray[np.int32],
+        loss_mask: NDArray[np.uint8],
+        text: str,
+        finish_reason: FinishReason,
+        reward: float,
+        reward_error: str | None = None,
+        weight: float = 1.0,
+        step_rewards: NDArray[np.float32] | None = None,
+        engine: int = 0,
+        started_at: float = 0.0,
+        finished_at: float = 0.0,
+    ) -> None:
+        """Raises ValueError for what a `Sample` could not hold; then nothing is appended."""
+        per_token: dict[str, NDArray[Any]] = {
+            "behavior_logprobs": behavior_logprobs,
+            "versions": versions,
+            "loss_mask": loss_mask,
+        }
+        check_response(id, response_ids, per_token, reward, reward_error, step_rewards)
+        if prompt.id not in self._fields:
+            self._fields[prompt.id] = json.dumps(dict(prompt.fields))
+        row = {
+            "id": id,
+            "group": group,
+            "prompt_ids": prompt.token_ids,
+            "response_ids": response_ids,
+            **per_token,
+            "step_rewards": step_rewards,
+            "reward": reward,
+            "weight": weight,
+            "valid": reward_error is None,
+            "finish_reason": finish_reason,
+            "prompt_id": prompt.id,
+            "prompt_text": prompt.text,
+            "fields": self._fields[prompt.id],
+            "text": text,
+            "reward_error": reward_error,
+            "engine": engine,
+            "started_at": started_at,
+            "finished_at": finished_at,
+        }
+        for name, value in row.items():
+            self._columns[name].append(value)
+
+    def take(self) -> pa.RecordBatch:
+        """The rows so far, in the order they were appended, by SCHEMA; there are none
+        afterwards."""
+        columns, self._columns = self._columns, {name: [] for name in SCHEMA.names}
+        self._fields.clear()
+        return _record_batch(columns, SCHEMA)
+
+
+def _record_batch(columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays(
+        [
+            list_array(columns[field.name], field.type)
+            if pa.types.is_list(field.type)
+            else pa.array(columns[field.name], type=field.type)
+            for field in schema
+        ],
+        schema=schema,
+    )
+
+
+def list_array(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
+    """A list column of one array or sequence of numbers per row; null where the row is None."""
+    dtype = kind.value_type.to_pandas_dtype()
+    present = [np.asarray(row, dtype=dtype) for row in rows if row is not None]
+    starts = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum([0 if row is None else len(row) for row in rows], out=starts[1:])
+    missing = None if len(present) == len(rows) else pa.array([row is None for row in rows])
+    values = np.concatenate(present) if present else np.zeros(0, dtype=dtype)
+    return pa.ListArray.from_arrays(pa.array(starts), pa.array(values), type=kind, mask=missing)
+
+
+def flat(column: pa.ListArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """The values of a list column's rows, one row after another, and each row's length; a null row
+    has none."""
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+    return column.flatten().to_numpy(), lengths
+
+
+def spans(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The indices starts[0], ..., starts[0] + lengths[0] - 1, starts[1], ... of several spans, one
+    after another."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum(), dtype=np.int64)
+
+
+def samples_of(batch: pa.RecordBatch) -> list[Sample]:
+    """The rows as objects. Prompts are rebuilt, one for each `prompt_id`."""
+    prompts: dict[str, Prompt] = {}
+    arrays = {
+        name: _rows(batch.column(name))
+        for name in (
+            "prompt_ids",
+            "response_ids",
+            "behavior_logprobs",
+            "versions",
+            "loss_mask",
+            "step_rewards",
+        )
+    }
+    plain = {name: batch.column(name).to_pylist() for name in SCHEMA.names if name not in arrays}
+    samples = []
+    for row in range(batch.num_rows):
+        prompt_id = plain["prompt_id"][row]
+        if prompt_id not in prompts:
+            prompts[prompt_id] = Prompt(
+                id=prompt_id,
+                text=plain["prompt_text"][row],
+                token_ids=tuple(_present(arrays["prompt_ids"][row]).tolist()),
+                fields=json.loads(plain["fields"][row]),
+            )
+        samples.append(
+            Sample(
+                id=plain["id"][row],
+                prompt=prompts[prompt_id],
+                response_ids=_present(arrays["response_ids"][row]),
+                behavior_logprobs=_present(arrays["behavior_logprobs"][row]),
+                versions=_present(arrays["versions"][row]),
+                loss_mask=_present(arrays["loss_mask"][row]),
+                step_rewards=arrays["step_rewards"][row],
+                text=plain["text"][row],
+                finish_reason=plain["finish_reason"][row],
+                reward=plain["reward"][row],
+                reward_error=plain["reward_error"][row],
+                weight=plain["weight"][row],
+                engine=plain["engine"][row],
+                started_at=plain["started_at"][row],
+                finished_at=plain["finished_at"][row],
+            )
+        )
+    return samples
+
+
+def _rows(column: pa.ListArray) -> list[np.ndarray | None]:
+    """The lists of a column as views of its values; null where the row is."""
+    offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
+    present = column.is_valid().to_numpy(zero_copy_only=False)
+    return [
+        values[offsets[row] : offsets[row + 1]] if present[row] else None
+        for row in range(len(column))
+    ]
+
+
+def _present(row: np.ndarray | None) -> np.ndarray:
+    assert row is not None
+    return row

@@ -1,0 +1,190 @@
+"""A train batch as one trainer rank sees it: everybody's numbers, and the tokens of its own
+samples.
+
+What a step decides from the whole batch (advantages, corrections, denominators, the plan) needs
+every sample's numbers on every rank; token ids are fed to the model by the data-parallel rank that
+owns the sample, and by nobody else.
+
+Invariants:
+- rows are in the order of the train batch, and per-token arrays lie row after row: row s has the
+  entries `starts[s]` to `starts[s + 1]`;
+- `numbers` and `tokens` are Arrow record batches, and `of` reads them without a copy per sample;
+- no text, no prompt fields, no Python object per sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from megatron_async_rl.samples.columns import NUMERIC, batch_of, flat, spans
+from megatron_async_rl.samples.types import TrainBatch
+
+NOBODY = -1
+"""Owner of a sample that is not trained on."""
+
+NUMBERS = pa.schema(
+    [
+        *(field for field in NUMERIC if field.name not in ("prompt_ids", "response_ids")),
+        pa.field("prompt_length", pa.int32(), nullable=False),
+        pa.field("owner", pa.int32(), nullable=False),
+    ]
+)
+"""What every rank gets of every sample. `owner`: the data-parallel rank that trains it."""
+
+TOKENS = pa.schema(
+    [
+        pa.field("row", pa.int32(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+    ]
+)
+"""What a sample's owner gets beside it: prompt and response, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankBatch:
+    """S samples with N response tokens, P tokens of own samples.
+
+    version: the weights that will be trained. ids: [S] strings. group, owner, prompt_lengths,
+    lengths (response tokens): [S] int64. rewards, weights: [S] float64. valid (the reward did not
+    fail), sampled (not given data), truncated: [S] bool.
+
+    behavior_logprobs: [N] float32. versions: [N] int32. loss_mask: [N] uint8. step_rewards: [N]
+    float32, 0 for a sample without any; None where no sample has any.
+
+    token_ids: [P] int32, prompt and response of each own sample. token_starts: [S] int64, where a
+    sample's begin; -1 for one of another rank.
+    """
+
+    version: int
+    ids: pa.StringArray
+    group: NDArray[np.int64]
+    owner: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    rewards: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    valid: NDArray[np.bool_]
+    sampled: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    step_rewards: NDArray[np.float32] | None
+    token_ids: NDArray[np.int32]
+    token_starts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, version: int, numbers: pa.RecordBatch, tokens: pa.RecordBatch) -> RankBatch:
+        """From the schemas NUMBERS and TOKENS."""
+        behavior_logprobs, lengths = flat(numbers.column("behavior_logprobs"))
+        given, counts = flat(numbers.column("step_rewards"))
+        steps = None
+        if numbers.column("step_rewards").null_count < numbers.num_rows:
+            steps = np.zeros(len(behavior_logprobs), dtype=np.float32)
+            steps[np.repeat(counts > 0, lengths)] = given
+        token_ids, totals = flat(tokens.column("token_ids"))
+        token_starts = np.full(numbers.num_rows, -1, dtype=np.int64)
+        token_starts[tokens.column("row").to_numpy()] = np.cumsum(totals) - totals
+        reason = numbers.column("finish_reason")
+        return cls(
+            version=version,
+            ids=numbers.column("id"),
+            group=numbers.column("group").to_numpy(),
+            owner=numbers.column("owner").to_numpy().astype(np.int64),
+            prompt_lengths=numbers.column("prompt_length").to_numpy().astype(np.int64),
+            lengths=lengths,
+            rewards=numbers.column("reward").to_numpy(),
+            weights=numbers.column("weight").to_numpy(),
+            valid=numbers.column("valid").to_numpy(zero_copy_only=False),
+            sampled=pc.not_equal(reason, "given").to_numpy(zero_copy_only=False),
+            truncated=pc.equal(reason, "length").to_numpy(zero_copy_only=False),
+            behavior_logprobs=behavior_logprobs,
+            versions=flat(numbers.column("versions"))[0],
+            loss_mask=flat(numbers.column("loss_mask"))[0],
+            step_rewards=steps,
+            token_ids=token_ids,
+            token_starts=token_starts,
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """[S + 1]: where each sample's response tokens begin, and the end."""
+        return np.concatenate(([0], np.cumsum(self.lengths)))
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """[N]: the row of each response token."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+    @property
+    def fed(self) -> NDArray[np.int64]:
+        """[S]: the tokens that go into the model: all but the last, which predicts nothing."""
+        return self.prompt_lengths + self.lengths - 1
+
+    @cached_property
+    def trained(self) -> NDArray[np.int64]:
+        """[S]: the response tokens that are trained on."""
+        return np.bincount(self.rows, self.loss_mask, minlength=len(self)).astype(np.int64)
+
+    @property
+    def start_versions(self) -> NDArray[np.int32]:
+        """[S]: the version that sampled the first token."""
+        return self.versions[self.starts[:-1]]
+
+    def select(self, rows: NDArray[np.int64] | Sequence[int]) -> RankBatch:
+        """These samples alone, in this order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        tokens = spans(self.starts[rows], self.lengths[rows])
+        per_token = {"behavior_logprobs", "versions", "loss_mask", "step_rewards"}
+        changed = {
+            field.name: getattr(self, field.name)[tokens if field.name in per_token else rows]
+            for field in dataclasses.fields(self)
+            if field.name not in ("version", "ids", "token_ids")
+            and getattr(self, field.name) is not None
+        }
+        return dataclasses.replace(self, ids=self.ids.take(pa.array(rows)), **changed)
+
+
+def numeric(batch: TrainBatch) -> pa.RecordBatch:
+    """The schema NUMERIC, one row per sample; a group's number is its place in the batch."""
+    groups = [number for number, group in enumerate(batch.groups) for _ in group.samples]
+    return batch_of(list(batch.samples()), groups, NUMERIC)
+
+
+def numbers_of(samples: pa.RecordBatch, owner: NDArray[np.int64]) -> pa.RecordBatch:
+    """What every rank gets of a NUMERIC batch."""
+    columns = {name: samples.column(name) for name in NUMERIC.names} | {
+        "prompt_length": pc.list_value_length(samples.column("prompt_ids")),
+        "owner": pa.array(owner, type=pa.int32()),
+    }
+    return pa.RecordBatch.from_arrays([columns[name] for name in NUMBERS.names], schema=NUMBERS)
+
+
+def tokens_of(samples: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatch:
+    """What the owner of the samples `rows` of a NUMERIC batch gets."""
+    (prompts, before), (responses, lengths) = (
+        flat(samples.column(name).take(pa.array(rows))) for name in ("prompt_ids", "response_ids")
+    )
+    ends = np.cumsum(before + lengths)
+    values = np.empty(len(prompts) + len(responses), dtype=np.int32)
+    values[spans(ends - before - lengths, before)] = prompts
+    values[spans(ends - lengths, lengths)] = responses
+    starts = np.concatenate(([0], ends)).astype(np.int32)
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.array(rows, type=pa.int32()),
+            pa.ListArray.from_arrays(pa.array(starts), pa.array(values)),
+        ],
+        schema=TOKENS,
+    )

@@ -1,0 +1,199 @@
+"""The sample log on disk, `RUN/samples/`, and how to read it.
+
+    samples-000007.arrows     finished samples, one row each (columns.SCHEMA)
+    outcomes-000007.arrows    what became of samples (OUTCOMES)
+
+Invariants:
+- a sample is one row, written when it finished, and is known by (id, finished_at): a run that
+  resumes asks again under ids it has used before;
+- the row of an outcome stands in the segment of its sample or in a later one, so segments can be
+  deleted oldest first, both files at once, and no sample that is kept loses its outcome;
+- `seq` numbers the outcomes of the whole run; a resume removes those from its checkpoint's position
+  on (flow/sample_log.py), so each outcome belongs to the one history that counts;
+- both files are Arrow IPC streams that may end within a record batch, because the run is writing it
+  or was killed: all before that is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+
+from megatron_async_rl.samples.columns import SCHEMA, samples_of
+from megatron_async_rl.samples.types import Sample
+
+FOLDER = "samples"
+_NAME = re.compile(r"(samples|outcomes)-(\d{6,})\.arrows")
+
+Outcome = Literal["trained", "dropped", "evaluated"]
+OUTCOMES = pa.schema(
+    [
+        pa.field("seq", pa.int64(), nullable=False),
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("finished_at", pa.float64(), nullable=False),
+        pa.field("outcome", pa.string(), nullable=False),
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("reason", pa.string()),
+    ]
+)
+"""`step`: of `trained`, the optimizer step (its line in metrics.jsonl); of `dropped`, the step that
+was next; of `evaluated`, the weight version. `reason`: of `dropped`."""
+
+State = Literal["trained", "dropped", "evaluated", "waiting", "repeated"]
+"""`waiting`: finished and neither trained nor dropped so far. `repeated`: a crash came first, and
+the resumed run has sampled it again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A sample in the log, without its text and tokens: `load` has those."""
+
+    segment: int
+    batch: int
+    row: int
+    id: str
+    finished_at: float
+    group: int
+    """Negative: of held-out evaluation."""
+    reward: float
+    valid: bool
+    state: State
+    steps: tuple[int, ...]
+    """Optimizer steps that trained on it, in order (several with replay); of `dropped` the step
+    that was next, of `evaluated` the version."""
+    reason: str | None
+
+
+def path_of(folder: Path, table: Literal["samples", "outcomes"], segment: int) -> Path:
+    """The file of one segment. `folder`: RUN/samples."""
+    return folder / f"{table}-{segment:06d}.arrows"
+
+
+def segments_in(folder: Path) -> list[int]:
+    """Numbers of the segments in RUN/samples, oldest first; none without the folder."""
+    if not folder.is_dir():
+        return []
+    found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return sorted({int(match[2]) for match in found if match})
+
+
+def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The whole record batches of a file, with all columns or some. None where the file is gone."""
+    try:
+        with pa.memory_map(str(path)) as source:
+            options = pa.ipc.IpcReadOptions()
+            if columns is not None:
+                schema = pa.ipc.read_schema(source)
+                source.seek(0)
+                options.included_fields = [schema.get_field_index(name) for name in columns]
+            yield from pa.ipc.open_stream(source, options=options)
+    except (pa.ArrowInvalid, OSError) as error:
+        if not _ends_early(error):
+            raise
+
+
+def read_entries(run_dir: Path) -> Iterator[Entry]:
+    """Every sample in the log, newest first. Reads a segment when it comes to it, so the newest few
+    cost little."""
+    folder = run_dir / FOLDER
+    outcomes: dict[tuple[str, float], list[tuple[int, Outcome, int, str | None]]] = {}
+    newer: set[str] = set()
+
+    for segment in reversed(segments_in(folder)):
+        # Outcomes first: what a running run adds in between is then read as `waiting`.
+        for batch in read_batches(path_of(folder, "outcomes", segment)):
+            for one in batch.to_pylist():
+                known = outcomes.setdefault((one["id"], one["finished_at"]), [])
+                known.append((one["seq"], one["outcome"], one["step"], one["reason"]))
+
+        light = ("id", "group", "reward", "valid", "finished_at")
+        batches = list(read_batches(path_of(folder, "samples", segment), light))
+        for number in reversed(range(len(batches))):
+            for row, one in reversed(list(enumerate(batches[number].to_pylist()))):
+                key = (one["id"], one["finished_at"])
+                state, steps, reason = _resolve(outcomes.get(key, ()))
+                if state == "waiting" and one["id"] in newer:
+                    state = "repeated"
+                newer.add(one["id"])
+                yield Entry(
+                    segment=segment,
+                    batch=number,
+                    row=row,
+                    state=state,
+                    steps=steps,
+                    reason=reason,
+                    **one,
+                )
+
+
+def load(run_dir: Path, entries: Sequence[Entry]) -> list[tuple[Entry, Sample]]:
+    """`entries` with their samples, without those whose segment was deleted meanwhile."""
+    folder = run_dir / FOLDER
+    wanted: dict[int, dict[int, list[Entry]]] = {}
+    for entry in entries:
+        wanted.setdefault(entry.segment, {}).setdefault(entry.batch, []).append(entry)
+
+    found: dict[tuple[int, int, int], Sample] = {}
+    for segment, batches in wanted.items():
+        for batch, read in _read_some(path_of(folder, "samples", segment), batches.keys()):
+            rows = [entry.row for entry in batches[batch]]
+            samples = samples_of(read.take(pa.array(rows)))
+            found |= {
+                (segment, batch, row): sample for row, sample in zip(rows, samples, strict=True)
+            }
+    return [
+        (entry, found[place])
+        for entry in entries
+        if (place := (entry.segment, entry.batch, entry.row)) in found
+    ]
+
+
+def read_table(run_dir: Path, table: Literal["samples", "outcomes"]) -> pa.Table:
+    """One of the two tables, whole, for pandas, Polars or DuckDB."""
+    folder = run_dir / FOLDER
+    batches = [
+        batch
+        for segment in segments_in(folder)
+        for batch in read_batches(path_of(folder, table, segment))
+    ]
+    return pa.Table.from_batches(batches, schema=SCHEMA if table == "samples" else OUTCOMES)
+
+
+def _read_some(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Record batches of a file by their number; the others are passed over, not decompressed."""
+    wanted = set(numbers)
+    try:
+        with pa.memory_map(str(path)) as source:
+            schema = pa.ipc.read_schema(source)
+            for number in range(max(wanted) + 1):
+                message = pa.ipc.read_message(source)
+                if number in wanted:
+                    yield number, pa.ipc.read_record_batch(message, schema)
+    except (pa.ArrowInvalid, OSError, EOFError) as error:
+        if not _ends_early(error):
+            raise
+
+
+def _ends_early(error: Exception) -> bool:
+    """Arrow met the end of a file within a record batch, or the file was deleted. An error of the
+    file system has a number."""
+    return not isinstance(error, OSError) or error.errno in (None, errno.ENOENT)
+
+
+def _resolve(
+    outcomes: Sequence[tuple[int, Outcome, int, str | None]],
+) -> tuple[State, tuple[int, ...], str | None]:
+    if not outcomes:
+        return "waiting", (), None
+    in_order = sorted(outcomes)
+    _, last, step, reason = in_order[-1]
+    if last != "trained":
+        return last, (step,), reason
+    steps = (step for _, outcome, step, _ in in_order if outcome == "trained")
+    return last, tuple(dict.fromkeys(steps)), None

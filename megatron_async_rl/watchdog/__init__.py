@@ -1,0 +1,1 @@
+"""Named waits, deadlines, heartbeats, stall reports."""

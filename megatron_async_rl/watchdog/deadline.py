@@ -1,0 +1,123 @@
+"""Waits with a name and a deadline, so that a stuck run says who waited how long for what.
+
+Invariant: a wait through this module ends with its result, with the failure of what was waited for,
+or with `DeadlineExceeded`. A timeout that what was waited for raises itself, before the deadline,
+passes unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from megatron_async_rl.watchdog import watch
+
+Result = TypeVar("Result")
+
+_process_name: str | None = None
+_CLOCK_SLACK = 0.98
+"""Timers fire a little early; a timeout this close to the deadline is the deadline."""
+
+
+class DeadlineExceeded(TimeoutError):
+    """`who` waited `waited_s` seconds for `name`, and it did not come."""
+
+    def __init__(self, who: str, name: str, waited_s: float) -> None:
+        super().__init__(f"{who} waited {waited_s:.1f} s for {name}, which did not come")
+        self.who = who
+        self.name = name
+        self.waited_s = waited_s
+
+    def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, str, float]]:
+        return (type(self), (self.who, self.name, self.waited_s))
+
+
+class ProcessDied(RuntimeError):
+    """The process that was to answer has ended; its own failure tells more."""
+
+    consequence = True
+
+
+def name_this_process(name: str) -> None:
+    """Sets what messages call this process from now on: `rank 0`, `engine 1`, `controller`."""
+    global _process_name
+    _process_name = name
+
+
+def this_process() -> str:
+    return _process_name if _process_name is not None else f"process {os.getpid()}"
+
+
+@contextmanager
+def waiting(name: str, timeout_s: float) -> Iterator[None]:
+    """Names the deadline of a blocking call that takes its own `timeout_s`, such as
+    `future.result(timeout_s)`.
+
+    It does not interrupt the call. Raises DeadlineExceeded in place of the call's TimeoutError. The
+    state of this process (watchdog/watch.py) shows the wait for as long as it lasts.
+    """
+    started = time.monotonic()
+    try:
+        with watch.doing("wait", name, timeout_s):
+            yield
+    except DeadlineExceeded:
+        raise
+    except TimeoutError as error:
+        waited = time.monotonic() - started
+        if waited < _CLOCK_SLACK * timeout_s:
+            raise
+        raise DeadlineExceeded(this_process(), name, waited) from error
+
+
+async def await_named(name: str, awaitable: Awaitable[Result], timeout_s: float) -> Result:
+    """Awaits, at most `timeout_s` seconds; on the deadline the awaitable is cancelled and
+    DeadlineExceeded raised."""
+    with waiting(name, timeout_s):
+        return await asyncio.wait_for(awaitable, timeout_s)
+
+
+def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
+    """`ray.get` of one reference or a list of them, at most `timeout_s` seconds; raises
+    DeadlineExceeded after that.
+
+    What the remote task raised is raised as itself. Raises ProcessDied when its process has ended.
+    """
+    import ray
+
+    with waiting(name, timeout_s):
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            raise remote_cause(error) from None
+        except ray.exceptions.ActorDiedError as error:
+            raise ProcessDied(
+                f"{this_process()} waited for {name}, and who was to answer is dead:"
+                f" {death_reason(str(error))}"
+            ) from None
+
+
+def remote_cause(error: BaseException) -> BaseException:
+    """The exception a Ray task raised, out of Ray's wrappers around it; any other error is returned
+    as it is.
+
+    A wrapper's own text holds the remote tracebacks, hundreds of lines of them, which the remote
+    process's log has too.
+    """
+    while isinstance(cause := getattr(error, "cause", None), BaseException):
+        error = cause
+    return error
+
+
+def death_reason(text: str) -> str:
+    """Name of the process, and Ray's reason, out of a text of a dozen lines."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    about = dict(
+        line.split(": ", 1) for line in lines if re.match(r"(?:class_name|name|pid): ", line)
+    )
+    who = about.get("name") or about.get("class_name", "an actor")
+    return f"{who} (pid {about.get('pid', 'unknown')}). {lines[-1]}"

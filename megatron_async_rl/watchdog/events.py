@@ -1,0 +1,178 @@
+"""Events and failures of a run, handed over in files.
+
+`RUN/events.jsonl`: what happened to the run that a user should know although it went on, such as a
+restarted engine. `RUN/watch/<process>.failure`: what ended a process, one JSON object of fields.
+
+Errors of our own say what they are by their class, and nobody reads their text: `consequence` is
+true for one that only tells of another process's end, `timed_out` for a wait that was over, and
+`fix` says what to do. Text is read of foreign errors alone (torch, Ray, vLLM), which have no such
+fields.
+
+Invariants:
+- an event is one JSON object per line, `time` (Unix seconds) and `text`; lines are only appended;
+- the failure of a run is the earliest of the gravest kind: a cause, else a wait that was over, else
+  a consequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_async_rl.watchdog.deadline import DeadlineExceeded, this_process
+from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge
+from megatron_async_rl.watchdog.progress_monitor import FOLDER
+
+FILE = "events.jsonl"
+OURS = "megatron_async_rl."
+_CONSEQUENCES = (
+    ConnectionError,
+    EOFError,
+    KeyboardInterrupt,
+    SystemExit,
+    GeneratorExit,
+    asyncio.CancelledError,
+)
+_FOREIGN_TIMEOUT = re.compile(
+    r"time[ds]? ?-?out|d(?:o|oes|id) not answer|no answer|unresponsive", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    time: float
+    """Unix seconds."""
+    text: str
+
+
+def note(run_dir: Path, text: str) -> None:
+    """Adds a line; the launcher shows it. A single write, so that lines of several processes do not
+    mix."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / FILE, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"time": round(time.time(), 3), "text": text}) + "\n")
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """Every whole line, in the order written; lines that a crash left half written are passed
+    over."""
+    path = run_dir / FILE
+    return _parse(path.read_bytes()) if path.exists() else []
+
+
+class EventReader:
+    """Reads what is added after it was made."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / FILE
+        self._position = self._path.stat().st_size if self._path.exists() else 0
+
+    def new(self) -> list[str]:
+        """Texts of the complete lines since the last call."""
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._position)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._position += len(whole) + len(newline)
+        return [event.text for event in _parse(whole + newline)]
+
+
+def _parse(content: bytes) -> list[Event]:
+    events = []
+    for line in content.splitlines():
+        try:
+            entry = json.loads(line)
+            events.append(Event(float(entry["time"]), str(entry["text"])))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    process: str
+    what: str
+    """`Type: message`."""
+    where: str
+    """The file with the rest."""
+    fix: str = ""
+    kind: int
+    """PRIMARY: a cause; DEADLINE: a wait that was over; SECONDARY: a consequence."""
+    time: float
+    """Unix seconds."""
+
+
+def failure_of(error: BaseException, where: Path) -> Failure:
+    """The fields of `error`, which ends this process."""
+    return Failure(
+        process=this_process(),
+        what=f"{type(error).__name__}: {error}",
+        where=str(where),
+        fix=str(getattr(error, "fix", "")),
+        kind=_kind(error),
+        time=time.time(),
+    )
+
+
+def record_failure(run_dir: Path, failure: Failure) -> None:
+    """Never raises: on a full disk the launcher reads the logs instead."""
+    path = run_dir / FOLDER / f"{failure.process.replace('/', '_')}.failure"
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(asdict(failure)))
+        os.replace(partial, path)
+    except OSError:
+        return
+
+
+def first_failure(run_dir: Path) -> Failure | None:
+    """The failure of the run; None when no process handed one over."""
+    failures = []
+    for path in sorted((run_dir / FOLDER).glob("*.failure")):
+        try:
+            failures.append(Failure(**json.loads(path.read_text())))
+        except (OSError, ValueError, TypeError):
+            continue
+    return min(failures, key=lambda failure: (failure.kind, failure.time), default=None)
+
+
+def timed_out(error: BaseException) -> bool:
+    """True when `error`, or what it came of, is a wait that was over."""
+    return any(
+        isinstance(one, TimeoutError)
+        or bool(getattr(one, "timed_out", False))
+        or (not _is_ours(one) and _FOREIGN_TIMEOUT.search(f"{type(one).__name__}: {one}"))
+        for one in _chain(error)
+    )
+
+
+def _kind(error: BaseException) -> int:
+    if getattr(error, "consequence", False) or isinstance(error, _CONSEQUENCES):
+        return SECONDARY
+    if isinstance(error, DeadlineExceeded):
+        return DEADLINE
+    if _is_ours(error):
+        return PRIMARY
+    first_line = str(error).partition("\n")[0]
+    return judge(f"{type(error).__module__}.{type(error).__qualname__}: {first_line}")[0]
+
+
+def _is_ours(error: BaseException) -> bool:
+    return type(error).__module__.startswith(OURS)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    now: BaseException | None = error
+    while now is not None and id(now) not in seen:
+        seen.add(id(now))
+        yield now
+        now = now.__cause__ or (None if now.__suppress_context__ else now.__context__)

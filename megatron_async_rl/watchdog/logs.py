@@ -1,0 +1,207 @@
+"""Process output in files, and the cause of a failure found in them.
+
+How a cause is chosen:
+- a process may log exceptions that it survives; the one that ended it is its last;
+- when one process of a run dies the others fail too, of a connection that closed: such secondary
+  failures, and the launcher's summary of them, count only when nothing better is found;
+- among several candidates of the same kind, the file that fell silent first wins, and in it the
+  earliest line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_BLOCK = 64 * 1024
+
+PRIMARY, KILLED, DEADLINE, SECONDARY = range(4)
+
+# What a process writes before each line of its own: colours, Ray's actor and pid, torchrun's rank,
+# vLLM's level and place.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ORIGIN = re.compile(r"^((?:\[(?:rank|default)?\d+\]:|\([^()\n]*pid=\d+[^()\n]*\)) ?)*")
+_LEVEL = re.compile(r"^(?:ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:.,]+ \[[^\]]+\] ?")
+_GROUP_BAR = re.compile(r"^ +\| ?")
+
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
+_EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:\([\w.]+\))?)(?:: ?(.*))?$")
+_KILLED = re.compile(
+    r"Signal \d+ \(SIG(?:KILL|SEGV|ABRT|BUS|ILL|FPE)\) received by PID|Fatal Python error:"
+    r" |terminate called after throwing"
+    r"|Failed to connect to GCS within"
+)
+
+_RANK = re.compile(r" *rank +: \d+")
+_ROOT_CAUSE = "Root Cause (first observed failure)"
+"""torchrun's list of ranks that failed: the others come before it."""
+
+_SECONDARY_TYPES = re.compile(
+    r"(?:^|\.)(?:ChildFailedError|SignalException|ProcessDied|ActorDiedError|RayActorError|ActorUnavailableError|WorkerCrashedError"
+    r"|OwnerDiedError|EngineDeadError|KeyboardInterrupt|SystemExit|RankZeroFailed|CancelledError|GeneratorExit"
+    r"|BrokenPipeError|ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|EOFError"
+    r"|DistBackendError|DistNetworkError)$"
+)
+_SECONDARY_MESSAGES = re.compile(
+    r"Connection (?:closed|reset) by (?:remote )?peer|Broken pipe|Connection"
+    r" refused|[Gg]loo.*(?:Timed out|timeout)"
+    r"|closed by remote|remote process exited|NCCL (?:communicator was aborted|Error 6)|Engine core"
+    r" initialization failed"
+    r"|Application timeout caused pair closure|Socket Timeout|failed to recv, got 0"
+    r" bytes|EngineCore encountered an issue",
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    message: str
+    file: Path
+    line: int
+    """Counted from 1."""
+    kind: int
+    """PRIMARY, KILLED, DEADLINE or SECONDARY."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    kind: int
+    message: str
+    line: int
+
+
+def redirect_output(path: Path) -> None:
+    """Sends this process's standard output and error to the end of `path`, line by line, whoever
+    writes them.
+
+    Works on the file descriptors, so output of C++ libraries and of child processes goes there too.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = open(  # noqa: SIM115 - open until the process ends
+        1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
+    sys.stderr = open(  # noqa: SIM115 - open until the process ends
+        2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last `lines` lines of a file, without reading the rest of it."""
+    with open(path, "rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        end = b""
+        while position > 0 and end.count(b"\n") <= lines:
+            step = min(_BLOCK, position)
+            position = file.seek(position - step)
+            end = file.read(step) + end
+            file.seek(position)
+    return end.decode("utf-8", errors="replace").splitlines()[-lines:] if lines > 0 else []
+
+
+def find_cause(log_dir: Path) -> Cause | None:
+    """The most probable cause of a failure among `log_dir/*.log`; None when no log holds a
+    failure."""
+    found: list[tuple[int, float, Path, _Candidate]] = []
+    for path in sorted(log_dir.glob("*.log")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        fell_silent = path.stat().st_mtime
+        found += [(candidate.kind, fell_silent, path, candidate) for candidate in _candidates(text)]
+    if not found:
+        return None
+    _, _, path, candidate = min(
+        found, key=lambda item: (item[0], item[1], str(item[2]), item[3].line)
+    )
+    return Cause(candidate.message, path, candidate.line, candidate.kind)
+
+
+def _candidates(text: str) -> list[_Candidate]:
+    """One candidate per process that writes to a file: the last of its best kind, and what a
+    launcher says of killed ones."""
+    streams: dict[str, list[str]] = {}
+    numbers: dict[str, list[int]] = {}
+    found: list[_Candidate] = []
+    rank = ""
+    for number, raw in enumerate(text.splitlines(), start=1):
+        origin, line = _split_origin(raw)
+        streams.setdefault(origin, []).append(line)
+        numbers.setdefault(origin, []).append(number)
+        if (matched := _RANK.match(line)) is not None:
+            rank = matched.group(0).split()[-1]
+        if _ROOT_CAUSE in line:
+            found.clear()  # those before it died of this one's death
+        if _KILLED.search(line):
+            message = line.rpartition("traceback : ")[2].strip()
+            found.append(_Candidate(KILLED, f"rank {rank}: {message}" if rank else message, number))
+    for origin, lines in streams.items():
+        failures = [
+            _Candidate(kind, message, numbers[origin][at]) for kind, message, at in _failures(lines)
+        ]
+        if failures:
+            best = min(failure.kind for failure in failures)
+            found.append([failure for failure in failures if failure.kind == best][-1])
+    return found
+
+
+def _split_origin(raw: str) -> tuple[str, str]:
+    line = _COLOUR.sub("", raw)
+    matched = _ORIGIN.match(line)
+    origin = matched.group(0) if matched else ""
+    return origin.strip(), _GROUP_BAR.sub("", _LEVEL.sub("", line[len(origin) :]), count=1)
+
+
+def _failures(lines: list[str]) -> Iterator[tuple[int, str, int]]:
+    """(kind, message, index of the exception line), one per chain of tracebacks: what the program
+    said in the end."""
+    chain: tuple[int, str, int] | None = None
+    for at, line in enumerate(lines):
+        if _TRACEBACK not in line:
+            continue
+        end = _exception_line(lines, at + 1)
+        if end is None:
+            continue
+        before = lines[max(0, at - 2) : at]
+        kind, message = judge(lines[end])
+        if any(line.startswith("Exception ignored in") for line in before):
+            kind = SECONDARY
+        if chain is not None and not any(line.startswith(_CHAIN) for line in before):
+            yield chain
+            chain = None
+        if chain is None or kind <= chain[0]:
+            chain = (kind, message, end)
+    if chain is not None:
+        yield chain
+
+
+def _exception_line(lines: list[str], at: int) -> int | None:
+    """Index of the line that names the exception, after the indented frames; of the remote one in a
+    Ray error."""
+    while at < len(lines) and (lines[at].startswith(" ") or not _EXCEPTION.match(lines[at])):
+        if _TRACEBACK in lines[at]:
+            return None
+        at += 1
+    if at >= len(lines):
+        return None
+    if lines[at].startswith("ray.exceptions.RayTaskError"):
+        return _exception_line(lines, at + 1) or at
+    return at
+
+
+def judge(line: str) -> tuple[int, str]:
+    """(kind, `Type: message`) of a line that names an exception, `module.Type: message`."""
+    matched = _EXCEPTION.match(line)
+    name = matched.group(1) if matched else line
+    short = name.split("(")[0].rpartition(".")[2]
+    message = f"{short}: {matched.group(2)}" if matched and matched.group(2) else short
+    if _SECONDARY_TYPES.search(name) or _SECONDARY_MESSAGES.search(line):
+        return SECONDARY, message
+    return (DEADLINE if short == "DeadlineExceeded" else PRIMARY), message

@@ -1,0 +1,277 @@
+"""Progress of the run, and each node's summary of its processes.
+
+Every process replaces its own state file each second. One process of each node, the aggregator,
+reads those of its node and publishes `RUN/watch/<host>.summary`: the states, and whether the run
+moves as far as it sees. Everybody else on the node reads that one file, so that a node's reads grow
+with its processes and not with their square.
+
+Invariants:
+- the launcher or a rank aggregates; whoever finds the summary missing, or unchanged for STALE_S,
+  takes over, and an aggregator that finds another's fresh summary yields: a dead or stopped one is
+  replaced, and two at once settle on the one who published last;
+- an aggregator reads every state file that no other node's fresh summary carries, so a node without
+  an aggregator of its own (engines alone) is seen too;
+- the run has moved when a mark of any process grew, or a process appeared;
+- clocks of machines are not compared: ages are those that the writer measured, and what changes
+  between two looks is timed here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Container
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = "watch"
+"""Holds the state files, in the run's directory."""
+LAUNCHER = "launcher "
+"""Begins the names of the launchers' own states; the number of the node follows."""
+FRESH_S = 10.0
+"""A process whose state changed within so many seconds is alive and runs Python."""
+STALE_S = 3.0
+"""A summary that has not changed for so long has lost its aggregator."""
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessState:
+    """One state file. Activities: kind, name, since_s, deadline_s. Progress: mark -> (count,
+    seconds since it grew)."""
+
+    name: str
+    pid: int
+    host: str
+    time: float
+    """Unix seconds, by the writer's clock."""
+    activities: list[dict[str, Any]] = field(default_factory=list)
+    progress: dict[str, tuple[int, float]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_launcher(self) -> bool:
+        return self.name.startswith(LAUNCHER)
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The longest-lasting first."""
+        return sorted(
+            (one for one in self.activities if one["kind"] == kind), key=lambda one: -one["since_s"]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSummary:
+    """The summary that the aggregator `by` of the node `host` published with its beat `beat`.
+    `still_s`, `allowed_s`, `last` and `launcher_watches` are of the whole run; `states` those of
+    the node."""
+
+    host: str
+    by: str
+    beat: int
+    still_s: float
+    allowed_s: float
+    last: str
+    launcher_watches: bool
+    states: list[ProcessState]
+
+
+def read_states(run_dir: Path, leave_out: Container[str] = ()) -> list[ProcessState]:
+    """Every readable state of `run_dir`, by name, but for the files whose stem is in `leave_out`.
+    Files are replaced whole, so one that is not readable is not ours."""
+    states = []
+    for path in sorted((run_dir / FOLDER).glob("*.json")):
+        if path.stem not in leave_out and (tree := _read_json(path)) is not None:
+            states += _state_from(tree)
+    return states
+
+
+class ProgressMonitor:
+    """Call `look` every second or so; the other members speak of the time of the last look."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+        self._run_dir = run_dir
+        self._host = socket.gethostname()
+        self._name = f"{os.getpid()}/{next(_numbers)}"
+        self._counts: dict[tuple[str, int], dict[str, int]] = {}
+        self._beats: dict[str, tuple[float, float]] = {}
+        self._summaries: dict[str, tuple[tuple[str, int], float]] = {}
+        """Host -> (name and beat of its newest summary, when it was first seen)."""
+        self._beat = 0
+        self._followed = False
+        self._moved_at = time.monotonic()
+        self._now = self._moved_at
+        self.last = "the start"
+        """The last thing that moved, and its process."""
+        self.states: list[ProcessState] = []
+        """Those of the whole run, as long as this process aggregates; else of this node."""
+        self.launcher_watches = False
+        """True when a launcher is there to see a run that does not move."""
+        self.allowed_s = 0.0
+        """Seconds that the run may still be without progress, by the phases its processes are
+        in."""
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since the run moved."""
+        return self._now - self._moved_at
+
+    @property
+    def aggregates(self) -> bool:
+        """True when this process published the summary at the last look."""
+        return not self._followed
+
+    def look(self) -> None:
+        """Reads this node's summary, and follows it; publishes it where nobody else does."""
+        self._now = time.monotonic()
+        path = self._folder / f"{self._host}.summary"
+        summary = self._read_summary(path)
+        if summary is not None and summary.by != self._name and self._is_fresh(summary):
+            self._follow(summary)
+            return
+
+        self._see(self._run_states(path))
+        self._publish(path)
+
+    def look_at_all(self) -> None:
+        """As `look`, with the states of the whole run also where another process aggregates: from
+        the summaries, one file for each node."""
+        self.look()
+        if self._followed:
+            own = {state.name: state for state in self.states}
+            others = self._run_states(None, known=own)
+            self._learn(others)
+            self.states = others
+
+    def silent_s(self, name: str) -> float:
+        """Seconds since the state of process `name` was seen to change; 0 when there is none."""
+        return self._now - self._beats[name][1] if name in self._beats else 0.0
+
+    def _follow(self, summary: NodeSummary) -> None:
+        """Takes over what the aggregator found."""
+        age_s = self._now - self._summaries[summary.host][1]
+        self._learn(summary.states)
+        self.states = summary.states
+        self._moved_at = self._now - summary.still_s - age_s
+        self.last = summary.last
+        self.allowed_s = max(0.0, summary.allowed_s - age_s)
+        self.launcher_watches = summary.launcher_watches
+        self._followed = True
+
+    def _see(self, states: list[ProcessState]) -> None:
+        """Judges the states of the whole run."""
+        # One that has just taken over knows only its own node: what is new to it is no progress.
+        moves = self._learn(states)
+        if not self._followed and moves:
+            self._moved_at = self._now
+            self.last = moves[-1]
+        self._followed = False
+        self.states = states
+        phases = [(state, phase) for state in states for phase in state.of_kind("phase")]
+        self.allowed_s = max(
+            (
+                phase["deadline_s"] - phase["since_s"] - self.silent_s(state.name)
+                for state, phase in phases
+            ),
+            default=0.0,
+        )
+        self.allowed_s = max(0.0, self.allowed_s)
+        self.launcher_watches = any(
+            state.is_launcher and self.silent_s(state.name) < FRESH_S for state in states
+        )
+
+    def _learn(self, states: list[ProcessState]) -> list[str]:
+        """Remembers beats and counts; returns what grew or appeared since the last look."""
+        moves = []
+        for state in states:
+            key = (state.name, state.pid)
+            counts = {mark: count for mark, (count, _) in state.progress.items()}
+            known = self._counts.get(key)
+            if known is None and not state.is_launcher:
+                moves.append(f"the start of {state.name}")
+            if known is not None:
+                grown = [mark for mark in counts if counts[mark] != known.get(mark, 0)]
+                moves += [f"{mark} in {state.name}" for mark in grown]
+            self._counts[key] = counts
+
+            seen = self._beats.get(state.name)
+            if seen is None or seen[0] != state.time:
+                self._beats[state.name] = (state.time, self._now)
+        return moves
+
+    def _run_states(
+        self, own: Path | None, known: dict[str, ProcessState] | None = None
+    ) -> list[ProcessState]:
+        """Returns the states of the whole run: those that fresh summaries of other nodes carry,
+        `known`, and the files that neither has. `own`: the summary that does not count."""
+        carried = dict(known or {})
+        for path in self._folder.glob("*.summary"):
+            if path == own or path.stem == self._host:
+                continue
+            summary = self._read_summary(path)
+            if summary is not None and self._is_fresh(summary):
+                carried |= {state.name: state for state in summary.states}
+        left = read_states(self._run_dir, {_stem(name) for name in carried})
+        return sorted([*carried.values(), *left], key=lambda state: state.name)
+
+    def _read_summary(self, path: Path) -> NodeSummary | None:
+        if (tree := _read_json(path)) is None:
+            return None
+        try:
+            states = [state for one in tree.pop("states") for state in _state_from(one)]
+            summary = NodeSummary(**tree, states=states)
+        except (KeyError, TypeError):
+            return None
+        sign = (summary.by, summary.beat)
+        if summary.host not in self._summaries or self._summaries[summary.host][0] != sign:
+            self._summaries[summary.host] = (sign, self._now)
+        return summary
+
+    def _is_fresh(self, summary: NodeSummary) -> bool:
+        return self._now - self._summaries[summary.host][1] < STALE_S
+
+    def _publish(self, path: Path) -> None:
+        self._beat += 1
+        summary = NodeSummary(
+            host=self._host,
+            by=self._name,
+            beat=self._beat,
+            still_s=round(self.still_s, 1),
+            allowed_s=round(self.allowed_s, 1),
+            last=self.last,
+            launcher_watches=self.launcher_watches,
+            states=[state for state in self.states if state.host == self._host],
+        )
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            partial.write_text(json.dumps(asdict(summary)))
+            os.replace(partial, path)
+        except OSError:  # a full disk, or no directory yet: the others look for themselves
+            return
+
+
+def _stem(name: str) -> str:
+    return name.replace("/", "_")
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """None for a file that is gone, or not ours."""
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def _state_from(tree: Any) -> list[ProcessState]:
+    """One, or none where it is not a state."""
+    try:
+        return [ProcessState(**tree)]
+    except TypeError:
+        return []

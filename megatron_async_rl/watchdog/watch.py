@@ -1,0 +1,283 @@
+"""The state of this process, in a small file that others can read when it no longer answers.
+
+`start` gives the process a heartbeat: a daemon thread replaces `RUN/watch/<name>.json` every second
+with what the process waits for, what it has achieved and any figure a part of it offered; SIGUSR1
+writes all its threads' stacks to `RUN/watch/<name>.stack`, also when the interpreter is stuck in
+one call.
+
+Invariants:
+- waits, marks and facts may be registered in any process and from any thread, before `start` and
+  without it;
+- registering takes no lock and touches no file: it is fit for the hottest loop;
+- a fact that raises is shown as its exception; nothing here can fail the process;
+- a process that ends by itself takes its state file along: a file without its process is a process
+  that was killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from megatron_async_rl.watchdog.processes import condition
+from megatron_async_rl.watchdog.progress_monitor import FOLDER, ProgressMonitor
+
+BEAT_S = 1.0
+INHERITED = "MEGATRON_ASYNC_RL_WATCH"
+"""Environment variable: run directory and name of the watched process, for the processes it
+starts."""
+
+STOP = "stop"
+"""File in the run's directory that asks rank 0 to stop after the step."""
+Kind = Literal["wait", "work", "phase"]
+
+
+class Activity(NamedTuple):
+    """`wait`: blocked on another; `work`: busy itself; `phase`: busy, and allowed to show no
+    progress until its deadline."""
+
+    kind: Kind
+    name: str
+    started: float
+    """Monotonic seconds."""
+    deadline_s: float | None
+
+
+@dataclass
+class _Process:
+    activities: dict[int, Activity] = field(default_factory=dict)
+    marks: dict[str, tuple[int, float]] = field(default_factory=dict)
+    facts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+
+
+_log = logging.getLogger(__name__)
+_MAIN = -1
+_numbers = itertools.count()
+_process = _Process()
+_beating: _Heart | None = None
+
+
+class doing:
+    """Shows, for as long as the block runs, that this process does `name`. It interrupts
+    nothing."""
+
+    # No generator: that costs three times as much, and this is entered for every report of an
+    # engine.
+    __slots__ = ("_deadline_s", "_kind", "_name", "_number")
+
+    def __init__(self, kind: Kind, name: str, deadline_s: float | None = None) -> None:
+        self._kind, self._name, self._deadline_s = kind, name, deadline_s
+
+    def __enter__(self) -> None:
+        self._number = next(_numbers)
+        _process.activities[self._number] = Activity(
+            self._kind, self._name, time.monotonic(), self._deadline_s
+        )
+
+    def __exit__(self, *raised: object) -> None:
+        _process.activities.pop(self._number, None)
+        if self._kind == "phase":
+            progress("phases")
+
+
+def working(name: str) -> doing:
+    """`with working("train step"):` a stretch of work that may block inside others' code, such as a
+    collective."""
+    return doing("work", name)
+
+
+def phase(name: str, allowed_s: float) -> doing:
+    """`with phase("building the model", 600):` the whole run may be without progress for
+    `allowed_s` seconds of it."""
+    return doing("phase", name, allowed_s)
+
+
+def enter(kind: Kind, name: str) -> None:
+    """From now on, until the next call, this process's main loop does `name`: a step of it done, so
+    progress."""
+    _process.activities[_MAIN] = Activity(kind, name, time.monotonic(), None)
+    progress("loop")
+
+
+def progress(mark: str, n: int = 1) -> None:
+    """`n` more of what `mark` counts, such as samples. Any mark that grows in any process says that
+    the run moves."""
+    count, _ = _process.marks.get(mark, (0, 0.0))
+    _process.marks[mark] = (count + n, time.monotonic())
+
+
+def fact(key: str, read: Callable[[], Any]) -> None:
+    """Shows `read()`, a figure or a short text, under `key` in every state of this process. Called
+    from another thread."""
+    _process.facts[key] = read
+
+
+def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None:
+    """Begins the heartbeat of this process as `name`, such as `rank 0`; once for each process,
+    later calls do nothing.
+
+    `end_after_s`: this process ends itself, with its stacks written, when the run has not moved for
+    so long and no launcher is there to see it. Such a process also asks for a stop after the step
+    when this machine's launcher was killed.
+    """
+    global _beating
+    if _beating is not None and _beating.pid == os.getpid():
+        return
+    os.environ[INHERITED] = f"{run_dir.resolve()}\n{name}"
+    _beating = _Heart(run_dir.resolve() / FOLDER, name, end_after_s)
+    _beating.start()
+
+
+def stop() -> None:
+    """Ends the heartbeat, for a process that outlives the run; its state file goes."""
+    global _beating
+    if _beating is not None:
+        _beating.leave()
+        _beating = None
+
+
+def join(name: str | None = None) -> None:
+    """In a process that a watched one started, directly or through Ray: begins its heartbeat.
+    Elsewhere, nothing.
+
+    Without a `name` it goes by its parent's name and its own, and a process that `multiprocessing`
+    did not start is left alone.
+    """
+    inherited = os.environ.get(INHERITED)
+    own = multiprocessing.current_process().name
+    if inherited is None or (name is None and own == "MainProcess"):
+        return
+    run_dir, _, parent = inherited.partition("\n")
+    start(Path(run_dir), name or f"{parent} {own}")
+
+
+def state() -> dict[str, Any]:
+    """The content of the state file but for the name: see `progress_monitor.ProcessState`."""
+    now = time.monotonic()
+    activities = (
+        _process.activities.copy().values()
+    )  # `copy` is one step for the other threads; iterating is not
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "activities": [
+            {
+                "kind": one.kind,
+                "name": one.name,
+                "since_s": round(now - one.started, 1),
+                "deadline_s": one.deadline_s,
+            }
+            for one in activities
+        ],
+        "progress": {
+            mark: [count, round(now - grown, 1)]
+            for mark, (count, grown) in _process.marks.copy().items()
+        },
+        "facts": {key: _read(read) for key, read in _process.facts.copy().items()},
+    }
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    try:
+        value = read()
+    except Exception as error:  # noqa: BLE001 - a fact is read while its owner changes it; it must not end the heartbeat
+        return f"{type(error).__name__}: {error}"
+    return value if isinstance(value, int | float | str | None) else str(value)
+
+
+class _Heart(threading.Thread):
+    """The thread behind `start`."""
+
+    def __init__(self, folder: Path, name: str, end_after_s: float | None) -> None:
+        super().__init__(name="watch", daemon=True)
+        self.pid = os.getpid()
+        self._process_name = name
+        self._path = folder / f"{name.replace('/', '_')}.json"
+        self._end_after_s = end_after_s
+        self._stopped = False
+        self._writing = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+        # Appending, so that whoever asks for a stack may empty the file first.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        self._stack = os.open(self._path.with_suffix(".stack"), flags, 0o644)
+        faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True, chain=False)
+        atexit.register(self.leave)
+        self._monitor = ProgressMonitor(folder.parent)
+        self._launcher: int | None = None
+        self._shown = True
+        self._beat()
+
+    def run(self) -> None:
+        while not self._stopped:
+            time.sleep(BEAT_S)
+            self._beat()
+
+    def _beat(self) -> None:
+        partial = self._path.with_suffix(f".{self.pid}.partial")
+        with self._writing:
+            if self._stopped:
+                return
+            try:
+                partial.write_text(json.dumps({"name": self._process_name, **state()}))
+                os.replace(partial, self._path)
+            except OSError as error:
+                # A full disk is the run's failure to report, where it writes something it needs.
+                if self._shown:
+                    _log.warning("the state of %s was not written: %s", self._process_name, error)
+                self._shown = False
+            else:
+                self._shown = True
+        if self._end_after_s is not None:
+            self._put_off_the_end(self._monitor, self._end_after_s)
+            self._stop_without_launcher()
+
+    def _put_off_the_end(self, monitor: ProgressMonitor, end_after_s: float) -> None:
+        """A timer outside the interpreter, set anew while all is well: it also ends a process that
+        never comes back to Python."""
+        monitor.look()
+        if monitor.launcher_watches:
+            faulthandler.cancel_dump_traceback_later()
+        elif monitor.still_s < 2 * BEAT_S or monitor.allowed_s > 0:
+            faulthandler.dump_traceback_later(
+                end_after_s + monitor.allowed_s, exit=True, file=self._stack
+            )
+
+    def _stop_without_launcher(self) -> None:
+        """Asks for a stop after the step, once, when the launcher of this machine was killed: its
+        state is still there."""
+        here = (
+            state
+            for state in self._monitor.states
+            if state.is_launcher and state.host == socket.gethostname()
+        )
+        for state in here:
+            if condition(state.pid, state.time) is not None:
+                self._launcher = state.pid
+            elif state.pid == self._launcher:
+                self._launcher = None
+                _log.warning(
+                    "%s (pid %d) was killed: the run stops after this step", state.name, state.pid
+                )
+                (self._path.parent.parent / STOP).touch()
+
+    def leave(self) -> None:
+        if os.getpid() != self.pid:  # a fork inherits the exit handlers, and not the thread
+            return
+        with self._writing:
+            self._stopped = True
+        faulthandler.cancel_dump_traceback_later()
+        self._path.unlink(missing_ok=True)

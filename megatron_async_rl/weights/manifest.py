@@ -1,0 +1,79 @@
+"""A staged version in words: where its tensors are, and what they must be. Loads no torch: the
+controller passes it on.
+
+Invariant: a `BucketRef` describes what its bucket holds until the sender writes the bucket again,
+which it does only while no engine reads (`staging.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """Where one tensor lies in its bucket. `dtype` is torch's name (`bfloat16`); offset and nbytes
+    in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketRef:
+    """A complete bucket and where to find it. `nbytes` is the size of the tensors alone."""
+
+    path: str
+    size: int
+    nbytes: int
+    entries: tuple[TensorEntry, ...]
+
+    def as_plain(self) -> dict[str, Any]:
+        """Plain values, which cross vLLM's message queue."""
+        return {**vars(self), "entries": [vars(entry) for entry in self.entries]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """One staged version: where its buckets are, and name -> digest of every tensor. `seconds`:
+    what staging took, gathering included."""
+
+    buckets: tuple[BucketRef, ...]
+    digests: Mapping[str, str]
+    seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, each once."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+
+class WeightMismatch(RuntimeError):
+    """An engine loaded another tensor than the trainer sent. `None` stands for a tensor that one
+    side does not have."""
+
+    def __init__(self, name: str, engine: str, sent: str | None, loaded: str | None) -> None:
+        super().__init__(
+            f"weights of {engine} are not the trainer's: tensor {name} was sent as {sent} and"
+            f" loaded as {loaded}"
+        )
+        self.name = name
+        self.engine = engine
+        self.sent = sent
+        self.loaded = loaded
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (WeightMismatch, (self.name, self.engine, self.sent, self.loaded))
+
+
+def require_equal(engine: str, sent: Mapping[str, str], loaded: Mapping[str, str]) -> None:
+    """Raises WeightMismatch for the first tensor, by name, whose digests differ or that only one
+    side has."""
+    for name in sorted(sent.keys() | loaded.keys()):
+        if sent.get(name) != loaded.get(name):
+            raise WeightMismatch(name, engine, sent.get(name), loaded.get(name))

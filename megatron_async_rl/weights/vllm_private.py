@@ -1,0 +1,147 @@
+"""All that we use of vLLM beyond its interface, in one place.
+
+Classes and functions of vLLM are imported where they are used (the ones that load weights in
+`reload.py` and `packed_layers.py`); attributes and methods that are vLLM's own affair are used here
+alone and listed in `NAMES`. A test holds both against the installed vLLM, so that another version
+says what it no longer has before an engine starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+NAMES = (
+    "vllm.distributed.weight_transfer.WeightTransferEngineFactory._registry",
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase.moe_kernel",
+    "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo.restore_metadata",
+    "vllm.v1.core.sched.scheduler.Scheduler._pause_state",
+    "vllm.v1.core.sched.scheduler.Scheduler.get_request_counts",
+    "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
+    "vllm.v1.engine.async_llm.AsyncLLM.engine_core",
+    "vllm.v1.engine.async_llm.AsyncLLM.output_processor",
+    "vllm.v1.engine.core_client.AsyncMPClient.pause_scheduler_async",
+    "vllm.v1.engine.detokenizer.IncrementalDetokenizer.num_output_tokens",
+    "vllm.v1.engine.output_processor.OutputProcessor.request_states",
+    "vllm.v1.engine.output_processor.RequestOutputCollector.output",
+    "vllm.v1.engine.output_processor.RequestOutputCollector.put",
+    "vllm.v1.engine.output_processor.RequestState.detokenizer",
+    "vllm.v1.executor.uniproc_executor.UniProcExecutor.collective_rpc",
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.logprobs_mode",
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.use_fp64_gumbel",
+)
+"""Module, class and name; attributes that only instances have included."""
+
+DRAWS = 32
+"""Numbers drawn from a request's generator at a time. One costs as much as thirty."""
+
+
+def register_transfer_engine(backend: str, module: str, name: str) -> None:
+    """Idempotent, which vLLM's own registration is not."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if backend not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(backend, module, name)
+
+
+def on_output(collector: Any, call: Callable[[Any], None]) -> None:
+    """Calls `call` with what vLLM says of a request, or the exception that ended it, instead of
+    keeping it for whoever waits. `collector`: the answer of `AsyncLLM.add_request`."""
+    early, collector.output = collector.output, None
+    collector.put = call
+    if early is not None:
+        call(early)
+
+
+def tokens_so_far(llm: Any) -> int:
+    """Tokens that vLLM has handed over of the responses it works on."""
+    states = llm.output_processor.request_states.values()
+    return sum(state.detokenizer.num_output_tokens() for state in states)
+
+
+async def pause_scheduler(llm: Any, *, clear_cache: bool) -> None:
+    """`AsyncLLM.pause_generation` does just this, and then sleeps 20 ms to order outputs for its
+    callers; we need no order."""
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+def after_each_step(call: Callable[[int, Any], None]) -> None:
+    """In vLLM's scheduler process: `call(tokens, scheduler)` after every step that computed any.
+    Idempotent."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = Scheduler.update_from_output
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @functools.wraps(update)
+    def update_from_output(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = update(self, scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens:
+            call(scheduler_output.total_num_scheduled_tokens, self)
+        return outputs
+
+    Scheduler.update_from_output = update_from_output
+
+
+def describe_scheduler(scheduler: Any) -> str:
+    running, waiting = scheduler.get_request_counts()
+    return f"{running} running, {waiting} waiting, {scheduler._pause_state.name.lower()}"
+
+
+def draw_in_batches() -> None:
+    """Where every request has a seed of its own, vLLM's sampler on a CPU asks each generator for
+    one number per token: a Python loop that costs more than the rest of the sampler. Asked for
+    several at a time, a generator gives the same numbers in the same order. Idempotent."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+
+    one_by_one = TopKTopPSampler.forward_cpu
+    if hasattr(one_by_one, "__wrapped__"):
+        return
+    draws = SeededDraws()
+
+    @functools.wraps(one_by_one)
+    def forward_cpu(
+        self: Any, logits: Any, generators: dict[int, torch.Generator], k: Any, p: Any
+    ) -> Any:
+        all_seeded = len(generators) == len(logits)
+        if not all_seeded or self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
+            return one_by_one(self, logits, generators, k, p)
+        logits = apply_top_k_top_p(logits, k, p)
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        seeds = torch.tensor(draws.next(generators), dtype=torch.long)
+        return torch.ops._C.fused_gumbel_argmax(logits.to(dtype=torch.float32), seeds), logprobs
+
+    TopKTopPSampler.forward_cpu = forward_cpu
+
+
+class SeededDraws:
+    """Numbers below 2**31 from generators, `DRAWS` at a time, kept until they are asked for or
+    their generator is gone."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[torch.Generator], list[int]]] = {}
+
+    def next(self, generators: Mapping[int, torch.Generator]) -> list[int]:
+        """The next number of each generator. Its key, from 0 to the count, is its place."""
+        numbers = [0] * len(generators)
+        kept = self._kept
+        for place, generator in generators.items():
+            entry = kept.get(id(generator))
+            if entry is None:
+                entry = kept[id(generator)] = (self._forgetting(generator), [])
+            left = entry[1]
+            if not left:
+                drawn = torch.randint(0, 2**31, (DRAWS,), generator=generator, dtype=torch.long)
+                left.extend(reversed(drawn.tolist()))
+            numbers[place] = left.pop()
+        return numbers
+
+    def _forgetting(self, generator: torch.Generator) -> weakref.ref[torch.Generator]:
+        key, kept = id(generator), self._kept
+        return weakref.ref(generator, lambda _: kept.pop(key, None))

@@ -1,0 +1,206 @@
+"""The whole loop through the command line: real ranks, real engines, real signals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_async_rl.metrics.timeline import read_timeline
+from tests.end_to_end.conftest import Workspace, alive, started_by, wait_until
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
+
+STEPS = 40
+PROMPTS_PER_STEP = 4
+
+
+@pytest.fixture(scope="module")
+def interrupted(workspace: Workspace) -> dict[str, object]:
+    """A run at async_ratio 2 with a reward that fails now and then, stopped by Ctrl-C on the way
+    and started again."""
+    config = workspace.config(
+        "loop",
+        run={"dir": "runs/loop", "steps": STEPS},
+        flow={"async_ratio": 2},
+        rollout={"reward": {"name": "flaky_reward:flaky", "on_error": "drop"}},
+        data={"eval": "few.jsonl"},
+        eval={"samples_per_prompt": 2},
+    )
+    (workspace.folder / "few.jsonl").write_text(
+        "".join((workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8])
+    )
+    process = workspace.start("train", str(config))
+    wait_until(lambda: len(workspace.metrics("loop")) >= 4, process)
+    processes = started_by(process)
+    process.send_signal(signal.SIGINT)
+    stopped, _ = process.communicate(timeout=120)
+    left = alive(processes)
+    at_stop = len(workspace.metrics("loop"))
+    code, finished = workspace.mar("train", str(config))
+    return {
+        "stop_code": process.returncode,
+        "stop_output": stopped,
+        "processes": len(processes),
+        "left": left,
+        "at_stop": at_stop,
+        "code": code,
+        "output": finished,
+        "rows": workspace.metrics("loop"),
+        "run": workspace.folder / "runs" / "loop",
+    }
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_leaves_no_process(
+    interrupted: dict[str, object],
+) -> None:
+    assert interrupted["stop_code"] == 130, interrupted["stop_output"]
+    assert "resumes" in str(interrupted["stop_output"])
+    assert (
+        interrupted["processes"] >= 4
+    )  # torchrun, two ranks, Ray and an engine at least: the check below can fail
+    assert interrupted["left"] == []
+    assert 4 <= int(str(interrupted["at_stop"])) < STEPS
+
+
+def test_the_second_start_resumes_and_no_step_is_logged_twice_or_missing(
+    interrupted: dict[str, object],
+) -> None:
+    assert interrupted["code"] == 0, interrupted["output"]
+    assert [row["step"] for row in interrupted["rows"]] == list(range(1, STEPS + 1))  # type: ignore[attr-defined]
+    assert "training" in str(interrupted["output"])
+
+
+def test_every_admitted_prompt_was_consumed_once_over_stop_and_resume(
+    interrupted: dict[str, object],
+) -> None:
+    run = Path(str(interrupted["run"]))
+    data = torch.load(run / "checkpoint" / f"step_{STEPS:08d}" / "state.pt", weights_only=True)[
+        "run"
+    ]["data"]
+    assert data["consumed"] == STEPS * PROMPTS_PER_STEP
+    # The prompts handed out by the source are those consumed: what was in flight at the stop was
+    # asked again, not skipped.
+    assert data["source"]["position"] == STEPS * PROMPTS_PER_STEP
+
+
+def test_lags_are_0_1_and_2_at_async_ratio_2_and_never_more(interrupted: dict[str, object]) -> None:
+    rows = interrupted["rows"]
+    histogram = np.sum([row["lag/histogram"] for row in rows], axis=0)  # type: ignore[attr-defined]
+    assert len(histogram) == 3
+    assert np.all(histogram > 0)
+    assert max(row["lag/start_max"] for row in rows) == 2  # type: ignore[attr-defined]
+
+
+def test_responses_sampled_by_the_newest_weights_agree_with_the_trainer(
+    interrupted: dict[str, object],
+) -> None:
+    differences = [row["ratio/logp_diff_lag0_max"] for row in interrupted["rows"]]  # type: ignore[attr-defined]
+    assert 0 < max(differences) < 1e-5
+    assert max(row["ratio/logp_diff_max"] for row in interrupted["rows"]) > 1e-3  # type: ignore[attr-defined]
+
+
+def test_failing_rewards_are_counted_and_logged_with_their_sample_and_the_run_goes_on(
+    interrupted: dict[str, object],
+) -> None:
+    assert sum(row["reward/errors"] for row in interrupted["rows"]) > 0  # type: ignore[attr-defined]
+    lines = (
+        (Path(str(interrupted["run"])) / "logs" / "engine-0.reward_errors.jsonl")
+        .read_text()
+        .splitlines()
+    )
+    errors = [json.loads(line) for line in lines]
+    assert any("three is not supported" in error["error"] for error in errors)
+    assert any("nan" in error["error"] for error in errors)
+    assert all(error["response"] is not None and error["prompt"] for error in errors)
+
+
+def test_the_run_ends_with_accuracies_and_a_report(interrupted: dict[str, object]) -> None:
+    assert "held-out reward" in str(interrupted["output"])
+    run = Path(str(interrupted["run"]))
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "<b>Reward</b>" in (run / "report.html").read_text()
+
+
+def test_the_run_says_what_each_process_did_and_how_busy_its_engine_was(
+    interrupted: dict[str, object],
+) -> None:
+    tracks = read_timeline(Path(str(interrupted["run"])))
+    assert {"training", "publishing", "waiting"} <= {span.state for span in tracks["rank 0"]}
+    assert {"busy", "loading"} <= {span.state for span in tracks["engine-0"]}
+    for spans in tracks.values():
+        assert all(before.end <= after.start + 1e-3 for before, after in itertools.pairwise(spans))
+    rows = interrupted["rows"]
+    assert all(
+        0 <= row["engine/busy_share"] <= 1 and len(row["engine/versions"]) == 1 for row in rows
+    )  # type: ignore[attr-defined]
+    assert max(row["engine/busy_share"] for row in rows) > 0.1  # type: ignore[attr-defined]
+    generated = sum(row["tokens/generated"] for row in rows)  # type: ignore[attr-defined]
+    assert sum(row["engine/tokens"][0] for row in rows) >= generated > 0  # type: ignore[attr-defined]
+
+
+def test_a_converted_checkpoint_is_the_exported_model_and_loads_in_transformers(
+    workspace: Workspace, interrupted: dict[str, object]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = Path(str(interrupted["run"]))
+    out = workspace.folder / "converted"
+    code, output = workspace.mar("convert", str(run / "checkpoint"), str(out))
+    assert code == 0, output
+    converted, exported = (
+        load_file(out / "model.safetensors"),
+        load_file(run / "hf" / "model.safetensors"),
+    )
+    assert converted.keys() == exported.keys()
+    assert all((converted[name] == exported[name]).all() for name in converted)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tokens = AutoTokenizer.from_pretrained(out)("1+1=", return_tensors="pt")
+    assert model(**tokens).logits.isfinite().all()
+
+
+def test_async_ratio_0_is_synchronous_and_a_converted_model_starts_a_run(
+    workspace: Workspace, interrupted: dict[str, object]
+) -> None:
+    run, model = {"dir": "runs/synchronous", "steps": 5}, {"path": "converted"}
+    # Every step must move the weights, also when the model has come to give a prompt one answer
+    # only: no baseline.
+    rollout, objective = {"reward": {"name": "flaky_reward:varied"}}, {"advantage": "none"}
+    config = workspace.config(
+        "synchronous",
+        run=run,
+        flow={"async_ratio": 0},
+        model=model,
+        rollout=rollout,
+        objective=objective,
+    )
+    code, output = workspace.mar("train", str(config))
+    assert code == 0, output
+    rows = workspace.metrics("synchronous")
+    assert len(rows) == 5
+    assert all(len(row["lag/histogram"]) == 1 and row["lag/max"] == 0 for row in rows)
+    # Megatron at TP=2 against vLLM, before the first and after each of four weight updates, on
+    # every sampled token.
+    assert all(0 < row["ratio/logp_diff_max"] < 1e-5 for row in rows)
+    assert all(row["policy/grad_norm"] > 0 for row in rows)
+
+
+def test_a_failing_reward_ends_the_run_when_the_config_says_so(workspace: Workspace) -> None:
+    reward = {"reward": {"name": "flaky_reward:flaky", "on_error": "stop"}}
+    one_rank = {"parallel": {"ranks": 1}}
+    config = workspace.config(
+        "strict", run={"dir": "runs/strict", "steps": 30}, rollout=reward, policy=one_rank
+    )
+    code, output = workspace.mar("train", str(config))
+    assert code == 1
+    said = output[output.index("The run failed:") :]
+    assert "RewardFailed: the reward failed on sample" in said
+    assert "rollout.reward.on_error=drop" in said
+    assert "Traceback" not in output
+    assert len(said.splitlines()) < 12

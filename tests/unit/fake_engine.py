@@ -1,0 +1,223 @@
+"""A rollout engine that is a coroutine: it answers requests after delays, can be told to abort
+them, takes weights, and fails in every way one can."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.types import Aborted, EngineReport, PartialResponse, Request, Sample
+from megatron_async_rl.weights.manifest import Manifest
+
+
+def partial(*versions: int) -> PartialResponse:
+    zeros = np.zeros(len(versions), dtype=np.int32)
+    return PartialResponse(
+        response_ids=zeros,
+        behavior_logprobs=zeros.astype(np.float32),
+        versions=np.array(versions, dtype=np.int32),
+    )
+
+
+def manifest(version: int) -> Manifest:
+    return Manifest(buckets=(), digests={"w": f"digest of {version}"})
+
+
+class FakeEngine:
+    """`delay(request)`: seconds until it is answered. `version`: the weights it holds.
+    `started(request, version)`: the version of its first token. `before_update(version)`: awaited
+    before weights are taken; what it raises, the update raises."""
+
+    def __init__(self, delay: Callable[[Request], float] = lambda request: 0.0) -> None:
+        self.delay = delay
+        self.version = -1
+        self.asked: list[Request] = []
+        self.versions: list[int] = []
+        self.aborts: list[str] = []
+        self.updates: list[int] = []
+        self.calls: list[str] = []
+        self.most = 0
+        self.started: Callable[[Request, int], int] = lambda request, version: version
+        self.reward: Callable[[Request], float | None] = lambda request: float(request.k)
+        self.alter: Callable[[Sample], Sample] = lambda sample: sample
+        self.before_update: Callable[[int], object] | None = None
+        self.spoil = False
+        """It loads other weights than were sent."""
+        self.failure: BaseException | None = None
+        self.refuses: Exception | None = None
+        self.wedged = False
+        self.asleep = False
+        self.deaf = False
+        """It does not answer to an abort."""
+        self.killed = False
+        self.silent_s = 0.0
+        self.sampling = False
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._start: dict[str, int] = {}
+        self._outcomes: list[Sample | Aborted] = []
+        self._news = asyncio.Event()
+
+    def groups(self) -> list[int]:
+        """Asked for, in order, each once."""
+        return list(dict.fromkeys(request.group for request in self.asked))
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        for request in requests:
+            assert request.id not in self._running, f"{request.id} was asked twice"
+            self.asked.append(request)
+            self.versions.append(self.version)
+            self._start[request.id] = self.started(request, self.version)
+            self._running[request.id] = asyncio.create_task(self._answer(request))
+        self.most = max(self.most, len(self._running))
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        self.aborts += ids
+        for one in ids if not self.deaf else ():
+            task = self._running.pop(one, None)
+            if task is not None:
+                task.cancel()
+                start = self._start[one]
+                tokens = partial(*self._before(one), start, max(start, self.version))
+                self.say(Aborted(id=one, partial=tokens))
+
+    def _before(self, one: str) -> list[int]:
+        request = next(r for r in reversed(self.asked) if r.id == one)
+        return [] if request.prefix is None else request.prefix.versions.tolist()
+
+    async def update(self, version: int, manifest: Manifest) -> dict[str, str]:
+        self.calls.append(f"update {version}")
+        if self.before_update is not None:
+            waiting = self.before_update(version)
+            if asyncio.iscoroutine(waiting):
+                await waiting
+        self.updates.append(version)
+        self.version = version
+        self.asleep = False
+        return {name: "?" if self.spoil else digest for name, digest in manifest.digests.items()}
+
+    async def sleep(self) -> None:
+        assert not self.asleep, "it was to sleep, and is asleep"
+        self.asleep = True
+        self.calls.append("sleep")
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+
+    def kill(self) -> None:
+        self.killed = True
+        for task in self._running.values():
+            task.cancel()
+
+    async def report(self, timeout_s: float) -> EngineReport:
+        if self.wedged:
+            await asyncio.Event().wait()
+        if self.failure is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
+        if self.failure is not None:
+            raise self.failure
+        self._news.clear()
+        said, self._outcomes = self._outcomes, []
+        return EngineReport(
+            finished=tuple(one for one in said if isinstance(one, Sample)),
+            aborted=tuple(one for one in said if isinstance(one, Aborted)),
+            state="running",
+            version=self.version,
+            running=len(self._running),
+            tokens=0,
+            busy_s=0.0,
+            silent_s=self.silent_s,
+            sampling=self.sampling,
+        )
+
+    def fail(self, error: BaseException) -> None:
+        self.failure = error
+        self._news.set()
+
+    def say(self, outcome: Sample | Aborted) -> None:
+        self._outcomes.append(outcome)
+        self._news.set()
+
+    async def _answer(self, request: Request) -> None:
+        await asyncio.sleep(self.delay(request))
+        del self._running[request.id]
+        self.say(self.alter(self.sample(request)))
+
+    def sample(self, request: Request) -> Sample:
+        start = self._start[request.id]
+        before = [] if request.prefix is None else request.prefix.versions.tolist()
+        versions = np.array([*before, start, max(start, self.version)], dtype=np.int32)
+        reward = self.reward(request)
+        return Sample(
+            id=request.id,
+            prompt=request.prompt,
+            response_ids=np.ones(len(versions), dtype=np.int32),
+            behavior_logprobs=np.zeros(len(versions), dtype=np.float32),
+            versions=versions,
+            loss_mask=np.ones(len(versions), dtype=np.uint8),
+            text="ab",
+            finish_reason="length" if request.k == 0 else "stop",
+            reward=0.0 if reward is None else reward,
+            reward_error="ValueError: no idea" if reward is None else None,
+        )
+
+
+class FakeLaunch:
+    """Starts `engines[index]`, then whatever `again(index)` makes. `failures`: raised by starts, in
+    order, before anything else."""
+
+    def __init__(
+        self,
+        engines: Sequence[FakeEngine],
+        again: Callable[[int], FakeEngine] | None = None,
+        failures: Sequence[Exception] = (),
+    ) -> None:
+        self.engines = list(engines)
+        self.again = again or (lambda index: FakeEngine(self.engines[index].delay))
+        self.failures = list(failures)
+        self.make: Callable[[int], FakeEngine] = lambda index: FakeEngine()
+        """Engines that join."""
+        self.starts: list[tuple[int, bool]] = []
+        self._began = set[int]()
+
+    async def __call__(self, spec: EngineSpec, *, again: bool = False) -> FakeEngine:
+        index = spec.index
+        self.starts.append((index, again))
+        await asyncio.sleep(0)
+        if self.failures:
+            raise self.failures.pop(0)
+        if index >= len(self.engines):
+            self.engines.append(self.make(index))
+        elif index in self._began:
+            self.engines[index] = self.again(index)
+        self._began.add(index)
+        self.engines[index].version = spec.first_version
+        return self.engines[index]
+
+
+def specs(count: int, first_version: int = -1) -> list[EngineSpec]:
+    rollout = RolloutConfig.model_validate(
+        {"sampling": {"max_tokens": 8}, "reward": {"name": "arithmetic"}}
+    )
+    return [
+        EngineSpec(
+            index=index,
+            model_path=Path("model"),
+            dtype="float32",
+            rollout=rollout,
+            seed=0,
+            device="cpu",
+            log_dir=Path("logs"),
+            first_version=first_version,
+        )
+        for index in range(count)
+    ]

@@ -1,0 +1,93 @@
+"""A scheduler without a fleet: the test says what is answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.flow.buffer_file import read, written
+from megatron_async_rl.flow.scheduler import Scheduler
+from megatron_async_rl.samples import Prompt, Sample, TrainBatch
+from megatron_async_rl.samples.types import Request
+
+
+class SchedulerHarness:
+    """A scheduler, and the requests that it has made, by id."""
+
+    def __init__(
+        self,
+        prompts_per_step: int = 2,
+        async_ratio: float = 1.0,
+        *,
+        steps: int | None = None,
+        **more: Any,
+    ) -> None:
+        self.settings = {
+            "prompts_per_step": prompts_per_step,
+            "group_size": 2,
+            "async_ratio": async_ratio,
+            **more,
+        }
+        self.scheduler = Scheduler(FlowConfig(**self.settings), steps=steps)
+        self.scheduler.start(0)
+        self.asked: dict[str, Request] = {}
+        self.drawn = 0
+
+    def resume(
+        self, version: int, *, steps: int | None = None, oldest: int = 0, **changed: Any
+    ) -> list[str]:
+        """Another scheduler goes on with what this one saves; returns what it asks again."""
+        saved = self.scheduler
+        self.settings |= changed
+        self.scheduler = Scheduler(FlowConfig(**self.settings), steps=steps)
+        requests = self.scheduler.start(
+            version, saved.next_index, saved.pending(), read(written(saved.buffer())), oldest
+        )
+        self.asked = {request.id: request for request, _ in requests}
+        return list(self.asked)
+
+    def admit(self) -> list[Request]:
+        """As much as there is room for."""
+        made: list[Request] = []
+        while self.scheduler.room():
+            made += self.scheduler.admit(self.prompt)
+        self.asked |= {request.id: request for request in made}
+        return made
+
+    def prompt(self) -> Prompt:
+        self.drawn += 1
+        return Prompt(id=f"p{self.drawn - 1}", text="", token_ids=(1,))
+
+    def answer(
+        self, *ids: str, versions: tuple[int, ...] = (0,), reward: float | None = None
+    ) -> None:
+        for one in ids:
+            request = self.asked[one]
+            before = [] if request.prefix is None else request.prefix.versions.tolist()
+            whole = np.array([*before, *versions], dtype=np.int32)
+            sample = Sample(
+                id=one,
+                prompt=request.prompt,
+                response_ids=whole,
+                behavior_logprobs=np.zeros(len(whole), dtype=np.float32),
+                versions=whole,
+                loss_mask=np.ones(len(whole), dtype=np.uint8),
+                text="",
+                finish_reason="stop",
+                reward=float(request.k) if reward is None else reward,
+            )
+            self.scheduler.on_sample(sample, request.group)
+
+    def finish(self, *groups: int, version: int = 0) -> None:
+        for group in groups:
+            self.answer(f"{group}-0", f"{group}-1", versions=(version,))
+
+    def take(self, version: int) -> list[int] | None:
+        batch = self.scheduler.take(version)
+        return None if batch is None else indices(batch)
+
+
+def indices(batch: TrainBatch) -> list[int]:
+    return [group.index for group in batch.groups]

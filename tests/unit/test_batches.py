@@ -1,0 +1,98 @@
+"""A train batch taken apart for the ranks: everybody's numbers, one's own tokens."""
+
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from megatron_async_rl.objectives.targets import valid_samples
+from megatron_async_rl.policy.batches import _read, _written, split
+from megatron_async_rl.samples.rank_batch import NOBODY, NUMBERS, TOKENS
+from tests.train_batches import columns, columns_of, ragged_batch
+
+BATCH = ragged_batch()
+SAMPLES = list(BATCH.samples())
+PER_TOKEN = ("behavior_logprobs", "versions", "loss_mask")
+
+
+def own_tokens(view, row):
+    start = view.token_starts[row]
+    return view.token_ids[start : start + view.prompt_lengths[row] + view.lengths[row]].tolist()
+
+
+@pytest.mark.parametrize("data_parallel", [1, 2, 3])
+def test_ranks_have_all_numbers_and_the_tokens_of_their_own_samples_alone(data_parallel):
+    parts = split(BATCH, data_parallel)
+    for rank in range(data_parallel):
+        view = parts.of(rank)
+        assert view.ids.to_pylist() == [sample.id for sample in SAMPLES]
+        assert view.group.tolist() == [n for n, g in enumerate(BATCH.groups) for _ in g.samples]
+        assert view.rewards.tolist() == [sample.reward for sample in SAMPLES]
+        assert view.valid.tolist() == [sample.valid for sample in SAMPLES]
+        assert view.trained.tolist() == [sample.loss_mask.sum() for sample in SAMPLES]
+        for name in PER_TOKEN:
+            expected = np.concatenate([getattr(sample, name) for sample in SAMPLES])
+            assert getattr(view, name).dtype == expected.dtype
+            np.testing.assert_array_equal(getattr(view, name), expected)
+
+        mine = np.flatnonzero(view.owner == rank).tolist()
+        assert np.flatnonzero(view.token_starts >= 0).tolist() == mine
+        assert len(view.token_ids) == sum(SAMPLES[row].total_length for row in mine)
+        for row in mine:
+            sample = SAMPLES[row]
+            assert own_tokens(view, row) == [*sample.prompt.token_ids, *sample.response_ids]
+    failed = [row for row, sample in enumerate(SAMPLES) if not sample.valid]
+    assert np.flatnonzero(view.owner == NOBODY).tolist() == failed != []
+
+
+def test_nothing_that_is_sent_holds_text():
+    assert {"text", "prompt_text", "fields", "prompt_id"}.isdisjoint(
+        [*NUMBERS.names, *TOKENS.names]
+    )
+
+
+def test_what_is_received_is_what_was_sent():
+    first = {name: getattr(SAMPLES[0], name)[:1] for name in (*PER_TOKEN, "response_ids")}
+    rewarded = dataclasses.replace(
+        SAMPLES[0], **first, step_rewards=np.array([0.5], dtype=np.float32), reward=0.5
+    )
+    whole = dataclasses.replace(
+        BATCH,
+        groups=(dataclasses.replace(BATCH.groups[0], samples=(SAMPLES[1], rewarded, SAMPLES[2])),),
+    )
+    parts = split(whole, 2)
+    for sent in (parts.numbers, *parts.tokens):
+        received = _read(_written(sent))
+        assert received.schema == sent.schema
+        assert received == sent
+    steps = columns(whole).step_rewards
+    assert steps.tolist() == [0.0] * SAMPLES[1].length + [0.5] + [0.0] * SAMPLES[2].length
+    assert columns(BATCH).step_rewards is None
+
+
+def test_a_rank_without_samples_receives_an_empty_part():
+    parts = split(dataclasses.replace(BATCH, groups=BATCH.groups[:1]), 8)
+    empty = _read(_written(parts.tokens[7]))
+    assert isinstance(empty, pa.RecordBatch)
+    assert empty.num_rows == 0
+
+
+def test_selected_rows_bring_their_own_tokens_and_numbers():
+    rows = [7, 2, 5]
+    picked, expected = columns_of(SAMPLES).select(rows), columns_of([SAMPLES[r] for r in rows])
+    for row in range(3):
+        if SAMPLES[rows[row]].valid:
+            assert own_tokens(picked, row) == own_tokens(expected, row)
+    for name in ("rewards", "lengths", "prompt_lengths", "valid", "owner", *PER_TOKEN):
+        np.testing.assert_array_equal(getattr(picked, name), getattr(expected, name), name)
+    assert picked.ids.equals(expected.ids)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_names_its_sample(reward):
+    strange = dataclasses.replace(SAMPLES[3], reward=reward)
+    with pytest.raises(ValueError, match=f"sample '{strange.id}' has reward {reward}"):
+        valid_samples(columns_of([SAMPLES[0], strange]))
+    failed = dataclasses.replace(strange, reward_error="raised")
+    assert valid_samples(columns_of([SAMPLES[0], failed])).ids.to_pylist() == [SAMPLES[0].id]

@@ -1,0 +1,44 @@
+"""The `mar` command itself: how commands are added, and how what a user got wrong ends."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_async_rl import cli
+
+FILE = """
+from megatron_async_rl.config.problem import UserError
+
+def greet(name: str) -> None:
+    if name == "nobody":
+        raise UserError.of("NAME", "is nobody", "name somebody")
+    print(f"hello {name}")
+"""
+
+
+@pytest.fixture
+def greet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`mar greet`: one file, and one line."""
+    (tmp_path / "added_command.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    cli.app.command()(importlib.import_module("added_command").greet)
+    yield
+    cli.app.registered_commands.pop()
+
+
+@pytest.mark.usefixtures("greet")
+def test_a_command_is_one_file_and_one_line() -> None:
+    done = CliRunner().invoke(cli.app, ["greet", "world"])
+    assert (done.exit_code, done.output) == (0, "hello world\n")
+    assert "greet" in CliRunner().invoke(cli.app, ["--help"]).output
+
+
+@pytest.mark.usefixtures("greet")
+def test_what_a_user_got_wrong_ends_any_command_with_its_screen_and_code_2() -> None:
+    done = CliRunner().invoke(cli.app, ["greet", "nobody"])
+    assert (done.exit_code, done.output) == (2, "NAME\n  is nobody\n  fix: name somebody\n")

@@ -1,0 +1,110 @@
+"""Samples as Arrow record batches, and back."""
+
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from megatron_async_rl.samples.columns import NUMERIC, SCHEMA, SampleColumns, batch_of, samples_of
+from megatron_async_rl.samples.types import Prompt, Sample
+
+PROMPT = Prompt(id="p0", text="1+1=", token_ids=(5, 6, 7), fields={"answer": "2", "tags": [1]})
+
+
+def sample(k: int, length: int, **changes: object) -> Sample:
+    values: dict[str, object] = {
+        "id": f"3-{k}",
+        "prompt": PROMPT,
+        "response_ids": np.arange(length, dtype=np.int32) + k,
+        "behavior_logprobs": -np.linspace(0.1, 0.7, length).astype(np.float32),
+        "versions": np.sort(np.arange(length, dtype=np.int32) % 3),
+        "loss_mask": np.ones(length, dtype=np.uint8),
+        "text": "2 ✓",
+        "finish_reason": "stop",
+        "reward": 0.1 + 0.2,
+        "engine": 1,
+        "started_at": 1.5,
+        "finished_at": 2.5,
+    }
+    return Sample(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_batch_and_its_samples_are_the_same_to_the_last_bit():
+    steps = np.array([0.25, 0.5], dtype=np.float32)
+    given = [
+        sample(0, 4),
+        sample(1, 2, step_rewards=steps, reward=0.75, weight=0.5),
+        sample(2, 1, reward=0.0, reward_error="no number", finish_reason="length"),
+    ]
+    batch = batch_of(given, [3, 3, 4])
+    assert batch.schema == SCHEMA
+    assert batch.column("group").to_pylist() == [3, 3, 4]
+    for cut in (batch, pa.concat_batches([batch.slice(0, 1), batch.slice(1)])):
+        for before, after in zip(given, samples_of(cut), strict=True):
+            for name in vars(before):
+                left, right = getattr(before, name), getattr(after, name)
+                if isinstance(left, np.ndarray):
+                    assert left.dtype == right.dtype, name
+                    np.testing.assert_array_equal(left, right)
+                else:
+                    assert left == right, name
+
+
+def test_rows_in_the_middle_of_a_batch_are_read_from_their_own_place():
+    batch = batch_of([sample(0, 4), sample(1, 2)], [0, 1]).slice(1, 1)
+    (only,) = samples_of(batch)
+    assert only.id == "3-1"
+    assert only.response_ids.tolist() == [1, 2]
+
+
+def test_what_a_trainer_rank_gets_holds_no_text():
+    assert {"text", "prompt_text", "fields", "prompt_id"}.isdisjoint(NUMERIC.names)
+
+
+def appended(columns: SampleColumns, given: Sample, group: int) -> None:
+    fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    columns.append(group=group, **fields)
+
+
+def test_rows_gathered_one_by_one_are_the_batch_of_their_samples() -> None:
+    given = [
+        sample(0, 4),
+        sample(1, 2, step_rewards=np.array([0.25, 0.5], dtype=np.float32), reward=0.75),
+        sample(2, 1, reward=0.0, reward_error="no number", finish_reason="length", weight=0.5),
+    ]
+    columns = SampleColumns()
+    for group, each in zip((3, 3, 4), given, strict=True):
+        appended(columns, each, group)
+    assert len(columns) == 3
+    assert columns.take() == batch_of(given, [3, 3, 4])
+
+
+def test_what_was_taken_is_not_taken_again() -> None:
+    columns = SampleColumns()
+    appended(columns, sample(0, 4), 3)
+    first = columns.take()
+    assert columns.take().num_rows == len(columns) == 0
+    assert columns.take().schema == SCHEMA
+    appended(columns, sample(1, 2), 5)
+    assert columns.take().column("id").to_pylist() == ["3-1"]
+    assert first.column("id").to_pylist() == ["3-0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"versions": np.array([2, 1], dtype=np.int32)}, "versions decrease"),
+        ({"loss_mask": np.ones(3, dtype=np.uint8)}, "loss_mask has 3 entries for 2"),
+        ({"response_ids": np.zeros(0, dtype=np.int32)}, "empty response"),
+        ({"step_rewards": np.ones(2, dtype=np.float32)}, "step rewards sum to 2.0"),
+    ],
+)
+def test_a_row_that_no_sample_could_be_is_refused_and_leaves_nothing(changes, said) -> None:
+    columns = SampleColumns()
+    good = {f.name: getattr(sample(0, 2), f.name) for f in dataclasses.fields(Sample)}
+    with pytest.raises(ValueError, match=f"sample '3-0'.*{said}"):
+        columns.append(group=3, **(good | changes))
+    assert len(columns) == columns.take().num_rows == 0
+    with pytest.raises(ValueError, match=said):
+        Sample(**(good | changes))

@@ -1,0 +1,115 @@
+"""Names of Megatron-Core and mbridge that these packages do not promise to keep."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_async_rl.policy import bridge, megatron_private
+
+PACKAGE = Path(megatron_private.__file__).parents[1]
+FUNCTIONS = [(module, name) for module, names in megatron_private.NAMES.items() for name in names]
+METHODS = [
+    (owner, name)
+    for table in (megatron_private.OVERRIDDEN, megatron_private.METHODS, bridge.MBRIDGE_METHODS)
+    for owner, names in table.items()
+    for name in names
+]
+ASSIGNED = [(owner, name) for owner, names in megatron_private.ASSIGNED.items() for name in names]
+GEMM = """
+import sys
+sys.modules["transformer_engine"] = None
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.set_device = lambda number: None
+from megatron_async_rl.policy import device
+device.install("{device}")
+from megatron.core.transformer.moe import moe_utils
+weight = torch.ones(4, 3, requires_grad=True)
+logits = moe_utils.router_gating_linear(torch.ones(2, 3), weight, None, torch.float32)
+logits.sum().backward()
+print(logits.tolist(), weight.grad.tolist())
+"""
+
+
+def found(path: str):
+    """The module or class of that dotted name."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, name = path.rsplit(".", 1)
+        return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize(("module", "name"), FUNCTIONS)
+def test_a_private_name_that_we_use_exists(module, name):
+    assert callable(getattr(found(module), name))
+
+
+@pytest.mark.parametrize(("owner", "name"), METHODS)
+def test_a_method_that_we_call_or_override_exists(owner, name):
+    """One that is gone would make an override that nobody calls."""
+    assert hasattr(found(owner), name)
+
+
+@pytest.mark.parametrize(("owner", "name"), ASSIGNED)
+def test_an_attribute_that_we_read_is_assigned(owner, name):
+    wanted = [
+        target
+        for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(found(owner)))))
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in ast.walk(ast.Module([node], []))
+        if isinstance(target, ast.Attribute)
+        and target.attr == name
+        and isinstance(target.ctx, ast.Store)
+    ]
+    assert wanted
+
+
+def private_uses(path: Path) -> list[str]:
+    """Underscore names that a file imports from Megatron or mbridge, or reads of other objects."""
+    own = ("self", "cls", "ctx", "super")
+    uses = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            ("megatron.", "mbridge")
+        ):
+            uses += [alias.name for alias in node.names if alias.name.startswith("_")]
+        if isinstance(node, ast.Attribute) and node.attr in LISTED:
+            owner = node.value
+            if not (isinstance(owner, ast.Name) and owner.id in own):
+                uses.append(node.attr)
+    return uses
+
+
+LISTED = {name for _, name in (*FUNCTIONS, *METHODS) if name.startswith("_")}
+LISTED |= {name for owner, name in ASSIGNED if "optimizer" in owner}
+
+
+def test_no_other_module_uses_one():
+    allowed = {"megatron_private.py", "bridge.py"}
+    uses = {
+        str(path.relative_to(PACKAGE)): private_uses(path)
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in allowed
+    }
+    assert {path: names for path, names in uses.items() if names} == {}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_router_multiplies_without_transformer_engine(device):
+    done = subprocess.run(
+        [sys.executable, "-c", GEMM.format(device=device)],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[-2] == f"{[[3.0] * 4] * 2} {[[2.0] * 3] * 4}"

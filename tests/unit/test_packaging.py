@@ -1,0 +1,88 @@
+"""The image and the wheel hold what they need: built from exactly the files that the Dockerfile
+copies."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = "import sys; from setuptools.build_meta import build_{0} as build; build(sys.argv[1])"
+
+
+def copied() -> list[str]:
+    """What the Dockerfile copies into the directory that it installs from."""
+    _, _, package = (ROOT / "Dockerfile").read_text().partition("WORKDIR ")
+    instructions = re.findall(r"^COPY (.+)$", package, re.MULTILINE)
+    return [source for one in instructions for source in one.split()[:-1]]
+
+
+def build(what: str, folder: Path, out: Path) -> Path:
+    out.mkdir()
+    command = [sys.executable, "-c", BUILD.format(what), str(out)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the package is, installed from a wheel, of a source archive, of the image's files."""
+    tmp = tmp_path_factory.mktemp("packaging")
+    image = tmp / "image"
+    image.mkdir()
+    for name in copied():
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, image / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, image / name)
+
+    archive = build("sdist", image, tmp / "archive")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp / "source", filter="data")
+    (source,) = (tmp / "source").iterdir()
+    wheel = build("wheel", source, tmp / "wheel")
+
+    target = tmp / "installed"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*install, "--target", str(target), str(wheel)], check=True, timeout=120)
+    return target
+
+
+def test_the_image_and_the_source_archive_hold_all_that_setup_reads(installed: Path) -> None:
+    inside, checkout = installed / "megatron_async_rl", ROOT / "megatron_async_rl"
+    shipped = {file.relative_to(inside) for file in inside.rglob("*.py")}
+    assert shipped == {file.relative_to(checkout) for file in checkout.rglob("*.py")}
+    assert (inside / "py.typed").is_file()
+
+
+def test_mar_runs_from_the_installed_wheel(installed: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    where = "import megatron_async_rl as package; print(package.__file__)"
+    for command, words in (
+        ([sys.executable, "-c", where], str(installed)),
+        ([sys.executable, str(installed / "bin" / "mar"), "--help"], "Asynchronous RL"),
+    ):
+        done = subprocess.run(
+            command, env=environment, cwd=installed, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+
+
+def test_what_the_builder_is_sent_is_what_the_dockerfile_copies() -> None:
+    sent = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert sorted(sent) == sorted(copied())
+
+
+def test_apex_is_built_from_one_commit() -> None:
+    assert re.search(r"^ARG APEX_REF=[0-9a-f]{40}$", (ROOT / "Dockerfile").read_text(), re.M)

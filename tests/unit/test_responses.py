@@ -1,0 +1,170 @@
+"""What becomes of the responses an engine works on, with a vLLM whose outputs the test makes."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.rollout.engine_state import BusyClock
+from megatron_async_rl.rollout.health_check import EngineDied
+from megatron_async_rl.rollout.responses import Responses
+from megatron_async_rl.rollout.scoring import Scorer
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples import Prompt
+from megatron_async_rl.samples.types import Request
+
+
+class FakeLLM:
+    """Takes requests and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.collectors: list[RequestOutputCollector] = []
+        self.parameters: list[SamplingParams] = []
+
+    async def add_request(
+        self, name: str, prompt: Any, parameters: SamplingParams
+    ) -> RequestOutputCollector:
+        self.collectors.append(RequestOutputCollector(RequestOutputKind.FINAL_ONLY, f"{name}-x"))
+        self.parameters.append(parameters)
+        return self.collectors[-1]
+
+    async def abort(self, names: Any, internal: bool) -> None:
+        for collector in self.collectors:
+            if collector.request_id in names:
+                collector.put(output([5], reason="abort"))
+
+
+def output(ids: list[int], reason: str = "stop") -> RequestOutput:
+    logprobs = FlatLogprobs()
+    for token in ids:
+        logprobs.append_fast([token], [-0.5], iter([1]), [None])
+    completion = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=ids,
+        cumulative_logprob=None,
+        logprobs=logprobs,
+        finish_reason=reason,
+    )
+    completion.weight_versions = [SimpleNamespace(version="3", start=0, end=len(ids))]
+    return RequestOutput("r", None, [1], None, [completion], True)
+
+
+def request(k: int, **fields: Any) -> Request:
+    return Request(group=4, k=k, prompt=Prompt(id="p", text="?", token_ids=(1,), fields=fields))
+
+
+def working(
+    logs: Path, work: Callable[[Responses, FakeLLM], Awaitable[None]], max_tokens: int = 8
+) -> None:
+    logs.mkdir(exist_ok=True)
+    spec = EngineSpec(
+        index=0,
+        model_path=logs,
+        dtype="float32",
+        rollout=RolloutConfig.model_validate(
+            {"reward": {"name": "arithmetic"}, "sampling": {"max_tokens": max_tokens}}
+        ),
+        seed=1,
+        device="cpu",
+        log_dir=logs,
+    )
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+
+    async def run() -> None:
+        llm: Any = FakeLLM()
+        scorer = Scorer(spec.rollout.reward)
+        sampling = SamplingParams(max_tokens=max_tokens, skip_clone=True)
+        responses = Responses(llm, spec, sampling, tokenizer, scorer, BusyClock())
+        await work(responses, llm)
+        responses.close()
+
+    asyncio.run(run())
+
+
+def test_responses_that_end_together_are_reported_together(tmp_path: Path) -> None:
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        await responses.submit([request(k, answer="7 0") for k in range(3)])
+        assert len({parameters.seed for parameters in llm.parameters}) == 3
+        assert responses.running == 3
+        llm.collectors[2].put(output([7, 0]))
+        llm.collectors[0].put(output([8, 0], "length"))
+        finished, aborted = await responses.reports.take(60)
+        assert [(one.id, one.reward, one.finish_reason) for one in finished] == [
+            ("4-2", 1.0, "stop"),
+            ("4-0", 0.0, "length"),
+        ]
+        assert finished[0].versions.tolist() == [3, 3]
+        assert finished[0].behavior_logprobs.tolist() == [-0.5, -0.5]
+        assert (aborted, responses.running, responses.tokens) == ((), 1, 4)
+
+    working(tmp_path, work)
+
+
+def test_an_aborted_response_keeps_what_was_sampled(tmp_path: Path) -> None:
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        await responses.submit([request(0, answer="7")])
+        await responses.abort(["4-0", "9-9"])
+        finished, (aborted,) = await responses.reports.take(60)
+        assert finished == ()
+        assert aborted.partial is not None
+        assert aborted.partial.response_ids.tolist() == [5]
+
+    working(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        (EngineDeadError(), EngineDied, "engine-0 died while it worked on 2 responses"),
+        (ValueError("out of order"), ValueError, "out of order"),
+        (output([5], "abort"), RuntimeError, "ended its response to prompt 'p' with .* 'abort'"),
+        (output([]), RuntimeError, "ended its response to prompt 'p'"),
+    ],
+)
+def test_what_vllm_says_instead_of_a_response_is_the_next_report(
+    tmp_path: Path, said: Any, error: type[Exception], message: str
+) -> None:
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        await responses.submit([request(k, answer="7") for k in range(2)])
+        llm.collectors[0].put(said)
+        with pytest.raises(error, match=message):
+            await responses.reports.take(60)
+
+    working(tmp_path, work)
+
+
+def test_failed_rewards_are_written_down_and_on_a_full_disk_reported_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is a device on which every write fails as on a full disk, the second time."""
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        await responses.submit([request(k) for k in range(2)])
+        for collector in llm.collectors:
+            collector.put(output([7]))
+        finished, _ = await responses.reports.take(60)
+        assert ["`answer` is None" in str(sample.reward_error) for sample in finished] == [True] * 2
+
+    log = "engine-0.reward_errors.jsonl"
+    working(tmp_path / "disk", work)
+    lines = [json.loads(line) for line in (tmp_path / "disk" / log).read_text().splitlines()]
+    assert [(line["sample"], line["response"]) for line in lines] == [("4-0", "7"), ("4-1", "7")]
+    assert caplog.records == []
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / log).symlink_to("/dev/full")
+    working(tmp_path / "full", work)
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage()

@@ -1,0 +1,378 @@
+"""The sample log: every finished sample once, with what became of it, through crashes and full
+disks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from megatron_async_rl.config.schema import SamplesConfig
+from megatron_async_rl.flow import sample_log
+from megatron_async_rl.flow.controller import Controller, DataState
+from megatron_async_rl.flow.sample_log import SampleLog, SampleLogWriter, open_sample_log
+from megatron_async_rl.samples.segments import (
+    FOLDER,
+    load,
+    path_of,
+    read_batches,
+    read_entries,
+    segments_in,
+)
+from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.flow_setup import controller_of, flow, position, run, stage, train
+
+PROMPT = Prompt(id="p0", text="1+1=", token_ids=(5, 6), fields={"answer": "2"})
+CLOCK = itertools.count(1)
+
+
+def sample(group: int, k: int = 0, *, length: int = 3, reward: float = 0.5) -> Sample:
+    chance = np.random.default_rng(group)
+    return Sample(
+        id=f"{group}-{k}",
+        prompt=PROMPT,
+        response_ids=chance.integers(0, 2**31 - 1, length, dtype=np.int32),
+        behavior_logprobs=-chance.random(length, dtype=np.float32),
+        versions=np.zeros(length, dtype=np.int32),
+        loss_mask=np.ones(length, dtype=np.uint8),
+        text="2",
+        finish_reason="stop",
+        reward=reward,
+        finished_at=float(next(CLOCK)),
+    )
+
+
+def batch(*samples: Sample) -> TrainBatch:
+    groups = [Group(index=int(s.id.split("-")[0]), prompt=PROMPT, samples=(s,)) for s in samples]
+    return TrainBatch(version=0, groups=tuple(groups))
+
+
+def begun(run_dir: Path, position: int = 0, **settings: int) -> SampleLogWriter:
+    log = SampleLogWriter(run_dir, SamplesConfig(**settings))
+    log.begin(position)
+    return log
+
+
+def states(run_dir: Path) -> dict[tuple[str, float], tuple[str, tuple[int, ...], str | None]]:
+    entries = list(read_entries(run_dir))
+    found = {(e.id, e.finished_at): (e.state, e.steps, e.reason) for e in entries}
+    assert len(found) == len(entries), "a sample stands there once"
+    return found
+
+
+def key(one: Sample) -> tuple[str, float]:
+    return one.id, one.finished_at
+
+
+def test_every_finished_sample_is_there_with_what_became_of_it(tmp_path: Path) -> None:
+    trained, dropped, waiting, asked = (sample(i) for i in range(4))
+    log = begun(tmp_path)
+    for one in (trained, dropped, waiting):
+        log.finished(one, int(one.id[0]))
+    log.dropped(dropped, 7, "late")
+    log.trained(batch(trained), 7)
+    log.evaluated([(PROMPT, [replace(asked, id="-1-0")])], 6)
+    log.flush()
+    assert states(tmp_path) == {
+        key(trained): ("trained", (7,), None),
+        key(dropped): ("dropped", (7,), "late"),
+        key(waiting): ("waiting", (), None),
+        ("-1-0", asked.finished_at): ("evaluated", (6,), None),
+    }, "a running run's log can be read"
+    log.close()
+
+    loaded = load(tmp_path, [e for e in read_entries(tmp_path) if e.id == "0-0"])
+    [(entry, again)] = loaded
+    assert entry.group == 0
+    np.testing.assert_array_equal(again.response_ids, trained.response_ids)
+    np.testing.assert_array_equal(again.behavior_logprobs, trained.behavior_logprobs)
+    assert (again.prompt, again.reward) == (PROMPT, 0.5)
+
+
+def test_entries_come_newest_first_over_batches_and_segments(tmp_path: Path) -> None:
+    for first in (0, 4):
+        log = begun(tmp_path)
+        for group in range(first, first + 4):
+            log.finished(sample(group), group)
+            if group % 2:
+                log.flush()
+        log.close()
+    assert segments_in(tmp_path / FOLDER) == [0, 1]
+    assert [entry.group for entry in read_entries(tmp_path)] == [7, 6, 5, 4, 3, 2, 1, 0]
+    chosen = [e for e in read_entries(tmp_path) if e.group in (1, 2, 6)]
+    assert [one.id for _, one in load(tmp_path, chosen)] == ["6-0", "2-0", "1-0"]
+
+
+def test_a_response_that_trains_again_names_all_its_steps(tmp_path: Path) -> None:
+    first = sample(0)
+    log = begun(tmp_path)
+    log.finished(first, 0)
+    log.trained(batch(first), 1)
+    log.trained(batch(replace(first, id="0-0@4.0"), replace(first, id="0-0@4.1")), 5)
+    log.close()
+    assert states(tmp_path) == {key(first): ("trained", (1, 5), None)}
+
+
+# Crashes
+
+
+def test_a_file_cut_anywhere_shows_the_whole_batches_before(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    for group in range(3):
+        log.finished(sample(group), group)
+        log.flush()
+    path = path_of(tmp_path / FOLDER, "samples", 0)
+    content = path.read_bytes()
+    log.close()
+    seen = []
+    for length in [*range(0, len(content), 61), len(content)]:
+        path.write_bytes(content[:length])
+        ids = [one for read in read_batches(path) for one in read.column("id").to_pylist()]
+        assert ids == ["0-0", "1-0", "2-0"][: len(ids)]
+        assert len(list(read_entries(tmp_path))) == len(ids)
+        seen.append(len(ids))
+    assert seen == sorted(seen)
+    assert set(seen) == {0, 1, 2, 3}
+
+
+def test_a_resume_forgets_what_its_checkpoint_does_not_know(tmp_path: Path) -> None:
+    before, kept, lost = sample(0), sample(1), sample(2)
+    log = begun(tmp_path)
+    for one in (before, kept):
+        log.finished(one, 0)
+    log.trained(batch(before), 1)
+    position = log.position
+    log.finished(lost, 2)
+    log.trained(batch(kept), 2)
+    log.dropped(lost, 2, "equal")
+    log.flush()  # and then the process is killed
+
+    resumed = begun(tmp_path, position)
+    again = sample(2)
+    resumed.finished(again, 2)
+    resumed.trained(batch(again), 2)
+    resumed.trained(batch(kept), 3)
+    resumed.close()
+    assert states(tmp_path) == {
+        key(before): ("trained", (1,), None),
+        key(kept): ("trained", (3,), None),
+        key(lost): ("repeated", (), None),
+        key(again): ("trained", (2,), None),
+    }
+
+
+def test_a_resume_without_a_checkpoint_forgets_every_outcome(tmp_path: Path) -> None:
+    one = sample(0)
+    log = begun(tmp_path)
+    log.finished(one, 0)
+    log.trained(batch(one), 1)
+    log.close()
+    begun(tmp_path, 0).close()
+    assert states(tmp_path) == {key(one): ("waiting", (), None)}
+
+
+def test_an_evaluation_that_a_crash_repeats_stands_there_once(tmp_path: Path) -> None:
+    first, again = (replace(sample(0), id="-1-0") for _ in range(2))
+    log = begun(tmp_path)
+    log.evaluated([(PROMPT, [first])], 4)
+    log.close()
+    resumed = begun(tmp_path, log.position)
+    resumed.evaluated([(PROMPT, [again])], 4)
+    resumed.close()
+    assert states(tmp_path) == {
+        key(first): ("repeated", (), None),
+        key(again): ("evaluated", (4,), None),
+    }
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0, 2.5])
+def test_through_a_crash_each_step_has_what_its_trainer_got(tmp_path: Path, ratio: float) -> None:
+    """A controller trains three steps, is saved after the first, and dies; the next goes on."""
+
+    def one() -> FakeEngine:
+        engine = FakeEngine()
+        engine.alter = lambda sample: replace(sample, finished_at=float(next(CLOCK)))
+        return engine
+
+    groups: dict[int, list[Group]] = {}
+
+    async def begun(version: int, saved: DataState | None) -> Controller:
+        controller = controller_of([one()], flow(3, ratio))
+        controller._sample_log = writer()
+        await controller.start(saved)
+        await stage(controller, version)
+        return controller
+
+    async def body() -> None:
+        controller = await begun(0, None)
+        groups[1] = await train(controller, 0, 1)
+        saved = await position(controller)
+        saved = replace(saved, state=json.loads(json.dumps(saved.state)))
+        await train(controller, 1, 3)
+        await controller.close()
+
+        resumed = await begun(1, saved)
+        for version in (1, 2):
+            groups[version + 1] = await train(resumed, version, version + 1)
+        await resumed.close()
+
+    def writer() -> SampleLog:
+        return open_sample_log(tmp_path, SamplesConfig())
+
+    run(body)
+    expected = {key(s): step for step, got in groups.items() for g in got for s in g.samples}
+    logged = {
+        (entry.id, entry.finished_at): entry.steps
+        for entry in read_entries(tmp_path)
+        if entry.state == "trained"
+    }
+    assert logged == {one: (step,) for one, step in expected.items()}
+    if ratio <= 1:  # else the checkpoint's buffer has all that the two steps need
+        assert any(entry.state == "repeated" for entry in read_entries(tmp_path))
+
+
+def test_what_the_scheduler_drops_is_logged_with_its_reason(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = FakeEngine()
+        engine.reward = lambda request: float(request.k if request.group % 2 else 0)
+        controller = controller_of([engine], flow(2, 0.0, dynamic_sampling=True))
+        controller._sample_log = open_sample_log(tmp_path, SamplesConfig())
+        await controller.start()
+        await stage(controller, 0)
+        await train(controller, 0, 3)
+        dropped.append(controller.stats()["dropped_equal"])
+        await controller.close()
+
+    dropped: list[int] = []
+    run(body)
+    logged = [entry for entry in read_entries(tmp_path) if entry.state == "dropped"]
+    assert {entry.reason for entry in logged} == {"equal"}
+    assert len(logged) == 2 * dropped[0] > 0
+
+
+# Room
+
+
+def test_the_oldest_segments_make_room_and_the_rest_keeps_its_outcomes(tmp_path: Path) -> None:
+    log = begun(tmp_path, keep_mib=3, segment_mib=1)
+    for group in range(24):
+        one = sample(group, length=40_000)
+        log.finished(one, group)
+        log.trained(batch(one), group + 1)
+        log.flush()
+        sizes = [path.stat().st_size for path in (tmp_path / FOLDER).iterdir()]
+        assert sum(sizes) <= 4 * 2**20, "the limit, and the batch that crossed a segment's"
+    log.close()
+    entries = list(read_entries(tmp_path))
+    assert segments_in(tmp_path / FOLDER)[0] > 0
+    assert [entry.group for entry in entries] == list(range(23, 23 - len(entries), -1))
+    assert all(entry.steps == (entry.group + 1,) for entry in entries)
+
+
+def test_a_segment_above_half_of_the_room_is_refused() -> None:
+    with pytest.raises(ValidationError, match="segment_mib to 50 or less"):
+        SamplesConfig(keep_mib=100)
+    assert SamplesConfig(keep_mib=0).keep_mib == 0
+
+
+def test_without_room_nothing_is_written_and_the_position_is_carried_on(tmp_path: Path) -> None:
+    log = open_sample_log(tmp_path, SamplesConfig(keep_mib=0))
+    log.begin(12)
+    log.finished(sample(0), 0)
+    log.trained(batch(sample(0)), 1)
+    log.flush()
+    log.close()
+    assert log.position == 12
+    assert list(tmp_path.iterdir()) == []
+
+
+# What goes wrong
+
+
+def test_a_log_that_cannot_be_written_is_noted_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / FOLDER).write_text("in the way")
+    monkeypatch.setattr(sample_log, "RETRY_S", 0.0)
+    log = begun(tmp_path)
+    for group in range(3):
+        log.finished(sample(group), group)
+        log.flush()
+    assert len(events(tmp_path)) == 1
+    assert "cannot be written" in events(tmp_path)[0]
+
+    (tmp_path / FOLDER).unlink()
+    log.finished(sample(3), 3)
+    log.close()
+    assert [entry.group for entry in read_entries(tmp_path)] == [3]
+    assert "3 rows of it are missing" in events(tmp_path)[1]
+
+
+def test_a_full_disk_leaves_what_was_whole_and_the_process_goes_on(tmp_path: Path) -> None:
+    """A limit on the size of a file stands for the disk: the kernel refuses the write."""
+    code = """
+        import resource, signal, sys
+        from pathlib import Path
+        from tests.unit.test_sample_log import begun, sample
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        log = begun(Path(sys.argv[1]))
+        for group in range(8):
+            log.finished(sample(group, length=5_000), group)
+            log.flush()
+        log.close()
+        print("went on")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "went on\n", done.stderr
+    assert done.returncode == 0
+    groups = [entry.group for entry in read_entries(tmp_path)]
+    assert groups == list(range(len(groups) - 1, -1, -1))
+    assert 0 < len(groups) < 8
+    assert len(events(tmp_path)) == 1
+
+
+def test_a_disk_that_hangs_costs_rows_and_not_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_log, "QUEUED", 10)
+    hanging, go_on = threading.Event(), threading.Event()
+    write: Callable[..., None] = sample_log._Segment.write
+
+    def hang(*arguments: object) -> None:
+        hanging.set()
+        assert go_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(sample_log._Segment, "write", hang)
+    log = begun(tmp_path)
+    log.finished(sample(0), 0)
+    assert hanging.wait(60)
+    for group in range(1, 100):
+        log.finished(sample(group), group)
+    go_on.set()
+    log.close()
+    assert Counter(entry.state for entry in read_entries(tmp_path)) == {"waiting": 11}
+    assert "89 rows of it are missing" in events(tmp_path)[0]
+
+
+def events(run_dir: Path) -> list[str]:
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [json.loads(line)["text"] for line in lines]

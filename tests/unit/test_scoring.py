@@ -1,0 +1,469 @@
+"""Scoring in processes: whatever a reward does costs its own response, never the engine."""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import uvloop
+
+from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.rollout.rewards.registry import Scored
+from megatron_async_rl.rollout.scoring import Scorer, WorkerStartError
+from megatron_async_rl.samples import Prompt
+
+BACKTRACKS = "a" * 40 + "b"
+
+REWARDS = """
+import ctypes, os, re, subprocess, sys, time
+
+def score(prompt, response):
+    match prompt.fields.get("do"):
+        case "backtrack":
+            return float(bool(re.match(r"(a+)+$", response)))
+        case "exit":
+            os._exit(7)
+        case "sys.exit":
+            sys.exit(3)
+        case "crash":
+            ctypes.string_at(0)
+        case "fill memory":
+            return float(len(bytearray(4 * 2**30)))
+        case "print":
+            print("a line of the reward", flush=True)
+        case "nan":
+            return float("nan")
+        case "start a child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            with open(prompt.fields["file"], "w") as file:
+                file.write(f"{child.pid}.")
+            while True:
+                pass
+        case "leave a child behind":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            with open(prompt.fields["file"], "w") as file:
+                file.write(f"{child.pid}.")
+            os._exit(7)
+        case "leave a daemon behind":
+            if (child := os.fork()) == 0:
+                os.setsid()
+                time.sleep(600)
+                os._exit(0)
+            with open(prompt.fields["file"], "w") as file:
+                file.write(f"{child}.")
+            while True:
+                pass
+        case "return twice":
+            return float(os.fork() == 0)
+        case "touch":
+            open(prompt.fields["file"], "w").close()
+        case "pid":
+            return float(os.getpid())
+        case "wait for":
+            while not os.path.exists(prompt.fields["file"]):
+                time.sleep(0.01)
+    return float(len(response))
+"""
+
+
+def prompt(do: str = "", **fields: Any) -> Prompt:
+    return Prompt(id="p7", text="?", token_ids=(1,), fields={"do": do, **fields})
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A module of rewards in the working directory."""
+    name = f"scored_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def scored_by(
+    config: RewardConfig,
+    work: Callable[[Scorer], Awaitable[Any]],
+    new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> Any:
+    async def run() -> Any:
+        scorer = Scorer(config)
+        scorer.start()
+        try:
+            await scorer.ready()
+            return await work(scorer)
+        finally:
+            scorer.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(run())
+
+
+def config(module: str, **settings: Any) -> RewardConfig:
+    return RewardConfig(name=f"{module}:score", **settings)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
+    module: str, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """It holds the interpreter lock: no thread of its process can interrupt it. Actors of Ray run
+    on uvloop."""
+    turns = 0
+
+    async def work(scorer: Scorer) -> tuple[Scored, int, Scored]:
+        nonlocal turns
+        stuck = asyncio.create_task(scorer.score(prompt("backtrack"), BACKTRACKS))
+        while not stuck.done():
+            turns += 1
+            await asyncio.sleep(0)
+        during = turns
+        return await stuck, during, await scorer.score(prompt(), "four")
+
+    stuck, during, after = scored_by(config(module, timeout_s=2, workers=1), work, new_loop)
+    assert stuck == Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 2")
+    assert during > 100, "the event loop went on meanwhile"
+    assert after == Scored(reward=4.0)
+
+
+def test_other_responses_are_scored_while_one_hangs(module: str, tmp_path: Path) -> None:
+    """One process hangs until the other has scored twenty."""
+    file = tmp_path / "go on"
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        hangs = asyncio.create_task(scorer.score(prompt("wait for", file=str(file)), "ab"))
+        done = [await scorer.score(prompt(), "abc") for _ in range(20)]
+        assert not hangs.done()
+        file.touch()
+        return [await hangs, *done]
+
+    assert scored_by(config(module, timeout_s=300, workers=2), work) == [
+        Scored(reward=2.0),
+        *[Scored(reward=3.0)] * 20,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("do", "error"),
+    [
+        ("exit", "the reward's process ended with code 7; see the engine's log"),
+        ("crash", "the reward's process was ended by SIGSEGV; see the engine's log"),
+        ("sys.exit", "SystemExit: 3"),
+        ("nan", "the reward is nan, not a finite number"),
+        ("fill memory", "MemoryError"),
+    ],
+)
+def test_what_a_reward_does_to_its_process_is_an_error_of_its_response(
+    module: str, do: str, error: str
+) -> None:
+    async def work(scorer: Scorer) -> list[Scored]:
+        asked = [scorer.score(prompt(do), "abc"), scorer.score(prompt(), "abc")]
+        return list(await asyncio.gather(*asked))
+
+    settings = config(module, timeout_s=300, workers=1, memory_mib=2048)
+    assert scored_by(settings, work) == [Scored(reward=0.0, error=error), Scored(reward=3.0)]
+
+
+def test_what_a_reward_started_is_killed_with_its_process(module: str, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+
+    async def work(scorer: Scorer) -> psutil.Process:
+        asked = asyncio.create_task(scorer.score(prompt("start a child", file=str(file)), ""))
+        while not (file.exists() and file.read_text().endswith(".")):
+            assert not asked.done()
+            await asyncio.sleep(0)
+        return psutil.Process(int(file.read_text()[:-1]))
+
+    child = scored_by(config(module, timeout_s=300, workers=1), work)
+    assert psutil.wait_procs([child], timeout=60)[1] == []
+
+
+def test_what_a_reward_started_is_killed_when_its_process_ended_by_itself(
+    module: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "pid"
+
+    async def work(scorer: Scorer) -> Scored:
+        return await scorer.score(prompt("leave a child behind", file=str(file)), "")
+
+    scored = scored_by(config(module, timeout_s=300, workers=1), work)
+    assert scored.error == "the reward's process ended with code 7; see the engine's log"
+    pid = int(file.read_text()[:-1])
+    children = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_daemon_that_a_reward_left_behind_does_not_hold_up_the_others(
+    module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """It is in no group that could be killed, and it holds the socket open."""
+    file = tmp_path / "pid"
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        first = await scorer.score(prompt("leave a daemon behind", file=str(file)), "abc")
+        return [first, await asyncio.wait_for(scorer.score(prompt(), "abc"), 120)]
+
+    try:
+        scored = scored_by(config(module, timeout_s=2, workers=1), work, new_loop)
+    finally:
+        os.kill(int(file.read_text()[:-1]), signal.SIGKILL)
+    assert scored == [
+        Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 2"),
+        Scored(reward=3.0),
+    ]
+
+
+def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> None:
+    """`os.fork` gives the child the socket too: what it said there would be another's reward."""
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        return [await scorer.score(prompt("return twice"), "abc") for _ in range(20)]
+
+    settings = config(module, timeout_s=300, workers=1)
+    assert scored_by(settings, work) == [Scored(reward=0.0)] * 20
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_reply_that_came_while_the_event_loop_was_busy_is_in_time(
+    module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """The loop is busy from before the reward begins until after the limit; the reply is there."""
+    file = tmp_path / "go on"
+
+    async def work(scorer: Scorer) -> Scored:
+        asked = asyncio.create_task(scorer.score(prompt("wait for", file=str(file)), "abc"))
+        (worker,) = scorer._workers
+        assert worker._transport is not None
+        while worker._job is None:
+            await asyncio.sleep(0)
+
+        taken = time.monotonic()
+        file.touch()
+        reply = worker._transport.get_extra_info("socket").fileno()
+        here, there = socket.socketpair()
+
+        def be_busy() -> None:
+            here.recv(1)
+            while not select.select([reply], [], [], 60)[0]:
+                pass
+            while time.monotonic() < taken + 3:
+                time.sleep(0.1)
+
+        with here, there:
+            # In a reader: what comes during it is read in the next turn, after the timers.
+            loop = asyncio.get_running_loop()
+            loop.add_reader(here, be_busy)
+            there.send(b"x")
+            try:
+                return await asked
+            finally:
+                loop.remove_reader(here)
+
+    assert scored_by(config(module, timeout_s=2, workers=1), work, new_loop) == Scored(reward=3.0)
+
+
+def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when there is no memory, or no process id, for it. Later responses try again."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refused)
+            # Its successor cannot be started.
+            scored = [await scorer.score(prompt("exit"), "")]
+            scored.append(await asyncio.wait_for(scorer.score(prompt(), "abc"), 60))
+        return [*scored, await scorer.score(prompt(), "abc")]
+
+    _, refusal, after = scored_by(config(module, timeout_s=300, workers=1), work)
+    assert "did not start: [Errno 11] Resource temporarily unavailable" in str(refusal.error)
+    assert after == Scored(reward=3.0)
+
+
+def test_a_response_that_nobody_waits_for_is_not_scored(module: str, tmp_path: Path) -> None:
+    file, go_on = tmp_path / "scored", tmp_path / "go on"
+
+    async def work(scorer: Scorer) -> Scored:
+        first = asyncio.create_task(scorer.score(prompt("wait for", file=str(go_on)), "abc"))
+        await asyncio.sleep(0)
+        given_up = asyncio.create_task(scorer.score(prompt("touch", file=str(file)), "abc"))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        go_on.touch()
+        await first
+        return await scorer.score(prompt(), "abcd")
+
+    assert scored_by(config(module, timeout_s=300, workers=1), work) == Scored(reward=4.0)
+    assert not file.exists()
+
+
+def test_processes_start_only_when_responses_wait(module: str) -> None:
+    async def work(scorer: Scorer) -> tuple[int, int]:
+        one_by_one = [await scorer.score(prompt("pid"), "") for _ in range(5)]
+        return len({scored.reward for scored in one_by_one}), len(psutil.Process().children())
+
+    assert scored_by(config(module, timeout_s=300, workers=4), work) == (1, 1)
+
+
+def test_the_import_of_a_module_is_no_response_s_time(module: str, tmp_path: Path) -> None:
+    """It takes longer than the limit."""
+    source = (tmp_path / f"{module}.py").read_text()
+    (tmp_path / f"{module}.py").write_text(f"import time\ntime.sleep(3.5)\n{source}")
+
+    async def run() -> Scored:
+        scorer = Scorer(config(module, timeout_s=3, workers=1))
+        scorer.start()
+        try:
+            return await scorer.score(prompt(), "abc")
+        finally:
+            scorer.close()
+
+    assert asyncio.run(run()) == Scored(reward=3.0)
+
+
+def test_a_module_that_fails_in_the_process_is_named_before_any_response(
+    module: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{module}.py").write_text("1/0\n")
+
+    async def work(scorer: Scorer) -> None:
+        pytest.fail("the reward was not imported")
+
+    with pytest.raises(WorkerStartError, match="ZeroDivisionError: division by zero; fix that"):
+        scored_by(config(module), work)
+
+
+def test_what_a_reward_prints_goes_where_the_engine_writes(
+    module: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def work(scorer: Scorer) -> Scored:
+        return await scorer.score(prompt("print"), "abc")
+
+    assert scored_by(config(module), work) == Scored(reward=3.0)
+    assert capfd.readouterr().out == "a line of the reward\n"
+
+
+def test_a_trivial_reward_is_scored_at_once_and_in_no_process() -> None:
+    async def work(scorer: Scorer) -> tuple[Scored, Scored, int]:
+        asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "46"})
+        wrong = Prompt(id="p8", text="?", token_ids=(1,), fields={})
+        children = len(psutil.Process().children())
+        return scorer.score_inline(asked, "46"), scorer.score_inline(wrong, "46"), children
+
+    before = len(psutil.Process().children())
+    right, wrong, children = scored_by(RewardConfig(name="arithmetic"), work)
+    assert right == Scored(reward=1.0)
+    assert "prompt p8: `answer` is None" in str(wrong.error)
+    assert children == before
+
+
+ENGINE = """
+import asyncio, sys
+from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.rollout.scoring import Scorer
+from megatron_async_rl.samples import Prompt
+
+async def run():
+    scorer = Scorer(RewardConfig(name=sys.argv[1], workers=1, timeout_s=3600))
+    scorer.start()
+    await scorer.ready()
+    print(scorer._workers.copy().pop()._process.pid, flush=True)
+    prompt = Prompt(id="p", text="", token_ids=(1,), fields={"do": "backtrack"})
+    await scorer.score(prompt, "a" * 40 + "b")
+
+asyncio.run(run())
+"""
+
+
+def test_a_process_in_the_midst_of_a_reward_ends_with_its_engine(module: str) -> None:
+    """Also one that holds the interpreter lock and cannot see that its socket closed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(ENGINE), f"{module}:score"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as engine:
+        assert engine.stdout is not None
+        worker = psutil.Process(int(engine.stdout.readline()))
+        while worker.status() != psutil.STATUS_RUNNING:
+            assert engine.poll() is None
+        os.kill(engine.pid, signal.SIGKILL)
+    worker.wait(60)
+    assert not worker.is_running()
+
+
+def test_math_compares_values() -> None:
+    cases = [
+        ("1/2", r"The answer is $\frac{1}{2}$", 1),
+        (r"\frac{1}{2}", "so it is 0.5", 1),
+        ("x^{2}+1", r"\boxed{1+x^2}", 1),
+        (1234567, "1,234,567", 1),
+        ("42", "43", 0),
+        ("42", "", 0),
+        ("42", r"\frac{" * 300, 0),
+        ("42", 'two "lines"]\nso \\boxed{42}', 1),
+    ]
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        return [
+            await scorer.score(
+                Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": a}), text
+            )
+            for a, text, _ in cases
+        ]
+
+    settings = RewardConfig(name="math", workers=1)
+    assert scored_by(settings, work) == [Scored(reward=reward) for _, _, reward in cases]
+
+
+def test_math_calls_a_response_that_computes_for_ever_wrong() -> None:
+    """No error: its prompt is sound."""
+    asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        return [await scorer.score(asked, text) for text in ("$9^{9^{9^{9}}}$", r"\boxed{42}")]
+
+    settings = RewardConfig(name="math", workers=1)
+    assert scored_by(settings, work) == [Scored(reward=0.0), Scored(reward=1.0)]
+
+
+def test_math_counts_the_time_that_it_computes() -> None:
+    """On a loaded machine, or one that was suspended, a right answer stays right."""
+    asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
+
+    async def work(scorer: Scorer) -> Scored:
+        (worker,) = scorer._workers
+        os.kill(worker._process.pid, signal.SIGSTOP)
+        scored = asyncio.create_task(scorer.score(asked, r"\boxed{42}"))
+        await asyncio.sleep(0)
+        assert worker._job is not None
+        for _ in range(3):
+            worker._out_of_time()
+            await asyncio.sleep(0)
+        os.kill(worker._process.pid, signal.SIGCONT)
+        return await scored
+
+    settings = RewardConfig(name="math", workers=1, timeout_s=300)
+    assert scored_by(settings, work) == Scored(reward=1.0)
+
+
+def test_math_names_an_answer_it_cannot_read() -> None:
+    asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": r"\text{}"})
+
+    async def work(scorer: Scorer) -> Scored:
+        return await scorer.score(asked, "42")
+
+    error = scored_by(RewardConfig(name="math", workers=1), work).error
+    assert "prompt p7: math-verify cannot read `answer`" in str(error)

@@ -1,0 +1,144 @@
+"""A staged version is there whole, beside the one before it, with digests of the sender's own
+tensors."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
+from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
+from megatron_async_rl.weights.staging import Staging
+from megatron_async_rl.weights.stale_files import PREFIX
+from megatron_async_rl.weights.transport import carrier, tensor_digest
+
+
+@dataclass
+class Bucket:
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor | None, ...]
+
+
+def buckets(count: int, value: float = 0.0) -> Iterator[Bucket]:
+    for i in range(count):
+        yield Bucket((f"w{i}", f"v{i}"), (torch.full((4,), i + value), torch.arange(3 + i)))
+
+
+def files(directory: Path) -> set[Path]:
+    return set(directory.glob(f"{PREFIX}*"))
+
+
+def loaded(manifest: Manifest) -> dict[str, torch.Tensor]:
+    reader = BucketReader()
+    return {name: tensor for ref in manifest.buckets for name, tensor in reader.read(ref)}
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Iterator[Staging]:
+    made = Staging(SharedMemory(tmp_path))
+    yield made
+    made.close()
+    assert files(tmp_path) == set()
+
+
+def test_a_version_is_read_back_with_the_digests_of_what_was_sent(staging: Staging) -> None:
+    manifest = staging.stage(3, buckets(3))
+    tensors = loaded(manifest)
+    assert sorted(tensors) == ["v0", "v1", "v2", "w0", "w1", "w2"]
+    assert {name: tensor_digest(tensor) for name, tensor in tensors.items()} == manifest.digests
+    assert torch.equal(tensors["v0"], torch.arange(3))
+    assert manifest.nbytes == 3 * 16 + (3 + 4 + 5) * 8
+
+
+def test_what_an_engine_still_reads_is_not_touched_by_the_version_after_it(
+    staging: Staging,
+) -> None:
+    first = staging.stage(1, buckets(2))
+    reading = loaded(first)
+    second = staging.stage(2, buckets(2, value=7.0))
+    assert float(reading["w0"][0]) == float(loaded(first)["w0"][0]) == 0.0
+    assert float(loaded(second)["w0"][0]) == 7.0
+
+
+def test_the_version_after_the_next_takes_the_same_memory_and_another_shape_none_beside_it(
+    staging: Staging, tmp_path: Path
+) -> None:
+    staging.stage(1, buckets(2))
+    staging.stage(2, buckets(2))
+    both = files(tmp_path)
+    third = staging.stage(3, buckets(2, value=5.0))
+    assert files(tmp_path) == both
+    assert float(loaded(third)["w1"][0]) == 6.0
+    staging.stage(4, buckets(1))
+    assert len(files(tmp_path)) == 3
+
+
+def test_tensors_may_be_overwritten_once_the_next_bucket_is_asked_for(staging: Staging) -> None:
+    buffer = torch.empty(4)
+
+    def reused() -> Iterator[Bucket]:
+        for i in range(3):
+            yield Bucket((f"w{i}",), (buffer.fill_(i),))
+
+    tensors = loaded(staging.stage(1, reused()))
+    assert [float(tensors[f"w{i}"][0]) for i in range(3)] == [0.0, 1.0, 2.0]
+
+
+def test_an_update_that_fails_on_the_way_leaves_the_version_before_it(staging: Staging) -> None:
+    first = staging.stage(1, buckets(2))
+
+    def failing() -> Iterator[Bucket]:
+        yield from buckets(1, value=9.0)
+        raise RuntimeError("rank 1 is gone")
+
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        staging.stage(2, failing())
+    with pytest.raises(ValueError, match="the update to version 2 has no buckets"):
+        staging.stage(2, iter(()))
+    with pytest.raises(ValueError, match="tensor w0 comes twice in one update"):
+        staging.stage(2, [*buckets(1), *buckets(1)])
+    assert float(loaded(first)["w1"][0]) == 1.0
+    assert float(loaded(staging.stage(2, buckets(1, value=4.0)))["w0"][0]) == 4.0
+    assert float(loaded(first)["w1"][0]) == 1.0
+
+
+def test_shared_memory_goes_with_its_staging(tmp_path: Path) -> None:
+    staging = Staging(SharedMemory(tmp_path))
+    staging.stage(1, buckets(2))
+    assert len(files(tmp_path)) == 2
+    del staging
+    gc.collect()
+    assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("sent", "loaded", "named"),
+    [
+        ({"a": "1", "b": "2"}, {"a": "1", "b": "3"}, "tensor b was sent as 2 and loaded as 3"),
+        ({"a": "1", "b": "2"}, {"a": "1"}, "tensor b was sent as 2 and loaded as None"),
+        ({"a": "1"}, {"a": "1", "0": "2"}, "tensor 0 was sent as None and loaded as 2"),
+    ],
+)
+def test_a_mismatch_names_the_engine_and_the_first_tensor(
+    sent: dict[str, str], loaded: dict[str, str], named: str
+) -> None:
+    require_equal("engine-0", sent, dict(sent))
+    with pytest.raises(WeightMismatch, match=f"weights of engine-0 are .* {named}"):
+        require_equal("engine-0", sent, loaded)
+
+
+def test_a_carrier_is_added_by_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by its name in config.schema.Transport."""
+    module = ModuleType("megatron_async_rl.weights.second_carrier")
+    module.CARRIER = lambda: SharedMemory(tmp_path)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    staging = Staging(carrier("second_carrier"))
+    reader = carrier("second_carrier").reader()
+    (ref, *_) = staging.stage(1, buckets(2)).buckets
+    assert [name for name, _ in reader.read(ref)] == ["w0", "v0"]
+    staging.close()

@@ -1,0 +1,113 @@
+"""What we use of vLLM beyond its interface is there, and does what it is used for."""
+
+import ast
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_async_rl
+from megatron_async_rl.weights import vllm_private
+
+PACKAGE = Path(megatron_async_rl.__file__).parent
+
+
+def imported() -> set[str]:
+    """Every name that our code imports from vLLM, wherever in a file."""
+    return {
+        f"{node.module}.{name.name}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for name in node.names
+    }
+
+
+def found(name: str) -> bool:
+    """Whether a module has the class or function, or a class the method, or sets the attribute in
+    its `__init__`."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            owner: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:-1]:
+            owner = getattr(owner, part, None)
+        constructor = getattr(owner, "__init__", None)
+        code = getattr(constructor, "__code__", None)
+        return hasattr(owner, parts[-1]) or (code is not None and parts[-1] in code.co_names)
+    return False
+
+
+@pytest.mark.parametrize("name", sorted({*vllm_private.NAMES, *imported()}))
+def test_the_installed_vllm_has_every_name_we_use(name: str) -> None:
+    assert found(name), f"vLLM has no {name}"
+
+
+def test_a_name_that_is_gone_is_found_out() -> None:
+    collector = "vllm.v1.engine.output_processor.RequestOutputCollector"
+    assert not found(f"{collector}.put_all")
+    assert not found(f"{collector}s.put")
+    assert not found("vllm.v1.engine.output_processors.RequestOutputCollector.put")
+
+
+def generator(seed: int) -> torch.Generator:
+    made = torch.Generator()
+    made.manual_seed(seed)
+    return made
+
+
+def test_seeded_requests_draw_the_same_tokens_as_one_by_one() -> None:
+    """Requests come, go and change places between steps, as in vLLM's batch."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    vllm_private.draw_in_batches()
+    ours, one_by_one = TopKTopPSampler.forward_cpu, TopKTopPSampler.forward_cpu.__wrapped__
+    sampler = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="processed_logprobs")
+    logits = torch.randn(8, 50, generator=generator(0))
+
+    sampled: list[list[tuple[int, ...]]] = []
+    for forward in (one_by_one, ours):
+        requests = {seed: generator(seed) for seed in range(8)}
+        sampled.append([])
+        for step in range(3 * vllm_private.DRAWS):
+            if step % 7 == 6:
+                requests.pop(min(requests))
+                requests[100 + step] = generator(100 + step)
+            rows = list(requests.values())[step % 3 :]
+            batch = dict(enumerate(rows))
+            tokens, logprobs = forward(sampler, logits[: len(rows)].clone(), batch, None, None)
+            assert torch.equal(logprobs, logits[: len(rows)].log_softmax(-1))
+            sampled[-1].append(tuple(tokens.tolist()))
+    assert sampled[0] == sampled[1]
+    assert len(set(sampled[0])) > vllm_private.DRAWS
+
+
+def test_draws_of_a_request_are_forgotten_with_its_generator() -> None:
+    draws = vllm_private.SeededDraws()
+    kept, gone = generator(1), generator(2)
+    draws.next({0: kept, 1: gone})
+    assert len(draws._kept) == 2
+    del gone
+    assert len(draws._kept) == 1
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_output_is_handed_over_whether_it_came_before_or_after(early: bool) -> None:
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "r")
+    output, came = ValueError("vLLM died"), []
+    if early:
+        collector.put(output)
+    vllm_private.on_output(collector, came.append)
+    if not early:
+        assert came == []
+        collector.put(output)
+    assert came == [output]
+    assert collector.get_nowait() is None
