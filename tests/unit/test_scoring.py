@@ -248,12 +248,12 @@ def test_a_reply_that_came_while_the_event_loop_was_busy_is_in_time(
             await asyncio.sleep(0)
 
         taken = time.monotonic()
-        file.touch()
         reply = worker._transport.get_extra_info("socket").fileno()
         here, there = socket.socketpair()
 
         def be_busy() -> None:
             here.recv(1)
+            file.touch()  # not before: the reply must come while the loop is busy
             while not select.select([reply], [], [], 60)[0]:
                 pass
             while time.monotonic() < taken + 3:
