@@ -121,6 +121,18 @@ class WeightUpdates:
         self._policy_has_devices = False
         self._changed.fire()
 
+    async def until_staged(self, version: int) -> None:
+        """Returns once `version` is staged, or a newer one: of two calls to an actor the second may
+        come first. Raises what `halt` was given."""
+        await self._changed.until(
+            lambda: (
+                self._halted is not None
+                or (self.newest is not None and self.newest.version >= version)
+            )
+        )
+        if self._halted is not None:
+            raise self._halted
+
     async def until_released(self, version: int) -> None:
         """Returns when nobody reads, or is still to read, a version before `version`. Raises what
         `halt` was given: then some may be reading still."""

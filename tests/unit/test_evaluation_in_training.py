@@ -84,6 +84,22 @@ def test_the_version_to_evaluate_is_kept_for_its_engines_while_newer_ones_are_st
     run(body)
 
 
+def test_an_evaluation_asked_for_before_its_version_is_staged_waits_for_it() -> None:
+    """Rank 0 asks for both at once, and Ray may hand an actor the second call first."""
+
+    async def body() -> None:
+        controller = await begin([FakeEngine(), FakeEngine()], flow(), evaluators=1)
+        evaluation = asyncio.create_task(evaluated(controller, 1))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not evaluation.done()
+        await controller.staged(1, manifest(1))
+        assert (await evaluation).version == 1
+        await controller.close()
+
+    run(body)
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_without_an_evaluation_engine_that_is_noted_and_training_goes_on(
     when: str, monkeypatch: pytest.MonkeyPatch
