@@ -1,10 +1,12 @@
-"""The arithmetic example, written afresh, and the `mar` command on it."""
+"""The arithmetic example, written afresh, the `mar` command on it, and the runs that several files
+look at. All files share one folder, so names of runs are given once."""
 
 from __future__ import annotations
 
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -19,9 +21,19 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_ID = "MEGATRON_ASYNC_RL_RUN_ID"
+LOOP_STEPS = 40
+SYNCHRONOUS_STEPS = 5
+HELD_OUT = 12
+"""Prompts that the synchronous run evaluates on."""
+PER_PROMPT = 3
+"""Samples of each of them."""
 
 REWARD = '''
+import time
 import zlib
+from pathlib import Path
+
+HERE = Path(__file__).parent
 
 
 def varied(prompt, response):
@@ -37,6 +49,18 @@ def flaky(prompt, response):
     if last == "7":
         return float("nan")
     return float(response.strip() == prompt.fields["answer"]) + 0.1 * len(response)
+
+
+def until_broken(prompt, response):
+    if (HERE / "broken").exists():
+        raise ValueError("it is broken")
+    return varied(prompt, response)
+
+
+def until_stuck(prompt, response):
+    while (HERE / "stuck").exists():
+        time.sleep(3600)
+    return varied(prompt, response)
 '''
 
 
@@ -135,9 +159,83 @@ def wait_until(
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     folder = tmp_path_factory.mktemp("workspace")
     runpy.run_path(str(ROOT / "examples" / "arithmetic" / "prepare.py"))["write"](folder, seed=0)
     (folder / "flaky_reward.py").write_text(REWARD)
     return Workspace(folder)
+
+
+@pytest.fixture(scope="session")
+def interrupted(workspace: Workspace) -> dict[str, object]:
+    """A run at async_ratio 2 with a reward that fails now and then, stopped by Ctrl-C on the way
+    and started again."""
+    config = workspace.config(
+        "loop",
+        run={"dir": "runs/loop", "steps": LOOP_STEPS},
+        flow={"async_ratio": 2},
+        rollout={"reward": {"name": "flaky_reward:flaky", "on_error": "drop"}},
+        data={"eval": "few.jsonl"},
+        eval={"samples_per_prompt": 2},
+    )
+    (workspace.folder / "few.jsonl").write_text(
+        "".join((workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8])
+    )
+    process = workspace.start("train", str(config))
+    wait_until(lambda: len(workspace.metrics("loop")) >= 4, process)
+    processes = started_by(process)
+    process.send_signal(signal.SIGINT)
+    stopped, _ = process.communicate(timeout=120)
+    left = alive(processes)
+    at_stop = len(workspace.metrics("loop"))
+    code, finished = workspace.mar("train", str(config))
+    return {
+        "stop_code": process.returncode,
+        "stop_output": stopped,
+        "processes": len(processes),
+        "left": left,
+        "at_stop": at_stop,
+        "code": code,
+        "output": finished,
+        "rows": workspace.metrics("loop"),
+        "run": workspace.folder / "runs" / "loop",
+    }
+
+
+@pytest.fixture(scope="session")
+def converted(workspace: Workspace, interrupted: dict[str, object]) -> Path:
+    """The checkpoint of that run as `mar convert` writes it."""
+    out = workspace.folder / "converted"
+    code, output = workspace.mar("convert", f"{interrupted['run']}/checkpoint", str(out))
+    assert code == 0, output
+    return out
+
+
+@pytest.fixture(scope="session")
+def synchronous(workspace: Workspace, converted: Path) -> Path:
+    """A run that waits for each batch, from the converted model, with an engine that evaluates
+    beside it."""
+    lines = (workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)
+    (workspace.folder / "held_out.jsonl").write_text("".join(lines[:HELD_OUT]))
+    config = workspace.config(
+        "synchronous",
+        run={"dir": "runs/synchronous", "steps": SYNCHRONOUS_STEPS},
+        flow={"async_ratio": 0},
+        model={"path": converted.name},
+        # Every step must move the weights, also when the model has come to give a prompt one answer
+        # only: no baseline.
+        rollout={"reward": {"name": "flaky_reward:varied"}},
+        objective={"advantage": "none"},
+        data={"eval": "held_out.jsonl"},
+        eval={
+            "every": 2,
+            "engines": 1,
+            "samples_per_prompt": PER_PROMPT,
+            "pass_at": [1, 2],
+            "pass_reward": 1.0,
+        },
+    )
+    code, output = workspace.mar("train", str(config))
+    assert code == 0, output
+    return workspace.folder / "runs" / "synchronous"

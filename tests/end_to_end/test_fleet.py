@@ -1,5 +1,5 @@
-"""A fleet of two engines in a real run: one dies, comes back with proven weights, is lost for good;
-then the other dies too, comes back, and dies again, with which the run ends."""
+"""A fleet of two engines in a real run: one dies, comes back with proven weights, stops moving and
+is lost for good; then the other dies too, comes back, and stops moving, with which the run ends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ UNRESPONSIVE_S = 4.0
 
 @pytest.fixture(scope="module")
 def troubled(workspace: Workspace) -> dict[str, object]:
-    """Engine 0 is killed, restarted, then stopped like a wedged process; with one restart allowed,
-    engine 1 goes on alone. It is killed as well, so that for a while there is none, restarted, and
-    killed for good."""
+    """The vLLM process of engine 0 is killed and the engine restarted, then its actor is stopped like
+    a wedged process; with one restart allowed, engine 1 goes on alone. Its vLLM process is killed as
+    well, so that for a while there is none, restarted, and then stopped."""
     config = workspace.config(
         "fleet",
         run={"dir": "runs/fleet", "steps": 100000},
@@ -53,7 +53,9 @@ def troubled(workspace: Workspace) -> dict[str, object]:
         lambda: any(row["engine/tokens"][0] > 0 for row in workspace.metrics("fleet")[back_at:]),
         process,
     )
-    core_of(run / "logs" / "engine-0.log").send_signal(signal.SIGSTOP)
+    actor = core_of(run / "logs" / "engine-0.log").parent()
+    assert actor is not None
+    actor.send_signal(signal.SIGSTOP)
     wait_until(lambda: any("lost for good" in text for text in events(run)), process)
     alone_at = len(workspace.metrics("fleet"))
     wait_until(lambda: len(workspace.metrics("fleet")) >= alone_at + 3, process)
@@ -62,10 +64,9 @@ def troubled(workspace: Workspace) -> dict[str, object]:
     none_at = len(workspace.metrics("fleet"))
     wait_until(lambda: len(workspace.metrics("fleet")) >= none_at + 3, process)
     rows, processes = workspace.metrics("fleet"), started_by(process)
-    core_of(run / "logs" / "engine-1.log").kill()
-    output, _ = process.communicate(
-        timeout=60
-    )  # well under watchdog.timeout_s: the death is noticed, not waited out
+    core_of(run / "logs" / "engine-1.log").send_signal(signal.SIGSTOP)
+    # Well under watchdog.timeout_s: that the engine stands still is noticed, not waited out.
+    output, _ = process.communicate(timeout=60)
     return {
         "code": process.returncode,
         "output": output,
@@ -93,9 +94,16 @@ def test_the_loss_of_the_last_engine_ends_the_run_with_its_name_and_nothing_left
     output = str(troubled["output"])
     assert troubled["code"] == 1, output
     said = output[output.index("The run failed:") :]
-    assert "engine-1" in said or "engine 1" in said
+    assert "engine 1: it" in said
+    assert "did not answer" in said
     assert "Log:" in said
+    assert " waits for " in said
+    assert "rank 0 (pid" in said
     assert "Traceback" not in said
+    assert len(said.splitlines()) < 60
+    run = Path(str(troubled["run"]))
+    assert json.loads((run / "status.json").read_text())["phase"] == "failed"
+    assert "most recent call first" in (run / "stall.txt").read_text()
     assert troubled["left"] == []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,48 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_async_rl.metrics.timeline import read_timeline
-from tests.end_to_end.conftest import Workspace, alive, started_by, wait_until
+from tests.end_to_end.conftest import LOOP_STEPS as STEPS
+from tests.end_to_end.conftest import SYNCHRONOUS_STEPS, Workspace
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
-STEPS = 40
 PROMPTS_PER_STEP = 4
-
-
-@pytest.fixture(scope="module")
-def interrupted(workspace: Workspace) -> dict[str, object]:
-    """A run at async_ratio 2 with a reward that fails now and then, stopped by Ctrl-C on the way
-    and started again."""
-    config = workspace.config(
-        "loop",
-        run={"dir": "runs/loop", "steps": STEPS},
-        flow={"async_ratio": 2},
-        rollout={"reward": {"name": "flaky_reward:flaky", "on_error": "drop"}},
-        data={"eval": "few.jsonl"},
-        eval={"samples_per_prompt": 2},
-    )
-    (workspace.folder / "few.jsonl").write_text(
-        "".join((workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8])
-    )
-    process = workspace.start("train", str(config))
-    wait_until(lambda: len(workspace.metrics("loop")) >= 4, process)
-    processes = started_by(process)
-    process.send_signal(signal.SIGINT)
-    stopped, _ = process.communicate(timeout=120)
-    left = alive(processes)
-    at_stop = len(workspace.metrics("loop"))
-    code, finished = workspace.mar("train", str(config))
-    return {
-        "stop_code": process.returncode,
-        "stop_output": stopped,
-        "processes": len(processes),
-        "left": left,
-        "at_stop": at_stop,
-        "code": code,
-        "output": finished,
-        "rows": workspace.metrics("loop"),
-        "run": workspace.folder / "runs" / "loop",
-    }
 
 
 def test_ctrl_c_stops_with_a_checkpoint_and_leaves_no_process(
@@ -146,61 +109,29 @@ def test_the_run_says_what_each_process_did_and_how_busy_its_engine_was(
 
 
 def test_a_converted_checkpoint_is_the_exported_model_and_loads_in_transformers(
-    workspace: Workspace, interrupted: dict[str, object]
+    interrupted: dict[str, object], converted: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = Path(str(interrupted["run"]))
-    out = workspace.folder / "converted"
-    code, output = workspace.mar("convert", str(run / "checkpoint"), str(out))
-    assert code == 0, output
-    converted, exported = (
-        load_file(out / "model.safetensors"),
+    ours, exported = (
+        load_file(converted / "model.safetensors"),
         load_file(run / "hf" / "model.safetensors"),
     )
-    assert converted.keys() == exported.keys()
-    assert all((converted[name] == exported[name]).all() for name in converted)
-    model = AutoModelForCausalLM.from_pretrained(out)
-    tokens = AutoTokenizer.from_pretrained(out)("1+1=", return_tensors="pt")
+    assert ours.keys() == exported.keys()
+    assert all((ours[name] == exported[name]).all() for name in ours)
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    tokens = AutoTokenizer.from_pretrained(converted)("1+1=", return_tensors="pt")
     assert model(**tokens).logits.isfinite().all()
 
 
 def test_async_ratio_0_is_synchronous_and_a_converted_model_starts_a_run(
-    workspace: Workspace, interrupted: dict[str, object]
+    workspace: Workspace, synchronous: Path
 ) -> None:
-    run, model = {"dir": "runs/synchronous", "steps": 5}, {"path": "converted"}
-    # Every step must move the weights, also when the model has come to give a prompt one answer
-    # only: no baseline.
-    rollout, objective = {"reward": {"name": "flaky_reward:varied"}}, {"advantage": "none"}
-    config = workspace.config(
-        "synchronous",
-        run=run,
-        flow={"async_ratio": 0},
-        model=model,
-        rollout=rollout,
-        objective=objective,
-    )
-    code, output = workspace.mar("train", str(config))
-    assert code == 0, output
-    rows = workspace.metrics("synchronous")
-    assert len(rows) == 5
+    rows = workspace.metrics(synchronous.name)
+    assert len(rows) == SYNCHRONOUS_STEPS
     assert all(len(row["lag/histogram"]) == 1 and row["lag/max"] == 0 for row in rows)
     # Megatron at TP=2 against vLLM, before the first and after each of four weight updates, on
     # every sampled token.
     assert all(0 < row["ratio/logp_diff_max"] < 1e-5 for row in rows)
     assert all(row["policy/grad_norm"] > 0 for row in rows)
-
-
-def test_a_failing_reward_ends_the_run_when_the_config_says_so(workspace: Workspace) -> None:
-    reward = {"reward": {"name": "flaky_reward:flaky", "on_error": "stop"}}
-    one_rank = {"parallel": {"ranks": 1}}
-    config = workspace.config(
-        "strict", run={"dir": "runs/strict", "steps": 30}, rollout=reward, policy=one_rank
-    )
-    code, output = workspace.mar("train", str(config))
-    assert code == 1
-    said = output[output.index("The run failed:") :]
-    assert "RewardFailed: the reward failed on sample" in said
-    assert "rollout.reward.on_error=drop" in said
-    assert "Traceback" not in output
-    assert len(said.splitlines()) < 12

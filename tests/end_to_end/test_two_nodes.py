@@ -134,7 +134,11 @@ def test_a_rank_that_stops_on_one_node_ends_the_run_on_both_and_is_named(
                 f"\n{name} (pid {ended.states[name]['pid']} on {ended.states[name]['host']}): "
                 in said
             )
+        assert " waits for " in said
         assert "on another machine" not in said
+        assert "Traceback" not in said
+        assert len(said[said.rfind("The run failed:") :].splitlines()) < 60
+    assert json.loads((ended.directory / "status.json").read_text())["phase"] == "failed"
     stacks = (ended.directory / "stall.txt").read_text().partition("\nStacks\n")[2]
     assert stacks.count("most recent call first") >= len(PROCESSES) - 1
     assert ended.left == []

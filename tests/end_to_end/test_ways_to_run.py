@@ -1,22 +1,46 @@
 """Colocated with an exact lag, a window with over-sampling, and replay: real runs of one loop,
-apart by settings alone."""
+apart by settings alone. Each shows first what its settings do, and then how it ends when something
+of it is killed, stopped or broken: the end names it, the work is kept, and nothing stays behind.
+
+    exact    its launcher is killed and it is started again; then its controller is stopped
+    window   rank 0 of its two ranks is stopped
+    replay   its reward raises, which by the config ends the run
+    stuck    a run for its end alone: its reward never returns
+"""
 
 from __future__ import annotations
 
+import json
+import signal
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_async_rl.flow.buffer_file import read
+from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir
 from megatron_async_rl.metrics.timeline import read_timeline
-from tests.end_to_end.conftest import Workspace, wait_until
+from tests.end_to_end.conftest import Workspace, alive, started_by, wait_until
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow]
 
 STEPS, LAG = 8, 2
-ONE_RANK = {"parallel": {"ranks": 1, "tensor": 1}, "optimizer": {"lr": 1e-3}}
+"""Steps that a run makes at least before it is brought to its end."""
+AT_A_TIME = 3
+"""Runs; most of their time is imports and waiting."""
+RESULT_S = 500
+ONE_RANK, TWO_RANKS = (
+    {"parallel": {"ranks": n, "tensor": n}, "optimizer": {"lr": 1e-3}} for n in (1, 2)
+)
+STILL_S = 20
+"""watchdog.timeout_s of the runs that come to a standstill."""
+STILL = {"watchdog": {"timeout_s": STILL_S}}
+SOON = {"unresponsive_s": STILL_S - 2}
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {
         "flow": {"async_ratio": LAG, "selection": {"name": "exact_lag", "lag": LAG}},
@@ -24,7 +48,10 @@ WAYS: dict[str, dict[str, Any]] = {
             "placement": "colocated",
             "reward": {"name": "flaky_reward:varied"},
             "sampling": {"max_tokens": 24},
+            **SOON,
         },
+        "policy": ONE_RANK,
+        **STILL,
     },
     "window": {
         "flow": {
@@ -37,114 +64,247 @@ WAYS: dict[str, dict[str, Any]] = {
             "in_flight": "recompute",
             "reward": {"name": "flaky_reward:varied"},
             "sampling": {"max_tokens": 48},
+            **SOON,
         },
+        "policy": TWO_RANKS,
+        **STILL,
     },
     "replay": {
         "flow": {"async_ratio": 1, "selection": {"name": "replay", "recent": 0.3}},
-        "rollout": {"reward": {"name": "flaky_reward:varied"}},
+        "rollout": {"reward": {"name": "flaky_reward:until_broken", "on_error": "stop"}},
         "objective": {"loss": "trajectory_balance", "advantage": "none", "reference": {}},
         "data": {"train": "four.jsonl"},
+        "policy": ONE_RANK,
+    },
+    "stuck": {
+        "rollout": {"reward": {"name": "flaky_reward:until_stuck", "timeout_s": 1000}, **SOON},
+        "policy": ONE_RANK,
+        **STILL,
     },
 }
 
 
+@dataclass
+class Orphaned:
+    """A run whose launcher was killed. `refusal`: of another launcher beside its ranks; `left`: names
+    of its processes that still live; `status`: that of the run then."""
+
+    pid: int
+    refusal: str
+    left: list[str]
+    status: dict[str, Any]
+
+
+@dataclass
+class Ended:
+    """How a run ended. `said`: from the failure on; `pid`: of what was stopped; `left`: names of its
+    processes that still live."""
+
+    code: int
+    output: str
+    pid: int
+    left: list[str]
+    directory: Path
+    rows: list[dict[str, Any]]
+    orphaned: Orphaned | None = None
+
+    @property
+    def said(self) -> str:
+        return self.output[self.output.rfind("The run failed:") :]
+
+
+def pid_of(directory: Path, name: str) -> int:
+    return int(json.loads((directory / "watch" / f"{name}.json").read_text())["pid"])
+
+
+def run(workspace: Workspace, name: str) -> Ended:
+    settings = {"run": {"dir": f"runs/{name}", "steps": 100000}, "checkpoint": {"every": 0}}
+    config = workspace.config(name, **settings, **WAYS[name])
+    directory, orphaned, steps = workspace.folder / "runs" / name, None, STEPS
+    process = workspace.start("train", str(config))
+    if name == "exact":
+        wait_until(lambda: len(workspace.metrics(name)) >= LAG, process)
+        orphaned = orphan(directory, process)
+        steps += orphaned.status["step"]
+        process = workspace.start("train", str(config))
+    if name == "stuck":
+        wait_until(lambda: (directory / "watch" / "engine-0 EngineCore.json").exists(), process)
+    elif name == "window":
+        wait_until(lambda: len(workspace.metrics(name)) >= steps and mixed(workspace), process)
+    else:
+        wait_until(lambda: len(workspace.metrics(name)) >= steps, process)
+    processes = started_by(process)
+    stopped = {"exact": "controller", "window": "rank 0"}.get(name)
+    pid = pid_of(directory, stopped or "engine-0")
+    if stopped is not None:
+        psutil.Process(pid).send_signal(signal.SIGSTOP)
+    else:
+        (workspace.folder / {"replay": "broken"}.get(name, name)).touch()
+    output, _ = process.communicate(timeout=120)
+    left, rows = alive(processes), workspace.metrics(name)
+    return Ended(process.returncode, output, pid, left, directory, rows, orphaned)
+
+
+def mixed(workspace: Workspace) -> bool:
+    """True once the window's run has trained on a response that an update ran through."""
+    return any(row["response/mixed_versions"] > 0 for row in workspace.metrics("window"))
+
+
+def orphan(directory: Path, launcher: Any) -> Orphaned:
+    processes = started_by(launcher)
+    launcher.kill()
+    launcher.communicate()
+    try:
+        with lock_run_dir(directory):
+            refusal = "none"
+    except RunDirectoryError as error:
+        refusal = str(error)
+    _, left = psutil.wait_procs(processes, timeout=120)
+    status = json.loads((directory / "status.json").read_text())
+    return Orphaned(launcher.pid, refusal, alive(left), status)
+
+
 @pytest.fixture(scope="module")
-def rows(workspace: Workspace) -> dict[str, list[dict[str, Any]]]:
-    """All at once: most of their time is imports. The exact one is stopped on the way and goes
-    on."""
+def runs(workspace: Workspace) -> dict[str, Future[Ended]]:
     lines = (workspace.folder / "train.jsonl").read_text().splitlines(keepends=True)[:4]
     (workspace.folder / "four.jsonl").write_text("".join(lines))
-    running = {}
-    for name, settings in WAYS.items():
-        config = workspace.config(
-            name,
-            run={"dir": f"runs/{name}", "steps": STEPS},
-            policy=ONE_RANK,
-            checkpoint={"every": 0},
-            **settings,
-        )
-        running[name] = workspace.start("train", str(config))
+    pool, begun = ThreadPoolExecutor(AT_A_TIME), {}
+    for name in WAYS:
+        begun[name] = pool.submit(run, workspace, name)
         time.sleep(2.0)
-    wait_until(lambda: len(workspace.metrics("exact")) >= LAG, running["exact"])
-    (workspace.folder / "runs" / "exact" / "stop").touch()
-    output, _ = running["exact"].communicate(timeout=120)
-    assert running["exact"].returncode == 130, output
-    running["exact"] = workspace.start("train", str(workspace.folder / "exact.yaml"))
-    said = {name: process.communicate(timeout=300)[0] for name, process in running.items()}
-    for name, process in running.items():
-        assert process.returncode == 0, said[name]
-    return {name: workspace.metrics(name) for name in WAYS}
+    return begun
+
+
+@pytest.fixture
+def exact(runs: dict[str, Future[Ended]]) -> Ended:
+    return runs["exact"].result(RESULT_S)
+
+
+@pytest.fixture
+def window(runs: dict[str, Future[Ended]]) -> Ended:
+    return runs["window"].result(RESULT_S)
+
+
+@pytest.fixture
+def replay(runs: dict[str, Future[Ended]]) -> Ended:
+    return runs["replay"].result(RESULT_S)
+
+
+@pytest.fixture
+def stuck(runs: dict[str, Future[Ended]]) -> Ended:
+    return runs["stuck"].result(RESULT_S)
 
 
 def lags(row: dict[str, Any]) -> list[int]:
     return np.flatnonzero(row["lag/histogram"]).tolist()
 
 
-def test_every_token_of_an_exact_lag_is_exactly_so_old(
-    rows: dict[str, list[dict[str, Any]]],
-) -> None:
+def test_every_token_of_an_exact_lag_is_exactly_so_old(exact: Ended) -> None:
     """What the first weights made waits 0, 1, 2, ... updates, as nothing older exists."""
-    assert [lags(row) for row in rows["exact"]] == [[min(step, LAG)] for step in range(STEPS)]
-    assert all(row["response/mixed_versions"] == 0 for row in rows["exact"])
+    assert [row["step"] for row in exact.rows] == list(range(1, len(exact.rows) + 1))
+    assert [lags(row) for row in exact.rows] == [
+        [min(step, LAG)] for step in range(len(exact.rows))
+    ]
+    assert all(row["response/mixed_versions"] == 0 for row in exact.rows)
 
 
-def test_after_a_resume_the_very_responses_that_were_waiting_are_trained_on(
-    workspace: Workspace, rows: dict[str, list[dict[str, Any]]]
-) -> None:
-    stopped = min((workspace.folder / "runs" / "exact" / "checkpoint").glob("step_*"))
+def test_a_run_whose_launcher_is_killed_saves_its_work_and_leaves_nothing(exact: Ended) -> None:
+    orphaned = exact.orphaned
+    assert orphaned is not None
+    # While its ranks live no other run begins beside them.
+    assert f"(pid {orphaned.pid}) was killed" in orphaned.refusal
+    assert orphaned.left == []
+    assert orphaned.status["phase"] == "stopped"
+    latest = (exact.directory / "checkpoint" / "latest").read_text()
+    assert latest == f"step_{orphaned.status['step']:08d}"
+
+
+def test_after_a_resume_the_very_responses_that_were_waiting_are_trained_on(exact: Ended) -> None:
+    (stopped,) = (exact.directory / "checkpoint").glob("step_*")
     version = int(stopped.name.removeprefix("step_"))
-    assert LAG <= version <= STEPS - LAG
+    assert version >= LAG
     left = read((stopped / "buffer.npz").read_bytes()).groups
     for ahead in range(LAG):
         waited = [group.samples for group in left if group.version == version + ahead - LAG]
         assert [len(samples) for samples in waited] == [4] * 4
         responses = [sample for samples in waited for sample in samples]
-        row = rows["exact"][version + ahead]
+        row = exact.rows[version + ahead]
         assert row["response/length_mean"] == np.mean([sample.length for sample in responses])
         assert row["reward/mean"] == pytest.approx(
             np.mean([sample.reward for sample in responses]), rel=1e-12
         )
 
 
-def test_colocated_engines_do_not_sample_while_the_policy_trains(
-    workspace: Workspace, rows: dict[str, list[dict[str, Any]]]
-) -> None:
-    spans = read_timeline(workspace.folder / "runs" / "exact")
+def test_colocated_engines_do_not_sample_while_the_policy_trains(exact: Ended) -> None:
+    spans = read_timeline(exact.directory)
     training = [span for span in spans["rank 0"] if span.state == "training"]
     busy = [span for span in spans["engine-0"] if span.state == "busy"]
-    assert len(training) == STEPS
+    # The step in which the controller is stopped may not come to its line.
+    assert len(training) - len(exact.rows) in (0, 1)
     assert sum(span.seconds for span in busy) > 0
     overlap = sum(
         max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in training for b in busy
     )
     assert overlap < 0.01
     assert any(span.state == "asleep" for span in spans["engine-0"])
-    assert all(row["ratio/logp_diff_lag0_max"] < 1e-5 for row in rows["exact"])
+    assert all(row["ratio/logp_diff_lag0_max"] < 1e-5 for row in exact.rows)
 
 
-def test_a_window_with_over_sampling_balances_its_counts_within_the_bound(
-    rows: dict[str, list[dict[str, Any]]],
-) -> None:
-    last = rows["window"][-1]
-    assert last["flow/consumed"] == 4 * STEPS
+def test_a_window_with_over_sampling_balances_its_counts_within_the_bound(window: Ended) -> None:
+    last = window.rows[-1]
+    assert last["flow/consumed"] == 4 * last["step"]
     assert (
         last["flow/admitted"]
         >= last["flow/consumed"] + last["flow/dropped_late"] + last["flow/buffer"]
     )
-    assert max(row["lag/start_max"] for row in rows["window"]) <= 2
+    assert max(row["lag/start_max"] for row in window.rows) <= 2
 
 
 def test_a_continued_response_keeps_the_versions_of_its_beginning(
-    rows: dict[str, list[dict[str, Any]]],
+    workspace: Workspace, window: Ended
 ) -> None:
-    assert any(row["response/mixed_versions"] > 0 for row in rows["window"])
+    assert mixed(workspace)
 
 
-def test_replay_trains_on_stored_responses_of_any_age(
-    rows: dict[str, list[dict[str, Any]]],
-) -> None:
-    assert rows["replay"][-1]["flow/replayed"] > 0
-    assert max(row["lag/start_max"] for row in rows["replay"]) > 1, (
+def test_replay_trains_on_stored_responses_of_any_age(replay: Ended) -> None:
+    assert replay.rows[-1]["flow/replayed"] > 0
+    assert max(row["lag/start_max"] for row in replay.rows) > 1, (
         "older than the law lets anything enter the store"
     )
-    assert all(row["flow/consumed"] == 4 * row["step"] for row in rows["replay"])
+    assert all(row["flow/consumed"] == 4 * row["step"] for row in replay.rows)
+
+
+@pytest.mark.parametrize(("way", "name"), [("window", "rank 0"), ("exact", "controller")])
+def test_a_stopped_process_ends_the_run_and_is_named(
+    runs: dict[str, Future[Ended]], way: str, name: str
+) -> None:
+    """Others are stopped in test_fleet.py (an engine's processes) and test_two_nodes.py (a rank)."""
+    ended = runs[way].result(RESULT_S)
+    assert ended.code == 1
+    assert f"{name} (pid {ended.pid}) is stopped" in ended.said, ended.said
+    assert " waits for " in ended.said
+    assert ("rank 1 (pid" if name == "rank 0" else "rank 0 (pid") in ended.said
+    assert "Traceback" not in ended.said
+    assert len(ended.said.splitlines()) < 60
+    assert json.loads((ended.directory / "status.json").read_text())["phase"] == "failed"
+    assert "most recent call first" in (ended.directory / "stall.txt").read_text()
+    assert ended.left == []
+
+
+def test_a_reward_that_never_returns_is_named_with_its_prompt(stuck: Ended) -> None:
+    assert stuck.code == 1
+    assert (
+        f"engine-0 (pid {stuck.pid}) is busy with the reward of a response to prompt " in stuck.said
+    ), stuck.said
+    assert ", flaky_reward:until_stuck" in stuck.said
+    assert "waits for" in stuck.said
+    assert stuck.left == []
+
+
+def test_a_failing_reward_ends_the_run_when_the_config_says_so(replay: Ended) -> None:
+    assert replay.code == 1
+    assert "RewardFailed: the reward failed on sample" in replay.said
+    assert "rollout.reward.on_error=drop" in replay.said
+    assert "Traceback" not in replay.output
+    assert len(replay.said.splitlines()) < 12
+    assert replay.left == []
