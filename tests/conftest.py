@@ -1,14 +1,17 @@
 """For every test: one thread per process, since tests start several; no clock on properties, since
-cores are shared; and, where pytest-xdist is asked for workers, two lanes of tests.
+cores are shared; and, where pytest-xdist is asked for workers, the tests that go to one worker.
 
-Whole runs (tests/end_to_end) wait a lot, for imports, for each other's processes and for watchdogs,
-so they leave a core to the other tests; two of them at a time would not, and could miss their
-deadlines.
+A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once
+and the short files come last, when workers run out of work. Files that share results stay together.
+Whole runs (tests/end_to_end) go to one worker: they wait a lot, for imports, for each other's
+processes and for watchdogs, so they leave a core to the other tests; two of them at a time would not,
+and could miss their deadlines.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +22,24 @@ settings.register_profile("shared-cores", deadline=None)
 settings.load_profile("shared-cores")
 
 
+LAYOUTS = ("test_layout_invariance", "test_layout_objectives", "test_gac", "test_gradient_view")
+MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_loading")
+"""Of tests/parallel: what each of these files looks at is computed once, by tests/parallel/layouts.py
+and models.py."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
-    class Lanes(LoadScopeScheduling):
+    class FilesTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "runs" if nodeid.startswith("tests/end_to_end/") else "rest"
+            file = nodeid.partition("::")[0]
+            if file.startswith("tests/end_to_end/"):
+                return "runs"
+            for together in (LAYOUTS, MODELS):
+                if Path(file).stem in together and file.startswith("tests/parallel/"):
+                    return together[0]
+            return file
 
-    return Lanes(config, log)
+    return FilesTogether(config, log)
