@@ -33,8 +33,8 @@ from megatron_async_rl.launch.rendezvous import Nodes, NodesError, rendezvous
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.launch.rendezvous import PeerNodes
 watch.BEAT_S = 0.1
-config = load(Path(sys.argv[1]), sys.argv[6:])
-nodes = Nodes(int(sys.argv[2]), int(sys.argv[3]), sys.argv[5])
+config = load(Path(sys.argv[1]), sys.argv[7:])
+nodes = Nodes(int(sys.argv[2]), int(sys.argv[3]), sys.argv[6])
 peers = PeerNodes(nodes)
 if nodes.rank == 0:
     config.run.dir.mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ if nodes.rank == 0:
 try:
     print(rendezvous(nodes, config, float(sys.argv[4]), peers.refusal), flush=True)
 except NodesError as error:
-    peers.refuse(str(error))
+    peers.refuse(str(error), within_s=float(sys.argv[5]))
     sys.exit(str(error))
 sys.stdin.read()
 """
@@ -53,13 +53,15 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start(count, rank, timeout_s, *overrides)`: a launcher that meets the others, prints the id
-    of the start and stays."""
+    of the start and stays. One that fails tells the others for up to `tell_s` seconds."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     started: list[subprocess.Popen[str]] = []
     endpoint = f"localhost:{free_ports(1)[0]}"
 
-    def begin(count: int, rank: int, timeout_s: float, *overrides: str) -> subprocess.Popen[str]:
-        numbers = map(str, (count, rank, timeout_s))
+    def begin(
+        count: int, rank: int, timeout_s: float, *overrides: str, tell_s: float = 10.0
+    ) -> subprocess.Popen[str]:
+        numbers = map(str, (count, rank, timeout_s, tell_s))
         command = [
             sys.executable,
             "-c",
@@ -101,7 +103,7 @@ def test_nodes_meet_whoever_comes_first_and_agree_on_the_start(start: Start, fir
 
 
 def test_node_0_names_the_nodes_that_did_not_come(start: Start, tmp_path: Path) -> None:
-    error = said(start(3, 0, 0.5))
+    error = said(start(3, 0, 0.5, tell_s=0.1))
     assert "nodes 1, 2 of 3\n  timed out after 0.5 s" in error
     assert str(tmp_path / "run") in error
 
@@ -120,7 +122,7 @@ def test_a_node_is_not_deceived_by_what_a_killed_launcher_left(
         "facts": {"start": "old", "nodes": 2},
     }
     (watch / f"launcher {other}.json").write_text(json.dumps(left))
-    error = said(start(2, rank, 1))
+    error = said(start(2, rank, 1, tell_s=0.1))
     assert f"node {other}" in error
     assert "timed out after 1 s" in error
 
