@@ -42,4 +42,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                     return together[0]
             return file
 
+    config.option.loadscopereorder = False  # that would sort them by their number of tests
     return FilesTogether(config, log)
