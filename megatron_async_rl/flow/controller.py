@@ -375,8 +375,9 @@ class Controller(Listener):
         fleet, settings = self._fleet, self._spec.evaluation
         try:
             async with self._evaluating:
-                with watch.doing("wait", f"version {version} to be staged"):
-                    await fleet.updates.until_staged(version)
+                if self._spec.evaluators:  # the others may have begun with weights of their own
+                    with watch.doing("wait", f"version {version} to be staged"):
+                        await fleet.updates.until_staged(version)
                 fleet.prepare_evaluation(version)
                 with watch.doing("wait", f"the evaluation of version {version}"):
                     return await evaluate(
