@@ -12,14 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import json, os, sys
+import json, os, sys, time
 import ray
 from megatron_async_rl.rollout import cluster
 from megatron_async_rl.rollout.cluster import TrainerDevicesTaken, join_ray
 
-taken = json.loads(sys.argv[1])
-if taken > 2:  # they are never free: no use to wait
-    cluster.RESERVE_S = 2.0
 ray.init(address="local", num_gpus=4, num_cpus=2, include_dashboard=False, log_to_driver=False,
          object_store_memory=80 * 2**20, namespace="other job")
 
@@ -31,37 +28,62 @@ def hold(count):
     holder = ray.remote(Holder).options(num_cpus=0, num_gpus=count).remote()
     return holder, ray.get(holder.gpus.remote(), timeout=60)
 
-before = [hold(1) for _ in range(taken)]
+def free():
+    return ray.available_resources().get("GPU", 0)
+
+def outcome(taken):
+    holders = [hold(1)[0] for _ in range(taken)]
+    try:
+        holders.append(join_ray(2))
+        engine, gpus = hold(2)
+        holders.append(engine)
+        return {"engine": gpus, "left": free()}
+    except TrainerDevicesTaken as error:
+        return {"error": str(error)}
+    finally:
+        for holder in holders:
+            ray.kill(holder)
+
 address = ray.get_runtime_context().gcs_address
 ray_init, ray.init = ray.init, lambda **settings: None
 os.environ |= {"RAY_ADDRESS": address, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-try:
-    reserved = join_ray(2)
-except TrainerDevicesTaken as error:
-    print(json.dumps({"error": str(error)}))
-    sys.exit()
-engine, gpus = hold(2)
-print(json.dumps({"engine": gpus, "left": ray.available_resources().get("GPU", 0)}))
+found = {}
+for taken in map(int, sys.argv[1:]):
+    if taken > 2:  # they are never free: no use to wait
+        cluster.RESERVE_S = 2.0
+    found[taken] = outcome(taken)
+    deadline = time.monotonic() + 60
+    while free() < 4:
+        assert time.monotonic() < deadline, "Ray did not get its GPUs back"
+        time.sleep(0.05)
+print(json.dumps(found))
 """
 
 
-def outcome(taken: int) -> dict[str, object]:
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, dict[str, object]]:
+    """What became of a trainer with two ranks, by the number of GPUs that others had taken before,
+    one after the other in one Ray."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(taken)],
+        [sys.executable, "-c", PROGRAM, "0", "1", "3"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, object]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def test_an_engine_gets_none_of_the_gpus_that_the_trainers_ranks_use() -> None:
-    assert outcome(0) == {"engine": ["2", "3"], "left": 0}
+def test_an_engine_gets_none_of_the_gpus_that_the_trainers_ranks_use(
+    outcomes: dict[str, dict[str, object]],
+) -> None:
+    assert outcomes["0"] == {"engine": ["2", "3"], "left": 0}
 
 
-@pytest.mark.parametrize(("taken", "reason"), [(1, "free are 1, 2"), (3, "no 2 free GPUs")])
-def test_a_trainer_whose_gpus_others_have_does_not_start(taken: int, reason: str) -> None:
-    assert reason in str(outcome(taken)["error"])
+@pytest.mark.parametrize(("taken", "reason"), [("1", "free are 1, 2"), ("3", "no 2 free GPUs")])
+def test_a_trainer_whose_gpus_others_have_does_not_start(
+    outcomes: dict[str, dict[str, object]], taken: str, reason: str
+) -> None:
+    assert reason in str(outcomes[taken]["error"])
