@@ -1,11 +1,11 @@
 """For every test: one thread per process, since tests start several; no clock on properties, since
 cores are shared; and, where pytest-xdist is asked for workers, the tests that go to one worker.
 
-A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once
-and the short files come last, when workers run out of work. Files that share results stay together.
-Whole runs (tests/end_to_end) go to one worker: they wait a lot, for imports, for each other's
-processes and for watchdogs, so they leave a core to the other tests; two of them at a time would not,
-and could miss their deadlines.
+A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once.
+Files that share results stay together. Whole runs (tests/end_to_end) go to one worker, from the
+beginning: they wait a lot, for imports, for each other's processes and for watchdogs, so they leave a
+core to other tests; two of them at a time would not, and could miss their deadlines. Beside them come
+the unit tests, which are one process; what starts engines and ranks comes last.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tests.vllm_process import core_of
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
-UNRESPONSIVE_S = 4.0
+UNRESPONSIVE_S = 8.0
 
 
 @pytest.fixture(scope="module")
