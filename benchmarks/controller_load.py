@@ -33,7 +33,9 @@ from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
 from megatron_async_rl.flow.controller import Controller, ControllerSpec, collect_rarely
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.types import EngineReport, Prompt, Request, Sample
+from megatron_async_rl.samples.columns import batch_of
+from megatron_async_rl.samples.rows import EngineReport
+from megatron_async_rl.samples.types import Prompt, Request, Sample
 from megatron_async_rl.weights.manifest import Manifest
 
 GROUP = 8
@@ -96,7 +98,7 @@ class Timers:
                 finished.append(self._sample(request))
         self.own_s += time.process_time() - began
         return EngineReport(
-            finished=tuple(finished),
+            finished=batch_of(finished, [int(one.id.partition("-")[0]) for one in finished]),
             aborted=(),
             state="running",
             version=self.version,

@@ -4,6 +4,10 @@ after the other.
 Same model, prompts, group size, response limit, learning rate and number of cores. Both sides are
 timed over their steady steps (start-up and the first `--warm` steps left out). TRL runs one process
 with all cores; this system spreads two tensor-parallel trainer ranks and one engine over them.
+
+`--constant-reward MILLIONS`: a random model of so many parameters over 16 tokens, each as likely as
+the others, and answers that nothing can hit. Every reward is 0, so neither side learns, and lengths
+stay geometric with mean 16 on both (response limit 128).
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,12 +24,52 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic_cpu.yaml"
-PROMPTS, GROUP, LEARNING_RATE = 64, 8, 7e-4
+GENERATED = ROOT / "examples" / "arithmetic" / "generated"
+GROUP, LEARNING_RATE = 8, 7e-4
 
 
-def ours(
-    model: Path, max_tokens: int, steps: int, warm: int, run_dir: Path, overrides: list[str]
-) -> dict[str, float]:
+SHAPES = {
+    0.3: {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "heads": 4},
+    10: {"hidden_size": 320, "num_hidden_layers": 8, "intermediate_size": 1024, "heads": 10},
+}
+"""Of `--constant-reward`, by million parameters."""
+
+
+def write_constant_reward(folder: Path, millions: float) -> None:
+    """The arithmetic example's tokenizer and prompts, a model without a preference, answers that are
+    no text."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape, model = dict(SHAPES[millions]), folder / "model"
+    heads = shape.pop("heads")
+    config = Qwen3Config(
+        **shape,
+        vocab_size=16,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    network = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        network.lm_head.weight.normal_(std=1e-3)
+        network.model.embed_tokens.weight.normal_(std=0.02)
+    network.save_pretrained(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GENERATED / "model" / name, model / name)
+    lines = [json.loads(line) for line in (GENERATED / "train.jsonl").read_text().splitlines()]
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps(line | {"answer": "none"}) + "\n" for line in lines)
+    )
+
+
+def ours(args: argparse.Namespace, run_dir: Path) -> dict[str, float]:
     command = [
         sys.executable,
         "-m",
@@ -32,24 +77,21 @@ def ours(
         "train",
         str(EXAMPLE),
         f"run.dir={run_dir}",
-        f"run.steps={steps}",
-    ]
-    command += [
-        f"model.path={model}",
-        f"flow.prompts_per_step={PROMPTS}",
+        f"run.steps={args.steps}",
+        f"model.path={args.model}",
+        f"data.train={args.train}",
+        f"flow.prompts_per_step={args.prompts}",
         f"flow.group_size={GROUP}",
         "eval=null",
-    ]
-    command += [
-        f"rollout.sampling.max_tokens={max_tokens}",
+        f"rollout.sampling.max_tokens={args.max_tokens}",
         f"policy.optimizer.lr={LEARNING_RATE}",
         "checkpoint.every=0",
-        *overrides,
+        *args.overrides,
     ]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    counted = rows[warm:]
-    seconds = rows[-1]["time"] - rows[warm - 1]["time"]
+    counted = rows[args.warm :]
+    seconds = rows[-1]["time"] - rows[args.warm - 1]["time"]
     tokens = sum(row["tokens/trained"] for row in counted)
     return {
         "tokens_per_s": tokens / seconds,
@@ -61,11 +103,12 @@ def ours(
     }
 
 
-def trl(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, float]:
+def trl(args: argparse.Namespace) -> dict[str, float]:
     """Runs in a process of its own (`--trl-only`), so that neither side's libraries or threads
     disturb the other's."""
-    command = [sys.executable, __file__, "--trl-only", "--model", str(model)]
-    command += ["--max-tokens", str(max_tokens), "--steps", str(steps), "--warm", str(warm)]
+    command = [sys.executable, __file__, "--trl-only"]
+    for name in ("model", "train", "prompts", "max_tokens", "steps", "warm"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
     out = subprocess.run(
         command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
@@ -74,19 +117,14 @@ def trl(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, float]
     return result
 
 
-def trl_here(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, float]:
+def trl_here(args: argparse.Namespace) -> dict[str, float]:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(os.cpu_count() or 1)
-    lines = [
-        json.loads(line)
-        for line in (EXAMPLE.parent / "arithmetic" / "generated" / "train.jsonl")
-        .read_text()
-        .splitlines()
-    ]
+    lines = [json.loads(line) for line in args.train.read_text().splitlines()]
     data = Dataset.from_list(
         [{"prompt": line["prompt"], "answer": line["answer"]} for line in lines]
     )
@@ -110,13 +148,13 @@ def trl_here(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, f
             output_dir=out,
             use_cpu=True,
             bf16=False,
-            per_device_train_batch_size=PROMPTS * GROUP,
+            per_device_train_batch_size=args.prompts * GROUP,
             num_generations=GROUP,
-            max_completion_length=max_tokens,
+            max_completion_length=args.max_tokens,
             temperature=1.0,
             beta=0.0,
             learning_rate=LEARNING_RATE,
-            max_steps=steps,
+            max_steps=args.steps,
             report_to=[],
             save_strategy="no",
             logging_strategy="no",
@@ -125,45 +163,47 @@ def trl_here(model: Path, max_tokens: int, steps: int, warm: int) -> dict[str, f
             dataloader_num_workers=0,
         )
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
             reward_funcs=exact,
             args=settings,
             train_dataset=data,
-            processing_class=AutoTokenizer.from_pretrained(model),
+            processing_class=AutoTokenizer.from_pretrained(args.model),
             callbacks=[Clock()],
         )
         trainer.train()
-    seconds = ends[-1] - ends[warm - 1]
-    tokens = sum(counts[warm:steps])
+    seconds, counted = ends[-1] - ends[args.warm - 1], args.steps - args.warm
+    tokens = sum(counts[args.warm : args.steps])
     return {
         "tokens_per_s": tokens / seconds,
-        "step_s": seconds / (steps - warm),
-        "tokens_per_step": tokens / (steps - warm),
+        "step_s": seconds / counted,
+        "tokens_per_step": tokens / counted,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "runs" / "arithmetic_sft" / "hf")
-    parser.add_argument("--max-tokens", type=int, default=6, help="6 is the demo's")
+    parser.add_argument("--train", type=Path, default=GENERATED / "train.jsonl")
+    parser.add_argument("--constant-reward", type=float, choices=list(SHAPES), metavar="MILLIONS")
+    parser.add_argument("--prompts", type=int, default=64, help="a step; of each 8 responses")
+    parser.add_argument("--max-tokens", type=int, help="default: 6, the demo's")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--trl-only", action="store_true")
     parser.add_argument("overrides", nargs="*", help="dotted overrides for our side")
     args = parser.parse_args()
     if args.trl_only:
-        print(json.dumps(trl_here(args.model, args.max_tokens, args.steps, args.warm)))
+        print(json.dumps(trl_here(args)))
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        us = ours(
-            args.model.resolve(),
-            args.max_tokens,
-            args.steps,
-            args.warm,
-            Path(scratch) / "run",
-            args.overrides,
-        )
-    peer = trl(args.model.resolve(), args.max_tokens, args.steps, args.warm)
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        if args.constant_reward:
+            write_constant_reward(scratch, args.constant_reward)
+            args.model, args.train = scratch / "model", scratch / "train.jsonl"
+            args.max_tokens = args.max_tokens or 128
+        args.model, args.max_tokens = args.model.resolve(), args.max_tokens or 6
+        us = ours(args, scratch / "run")
+        peer = trl(args)
     ratio = us["tokens_per_s"] / peer["tokens_per_s"]
     print(
         json.dumps(

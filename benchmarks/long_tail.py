@@ -124,17 +124,44 @@ async def real(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
         await engine.stop()
 
 
+class Numbered:
+    """A running engine whose weights stay as they are and get a new number, and that goes on when
+    its controller ends."""
+
+    def __init__(self, engine: Any, vllm: Any) -> None:
+        self._engine = engine
+        self._vllm = vllm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def update(self, version: int, manifest: Any) -> dict[str, str]:
+        await self._vllm.update_weight_version(str(version))
+        return {}
+
+    async def stop(self) -> None: ...
+    def kill(self) -> None: ...
+
+
 async def parts(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
     from megatron_async_rl.data import PromptSource
     from megatron_async_rl.data.prompts import read_prompts
     from megatron_async_rl.data.tokenizer import load_tokenizer
-    from megatron_async_rl.flow.controller import Controller
+    from megatron_async_rl.flow.controller import Controller, ControllerSpec
+    from megatron_async_rl.flow.fleet import FleetSettings
+    from megatron_async_rl.samples.segments import load, read_entries
+    from megatron_async_rl.weights.manifest import Manifest
 
     responses: Any = engine._responses
     vllm = responses._llm
     prompts = read_prompts(
         GENERATED / "train.jsonl", load_tokenizer(GENERATED / "model"), limit=200
     )
+    nothing = Manifest(buckets=(), digests={})
+
+    async def launch(spec: Any, *, again: bool) -> Any:
+        return Numbered(engine, vllm)
+
     rows: dict[str, Any] = {}
     for name, ratio in (
         ("warm up", 0.0),
@@ -143,21 +170,29 @@ async def parts(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
         ("oldest_first, 2", 2.0),
     ):
         responses._llm = DrawnLengths(vllm)
-        await vllm.update_weight_version("0")
-        flow = FlowConfig(prompts_per_step=8, group_size=8, async_ratio=ratio)
         steps = 2 if name == "warm up" else args.steps
-        controller = Controller(
-            PromptSource(prompts, seed=1, shuffle=True), [engine], flow, steps=steps, capacity=64
-        )
-        began = time.time()
-        controller.start(0)
-        samples: list[Any] = []
-        for version in range(steps):
-            samples += list((await controller.next_batch(version, 60.0)).samples())
-            await vllm.update_weight_version(str(version + 1))
-            controller.advance(version + 1)
-        wall = time.time() - began
-        await controller.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder)
+            controller = Controller(
+                PromptSource(prompts, seed=1, shuffle=True),
+                ControllerSpec(
+                    flow=FlowConfig(prompts_per_step=8, group_size=8, async_ratio=ratio),
+                    engines=[engine.spec],
+                    fleet=FleetSettings(capacity=64),
+                    steps=steps,
+                    run_dir=run,
+                ),
+                launch,
+            )
+            await controller.start()
+            began = time.time()
+            await controller.staged(0, nothing)
+            for version in range(steps):
+                await controller.next_batch(version)
+                await controller.staged(version + 1, nothing)
+            wall = time.time() - began
+            await controller.close()
+            samples = [sample for _, sample in load(run, list(read_entries(run)))]
         tokens = sum(sample.length for sample in samples)
         rows[name] = {
             "occupied": round(

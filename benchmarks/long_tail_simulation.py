@@ -21,6 +21,8 @@ import numpy as np
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.flow.lanes import Router
 from megatron_async_rl.flow.scheduler import Scheduler
+from megatron_async_rl.samples.columns import batch_of
+from megatron_async_rl.samples.rows import rows_of
 from megatron_async_rl.samples.types import Prompt, Request, Sample
 
 
@@ -152,11 +154,13 @@ class _Run:
         )
 
     def train(self, step: int) -> None:
-        batch = self.scheduler.take(step)
-        if batch is not None:
+        groups = self.scheduler.take(step)
+        if groups is not None:
             self.training = step
-            self.trained += sum(self.length[sample.id] for sample in batch.samples())
-            self.lag += [step - sample.start_version for sample in batch.samples()]
+            self.trained += sum(
+                self.length[sample.id] for group in groups for sample in group.samples
+            )
+            self.lag += [step - one.start_version for group in groups for one in group.samples]
             self.happens(self.train_time, "")
 
     def finish(self, request: str) -> None:
@@ -177,7 +181,8 @@ class _Run:
             finish_reason="stop",
             reward=float(self.chance.random()),
         )
-        self.scheduler.on_sample(sample, asked.group)
+        (row,) = rows_of(batch_of([sample], [asked.group]))
+        self.scheduler.on_sample(row, asked.group)
 
 
 def simulate(

@@ -62,6 +62,7 @@ def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
     import ray
 
     from megatron_async_rl.rollout.engine_process import start_engine
+    from megatron_async_rl.samples.rows import rows_of
     from megatron_async_rl.samples.types import Request
 
     ray.init(
@@ -80,10 +81,11 @@ def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
             for k in range(GROUP)
         ]
         ray.get(engine.submit.remote(requests))
-        came: list[Any] = []
-        while len(came) < len(requests):
-            came += ray.get(engine.report.remote(10.0)).finished
-        return sum(sample.length for sample in came)
+        came = tokens = 0
+        while came < len(requests):
+            rows = rows_of(ray.get(engine.report.remote(10.0)).finished)
+            came, tokens = came + len(rows), tokens + sum(row.length for row in rows)
+        return tokens
 
     def rounds() -> dict[str, float]:
         one_round(0)

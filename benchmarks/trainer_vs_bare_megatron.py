@@ -35,8 +35,9 @@ from megatron_async_rl.policy.model import DTYPES, build_model
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
-from megatron_async_rl.samples import Group, Prompt, Sample, TrainBatch
+from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.rank_batch import RankBatch
+from megatron_async_rl.samples.rows import TrainBatch, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -77,8 +78,8 @@ def batch_of(
                     reward=float(rng.integers(0, 2)),
                 )
             )
-        groups.append(Group(index=index, prompt=prompt, samples=tuple(samples)))
-    return TrainBatch(version=0, groups=tuple(groups))
+        groups.append(samples)
+    return TrainBatch.of(0, groups)
 
 
 class BareLoop:
@@ -182,7 +183,7 @@ def main() -> None:
         plan = plan_micro_batches(
             batch, data_parallel=layout.dp_size, budget=policy_config.tokens_per_micro_batch
         )
-        tokens = sum(sample.total_length for sample in whole.samples())
+        tokens = sum(row.total_length for row in rows_of(whole.samples))
         print(
             json.dumps(
                 {

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_async_rl.policy.batches import split
+from megatron_async_rl.samples.columns import batch_of, samples_of
 from megatron_async_rl.samples.rank_batch import RankBatch
-from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
+from megatron_async_rl.samples.rows import SampleRow, TrainBatch, rows_of
+from megatron_async_rl.samples.types import Prompt, Sample
 
 
 def columns(batch: TrainBatch) -> RankBatch:
@@ -23,11 +25,27 @@ def columns_of(samples: Sequence[Sample], version: int = 100) -> RankBatch:
 
 def grouped(samples: Sequence[Sample], version: int = 100) -> TrainBatch:
     """Each sample is a group of its own."""
-    groups = (
-        Group(index=index, prompt=sample.prompt, samples=(sample,))
-        for index, sample in enumerate(samples)
-    )
-    return TrainBatch(version=version, groups=tuple(groups))
+    return TrainBatch.of(version, [[sample] for sample in samples])
+
+
+def groups_of(batch: TrainBatch) -> list[list[Sample]]:
+    """The samples of a batch that was made of samples, group by group."""
+    groups: dict[int, list[Sample]] = {}
+    places = batch.samples.column("group").to_pylist()
+    for place, sample in zip(places, samples_of(batch.samples), strict=True):
+        groups.setdefault(place, []).append(sample)
+    return list(groups.values())
+
+
+def samples_in(batch: TrainBatch) -> list[Sample]:
+    """All of them."""
+    return samples_of(batch.samples)
+
+
+def row(sample: Sample, group: int = 0) -> SampleRow:
+    """The sample as the controller has it."""
+    (only,) = rows_of(batch_of([sample], [group]))
+    return only
 
 
 def make_sample(
@@ -65,7 +83,7 @@ def rewards_batch(groups: list[list[float | None]]) -> TrainBatch:
     made = []
     for index, rewards in enumerate(groups):
         prompt = Prompt(id=f"p{index}", text="", token_ids=(1, 2))
-        samples = tuple(
+        samples = [
             make_sample(
                 prompt,
                 f"p{index}-{i}",
@@ -74,9 +92,9 @@ def rewards_batch(groups: list[list[float | None]]) -> TrainBatch:
                 reward_error="no" if r is None else None,
             )
             for i, r in enumerate(rewards)
-        )
-        made.append(Group(index=index, prompt=prompt, samples=samples))
-    return TrainBatch(version=0, groups=tuple(made))
+        ]
+        made.append(samples)
+    return TrainBatch.of(0, made)
 
 
 def ragged_batch(
@@ -118,5 +136,5 @@ def ragged_batch(
                     reward_error="raised" if (index, i) == (1, 1) else None,
                 )
             )
-        made.append(Group(index=index, prompt=prompt, samples=tuple(samples)))
-    return TrainBatch(version=version, groups=tuple(made))
+        made.append(samples)
+    return TrainBatch.of(version, made)

@@ -78,6 +78,10 @@ def read_prompts(
                 " rollout.sampling.max_tokens",
             )
         prompt_id = str(row.get("id", f"{path.name}:{line}"))
+        if not _is_text(prompt_id):
+            raise DataError(
+                path, line, f"`id` {prompt_id!r} is no valid Unicode", "use other characters"
+            )
         if prompt_id in lines_by_id:
             raise DataError(
                 path,
@@ -89,6 +93,15 @@ def read_prompts(
         fields = {key: value for key, value in row.items() if key not in ("prompt", "id")}
         prompts.append(Prompt(id=prompt_id, text=text, token_ids=tuple(ids), fields=fields))
     return prompts
+
+
+def _is_text(value: str) -> bool:
+    """False with half of a surrogate pair, which JSON can say and UTF-8 cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _rows(

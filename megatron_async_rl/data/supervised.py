@@ -14,7 +14,8 @@ import numpy as np
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.prompts import Order
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
+from megatron_async_rl.samples.rows import TrainBatch
+from megatron_async_rl.samples.types import Prompt, Sample
 
 
 class SupervisedSource:
@@ -58,17 +59,16 @@ class SupervisedSource:
         self._consumed = 0
 
     def next_batch(self, version: int) -> TrainBatch:
-        groups = []
+        samples = []
         for _ in range(self._prompts_per_step):
-            position = self._order.next()
-            groups.append(self._group(self._consumed, position, version))
+            samples.append([self._sample(self._order.next(), version)])
             self._consumed += 1
-        return TrainBatch(version=version, groups=tuple(groups))
+        return TrainBatch.of(version, samples)
 
-    def _group(self, index: int, position: int, version: int) -> Group:
+    def _sample(self, position: int, version: int) -> Sample:
         prompt, response = self._prompts[position], self._responses[position]
-        sample = Sample(
-            id=f"{index}-0",
+        return Sample(
+            id=f"{self._consumed}-0",
             prompt=prompt,
             response_ids=response,
             behavior_logprobs=np.zeros(len(response), dtype=np.float32),
@@ -79,7 +79,6 @@ class SupervisedSource:
             reward=0.0,
             weight=self._weights[position],
         )
-        return Group(index=index, prompt=prompt, samples=(sample,), admitted_version=version)
 
     def state(self) -> dict[str, Any]:
         return {"order": self._order.state(), "consumed": self._consumed}

@@ -28,7 +28,7 @@ from megatron_async_rl.flow.controller import (
 )
 from megatron_async_rl.flow.evaluation import EvalResult
 from megatron_async_rl.flow.fleet import FleetSettings
-from megatron_async_rl.rollout.cluster import join_ray
+from megatron_async_rl.rollout.cluster import join_ray, object_store_bytes
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import ray_get
@@ -75,9 +75,19 @@ class RolloutBatches:
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
         self._staging = Staging(carrier(config.weights.transport))
-        spec, source = controller_spec(config, device_type), _source(config)
+        spec = controller_spec(config, device_type)
+        prompts = read_prompts(config.data.train, load_tokenizer(config.model.path))
+        source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._reserved = join_ray(ranks_here if device_type == "cuda" and not spec.colocated else 0)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        self._reserved = join_ray(
+            ranks_here if device_type == "cuda" and not spec.colocated else 0,
+            object_store_bytes(
+                config.flow.prompts_per_step * config.flow.group_size,
+                longest + config.rollout.sampling.max_tokens,
+            ),
+        )
         try:
             self._controller = start_controller(source, spec)
             limit_s = spec.start_timeout_s + self._timeout_s
@@ -228,8 +238,3 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
         samples=config.samples,
         run_dir=config.run.dir,
     )
-
-
-def _source(config: Config) -> PromptSource:
-    prompts = read_prompts(config.data.train, load_tokenizer(config.model.path))
-    return PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)

@@ -19,9 +19,20 @@ from dataclasses import dataclass, field, replace
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag
 from megatron_async_rl.flow.staleness import deadline, max_lag
-from megatron_async_rl.samples.types import Group, Prompt, Request, Sample
+from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.types import Prompt, Request
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The finished responses to one prompt. `index` is the order of admission, from 0 over the
+    whole run."""
+
+    index: int
+    prompt: Prompt
+    samples: tuple[SampleRow, ...]
 
 
 @dataclass(eq=False)
@@ -36,7 +47,7 @@ class GroupState:
     deadline: int
     open: dict[str, Request]
     """Requests that are not answered, by id."""
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SampleRow] = field(default_factory=list)
     finished: int | None = None
     dropped: str = ""
     """Why; empty: it is not."""
@@ -44,12 +55,7 @@ class GroupState:
     def group(self) -> Group:
         """The finished group, its samples in the order in which they were asked."""
         samples = sorted(self.samples, key=lambda sample: int(sample.id.rpartition("-")[2]))
-        return Group(
-            index=self.index,
-            prompt=self.prompt,
-            samples=tuple(samples),
-            admitted_version=self.version,
-        )
+        return Group(self.index, self.prompt, tuple(samples))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +63,7 @@ class Buffer:
     """`groups`: admitted and neither consumed nor dropped."""
 
     groups: tuple[GroupState, ...] = ()
-    stored: tuple[tuple[Prompt, tuple[Sample, ...]], ...] = ()
+    stored: tuple[tuple[Prompt, tuple[SampleRow, ...]], ...] = ()
     """The replay store: responses of each prompt, oldest first."""
     equal: tuple[int, int] = (0, 0)
     """Groups that dynamic sampling has kept and dropped (group_table.py)."""
@@ -138,13 +144,12 @@ def _fits(group: GroupState, size: int) -> bool:
 
 def _versions(group: GroupState, now: int) -> set[int]:
     """Versions of the first and the last token of each response; what is asked now has `now`."""
-    begun = [
-        *(s.versions for s in group.samples),
-        *(r.prefix.versions for r in group.open.values() if r.prefix is not None),
-    ]
-    return {int(versions[end]) for versions in begun for end in (0, -1)} | (
-        {now} if group.open else set()
-    )
+    begun = [request.prefix for request in group.open.values() if request.prefix is not None]
+    return {
+        *(version for one in group.samples for version in (one.start_version, one.last_version)),
+        *(int(prefix.versions[end]) for prefix in begun for end in (0, -1)),
+        *([now] if group.open else []),
+    }
 
 
 def _is_exact(group: GroupState, due: int, now: int, first_versions: Collection[int]) -> bool:

@@ -1,9 +1,10 @@
-"""A buffer as bytes, to be a file of a checkpoint: NumPy's npz, read back without running code.
+"""A buffer as bytes, to be a file of a checkpoint: two Arrow streams, read back without running
+code, and a check sum.
 
-    about                       UTF-8 JSON: each prompt once, the groups, and all of a sample that
-                                is not an array
-    response_ids, versions ...  one array per column, of all samples and partial responses, one
-                                after the other in the order of `about`
+    samples     one row each, by columns.SCHEMA, group by group, then the replay store's; the
+                schema's metadata has `about`: JSON with the groups, each prompt once
+    beginnings  one row for each partial response (PARTIALS), in the order of `about`
+    check sum   CRC-32 of all before it, 4 bytes
 
 Invariant: what `read` returns of what `written` made is the same, arrays to dtype and value,
 numbers to the last bit.
@@ -11,32 +12,32 @@ numbers to the last bit.
 
 from __future__ import annotations
 
-import io
 import json
-import zipfile
-from collections.abc import Mapping
-from dataclasses import fields
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import pyarrow as pa
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.flow.buffer import Buffer, GroupState
-from megatron_async_rl.samples.types import PartialResponse, Prompt, Request, Sample
+from megatron_async_rl.samples.columns import SCHEMA, list_array, rows_of_lists
+from megatron_async_rl.samples.rows import SampleRow, gathered, rows_of
+from megatron_async_rl.samples.types import PartialResponse, Prompt, Request
 
-NAME = "buffer.npz"
+NAME = "buffer.arrow"
+EARLIER_NAME = "buffer.npz"
+"""What versions up to 0.3 wrote; it cannot be read any more."""
+CHECK_SUM_BYTES = 4
+ROWS = 1024
+"""Of a record batch at most: a row that waits longer than the others keeps all of its batch."""
 
-COLUMNS = {
-    "response_ids": np.int32,
-    "behavior_logprobs": np.float32,
-    "versions": np.int32,
-    "loss_mask": np.uint8,
-    "step_rewards": np.float32,
-}
-OF_A_PARTIAL = tuple(field.name for field in fields(PartialResponse))
-PLAIN = tuple(
-    field.name for field in fields(Sample) if field.name not in COLUMNS and field.name != "prompt"
+PARTIALS = pa.schema(
+    [
+        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("behavior_logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("versions", pa.list_(pa.int32()), nullable=False),
+    ]
 )
 
 
@@ -44,55 +45,146 @@ class BufferBroken(UserError):
     """The file is damaged, or not a buffer."""
 
 
+def earlier() -> BufferBroken:
+    """For a checkpoint whose buffer is of an earlier version."""
+    return BufferBroken.of(
+        "run.dir",
+        f"{EARLIER_NAME} of the checkpoint is of an earlier version and cannot be read",
+        "remove the file, and what it held is sampled again",
+    )
+
+
 def written(buffer: Buffer) -> bytes:
-    """Raises TypeError for a sample whose arrays have other dtypes than samples/types.py says."""
-    writer = _Writer()
+    prompts = _Prompts()
+    rows: list[SampleRow] = []
+    partials: list[PartialResponse] = []
+
+    def group(state: GroupState) -> dict[str, Any]:
+        rows.extend(state.samples)
+        for request in state.open.values():
+            if request.prefix is not None:
+                partials.append(request.prefix)
+        return {
+            "index": state.index,
+            "prompt": prompts.place(state.prompt),
+            "version": state.version,
+            "deadline": state.deadline,
+            "finished": state.finished,
+            "samples": len(state.samples),
+            "open": [[one.k, one.prefix is not None] for one in state.open.values()],
+        }
+
+    def stored(prompt: Prompt, samples: tuple[SampleRow, ...]) -> dict[str, Any]:
+        rows.extend(samples)
+        return {"prompt": prompts.place(prompt), "samples": len(samples)}
+
     about = {
-        "groups": [writer.group(group) for group in buffer.groups],
-        "stored": [
-            {
-                "prompt": writer.prompt(prompt),
-                "samples": [writer.sample(sample) for sample in samples],
-            }
-            for prompt, samples in buffer.stored
-        ],
+        "groups": [group(state) for state in buffer.groups],
+        "stored": [stored(*one) for one in buffer.stored],
         "equal": buffer.equal,
         "first_versions": buffer.first_versions,
-        "prompts": [prompt_fields(prompt) for prompt in writer.prompts],
+        "prompts": [prompt_fields(prompt) for prompt in prompts.all],
     }
-    return writer.file(about)
+    beginnings = [
+        list_array([getattr(one, field.name) for one in partials], field.type) for field in PARTIALS
+    ]
+    sink = pa.BufferOutputStream()
+    # Compressed: the samples of a group have their prompt each.
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    schema = SCHEMA.with_metadata({"about": json.dumps(about)})
+    with pa.ipc.new_stream(sink, schema, options=options) as stream:
+        for start in range(0, len(rows), ROWS):
+            stream.write_batch(gathered(rows[start : start + ROWS]))
+    with pa.ipc.new_stream(sink, PARTIALS, options=options) as stream:
+        stream.write_batch(pa.RecordBatch.from_arrays(beginnings, schema=PARTIALS))
+    content = sink.getvalue().to_pybytes()
+    return content + zlib.crc32(content).to_bytes(CHECK_SUM_BYTES)
 
 
 def read(content: bytes) -> Buffer:
     """Raises BufferBroken."""
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            reader = _Reader(
-                {name: file[name] for name in COLUMNS}, json.loads(file["about"].tobytes())
-            )
-        about = reader.about
-        return Buffer(
-            groups=tuple(map(reader.group, about["groups"])),
-            stored=tuple(
-                (reader.prompts[one["prompt"]], tuple(map(reader.sample, one["samples"])))
-                for one in about["stored"]
-            ),
-            equal=tuple(about["equal"]),
-            first_versions=tuple(about["first_versions"]),
-        )
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        EOFError,
-        RuntimeError,
-        zipfile.BadZipFile,
-    ) as error:
+        whole, check_sum = content[:-CHECK_SUM_BYTES], content[-CHECK_SUM_BYTES:]
+        if zlib.crc32(whole) != int.from_bytes(check_sum):
+            raise ValueError("its check sum does not hold")
+        source = pa.BufferReader(whole)
+        # Each to its end, where the next one begins.
+        samples = pa.ipc.open_stream(source)
+        if not samples.schema.equals(SCHEMA):
+            raise ValueError("its columns are others than a sample's")
+        batches = list(samples)
+        (partials,) = pa.ipc.open_stream(source)
+        return _buffer(json.loads(samples.schema.metadata[b"about"]), batches, partials)
+    except (ValueError, LookupError, TypeError, RuntimeError, pa.ArrowException) as error:
         raise BufferBroken.of(
             "run.dir",
             f"{NAME} of the checkpoint cannot be read ({type(error).__name__}: {error})",
             "remove the file, and what it held is sampled again",
         ) from error
+
+
+def _buffer(
+    about: Mapping[str, Any], batches: Sequence[pa.RecordBatch], partials: pa.RecordBatch
+) -> Buffer:
+    prompts = [prompt_of(one) for one in about["prompts"]]
+    rows = (row for batch in batches for row in rows_of(batch.replace_schema_metadata(None)))
+    beginnings = (
+        PartialResponse(**dict(zip(PARTIALS.names, arrays, strict=True)))
+        for arrays in zip(*(rows_of_lists(column) for column in partials.columns), strict=True)
+    )
+    groups = tuple(_group(one, prompts, rows, beginnings) for one in about["groups"])
+    stored = tuple(
+        (prompts[one["prompt"]], tuple(next(rows) for _ in range(one["samples"])))
+        for one in about["stored"]
+    )
+    if next(rows, None) is not None or next(beginnings, None) is not None:
+        raise ValueError("it holds more samples than its groups have")
+    return Buffer(
+        groups=groups,
+        stored=stored,
+        equal=tuple(about["equal"]),
+        first_versions=tuple(about["first_versions"]),
+    )
+
+
+def _group(
+    one: Mapping[str, Any],
+    prompts: list[Prompt],
+    rows: Iterator[SampleRow],
+    beginnings: Iterator[PartialResponse],
+) -> GroupState:
+    prompt, index = prompts[one["prompt"]], one["index"]
+    asked = [
+        Request(group=index, k=k, prompt=prompt, prefix=next(beginnings) if begun else None)
+        for k, begun in one["open"]
+    ]
+    return GroupState(
+        index=index,
+        prompt=prompt,
+        version=one["version"],
+        deadline=one["deadline"],
+        finished=one["finished"],
+        samples=[next(rows) for _ in range(one["samples"])],
+        open={request.id: request for request in asked},
+    )
+
+
+class _Prompts:
+    """Each once. Prompts of one id may differ, where the data changed before a resume."""
+
+    def __init__(self) -> None:
+        self.all: list[Prompt] = []
+        self._places: dict[str, list[int]] = {}
+
+    def place(self, prompt: Prompt) -> int:
+        """Where it is in `all`."""
+        places = self._places.setdefault(prompt.id, [])
+        for place in places:
+            if self.all[place] == prompt:
+                return place
+        places.append(len(self.all))
+        self.all.append(prompt)
+        return places[-1]
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
@@ -113,112 +205,3 @@ def prompt_of(given: Mapping[str, Any]) -> Prompt:
         token_ids=tuple(given["token_ids"]),
         fields=given["fields"],
     )
-
-
-class _Writer:
-    def __init__(self) -> None:
-        self.prompts: list[Prompt] = []
-        self._places: dict[str, list[int]] = {}
-        self._columns: dict[str, list[NDArray[Any]]] = {
-            name: [np.empty(0, dtype)] for name, dtype in COLUMNS.items()
-        }
-
-    def prompt(self, prompt: Prompt) -> int:
-        """Its place in `prompts`. Prompts of one id may differ, where the data changed before a
-        resume."""
-        places = self._places.setdefault(prompt.id, [])
-        for place in places:
-            if self.prompts[place] == prompt:
-                return place
-        places.append(len(self.prompts))
-        self.prompts.append(prompt)
-        return places[-1]
-
-    def group(self, group: GroupState) -> dict[str, Any]:
-        return {
-            "index": group.index,
-            "prompt": self.prompt(group.prompt),
-            "version": group.version,
-            "deadline": group.deadline,
-            "finished": group.finished,
-            "samples": [self.sample(sample) for sample in group.samples],
-            "open": [
-                {"k": one.k, "prefix": self.prefix(one.prefix)} for one in group.open.values()
-            ],
-        }
-
-    def sample(self, sample: Sample) -> dict[str, Any]:
-        own = [name for name in COLUMNS if getattr(sample, name) is not None]
-        for name in own:
-            self._columns[name].append(getattr(sample, name))
-        plain = {name: getattr(sample, name) for name in PLAIN}
-        return {
-            **plain,
-            "prompt": self.prompt(sample.prompt),
-            "length": sample.length,
-            "columns": own,
-        }
-
-    def prefix(self, prefix: PartialResponse | None) -> int:
-        """Its length; 0: none."""
-        if prefix is None:
-            return 0
-        for name in OF_A_PARTIAL:
-            self._columns[name].append(getattr(prefix, name))
-        return len(prefix.response_ids)
-
-    def file(self, about: Mapping[str, Any]) -> bytes:
-        text = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
-        columns: dict[str, Any] = {
-            name: np.concatenate(parts, dtype=COLUMNS[name], casting="no")
-            for name, parts in self._columns.items()
-        }
-        file = io.BytesIO()
-        np.savez(file, about=text, **columns)
-        return file.getvalue()
-
-
-class _Reader:
-    """Reads in the order in which `_Writer` wrote: each array goes on where the one before it in
-    its column ended."""
-
-    def __init__(self, columns: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> None:
-        self.about = about
-        self.prompts = [prompt_of(one) for one in about["prompts"]]
-        self._columns = columns
-        self._read = dict.fromkeys(columns, 0)
-
-    def group(self, one: Mapping[str, Any]) -> GroupState:
-        prompt = self.prompts[one["prompt"]]
-        samples = [self.sample(sample) for sample in one["samples"]]
-        asked = [
-            Request(group=one["index"], k=r["k"], prompt=prompt, prefix=self.prefix(r["prefix"]))
-            for r in one["open"]
-        ]
-        return GroupState(
-            index=one["index"],
-            prompt=prompt,
-            version=one["version"],
-            deadline=one["deadline"],
-            finished=one["finished"],
-            samples=samples,
-            open={request.id: request for request in asked},
-        )
-
-    def sample(self, one: Mapping[str, Any]) -> Sample:
-        given: dict[str, Any] = {name: one[name] for name in PLAIN}
-        given |= {name: self._next(name, one["length"]) for name in one["columns"]}
-        return Sample(prompt=self.prompts[one["prompt"]], **given)
-
-    def prefix(self, length: int) -> PartialResponse | None:
-        return (
-            PartialResponse(**{name: self._next(name, length) for name in OF_A_PARTIAL})
-            if length
-            else None
-        )
-
-    def _next(self, name: str, length: int) -> NDArray[Any]:
-        """A copy, so that what waits longer than the rest does not keep all of it in memory."""
-        start = self._read[name]
-        self._read[name] = end = start + length
-        return self._columns[name][start:end].copy()

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from megatron_async_rl.config.schema import EvalConfig, FlowConfig, SamplesConfig
-from megatron_async_rl.flow.buffer import EMPTY, Buffer
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group
 from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of, read, written
 from megatron_async_rl.flow.engine_task import Launch
 from megatron_async_rl.flow.errors import (
@@ -63,7 +63,9 @@ from megatron_async_rl.flow.summary import (
 )
 from megatron_async_rl.rollout.engine_process import start_engine
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.types import Aborted, Prompt, Request, Sample, TrainBatch
+from megatron_async_rl.samples.columns import NUMERIC
+from megatron_async_rl.samples.rows import SampleRow, TrainBatch, gathered
+from megatron_async_rl.samples.types import Aborted, Prompt, Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.events import note
@@ -258,16 +260,25 @@ class Controller(Listener):
                 return None
             self._require_no_failure()
             if self._scheduler.version is not None:
-                batch = self._scheduler.take(version)
-                if batch is not None:
-                    require_a_reward(batch)
-                    self._sample_log.trained(batch, version + 1)
-                    return batch
+                groups = self._scheduler.take(version)
+                if groups is not None:
+                    return self._batch(groups, version)
             self._progress.clear()
             left = max(waited_from, self._fleet.moved_at) + self._spec.timeout_s - time.monotonic()
             if left <= 0:
                 raise BatchTimeout(self._timeout_message(version))
             await _at_most(self._progress.wait(), min(left, STOP_POLL_S))
+
+    def _batch(self, groups: Sequence[Group], version: int) -> TrainBatch:
+        """What trains, without text: a group's number is its place."""
+        numbered = [
+            (sample, place) for place, group in enumerate(groups) for sample in group.samples
+        ]
+        samples = [sample for sample, _ in numbered]
+        require_a_reward(samples, version + 1)
+        self._sample_log.trained(samples, version + 1)
+        places = [place for _, place in numbered]
+        return TrainBatch(version=version, samples=gathered(samples, places, NUMERIC))
 
     def _stop_asked(self) -> bool:
         run_dir = self._spec.run_dir
@@ -291,22 +302,23 @@ class Controller(Listener):
 
     # What the fleet says
 
-    def on_sample(self, sample: Sample, request: Request) -> None:
+    def on_sample(self, sample: SampleRow, request: Request) -> None:
         self._count(sample, request)
-        self._sample_log.finished(sample, request.group)
+        self._sample_log.finished(sample)
         if not sample.valid:
+            failed = sample.sample()
             log.warning(
                 "reward failed on sample %s: %s; response %r",
-                sample.id,
-                sample.reward_error,
-                sample.text[:200],
+                failed.id,
+                failed.reward_error,
+                failed.text[:200],
             )
             if self._spec.on_reward_error == "stop":
                 self.on_error(reward_failed([sample]))
         self._scheduler.on_sample(sample, request.group)
         self._go_on()
 
-    def _on_dropped(self, sample: Sample, reason: str) -> None:
+    def _on_dropped(self, sample: SampleRow, reason: str) -> None:
         self._sample_log.dropped(sample, self._scheduler.next_step + 1, reason)
 
     def on_abort(self, aborted: Aborted, request: Request) -> Request:
@@ -334,7 +346,7 @@ class Controller(Listener):
             except OSError:
                 log.exception("the event could not be written")
 
-    def _count(self, sample: Sample, request: Request) -> None:
+    def _count(self, sample: SampleRow, request: Request) -> None:
         before = 0 if request.prefix is None else len(request.prefix.response_ids)
         self._totals["samples"] += 1
         self._totals["tokens"] += sample.length - before

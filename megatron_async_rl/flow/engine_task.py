@@ -30,7 +30,8 @@ from typing import Protocol
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.types import EngineReport, Request, Sample
+from megatron_async_rl.samples.rows import EngineReport, SampleRow
+from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 from megatron_async_rl.weights.manifest import WeightMismatch, require_equal
@@ -65,7 +66,7 @@ class Asked:
 
     request: Request
     least: int
-    answer: asyncio.Future[Sample] | None = None
+    answer: asyncio.Future[SampleRow] | None = None
     losses: int = 0
 
 

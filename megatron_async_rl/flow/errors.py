@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_async_rl.samples.types import Sample, TrainBatch
+from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.types import Sample
 
 
 class FlowError(RuntimeError):
@@ -33,8 +34,8 @@ class RewardFailed(FlowError):
     """A reward failed and the configuration says to stop, or every reward of a batch failed."""
 
 
-def reward_failed(samples: Sequence[Sample]) -> RewardFailed:
-    first = samples[0]
+def reward_failed(samples: Sequence[SampleRow]) -> RewardFailed:
+    first = samples[0].sample()
     more = f" (and {len(samples) - 1} more of its group)" if len(samples) > 1 else ""
     return RewardFailed(
         f"the reward failed on sample {first.id}{more}: {first.reward_error}\n  prompt"
@@ -46,15 +47,14 @@ def reward_failed(samples: Sequence[Sample]) -> RewardFailed:
 SHOWN = 3
 
 
-def require_a_reward(batch: TrainBatch) -> None:
-    """Raises RewardFailed, with the first failures, for a batch in which every reward failed: no
-    step can be made of it, and the next batch would most likely be the same."""
-    samples = list(batch.samples())
+def require_a_reward(samples: Sequence[SampleRow], step: int) -> None:
+    """Raises RewardFailed, with the first failures, where every reward of the batch for `step`
+    failed: no step can be made of it, and the next batch would most likely be the same."""
     if any(sample.valid for sample in samples):
         return
 
     errors: dict[str | None, Sample] = {}
-    for sample in samples:
+    for sample in (row.sample() for row in samples):
         errors.setdefault(sample.reward_error, sample)
     shown = [
         f"  {error}\n    prompt {sample.prompt.id}: {sample.prompt.text[:200]!r}\n"
@@ -63,7 +63,7 @@ def require_a_reward(batch: TrainBatch) -> None:
     ]
     raise RewardFailed(
         f"the reward failed on all {len(samples)} responses of the batch for step"
-        f" {batch.version + 1}:\n{''.join(shown)}"
+        f" {step}:\n{''.join(shown)}"
         "  fix: correct the reward, or the data it reads; every failure is in"
         " RUN/logs/engine-*.reward_errors.jsonl"
     )

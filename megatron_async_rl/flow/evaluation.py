@@ -20,9 +20,10 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from megatron_async_rl.flow.errors import BatchTimeout, FlowError, reward_failed
-from megatron_async_rl.samples.types import Prompt, Request, Sample
+from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.types import Prompt, Request
 
-Answers = Sequence[tuple[Prompt, Sequence[Sample]]]
+Answers = Sequence[tuple[Prompt, Sequence[SampleRow]]]
 """The prompts, each with its samples."""
 
 
@@ -34,7 +35,7 @@ class Runner(Protocol):
         """When a response last ended or grew; monotonic seconds."""
         ...
 
-    async def run(self, requests: Sequence[Request], version: int) -> list[Sample]:
+    async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
         """The samples in the order of the requests, by engines that hold `version`. Cancelled, it
         stops what it has running. Raises EngineFailed, RequestGivenUp."""
         ...
@@ -125,11 +126,11 @@ def summarise_evaluation(
     above a prompt's samples."""
     for _, samples in answers:
         for sample in samples:
-            if (sample.versions != version).any():
+            if not sample.start_version == sample.last_version == version:
                 raise WeightsMoved(
                     f"evaluation of version {version}: response {sample.id} on engine"
-                    f" {sample.engine} has tokens of versions {sample.versions[0]} to"
-                    f" {sample.versions[-1]}; weights must not move while they are evaluated"
+                    f" {sample.sample().engine} has tokens of versions {sample.start_version} to"
+                    f" {sample.last_version}; weights must not move while they are evaluated"
                 )
     per_prompt = tuple(_prompt_result(prompt, samples, pass_reward) for prompt, samples in answers)
     scored = [one.mean for one in per_prompt if math.isfinite(one.mean)]
@@ -175,7 +176,7 @@ async def evaluate(
         raise ValueError("evaluation needs at least one prompt")
     started = time.monotonic()
     finished: asyncio.Queue[int] = asyncio.Queue()
-    tasks: list[asyncio.Task[list[Sample]]] = []
+    tasks: list[asyncio.Task[list[SampleRow]]] = []
     for index, prompt in enumerate(prompts):
         requests = [Request(group=-1 - index, k=k, prompt=prompt) for k in range(n)]
         tasks.append(
@@ -219,7 +220,7 @@ async def _next_answered(finished: asyncio.Queue[int], fleet: Runner, timeout_s:
             continue
 
 
-def _tell(finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[Sample]]) -> None:
+def _tell(finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[SampleRow]]) -> None:
     if not task.cancelled():
         # Looked at, so that asyncio does not report those after the first as never retrieved.
         task.exception()
@@ -228,7 +229,7 @@ def _tell(finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[Samp
 
 def _lateness(
     prompts: Sequence[Prompt],
-    tasks: Sequence[asyncio.Task[list[Sample]]],
+    tasks: Sequence[asyncio.Task[list[SampleRow]]],
     version: int,
     timeout_s: float,
 ) -> str:
@@ -239,7 +240,9 @@ def _lateness(
     )
 
 
-def _prompt_result(prompt: Prompt, samples: Sequence[Sample], pass_reward: float) -> PromptResult:
+def _prompt_result(
+    prompt: Prompt, samples: Sequence[SampleRow], pass_reward: float
+) -> PromptResult:
     rewards = [sample.reward for sample in samples if sample.valid]
     return PromptResult(
         id=prompt.id,

@@ -35,7 +35,8 @@ from megatron_async_rl.flow.lanes import Lanes
 from megatron_async_rl.flow.updates import Signal, WeightUpdates, cancel_all
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.types import Aborted, EngineReport, Request, Sample
+from megatron_async_rl.samples.rows import EngineReport, SampleRow, rows_of
+from megatron_async_rl.samples.types import Aborted, Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 
@@ -58,7 +59,7 @@ class FleetSettings:
 class Listener:
     """Hears of training's requests and of the engines; every method may be left as it is."""
 
-    def on_sample(self, sample: Sample, request: Request) -> None: ...
+    def on_sample(self, sample: SampleRow, request: Request) -> None: ...
     def on_abort(self, aborted: Aborted, request: Request) -> Request:
         """The request to ask instead."""
         return replace(request, prefix=aborted.partial)
@@ -268,17 +269,17 @@ class Fleet:
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
         """Hands on what the engine says."""
         slot.report = report
-        answers = len(report.finished) + len(report.aborted)
+        answers = report.finished.num_rows + len(report.aborted)
         if answers or report.sampling:
             self._moved_at = time.monotonic()
         if answers:
             watch.progress("responses", answers)
 
-        for sample in report.finished:
+        for sample in rows_of(report.finished):
             asked = slot.held.get(sample.id)
-            if asked is None or sample.prompt.id != asked.request.prompt.id:
+            if asked is None or sample.prompt_id != asked.request.prompt.id:
                 raise EngineLost(
-                    f"it answered {sample.id}, prompt {sample.prompt.id}, which it was not asked"
+                    f"it answered {sample.id}, prompt {sample.prompt_id}, which it was not asked"
                 )
             self._release(slot, sample.id)
             if asked.answer is None:
@@ -340,7 +341,7 @@ class Fleet:
             self._lanes.add(Asked(request, max(version, least)))
         self._dispatch()
 
-    async def run(self, requests: Sequence[Request], version: int) -> list[Sample]:
+    async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
         """The samples that answer held-out `requests`, in their order, by engines that hold
         `version`, before training's. Cancelled, it stops what is running.
 

@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.flow.buffer import Buffer, GroupState, snapshot
-from megatron_async_rl.samples.types import Aborted, Request, Sample
+from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.types import Aborted, Request
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class DynamicSampling:
     kept: int = 0
     dropped: int = 0
 
-    def drops(self, index: int, samples: Iterable[Sample]) -> bool:
+    def drops(self, index: int, samples: Iterable[SampleRow]) -> bool:
         """True where group `index`, which has just finished, is to be dropped. Counts it."""
         equal = len({sample.reward for sample in samples if sample.valid}) <= 1
         if equal and self.dropped < PATIENCE * self.prompts_per_step:
@@ -69,7 +70,7 @@ class GroupTable:
     """Groups in the order in which they entered. `counts`: see Scheduler.counts."""
 
     def __init__(
-        self, flow: FlowConfig, on_dropped: Callable[[Sample, str], None] = lambda *_: None
+        self, flow: FlowConfig, on_dropped: Callable[[SampleRow, str], None] = lambda *_: None
     ) -> None:
         """`on_dropped`: told of each finished response that will not train, with the reason."""
         self._on_dropped = on_dropped
@@ -77,7 +78,7 @@ class GroupTable:
         self._dynamic = DynamicSampling(flow.prompts_per_step) if flow.dynamic_sampling else None
         self._waiting: dict[int, GroupState] = {}
         self._answering: dict[int, GroupState] = {}
-        self._dropped: list[Sample] = []
+        self._dropped: list[SampleRow] = []
         self.due: dict[int, int] = {}
         """How many of those that wait have which deadline; no deadline has none."""
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
@@ -108,7 +109,7 @@ class GroupTable:
 
     # Answers
 
-    def on_sample(self, sample: Sample, group: int) -> None:
+    def on_sample(self, sample: SampleRow, group: int) -> None:
         """Takes in a response of `group`."""
         entry = self._close(sample.id, group)
         entry.samples.append(sample)
@@ -215,7 +216,7 @@ class GroupTable:
         """Groups that entered and were not dropped."""
         return self.counts["admitted"] - sum(self.counts[reason] for reason in DROPPED)
 
-    def drain_dropped(self) -> list[Sample]:
+    def drain_dropped(self) -> list[SampleRow]:
         """Finished responses of dropped groups since the last call, whatever the reason."""
         drained, self._dropped = self._dropped, []
         return drained

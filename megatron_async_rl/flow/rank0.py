@@ -17,7 +17,7 @@ from typing import Any
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.batches import Batches, open_batches
-from megatron_async_rl.flow.controller import DataState, Handout
+from megatron_async_rl.flow.controller import DataState
 from megatron_async_rl.flow.evaluation import EvalSchedule
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.flow.summary import MetricValue, summarise
@@ -27,7 +27,7 @@ from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.policy.checkpoint_folder import read_file
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.samples.rank_batch import RankBatch
-from megatron_async_rl.samples.types import TrainBatch
+from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.weights.export import Bucket
 
@@ -135,7 +135,8 @@ class Rank0(OtherRank):
         self._log: MetricsLog | None = None
         self._eval_log: EvalLog | None = None
         self._batches: Batches | None = None
-        self._handout: Handout | None = None
+        self._flow_metrics: dict[str, MetricValue] = {}
+        """Of engines and controller, since the batch before."""
         self._state, self._since = "starting", time.monotonic()
         self._spent: dict[str, float] = {}
         """Seconds by what was done, since the last line of metrics."""
@@ -164,8 +165,11 @@ class Rank0(OtherRank):
         return self._batches
 
     def next_batch(self) -> TrainBatch | None:
-        self._handout = self._open.next_batch(self.version)
-        return None if self._handout is None else self._handout.batch
+        handout = self._open.next_batch(self.version)
+        if handout is None:
+            return None
+        self._flow_metrics = handout.metrics
+        return handout.batch
 
     def _stage(self, buckets: Iterator[Bucket]) -> None:
         self._open.publish(self.version, buckets)
@@ -189,16 +193,13 @@ class Rank0(OtherRank):
 
     def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
         assert self._log is not None
-        assert self._handout is not None
         norm = metrics.get("update/norm")
         seen = summarise(
             batch,
             max_lag(self.config.flow.async_ratio),
             norm if isinstance(norm, float) else None,
         )
-        self._log.log(
-            self.version, {**metrics, **seen, **self._handout.metrics, **self._step_times()}
-        )
+        self._log.log(self.version, {**metrics, **seen, **self._flow_metrics, **self._step_times()})
         self.say("training")
 
     def _step_times(self) -> dict[str, float]:

@@ -27,7 +27,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from megatron_async_rl.config.schema import SamplesConfig
-from megatron_async_rl.samples.columns import SCHEMA, batch_of
+from megatron_async_rl.samples.columns import SCHEMA
+from megatron_async_rl.samples.rows import SampleRow, gathered
 from megatron_async_rl.samples.segments import (
     FOLDER,
     OUTCOMES,
@@ -36,7 +37,7 @@ from megatron_async_rl.samples.segments import (
     read_batches,
     segments_in,
 )
-from megatron_async_rl.samples.types import Prompt, Sample, TrainBatch
+from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.watchdog.events import note
 
 log = logging.getLogger(__name__)
@@ -67,16 +68,18 @@ class SampleLog:
         """Continues from a checkpoint's `position`; 0: from the run's beginning."""
         self._next_seq = max(self._next_seq, position)
 
-    def finished(self, sample: Sample, group: int) -> None:
+    def finished(self, sample: SampleRow) -> None:
         """A response came, with its reward."""
 
-    def trained(self, batch: TrainBatch, step: int) -> None:
+    def trained(self, samples: Sequence[SampleRow], step: int) -> None:
         """The batch of optimizer step `step` was handed out."""
 
-    def dropped(self, sample: Sample, step: int, reason: str) -> None:
+    def dropped(self, sample: SampleRow, step: int, reason: str) -> None:
         """A finished response will not train; `step`: the next one."""
 
-    def evaluated(self, answers: Sequence[tuple[Prompt, Sequence[Sample]]], version: int) -> None:
+    def evaluated(
+        self, answers: Sequence[tuple[Prompt, Sequence[SampleRow]]], version: int
+    ) -> None:
         """A held-out evaluation is complete."""
 
     def flush(self) -> None:
@@ -100,7 +103,7 @@ class SampleLogWriter(SampleLog):
         self._thread = threading.Thread(target=self._write_on, name="sample log", daemon=True)
 
         # The rest belongs to the thread.
-        self._samples: list[tuple[Sample, int]] = []
+        self._samples: list[SampleRow] = []
         self._outcomes: list[tuple[int, str, float, Outcome, int, str | None]] = []
         self._tokens = 0
         self._segment: _Segment | None = None
@@ -121,21 +124,22 @@ class SampleLogWriter(SampleLog):
             self._failed(error, 0)
         self._thread.start()
 
-    def finished(self, sample: Sample, group: int) -> None:
-        self._put(lambda: self._add_sample(sample, group), rows=1)
+    def finished(self, sample: SampleRow) -> None:
+        self._put(lambda: self._add_sample(sample), rows=1)
 
-    def trained(self, batch: TrainBatch, step: int) -> None:
-        samples = [sample for group in batch.groups for sample in group.samples]
+    def trained(self, samples: Sequence[SampleRow], step: int) -> None:
         self._put_outcomes(samples, "trained", step, None)
 
-    def dropped(self, sample: Sample, step: int, reason: str) -> None:
+    def dropped(self, sample: SampleRow, step: int, reason: str) -> None:
         self._put_outcomes([sample], "dropped", step, reason)
 
-    def evaluated(self, answers: Sequence[tuple[Prompt, Sequence[Sample]]], version: int) -> None:
+    def evaluated(
+        self, answers: Sequence[tuple[Prompt, Sequence[SampleRow]]], version: int
+    ) -> None:
         self._put(lambda: self._forget_evaluation(version))
-        for place, (_, samples) in enumerate(answers):
+        for _, samples in answers:
             for sample in samples:
-                self.finished(sample, -1 - place)
+                self.finished(sample)
             self._put_outcomes(samples, "evaluated", version, None)
 
     def flush(self) -> None:
@@ -162,7 +166,7 @@ class SampleLogWriter(SampleLog):
             self._wake.set()
 
     def _put_outcomes(
-        self, samples: Sequence[Sample], outcome: Outcome, step: int, reason: str | None
+        self, samples: Sequence[SampleRow], outcome: Outcome, step: int, reason: str | None
     ) -> None:
         first = self._next_seq
         self._next_seq += len(samples)
@@ -186,15 +190,15 @@ class SampleLogWriter(SampleLog):
             self._queue.popleft()()
         self._write()
 
-    def _add_sample(self, sample: Sample, group: int) -> None:
-        self._samples.append((sample, group))
+    def _add_sample(self, sample: SampleRow) -> None:
+        self._samples.append(sample)
         self._tokens += sample.total_length
         if len(self._samples) >= ROWS or self._tokens >= TOKENS:
             self._write()
 
     def _add_outcomes(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[SampleRow],
         first: int,
         outcome: Outcome,
         step: int,
@@ -315,12 +319,12 @@ class _Segment:
 
     def write(
         self,
-        samples: Sequence[tuple[Sample, int]],
+        samples: Sequence[SampleRow],
         outcomes: Sequence[tuple[int, str, float, Outcome, int, str | None]],
     ) -> None:
         of_samples, of_outcomes = self._writers
         if samples:
-            of_samples.write_batch(batch_of([one for one, _ in samples], [g for _, g in samples]))
+            of_samples.write_batch(gathered(samples))
         if outcomes:
             columns = zip(OUTCOMES, zip(*outcomes, strict=True), strict=True)
             arrays = [pa.array(values, type=field.type) for field, values in columns]

@@ -24,11 +24,12 @@ from dataclasses import replace
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag, Replay, Windowed
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, restorable
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group, GroupState, restorable
 from megatron_async_rl.flow.group_table import GroupTable
 from megatron_async_rl.flow.selection import ReplayStore, oldest_first, windowed
 from megatron_async_rl.flow.staleness import admitted_limit, check_lags, deadline
-from megatron_async_rl.samples.types import Aborted, Prompt, Request, Sample, TrainBatch
+from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.types import Aborted, Prompt, Request
 
 Place = tuple[int, Prompt]
 """A group's number and its prompt."""
@@ -46,7 +47,7 @@ class Scheduler:
         steps: int | None = None,
         fresh_steps: int = 0,
         seed: int = 0,
-        on_dropped: Callable[[Sample, str], None] = lambda *_: None,
+        on_dropped: Callable[[SampleRow, str], None] = lambda *_: None,
     ) -> None:
         self._flow = flow
         self._steps = steps
@@ -164,7 +165,7 @@ class Scheduler:
 
     # Answers
 
-    def on_sample(self, sample: Sample, group: int) -> None:
+    def on_sample(self, sample: SampleRow, group: int) -> None:
         """Takes in a response of `group`."""
         self._table.on_sample(sample, group)
 
@@ -188,8 +189,8 @@ class Scheduler:
         """The version that the next batch trains."""
         return self._base + self._table.counts["consumed"] // self._flow.prompts_per_step
 
-    def take(self, version: int) -> TrainBatch | None:
-        """The batch that trains `version`, the trainer's; null while it has to wait.
+    def take(self, version: int) -> tuple[Group, ...] | None:
+        """The groups, in admission order, of the batch that trains `version`, the trainer's; null while it has to wait.
 
         Raises ValueError for another batch than the next, StalenessViolated should a sample break
         the law.
@@ -254,14 +255,15 @@ class Scheduler:
             return windowed(groups, count, version, selection.window)
         return oldest_first(groups, count)
 
-    def _consume(self, taken: Sequence[GroupState], version: int) -> TrainBatch:
+    def _consume(self, taken: Sequence[GroupState], version: int) -> tuple[Group, ...]:
         groups = tuple(entry.group() for entry in taken)
-        check_lags(groups, version, self._flow, self._first_versions, self._fresh_steps)
+        every = (sample for group in groups for sample in group.samples)
+        check_lags(every, version, self._flow, self._first_versions, self._fresh_steps)
         self._table.consume(taken)
         if self._replay is not None:
             groups, replayed = self._replay.exchange(groups, version, self._flow.group_size)
             self._table.counts["replayed"] += replayed
-        return TrainBatch(version=version, groups=groups)
+        return groups
 
     # What is where
 
@@ -285,7 +287,7 @@ class Scheduler:
         """Groups whose responses have not all come, oldest first."""
         return [(entry.index, entry.prompt) for entry in self._table.running()]
 
-    def drain_dropped(self) -> list[Sample]:
+    def drain_dropped(self) -> list[SampleRow]:
         """Finished responses of dropped groups since the last call, whatever the reason."""
         return self._table.drain_dropped()
 

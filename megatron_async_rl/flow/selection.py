@@ -18,15 +18,16 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from megatron_async_rl.config.selection import Replay
+from megatron_async_rl.flow.buffer import Group
 from megatron_async_rl.flow.staleness import as_written
-from megatron_async_rl.samples.types import Group, Prompt, Sample
+from megatron_async_rl.samples.rows import SampleRow, gathered, rows_of
+from megatron_async_rl.samples.types import Prompt
 
 
 class Waiting(Protocol):
@@ -85,7 +86,7 @@ class ReplayStore:
     def __init__(self, settings: Replay, seed: int) -> None:
         self._settings = settings
         self._seed = seed
-        self._stored: dict[str, tuple[Prompt, OrderedDict[bytes, Sample]]] = {}
+        self._stored: dict[str, tuple[Prompt, OrderedDict[bytes, SampleRow]]] = {}
 
     def exchange(
         self, arrived: Sequence[Group], version: int, group_size: int
@@ -110,22 +111,22 @@ class ReplayStore:
         )
         return groups, sum(len(group.samples) for group in groups)
 
-    def content(self) -> tuple[tuple[Prompt, tuple[Sample, ...]], ...]:
+    def content(self) -> tuple[tuple[Prompt, tuple[SampleRow, ...]], ...]:
         """Every prompt with its responses, oldest first."""
         return tuple((prompt, tuple(samples.values())) for prompt, samples in self._stored.values())
 
-    def load(self, content: Iterable[tuple[Prompt, Iterable[Sample]]]) -> None:
+    def load(self, content: Iterable[tuple[Prompt, Iterable[SampleRow]]]) -> None:
         """Stores what `content` returned; of what these settings keep fewer of, the newest."""
         for prompt, samples in content:
             self._store(prompt, samples)
 
-    def _store(self, prompt: Prompt, arrived: Iterable[Sample]) -> None:
+    def _store(self, prompt: Prompt, arrived: Iterable[SampleRow]) -> None:
         _, samples = self._stored.setdefault(prompt.id, (prompt, OrderedDict()))
-        for sample in arrived:
-            if sample.valid:
-                key = sample.response_ids.tobytes()
-                samples.pop(key, None)
-                samples[key] = sample
+        # Without the rest of the reports they came in, which would stay as long.
+        for sample in rows_of(gathered([one for one in arrived if one.valid])):
+            key = sample.response_ids.tobytes()
+            samples.pop(key, None)
+            samples[key] = sample
         while len(samples) > self._settings.per_prompt:
             samples.popitem(last=False)
         if not samples:
@@ -142,12 +143,7 @@ class ReplayStore:
         weights = np.exp(scores - scores.max())
         drawn = chance.choice(len(samples), size=count, p=weights / weights.sum()).tolist()
         own = [
-            replace(samples[which], id=f"{samples[which].id}@{version}.{index}-{k}")
+            samples[which].renamed(f"{samples[which].id}@{version}.{index}-{k}")
             for k, which in enumerate(drawn)
         ]
-        return Group(
-            index=index,
-            prompt=asked,
-            samples=tuple(own),
-            admitted_version=min(s.start_version for s in own),
-        )
+        return Group(index, asked, tuple(own))

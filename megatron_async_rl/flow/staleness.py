@@ -45,13 +45,13 @@ trained as soon as it is taken; what a replay store gives out again later has wh
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from fractions import Fraction
 from functools import cache
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag
-from megatron_async_rl.samples.types import Group
+from megatron_async_rl.samples.rows import SampleRow
 
 
 class StalenessViolated(RuntimeError):
@@ -98,7 +98,7 @@ def is_feasible(due: Mapping[int, int], step: int, prompts_per_step: int) -> boo
 
 
 def check_lags(
-    groups: Sequence[Group],
+    samples: Iterable[SampleRow],
     version: int,
     flow: FlowConfig,
     first_versions: Collection[int],
@@ -110,7 +110,7 @@ def check_lags(
     under them waits less.
     """
     exact = isinstance(flow.selection, ExactLag)
-    for sample in (sample for group in groups for sample in group.samples):
+    for sample in samples:
         start = sample.start_version
         due = deadline(start, flow.async_ratio, fresh_steps)
         if version > due:
@@ -120,11 +120,10 @@ def check_lags(
                 + (f" in the run's {fresh_steps} fresh steps" if start < fresh_steps else "")
             )
         if exact and (
-            start != (last := int(sample.versions[-1]))
-            or (version != due and start not in first_versions)
+            start != sample.last_version or (version != due and start not in first_versions)
         ):
             raise StalenessViolated(
-                f"sample {sample.id} has tokens of versions {start} to {last} and trains {version};"
+                f"sample {sample.id} has tokens of versions {start} to {sample.last_version} and trains {version};"
                 f" flow.selection: exact_lag wants all of them to be of one version, {due - start}"
                 " before"
             )

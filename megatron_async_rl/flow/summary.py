@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.samples.rank_batch import RankBatch
-from megatron_async_rl.samples.types import Sample
+from megatron_async_rl.samples.rows import SampleRow
 
 MetricValue = float | int | str | list[int] | list[float]
 
@@ -72,7 +72,7 @@ def summarise(
     return metrics
 
 
-def summarise_dropped(samples: Sequence[Sample]) -> dict[str, MetricValue]:
+def summarise_dropped(samples: Sequence[SampleRow]) -> dict[str, MetricValue]:
     """Metrics of the responses that were sampled to their end and dropped since the last step; none
     where there were none."""
     if not samples:

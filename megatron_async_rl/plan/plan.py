@@ -7,6 +7,7 @@ plan with `problems` cannot run; `warnings` are about slowness or estimates.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from megatron_async_rl.plan.memory import (
     value_bytes,
 )
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.rollout.cluster import object_store_bytes
 
 RANK_PROCESS_BYTES = GIB
 """Memory of a trainer process or an engine besides its tensors: Python, torch, libraries."""
@@ -105,6 +107,9 @@ def make_plan(
     if shape is not None and config.rollout is not None:
         engine = engine_memory(config, shape, on_gpu=device == "cuda")
         found += _transport_problems(config, shape, machine)
+    warnings = _warnings(config, machine, device, ranks, engine, longest)
+    if engine is not None and shape is not None:
+        warnings += _store_warnings(config, shape, machine, longest)
     return Plan(
         device=device,
         processes=processes(config, device, machine),
@@ -112,7 +117,7 @@ def make_plan(
         ranks=ranks,
         engine=engine,
         problems=tuple(found),
-        warnings=tuple(_warnings(config, machine, device, ranks, engine, longest)),
+        warnings=tuple(warnings),
     )
 
 
@@ -240,6 +245,23 @@ def _transport_problems(config: Config, shape: ModelShape, machine: Machine) -> 
             ),
             fix=f"enlarge /dev/shm (docker run --shm-size={math.ceil(needed / GIB) + 1}g)",
         )
+    ]
+
+
+def _store_warnings(config: Config, shape: ModelShape, machine: Machine, longest: int) -> list[str]:
+    """Ray puts its object store elsewhere, or on disk, where /dev/shm has no room for it."""
+    if machine.described or os.environ.get("RAY_ADDRESS"):
+        return []
+    responses = config.flow.prompts_per_step * config.flow.group_size
+    store = object_store_bytes(responses, longest)
+    weights = 2 * shape.parameters * value_bytes(config)
+    if weights + store <= machine.shared_memory:
+        return []
+    return [
+        f"two versions of the weights ({weights / MIB:.0f} MiB) and Ray's object store for the"
+        f" samples ({store / MIB:.0f} MiB) do not fit into /dev/shm, which has"
+        f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
+        f" --shm-size={math.ceil((weights + store) / GIB) + 1}g)"
     ]
 
 

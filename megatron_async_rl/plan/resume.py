@@ -192,6 +192,8 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
         buffer = read_file(path.parent, buffer_file.NAME)
         if buffer is not None:
             buffer_file.read(buffer)
+        elif read_file(path.parent, buffer_file.EARLIER_NAME) is not None:
+            raise buffer_file.earlier()
     except CheckpointBroken as error:
         return list(error.problems)
     except buffer_file.BufferBroken as error:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async_rl.policy.microbatch import assign_owners
-from megatron_async_rl.samples.columns import flat
-from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, numeric, tokens_of
-from megatron_async_rl.samples.types import TrainBatch
+from megatron_async_rl.samples.columns import as_stream, flat, from_stream
+from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, tokens_of
+from megatron_async_rl.samples.rows import TrainBatch
 
 if TYPE_CHECKING:
     from megatron_async_rl.policy.parallel import Layout
@@ -43,7 +43,7 @@ class Parts:
 def split(batch: TrainBatch, data_parallel: int, *, whole_groups: bool = False) -> Parts:
     """whole_groups: all of a group belongs to one rank. A sample whose reward failed belongs to
     nobody."""
-    samples = numeric(batch)
+    samples = batch.samples
     owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
     trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
     prompts, responses = (flat(samples.column(name))[1] for name in ("prompt_ids", "response_ids"))
@@ -75,7 +75,7 @@ def receive(
             return None
         parts = split(batch, layout.dp_size, whole_groups=whole_groups)
         if layout.world_size > 1:
-            buffers.extend(_written(part) for part in (parts.numbers, *parts.tokens))
+            buffers.extend(_tensor(part) for part in (parts.numbers, *parts.tokens))
         return batch.version, [len(buffer) for buffer in buffers]
 
     header = layout.from_rank_zero(announce)
@@ -100,18 +100,14 @@ def receive(
         return parts.of(layout.dp_rank)
     tokens = torch.empty(sizes[1 + layout.dp_rank], dtype=torch.uint8)
     dist.recv(tokens, 0, group=layout.cpu_group)
-    return RankBatch.of(version, _read(numbers), _read(tokens))
+    return RankBatch.of(version, _batch(numbers), _batch(tokens))
 
 
-def _written(batch: pa.RecordBatch) -> Tensor:
+def _tensor(batch: pa.RecordBatch) -> Tensor:
     """As an Arrow stream, [bytes] uint8."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as stream:
-        stream.write_batch(batch)
-    return torch.frombuffer(bytearray(sink.getvalue()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(as_stream(batch)), dtype=torch.uint8)
 
 
-def _read(buffer: Tensor) -> pa.RecordBatch:
+def _batch(buffer: Tensor) -> pa.RecordBatch:
     """Views of the buffer, which they keep."""
-    with pa.ipc.open_stream(pa.py_buffer(buffer.numpy())) as stream:
-        return stream.read_next_batch()
+    return from_stream(pa.py_buffer(buffer.numpy()))

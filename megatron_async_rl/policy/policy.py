@@ -45,7 +45,7 @@ from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from megatron_async_rl.policy.step_table import StepTable, step_metrics
 from megatron_async_rl.policy.weight_copies import HeldMasters, Snapshots, weight_displacement
 from megatron_async_rl.samples.rank_batch import RankBatch
-from megatron_async_rl.samples.types import TrainBatch
+from megatron_async_rl.samples.rows import TrainBatch
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer

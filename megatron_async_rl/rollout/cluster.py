@@ -15,7 +15,15 @@ from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ray_get
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 
-OBJECT_STORE_BYTES = 256 * 2**20
+LEAST_STORE_BYTES = 256 * 2**20
+STORED_BATCHES = 4
+"""The batch that the ranks take, the next one, the reports it comes from, and a checkpoint's
+buffer."""
+TOKEN_BYTES = 17
+"""Of a response token in a batch of samples (samples/columns.py): id, log-prob, version, mask and,
+where there is one, reward."""
+SAMPLE_BYTES = 512
+"""Of a sample beside its tokens."""
 RESERVE_S = 60.0
 
 
@@ -23,13 +31,22 @@ class TrainerDevicesTaken(RuntimeError):
     """Another job of the cluster has GPUs that the trainer's ranks use."""
 
 
-def join_ray(trainer_gpus: int, *, quiet: bool = False) -> Any:
+def object_store_bytes(responses: int, tokens: int) -> int:
+    """About what Ray's object store has to hold; beyond it Ray writes to disk. `responses`: of one
+    step; `tokens`: of the longest prompt and response together."""
+    batch = responses * (tokens * TOKEN_BYTES + SAMPLE_BYTES)
+    return max(STORED_BATCHES * batch, LEAST_STORE_BYTES)
+
+
+def join_ray(
+    trainer_gpus: int, store_bytes: int = LEAST_STORE_BYTES, *, quiet: bool = False
+) -> Any:
     """The cluster named by RAY_ADDRESS, or one of our own on this machine that ends with this
     process. Returns what holds the trainer's GPUs: keep it until the run ends.
 
     `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must
-    not hand out. `quiet`: Ray says on this terminal only what went wrong. Raises
-    TrainerDevicesTaken.
+    not hand out. `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray says on
+    this terminal only what went wrong. Raises TrainerDevicesTaken.
     """
     import ray
 
@@ -52,7 +69,7 @@ def join_ray(trainer_gpus: int, *, quiet: bool = False) -> Any:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=level,
-        object_store_memory=OBJECT_STORE_BYTES,
+        object_store_memory=store_bytes,
         num_cpus=os.cpu_count(),
     )
     return None

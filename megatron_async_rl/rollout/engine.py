@@ -33,7 +33,8 @@ from megatron_async_rl.rollout.health_check import EngineDied, HealthCheck
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm_plugin import environment
-from megatron_async_rl.samples.types import EngineReport, Request
+from megatron_async_rl.samples.rows import EngineReport
+from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
@@ -120,7 +121,10 @@ class RolloutEngine:
         Raises what ended the engine."""
         responses = self._started()
         finished, aborted = await responses.reports.take(timeout_s)
-        before, self._sampled = self._sampled, 0 if finished or aborted else responses.sampled
+        before, self._sampled = (
+            self._sampled,
+            0 if finished.num_rows or aborted else responses.sampled,
+        )
         return EngineReport(
             finished=finished,
             aborted=aborted,

@@ -16,7 +16,8 @@ from typing import Any, Protocol, cast
 
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.types import EngineReport, Request
+from megatron_async_rl.samples.rows import EngineReport
+from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import remote_cause
 from megatron_async_rl.watchdog.logs import find_cause, tail

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from megatron_async_rl.metrics.timeline import Timeline
-from megatron_async_rl.samples.types import StateName
+from megatron_async_rl.samples.rows import StateName
 
 TAGS = ("weights", "kv_cache")
 """Parts that sleep, and wake in this order: weights are loaded before there is a cache to fill."""

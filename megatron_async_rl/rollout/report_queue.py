@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 
-from megatron_async_rl.samples import Sample
+import pyarrow as pa
+
+from megatron_async_rl.samples.columns import SampleColumns
 from megatron_async_rl.samples.types import Aborted
 
 COALESCE_S = 0.005
@@ -18,19 +20,16 @@ COALESCE_S = 0.005
 
 
 class ReportQueue:
-    """Used by one event loop, emptied by one reader."""
+    """Used by one event loop, emptied by one reader. Call `tell` after something was appended to
+    `finished` or `aborted`."""
 
     def __init__(self) -> None:
-        self._finished: list[Sample] = []
-        self._aborted: list[Aborted] = []
+        self.finished = SampleColumns()
+        self.aborted: list[Aborted] = []
         self._failure: BaseException | None = None
         self._news = asyncio.Event()
 
-    def put(self, outcome: Sample | Aborted) -> None:
-        if isinstance(outcome, Aborted):
-            self._aborted.append(outcome)
-        else:
-            self._finished.append(outcome)
+    def tell(self) -> None:
         self._news.set()
 
     def fail(self, error: BaseException) -> None:
@@ -39,9 +38,9 @@ class ReportQueue:
             self._failure = error
         self._news.set()
 
-    async def take(self, timeout_s: float) -> tuple[tuple[Sample, ...], tuple[Aborted, ...]]:
+    async def take(self, timeout_s: float) -> tuple[pa.RecordBatch, tuple[Aborted, ...]]:
         """Returns what came since the last call, as soon as there is something; nothing
-        after `timeout_s`. Raises the failure."""
+        after `timeout_s`. Samples are rows by columns.SCHEMA. Raises the failure."""
         try:
             await asyncio.wait_for(self._news.wait(), timeout_s)
             if self._failure is None:
@@ -50,7 +49,10 @@ class ReportQueue:
             pass
         if self._failure is not None:
             raise self._failure
-        finished, aborted = tuple(self._finished), tuple(self._aborted)
-        self._finished, self._aborted = [], []
+        aborted, self.aborted = tuple(self.aborted), []
         self._news.clear()
-        return finished, aborted
+        try:
+            return self.finished.take(), aborted
+        except Exception as error:
+            self.fail(error)
+            raise

@@ -54,8 +54,7 @@ from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import Scored
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples import FinishReason, Sample
-from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
+from megatron_async_rl.samples.types import Aborted, FinishReason, PartialResponse, Request
 from megatron_async_rl.weights.vllm_private import on_output, tokens_so_far
 
 _log = logging.getLogger(__name__)
@@ -150,7 +149,7 @@ class Responses:
 
     async def _hand_over(self, entry: _Running) -> None:
         if entry.aborted:
-            self._end(entry, Aborted(id=entry.request.id, partial=entry.request.prefix))
+            self._abort(entry, entry.request.prefix)
             return
 
         request, prefix = entry.request, entry.request.prefix
@@ -225,7 +224,7 @@ class Responses:
                 return
 
         if entry.aborted and completion.finish_reason == "abort":
-            self._end(entry, Aborted(id=request.id, partial=tokens))
+            self._abort(entry, tokens)
             return
         if tokens is None or completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(
@@ -261,10 +260,11 @@ class Responses:
         text: str,
         scored: Scored,
     ) -> None:
-        length = len(tokens.response_ids)
-        sample = Sample(
-            id=entry.request.id,
-            prompt=entry.request.prompt,
+        length, request = len(tokens.response_ids), entry.request
+        self.reports.finished.append(
+            id=request.id,
+            group=request.group,
+            prompt=request.prompt,
             response_ids=tokens.response_ids,
             behavior_logprobs=tokens.behavior_logprobs,
             versions=tokens.versions,
@@ -279,20 +279,22 @@ class Responses:
         )
         self.tokens += length
         if scored.error is not None:
-            self._record_failure(sample)
-        self._end(entry, sample)
+            self._record_failure(request, text, scored.error)
+        self._running.pop(request.id, None)
+        self.reports.tell()
 
-    def _end(self, entry: _Running, outcome: Sample | Aborted) -> None:
+    def _abort(self, entry: _Running, partial: PartialResponse | None) -> None:
         self._running.pop(entry.request.id, None)
-        self.reports.put(outcome)
+        self.reports.aborted.append(Aborted(id=entry.request.id, partial=partial))
+        self.reports.tell()
 
-    def _record_failure(self, sample: Sample) -> None:
+    def _record_failure(self, request: Request, text: str, error: str) -> None:
         line = {
-            "sample": sample.id,
-            "prompt": sample.prompt.id,
-            "text": sample.prompt.text,
-            "response": sample.text,
-            "error": sample.reward_error,
+            "sample": request.id,
+            "prompt": request.prompt.id,
+            "text": request.prompt.text,
+            "response": text,
+            "error": error,
         }
         try:
             with open(self._spec.reward_log, "a", encoding="utf-8") as file:

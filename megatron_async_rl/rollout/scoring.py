@@ -32,11 +32,11 @@ from typing import Any, cast
 import psutil
 
 from megatron_async_rl.config.schema import RewardConfig
-from megatron_async_rl.rollout.lifetime import PARENT
 from megatron_async_rl.rollout.rewards.registry import Scored, built_in, load_reward, score
 from megatron_async_rl.rollout.rewards.worker import LENGTH, MAIN, encode_request
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.processes import PARENT
 
 START_S = 300.0
 """Longest time for a process to import the reward."""
@@ -46,6 +46,8 @@ EXIT_S = 1.0
 POLL_S = 0.01
 READ_S = 0.1
 """Time for the event loop to read what came while it was busy."""
+SHOW_S = 0.2
+"""Time for a process to write where it stands."""
 
 
 class WorkerStartError(RuntimeError):
@@ -284,9 +286,19 @@ class _Worker(asyncio.Protocol):
             self._finish(self._scorer.timed_out if cpu_left_s > 0 else Scored(reward=0.0))
         elif self.ready:
             self._finish(self._scorer.timed_out)
+            self._show_and_kill()
+            return
         else:
             self._start_failure = f"it was not imported within {START_S:g} s"
         self._kill()
+
+    def _show_and_kill(self) -> None:
+        """Has the process write where it stands into the engine's log, for which it needs a moment
+        (rewards/worker.py). Nobody waits for it any more."""
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGUSR1)
+        self._timer = self._loop.call_later(SHOW_S, self._kill)
 
     def _cpu_s(self) -> float:
         """Processor time of the process so far; without end once it is gone."""

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.rollout.lifetime import PARENT, die_with_parent
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 
 ENTRY_POINT = "mar_shared_memory"
 """Name of this plugin in the package's `vllm.general_plugins` entry points."""

@@ -1,5 +1,5 @@
 """The types that flow. They carry data and check their own invariants; they do nothing else."""
 
-from megatron_async_rl.samples.types import FinishReason, Group, Prompt, Sample, TrainBatch
+from megatron_async_rl.samples.types import FinishReason, Prompt, Sample
 
-__all__ = ["FinishReason", "Group", "Prompt", "Sample", "TrainBatch"]
+__all__ = ["FinishReason", "Prompt", "Sample"]

@@ -1,8 +1,8 @@
 """The one form of samples on their way: Arrow record batches with one schema.
 
-An engine reports such batches, the controller's buffer and the checkpoint hold them, the sample log
-on disk is made of them, and a data-parallel rank gets its own rows of the numeric columns. Python
-objects (`Sample`) exist only at the edges.
+An engine reports such batches, the controller keeps and hands out their rows (rows.py), the
+checkpoint and the sample log on disk are made of them, and a data-parallel rank gets its own rows
+of the numeric columns (rank_batch.py). Python objects (`Sample`) exist only at the edges.
 
 Invariants:
 - one row is one sample; per-token columns of a row have the length of its `response_ids`;
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -46,16 +46,17 @@ SCHEMA = pa.schema(
     [
         *NUMERIC,
         pa.field("prompt_id", pa.string(), nullable=False),
-        pa.field("prompt_text", pa.string(), nullable=False),
-        pa.field("fields", pa.string(), nullable=False),
-        pa.field("text", pa.string(), nullable=False),
+        pa.field("prompt_text", pa.large_string(), nullable=False),
+        pa.field("fields", pa.large_string(), nullable=False),
+        pa.field("text", pa.large_string(), nullable=False),
         pa.field("reward_error", pa.string()),
         pa.field("engine", pa.int32(), nullable=False),
         pa.field("started_at", pa.float64(), nullable=False),
         pa.field("finished_at", pa.float64(), nullable=False),
     ]
 )
-"""All of a sample. `fields`: the prompt's other keys, as JSON. Times are Unix seconds."""
+"""All of a sample. `fields`: the prompt's other keys, as JSON. Times are Unix seconds. Texts of a
+batch may take more than the 2 GiB that a `string` column holds."""
 
 
 _COLUMNS: dict[str, Callable[[Sample], Any]] = {
@@ -88,11 +89,14 @@ class SampleColumns:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
-        self._fields: dict[str, str] = {}
+        self._rows: list[tuple[Any, ...]] = []
+        """Values in the order of SCHEMA."""
+        self._prompts: dict[str, tuple[Prompt, NDArray[np.int32], str]] = {}
+        """By id, the prompt that came last under it, its token ids and fields: many rows have the
+        same, but two prompts of one id may differ, where the data changed before a resume."""
 
     def __len__(self) -> int:
-        return len(self._columns["id"])
+        return len(self._rows)
 
     def append(
         self,
@@ -121,12 +125,14 @@ class SampleColumns:
             "loss_mask": loss_mask,
         }
         check_response(id, response_ids, per_token, reward, reward_error, step_rewards)
-        if prompt.id not in self._fields:
-            self._fields[prompt.id] = json.dumps(dict(prompt.fields))
+        if prompt.id not in self._prompts or self._prompts[prompt.id][0] is not prompt:
+            ids = np.array(prompt.token_ids, dtype=np.int32)
+            self._prompts[prompt.id] = prompt, ids, json.dumps(dict(prompt.fields))
+        _, prompt_ids, fields = self._prompts[prompt.id]
         row = {
             "id": id,
             "group": group,
-            "prompt_ids": prompt.token_ids,
+            "prompt_ids": prompt_ids,
             "response_ids": response_ids,
             **per_token,
             "step_rewards": step_rewards,
@@ -136,22 +142,25 @@ class SampleColumns:
             "finish_reason": finish_reason,
             "prompt_id": prompt.id,
             "prompt_text": prompt.text,
-            "fields": self._fields[prompt.id],
+            "fields": fields,
             "text": text,
             "reward_error": reward_error,
             "engine": engine,
             "started_at": started_at,
             "finished_at": finished_at,
         }
-        for name, value in row.items():
-            self._columns[name].append(value)
+        self._rows.append(_in_order(row))
 
     def take(self) -> pa.RecordBatch:
         """The rows so far, in the order they were appended, by SCHEMA; there are none
         afterwards."""
-        columns, self._columns = self._columns, {name: [] for name in SCHEMA.names}
-        self._fields.clear()
-        return _record_batch(columns, SCHEMA)
+        rows, self._rows = self._rows, []
+        self._prompts.clear()
+        columns = zip(*rows, strict=True) if rows else ((),) * len(SCHEMA)
+        return _record_batch(dict(zip(SCHEMA.names, columns, strict=True)), SCHEMA)
+
+
+_in_order = itemgetter(*SCHEMA.names)
 
 
 def _record_batch(columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> pa.RecordBatch:
@@ -167,9 +176,17 @@ def _record_batch(columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> pa
 
 
 def list_array(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
-    """A list column of one array or sequence of numbers per row; null where the row is None."""
-    dtype = kind.value_type.to_pandas_dtype()
-    present = [np.asarray(row, dtype=dtype) for row in rows if row is not None]
+    """A list column of one array or sequence of numbers per row; null where the row is None. Raises
+    TypeError for an array of another dtype, whose values might not fit."""
+    dtype = np.dtype(kind.value_type.to_pandas_dtype())
+    present = [
+        row if isinstance(row, np.ndarray) else np.array(row, dtype=dtype)
+        for row in rows
+        if row is not None
+    ]
+    for row in present:
+        if row.dtype != dtype:
+            raise TypeError(f"an array of {row.dtype}, and the column is of {dtype}")
     starts = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum([0 if row is None else len(row) for row in rows], out=starts[1:])
     missing = None if len(present) == len(rows) else pa.array([row is None for row in rows])
@@ -191,11 +208,26 @@ def spans(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.i
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum(), dtype=np.int64)
 
 
+def as_stream(batch: pa.RecordBatch) -> pa.Buffer:
+    """The bytes of an Arrow stream: the schema, and the rows of `batch` alone, without what else
+    the buffers of a slice hold."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return sink.getvalue()
+
+
+def from_stream(content: bytes | pa.Buffer) -> pa.RecordBatch:
+    """What `as_stream` was given: views of `content`, which they keep."""
+    with pa.ipc.open_stream(content) as stream:
+        return stream.read_next_batch()
+
+
 def samples_of(batch: pa.RecordBatch) -> list[Sample]:
     """The rows as objects. Prompts are rebuilt, one for each `prompt_id`."""
     prompts: dict[str, Prompt] = {}
     arrays = {
-        name: _rows(batch.column(name))
+        name: rows_of_lists(batch.column(name))
         for name in (
             "prompt_ids",
             "response_ids",
@@ -238,7 +270,7 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
     return samples
 
 
-def _rows(column: pa.ListArray) -> list[np.ndarray | None]:
+def rows_of_lists(column: pa.ListArray) -> list[np.ndarray | None]:
     """The lists of a column as views of its values; null where the row is."""
     offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
     present = column.is_valid().to_numpy(zero_copy_only=False)

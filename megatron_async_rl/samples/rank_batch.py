@@ -24,8 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from megatron_async_rl.samples.columns import NUMERIC, batch_of, flat, spans
-from megatron_async_rl.samples.types import TrainBatch
+from megatron_async_rl.samples.columns import NUMERIC, flat, spans
 
 NOBODY = -1
 """Owner of a sample that is not trained on."""
@@ -156,15 +155,10 @@ class RankBatch:
         return dataclasses.replace(self, ids=self.ids.take(pa.array(rows)), **changed)
 
 
-def numeric(batch: TrainBatch) -> pa.RecordBatch:
-    """The schema NUMERIC, one row per sample; a group's number is its place in the batch."""
-    groups = [number for number, group in enumerate(batch.groups) for _ in group.samples]
-    return batch_of(list(batch.samples()), groups, NUMERIC)
-
-
 def numbers_of(samples: pa.RecordBatch, owner: NDArray[np.int64]) -> pa.RecordBatch:
-    """What every rank gets of a NUMERIC batch."""
-    columns = {name: samples.column(name) for name in NUMERIC.names} | {
+    """What every rank gets of a batch by NUMERIC or SCHEMA."""
+    columns = {
+        **{name: samples.column(name) for name in NUMERIC.names},
         "prompt_length": pc.list_value_length(samples.column("prompt_ids")),
         "owner": pa.array(owner, type=pa.int32()),
     }
@@ -172,7 +166,7 @@ def numbers_of(samples: pa.RecordBatch, owner: NDArray[np.int64]) -> pa.RecordBa
 
 
 def tokens_of(samples: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatch:
-    """What the owner of the samples `rows` of a NUMERIC batch gets."""
+    """What the owner of the samples `rows` of such a batch gets."""
     (prompts, before), (responses, lengths) = (
         flat(samples.column(name).take(pa.array(rows))) for name in ("prompt_ids", "response_ids")
     )

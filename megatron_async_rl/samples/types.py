@@ -1,20 +1,16 @@
-"""The types that flow: prompts become samples, groups and train batches; requests go to engines,
-reports come back.
+"""The types that flow: prompts become requests, requests become samples.
 
 Invariants, checked on construction:
 - every response token has exactly one behaviour log-prob, one weight version and one mask value,
   and so has every token of a partial response;
 - step rewards, where there are any, are one per response token and sum to the reward;
 - weight versions never decrease along a response (engines only move forward);
-- the samples of a group answer the group's prompt;
-- no token of a train batch was sampled by weights newer than the batch's own version;
 - a request is one response; its id, `<group>-<k>`, is the id of the sample that answers it.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -147,52 +143,6 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
-    """The n responses to one prompt. `index` is the order of admission, from 0 over the whole
-    run."""
-
-    index: int
-    prompt: Prompt
-    samples: tuple[Sample, ...]
-    admitted_version: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.samples:
-            raise ValueError(f"group {self.index} has no samples")
-        for sample in self.samples:
-            if sample.prompt.id != self.prompt.id:
-                raise ValueError(
-                    f"group {self.index}: sample {sample.id!r} answers prompt {sample.prompt.id!r},"
-                    f" not {self.prompt.id!r}"
-                )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainBatch:
-    """The groups one optimizer step consumes, in admission order. `version`: the weights that will
-    be trained."""
-
-    version: int
-    groups: tuple[Group, ...]
-
-    def __post_init__(self) -> None:
-        for sample in self.samples():
-            newest = int(sample.versions[-1])
-            if newest > self.version:
-                raise ValueError(
-                    f"sample {sample.id!r} was sampled by version {newest}, newer than the batch's"
-                    f" {self.version}"
-                )
-
-    def samples(self) -> Iterator[Sample]:
-        for group in self.groups:
-            yield from group.samples
-
-
-StateName = Literal["running", "paused", "asleep"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PartialResponse:
     """The tokens of a response that was aborted: response_ids int32, behavior_logprobs float32
     (nats, as sampled), versions int32."""
@@ -238,34 +188,3 @@ class Aborted:
 
     id: str
     partial: PartialResponse | None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EngineReport:
-    """What happened on an engine since the last report. Counts are since the engine started."""
-
-    finished: tuple[Sample, ...]
-    aborted: tuple[Aborted, ...]
-    state: StateName
-    version: int
-    """Version of the weights that sample the next token."""
-    running: int
-    """Requests given to the engine and not yet finished or aborted."""
-    tokens: int
-    """Response tokens of finished samples, prefixes included."""
-    busy_s: float
-    """Seconds in which at least one request was running and sampling was not paused."""
-    silent_s: float
-    """Seconds since vLLM's own process last answered."""
-    sampling: bool = False
-    """Whether a response has grown since the last report; looked at where nothing finished and
-    nothing was aborted."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Whole, in one piece: what is handed to Ray as buffers is read in its object store, which
-        # would keep every report for as long as one of its samples waits.
-        return _report, (pickle.dumps(vars(self), protocol=5),)
-
-
-def _report(pickled: bytes) -> EngineReport:
-    return EngineReport(**pickle.loads(pickled))

@@ -223,7 +223,7 @@ def test_after_a_resume_the_very_responses_that_were_waiting_are_trained_on(exac
     (stopped,) = (exact.directory / "checkpoint").glob("step_*")
     version = int(stopped.name.removeprefix("step_"))
     assert version >= LAG
-    left = read((stopped / "buffer.npz").read_bytes()).groups
+    left = read((stopped / "buffer.arrow").read_bytes()).groups
     for ahead in range(LAG):
         waited = [group.samples for group in left if group.version == version + ahead - LAG]
         assert [len(samples) for samples in waited] == [4] * 4

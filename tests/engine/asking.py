@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_async_rl.samples import Sample
-from megatron_async_rl.samples.types import Aborted, EngineReport, Request
+from megatron_async_rl.samples.columns import samples_of
+from megatron_async_rl.samples.rows import EngineReport
+from megatron_async_rl.samples.types import Aborted, Request
 
 
 def submit(handle: Any, requests: Sequence[Request]) -> None:
@@ -30,6 +32,10 @@ def report(handle: Any, timeout_s: float = 5.0) -> EngineReport:
     return answer
 
 
+def finished(answer: EngineReport) -> list[Sample]:
+    return samples_of(answer.finished)
+
+
 def outcomes(handle: Any, ids: Sequence[str], timeout_s: float = 120.0) -> list[Sample | Aborted]:
     """What became of these requests, in order."""
     came: dict[str, Sample | Aborted] = {}
@@ -37,7 +43,7 @@ def outcomes(handle: Any, ids: Sequence[str], timeout_s: float = 120.0) -> list[
     while not came.keys() >= set(ids):
         assert time.monotonic() < deadline, f"no answer to {sorted(set(ids) - came.keys())}"
         answer = report(handle)
-        came |= {outcome.id: outcome for outcome in (*answer.finished, *answer.aborted)}
+        came |= {outcome.id: outcome for outcome in (*finished(answer), *answer.aborted)}
     return [came[one] for one in ids]
 
 

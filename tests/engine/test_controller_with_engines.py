@@ -18,6 +18,7 @@ from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.rollout.engine_process import Engine, RemoteEngine, start_engine
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt
+from megatron_async_rl.samples.segments import load, read_entries
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog.deadline import ray_get
 from megatron_async_rl.weights.shared_memory import SharedMemory
@@ -162,11 +163,17 @@ def test_the_controller_feeds_batches_while_engines_join_leave_and_die(
     for version in range(2):
         batch = ask("next_batch", version).batch
         first = 3 * version
-        assert [group.index for group in batch.groups] == [first, first + 1, first + 2]
-        assert [group.prompt.id for group in batch.groups] == [
-            prompt.id for prompt in train[first : first + 3]
+        columns = {name: batch.samples.column(name).to_pylist() for name in ("id", "prompt_ids")}
+        assert [
+            (name.partition("-")[0], tuple(ids))
+            for name, ids in zip(*columns.values(), strict=True)
+        ] == [
+            (str(first + place), train[first + place].token_ids)
+            for place in range(3)
+            for _ in range(len(columns["id"]) // 3)
         ]
-        assert min(sample.start_version for sample in batch.samples()) == max(0, version - 1)
+        starts = [versions[0] for versions in batch.samples.column("versions").to_pylist()]
+        assert min(starts) == max(0, version - 1)
         weights = buckets(root / "arithmetic" / "model")
         ask("staged", version + 1, staging.stage(version + 1, weights))
         assert ask("state").state["consumed"] == first + 3
@@ -180,7 +187,9 @@ def test_the_controller_feeds_batches_while_engines_join_leave_and_die(
     for version in (2, 3, 4):  # what trains last was admitted after that
         batch = ask("next_batch", version).batch
         ask("staged", version + 1, staging.stage(version + 1, buckets(specs[0].model_path)))
-    assert {sample.engine for sample in batch.samples()} == {1}
+    ask("state")  # writes the sample log
+    last = [entry for entry in read_entries(run_dir) if entry.steps == (5,)]
+    assert {sample.engine for _, sample in load(run_dir, last)} == {1}
 
     core_of(run_dir / "logs" / "engine-1.log").kill()
     with pytest.raises(EngineFailed, match=r"no training engine is left: .*engine 1: .*died"):

@@ -22,7 +22,7 @@ import torch
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted
 from megatron_async_rl.watchdog.deadline import remote_cause
-from tests.engine.asking import abort, outcomes, report, sampled, submit
+from tests.engine.asking import abort, finished, outcomes, report, sampled, submit
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import TOLERANCE, Engines, buckets, call, prompt_of, running, started
 from tests.parallel.ranks import run_ranks
@@ -180,7 +180,7 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_t
     call(handle, "sleep")
     asleep, later = report(handle, 0.3), report(handle, 0.3)
     assert later.state == "asleep"
-    assert (later.running, later.finished) == (asleep.running, ())
+    assert (later.running, later.finished.num_rows) == (asleep.running, 0)
     assert later.busy_s == asleep.busy_s
     assert later.silent_s < 5
     version = engines.version + 1
@@ -205,7 +205,7 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_t
         engines.version = version
     for sample in outcomes(
         handle,
-        [request.id for request in asked if request.id not in {s.id for s in asleep.finished}],
+        [request.id for request in asked if request.id not in {s.id for s in finished(asleep)}],
     ):
         assert isinstance(sample, Sample)
         assert sample.versions[-1] == version
@@ -222,10 +222,10 @@ def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs
     first, then = engines.handles[KEEP], engines.handles[RECOMPUTE]
     asked = engines.asked([prompt_of(12, seed) for seed in range(6)], 1)
     submit(first, asked)
-    finished = grown(first)
+    done = grown(first)
     engines.publish(1)
-    finished |= grown(first) | grown(first)
-    ids = [request.id for request in asked if request.id not in finished]
+    done |= grown(first) | grown(first)
+    ids = [request.id for request in asked if request.id not in done]
     abort(first, ids)
     cuts = {
         one.id: one.partial
@@ -263,12 +263,12 @@ def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs
 
 def grown(handle: Any) -> set[str]:
     """Waits until responses have grown since the report before; which ones finished meanwhile."""
-    finished: set[str] = set()
+    done: set[str] = set()
     while True:
         answer = report(handle, 0.05)
-        finished |= {sample.id for sample in answer.finished}
+        done |= {sample.id for sample in finished(answer)}
         if answer.sampling:
-            return finished
+            return done
         assert answer.running, "all of them finished"
 
 

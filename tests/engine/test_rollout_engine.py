@@ -194,7 +194,7 @@ def test_reports_say_whether_responses_grow_while_none_has_finished(engines: Eng
     left, grew = {request.id for request in asked}, []
     while left:
         report = ray.get(handle.report.remote(0.05), timeout=60)
-        left -= {sample.id for sample in report.finished}
+        left -= set(report.finished.column("id").to_pylist())
         grew.append(report.sampling)
     assert any(grew)
     assert not ray.get(handle.report.remote(0.05), timeout=60).sampling

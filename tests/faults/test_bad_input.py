@@ -294,7 +294,7 @@ def checkpoint(config: Path) -> Path:
     (path / "about.json").write_text("{}")
     with zipfile.ZipFile(path / "state.pt", "w") as file:
         file.writestr("archive/data.pkl", b"numbers" * 100)
-    (path / "buffer.npz").write_bytes(written(Buffer()))
+    (path / "buffer.arrow").write_bytes(written(Buffer()))
     (path.parent / "latest").write_text(path.name)
     return path
 
@@ -304,12 +304,17 @@ def test_a_whole_checkpoint_is_fine(config, checkpoint):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["buffer.npz", "state.pt", "about.json"])
+@pytest.mark.parametrize("name", ["buffer.arrow", "state.pt", "about.json"])
 def test_a_damaged_file_of_the_checkpoint_is_named_before_anything_starts(config, checkpoint, name):
     content = bytearray((checkpoint / name).read_bytes())
     content[len(content) // 2] ^= 1
     (checkpoint / name).write_bytes(content)
     refused(config, says=("run.dir", str(checkpoint), name, "cannot be read", "fix: "))
+
+
+def test_what_waited_in_a_checkpoint_of_an_earlier_version_is_not_lost_unsaid(config, checkpoint):
+    (checkpoint / "buffer.arrow").rename(checkpoint / "buffer.npz")
+    refused(config, says=("run.dir", "buffer.npz", "of an earlier version", "fix: remove the file"))
 
 
 @pytest.mark.parametrize("name", ["state.pt", "about.json", "sharded/.metadata"])

@@ -33,7 +33,9 @@ from megatron_async_rl.policy import device
 from megatron_async_rl.policy.optimizer import gradients_of
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.policy.policy import Policy
+from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.weights.export import WeightExporter
+from tests.train_batches import groups_of
 
 TEMPERATURE = 0.7
 GAC = GacControl(c_low=0.15)
@@ -112,13 +114,9 @@ def received(policy, batch):
 def scorable(batch):
     """The batch with the samples, too, whose reward failed: they belong to no rank."""
     groups = [
-        dataclasses.replace(
-            group,
-            samples=tuple(dataclasses.replace(s, reward_error=None) for s in group.samples),
-        )
-        for group in batch.groups
+        [dataclasses.replace(s, reward_error=None) for s in group] for group in groups_of(batch)
     ]
-    return dataclasses.replace(batch, groups=tuple(groups))
+    return TrainBatch.of(batch.version, groups)
 
 
 def tokens_by_rank(rank: Rank, policy, batch) -> list[tuple[int, list[str]]]:

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_async_rl.samples.types import Group, TrainBatch
+from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import TEMPERATURE
 from tests.parallel.ranks import run_ranks
 from tests.ports import free_ports
 from tests.tiny_models import save_tiny_model
-from tests.train_batches import ragged_batch
+from tests.train_batches import groups_of, ragged_batch
 
 VOCABULARY = 97
 """Odd, so that two tensor-parallel ranks need a padding row."""
@@ -194,20 +194,12 @@ def save_with_a_blank_token(source: Path, target: Path) -> None:
 
 
 def without_blank(source: TrainBatch) -> TrainBatch:
-    groups = [
-        dataclasses.replace(
-            g,
-            prompt=dataclasses.replace(
-                g.prompt, token_ids=tuple(min(t, BLANK - 1) for t in g.prompt.token_ids)
-            ),
-        )
-        for g in source.groups
-    ]
-    prompts = {g.prompt.id: g.prompt for g in groups}
     return replaced(
-        TrainBatch(version=source.version, groups=tuple(groups)),
+        source,
         lambda s: {
-            "prompt": prompts[s.prompt.id],
+            "prompt": dataclasses.replace(
+                s.prompt, token_ids=tuple(min(t, BLANK - 1) for t in s.prompt.token_ids)
+            ),
             "response_ids": np.minimum(s.response_ids, BLANK - 1),
         },
     )
@@ -227,31 +219,23 @@ def with_one_blank(source: TrainBatch) -> TrainBatch:
 
 def blamed(source: TrainBatch) -> str:
     """The longest trained sample."""
-    trained = [s for s in source.samples() if s.valid]
+    trained = [s for group in groups_of(source) for s in group if s.valid]
     return max(trained, key=lambda s: int(s.loss_mask.sum())).id
 
 
 def replaced(source: TrainBatch, changes) -> TrainBatch:
-    groups = [
-        dataclasses.replace(
-            g, samples=tuple(dataclasses.replace(s, **changes(s)) for s in g.samples)
-        )
-        for g in source.groups
-    ]
-    return TrainBatch(version=source.version, groups=tuple(groups))
+    groups = [[dataclasses.replace(s, **changes(s)) for s in group] for group in groups_of(source)]
+    return TrainBatch.of(source.version, groups)
 
 
 def permuted(source: TrainBatch) -> TrainBatch:
     rng = np.random.default_rng(5)
-    groups = [
-        Group(
-            index=i,
-            prompt=g.prompt,
-            samples=tuple(g.samples[k] for k in rng.permutation(len(g.samples))),
-        )
-        for i, g in enumerate(source.groups[k] for k in rng.permutation(len(source.groups)))
+    groups = groups_of(source)
+    shuffled = [
+        [group[k] for k in rng.permutation(len(group))]
+        for group in (groups[k] for k in rng.permutation(len(groups)))
     ]
-    return TrainBatch(version=source.version, groups=tuple(groups))
+    return TrainBatch.of(source.version, shuffled)
 
 
 def with_behavior(model_path: Path, source: TrainBatch) -> TrainBatch:

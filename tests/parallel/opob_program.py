@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.samples.types import TrainBatch
+from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import Rank, received, run_each
-from tests.train_batches import ragged_batch
+from tests.train_batches import groups_of, ragged_batch
 
 CAP = 1.1
 ENTROPY_BONUS = 0.3
@@ -44,7 +44,7 @@ def many(vocabulary: int) -> TrainBatch:
 
 
 def one_group(batch: TrainBatch) -> TrainBatch:
-    return TrainBatch(version=batch.version, groups=batch.groups[:1])
+    return TrainBatch.of(batch.version, groups_of(batch)[:1])
 
 
 class Watched:

@@ -20,8 +20,9 @@ from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, Refere
 from megatron_async_rl.config.schema import ParallelConfig
 from megatron_async_rl.objectives.targets import valid_samples
 from megatron_async_rl.policy.parameters import load_hf
-from megatron_async_rl.samples.types import TrainBatch
+from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import Rank, received, run_each
+from tests.train_batches import groups_of, samples_in
 
 KL = KlConfig(coef=0.1)
 DECAY = 0.6
@@ -30,14 +31,14 @@ DECAY = 0.6
 def at_version(batch: TrainBatch, version: int) -> TrainBatch:
     """The batch as version `version` would train it: tokens of the versions 0..version, several in
     one response."""
-    groups = []
-    for group in batch.groups:
-        samples = [
+    groups = [
+        [
             dataclasses.replace(s, versions=np.minimum(s.versions, version).astype(np.int32))
-            for s in group.samples
+            for s in group
         ]
-        groups.append(dataclasses.replace(group, samples=tuple(samples)))
-    return TrainBatch(version=version, groups=tuple(groups))
+        for group in groups_of(batch)
+    ]
+    return TrainBatch.of(version, groups)
 
 
 class Watched:
@@ -133,7 +134,7 @@ def snapshot(rank: Rank, model: str) -> dict:
             resumed.train(batch)
         scores.append(watched.scores(batch))
         steps.append(watched.train(batch))
-    versions = torch.from_numpy(np.concatenate([s.versions for s in batch.samples() if s.valid]))
+    versions = torch.from_numpy(np.concatenate([s.versions for s in samples_in(batch) if s.valid]))
     expected = torch.stack(scores).gather(0, versions.long()[None])[0]
     try:
         watched.train(at_version(rank.batches["a"], 3))

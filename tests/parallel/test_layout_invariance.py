@@ -8,7 +8,7 @@ import torch
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.objective import Objective
 from tests.parallel import layouts
-from tests.train_batches import columns
+from tests.train_batches import columns, samples_in
 
 pytestmark = pytest.mark.parallel
 
@@ -88,7 +88,7 @@ def test_the_budgets_compared_were_really_different():
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_scores_are_transformers_log_probs_at_the_sampling_temperature(layout, model):
     reference = layouts.reference_model(model)
-    samples = list(layouts.batch("a").samples())
+    samples = list(samples_in(layouts.batch("a")))
     scores = layouts.results(layout)[model]["scores"]
     assert len(scores) == len(samples)
     for sample, score in zip(samples, scores, strict=True):
@@ -103,7 +103,7 @@ def test_tokens_go_to_the_data_parallel_rank_that_trains_them_alone(layout):
     by_rank = layouts.results(layout)["tokens_of"]
     of_each = dict(by_rank)
     assert all(own == of_each[data_rank] for data_rank, own in by_rank)
-    trained = sorted(sample.id for sample in layouts.batch("a").samples() if sample.valid)
+    trained = sorted(sample.id for sample in samples_in(layouts.batch("a")) if sample.valid)
     assert sorted(name for own in of_each.values() for name in own) == trained
     assert all(own for own in of_each.values())
 
@@ -114,7 +114,7 @@ def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layou
     left out."""
     model = layouts.reference_model("tied")
     targets = Objective(ObjectiveConfig()).prepare(columns(layouts.batch("a")), {})
-    samples = [sample for sample in layouts.batch("a").samples() if sample.valid]
+    samples = [sample for sample in samples_in(layouts.batch("a")) if sample.valid]
     advantages = torch.split(targets.whole.advantages, targets.samples.lengths.tolist())
     total, entropies = torch.zeros((), dtype=torch.float64), []
     for sample, per_token in zip(samples, advantages, strict=True):
@@ -167,7 +167,7 @@ def test_a_batch_whose_rewards_all_failed_changes_nothing(layout):
 def test_given_responses_are_trained_on_by_weighted_log_likelihood():
     model = layouts.reference_model("tied")
     total, tokens = 0.0, 0
-    for sample in layouts.batch("given").samples():
+    for sample in samples_in(layouts.batch("given")):
         with torch.no_grad():
             kept = sample.loss_mask.astype(bool)
             total -= sample.weight * float(

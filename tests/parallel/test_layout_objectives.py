@@ -8,6 +8,7 @@ import torch
 from tests.parallel import layouts
 from tests.parallel.objective_program import DENSE_OBJECTIVES, OBJECTIVES, SKIPPING, WHOLE_BATCH
 from tests.parallel.test_layout_invariance import PER_LAYOUT, compare_steps, compare_weights
+from tests.train_batches import samples_in
 
 pytestmark = pytest.mark.parallel
 
@@ -136,7 +137,7 @@ def test_an_anomalous_gradient_is_traced_to_its_parameter_and_sample(layout, kin
     batch = layouts.batch(f"{mixture}one_blank")
     (sample,) = record["samples"]
     assert sample["id"] == layouts.blamed(batch)
-    (original,) = [s for s in batch.samples() if s.id == sample["id"]]
+    (original,) = [s for s in samples_in(batch) if s.id == sample["id"]]
     assert sample["response_ids"] == original.response_ids.tolist()
     assert sample["response_ids"][1] == layouts.BLANK
     assert (sample["reward"], sample["length"]) == (original.reward, original.length)
@@ -176,7 +177,7 @@ def test_the_number_of_collectives_does_not_depend_on_the_number_of_micro_batche
 def test_a_mixture_scores_as_transformers_does(layout):
     reference = layouts.reference_model("mixture")
     for sample, score in zip(
-        layouts.batch("mixture_a").samples(), results(layout)["scores"], strict=True
+        samples_in(layouts.batch("mixture_a")), results(layout)["scores"], strict=True
     ):
         with torch.no_grad():
             np.testing.assert_allclose(

@@ -14,6 +14,7 @@ from megatron_async_rl.policy.opob import own_groups
 from tests.parallel import layouts
 from tests.parallel.opob_program import CAP, ENTROPY_BONUS, many, one_group
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+from tests.train_batches import groups_of
 from tests.written_run import config_tree
 
 pytestmark = pytest.mark.parallel
@@ -37,8 +38,8 @@ def results(layout):
 def valid(batch):
     return [
         (number, sample)
-        for number, group in enumerate(batch.groups)
-        for sample in group.samples
+        for number, group in enumerate(groups_of(batch))
+        for sample in group
         if sample.valid
     ]
 

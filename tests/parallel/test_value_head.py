@@ -6,6 +6,7 @@ import torch
 
 from tests.parallel import layouts
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+from tests.train_batches import samples_in
 
 pytestmark = pytest.mark.parallel
 
@@ -54,7 +55,7 @@ def test_the_first_step_has_the_value_loss_of_zero_estimates(layout):
     """V is 0 before the first step, so its loss is half the mean squared return, times the
     factor."""
     first = results(layout)["tied"]["steps"][0]
-    targets = [s for s in layouts.batch("a").samples() if s.valid]
+    targets = [s for s in samples_in(layouts.batch("a")) if s.valid]
     squares = sum(s.reward**2 * int(s.loss_mask.sum()) for s in targets)
     tokens = sum(int(s.loss_mask.sum()) for s in targets)
     assert first["loss/value"] == pytest.approx(0.5 * 0.5 * squares / tokens, rel=1e-5)

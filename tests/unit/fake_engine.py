@@ -12,7 +12,9 @@ import numpy as np
 
 from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.types import Aborted, EngineReport, PartialResponse, Request, Sample
+from megatron_async_rl.samples.columns import batch_of
+from megatron_async_rl.samples.rows import EngineReport
+from megatron_async_rl.samples.types import Aborted, PartialResponse, Request, Sample
 from megatron_async_rl.weights.manifest import Manifest
 
 
@@ -127,8 +129,10 @@ class FakeEngine:
             raise self.failure
         self._news.clear()
         said, self._outcomes = self._outcomes, []
+        finished = [one for one in said if isinstance(one, Sample)]
+        groups = [int(one.id.rpartition("-")[0]) for one in finished]
         return EngineReport(
-            finished=tuple(one for one in said if isinstance(one, Sample)),
+            finished=batch_of(finished, groups),
             aborted=tuple(one for one in said if isinstance(one, Aborted)),
             state="running",
             version=self.version,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings, Listener
-from megatron_async_rl.samples import Sample
+from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Aborted, Request
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, specs
 from tests.unit.flow_setup import PROMPTS, until
@@ -18,7 +18,7 @@ def never(request: Request) -> float:
 
 class FleetHarness(Listener):
     def __init__(self, launch: FakeLaunch, evaluators: int, settings: FleetSettings) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[SampleRow] = []
         self.aborted: list[Aborted] = []
         self.given_up: list[tuple[str, str]] = []
         self.errors: list[BaseException] = []
@@ -28,7 +28,7 @@ class FleetHarness(Listener):
         count = len(launch.engines)
         self.fleet = Fleet(specs(count), launch, self, settings, evaluators_from=count - evaluators)
 
-    def on_sample(self, sample: Sample, request: Request) -> None:
+    def on_sample(self, sample: SampleRow, request: Request) -> None:
         self.samples.append(sample)
 
     def on_abort(self, aborted: Aborted, request: Request) -> Request:

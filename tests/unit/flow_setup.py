@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_async_rl.config.schema import EvalConfig, FlowConfig
 from megatron_async_rl.data import PromptSource
 from megatron_async_rl.flow.controller import Controller, ControllerSpec, DataState
 from megatron_async_rl.flow.fleet import FleetSettings
-from megatron_async_rl.samples import Group, Prompt
+from megatron_async_rl.samples import Prompt
+from megatron_async_rl.samples.columns import rows_of_lists
+from megatron_async_rl.samples.rows import TrainBatch
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, specs
 
 PROMPTS = [Prompt(id=f"p{i}", text=str(i), token_ids=(i,)) for i in range(7)]
@@ -90,13 +93,61 @@ def holds(controller: Controller, version: int) -> bool:
     return all(slot.serving and slot.version == version for slot in slots)
 
 
-async def train(controller: Controller, first: int, last: int) -> list[Group]:
+@dataclass(frozen=True)
+class Trained:
+    """A sample of a batch, as the trainer got it."""
+
+    id: str
+    prompt: Prompt
+    versions: list[int]
+    reward: float
+    valid: bool
+
+    @property
+    def start_version(self) -> int:
+        return self.versions[0]
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    index: int
+    samples: list[Trained]
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.samples[0].prompt
+
+
+def groups_of(batch: TrainBatch) -> list[TrainedGroup]:
+    """The groups of PROMPTS that a batch trains."""
+    columns = batch.samples
+    versions, tokens = (rows_of_lists(columns.column(name)) for name in ("versions", "prompt_ids"))
+    groups: dict[int, TrainedGroup] = {}
+    for number, one in enumerate(columns.select(["id", "group", "reward", "valid"]).to_pylist()):
+        sample = Trained(
+            id=one["id"],
+            prompt=PROMPTS[tokens[number][0]],
+            versions=versions[number].tolist(),
+            reward=one["reward"],
+            valid=one["valid"],
+        )
+        index = int(one["id"].partition("-")[0])
+        groups.setdefault(one["group"], TrainedGroup(index, [])).samples.append(sample)
+    assert list(groups) == list(range(len(groups))), "a group's number is its place in the batch"
+    return list(groups.values())
+
+
+def samples_in(batch: TrainBatch) -> list[Trained]:
+    return [sample for group in groups_of(batch) for sample in group.samples]
+
+
+async def train(controller: Controller, first: int, last: int) -> list[TrainedGroup]:
     """The trainer's side for versions first..last-1; returns the consumed groups in order."""
-    groups: list[Group] = []
+    groups: list[TrainedGroup] = []
     for version in range(first, last):
         handout = await controller.next_batch(version)
         assert handout is not None
-        groups += handout.batch.groups
+        groups += groups_of(handout.batch)
         await stage(controller, version + 1)
     return groups
 

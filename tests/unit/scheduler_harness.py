@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.flow.buffer import Group
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.scheduler import Scheduler
-from megatron_async_rl.samples import Prompt, Sample, TrainBatch
+from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Request
+from tests.train_batches import row
 
 
 class SchedulerHarness:
@@ -78,7 +82,7 @@ class SchedulerHarness:
                 finish_reason="stop",
                 reward=float(request.k) if reward is None else reward,
             )
-            self.scheduler.on_sample(sample, request.group)
+            self.scheduler.on_sample(row(sample, request.group), request.group)
 
     def finish(self, *groups: int, version: int = 0) -> None:
         for group in groups:
@@ -89,5 +93,9 @@ class SchedulerHarness:
         return None if batch is None else indices(batch)
 
 
-def indices(batch: TrainBatch) -> list[int]:
-    return [group.index for group in batch.groups]
+def samples_of(batch: Iterable[Group]) -> list[SampleRow]:
+    return [sample for group in batch for sample in group.samples]
+
+
+def indices(batch: Iterable[Group]) -> list[int]:
+    return [group.index for group in batch]

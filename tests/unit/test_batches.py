@@ -7,12 +7,13 @@ import pyarrow as pa
 import pytest
 
 from megatron_async_rl.objectives.targets import valid_samples
-from megatron_async_rl.policy.batches import _read, _written, split
+from megatron_async_rl.policy.batches import _batch, _tensor, split
 from megatron_async_rl.samples.rank_batch import NOBODY, NUMBERS, TOKENS
-from tests.train_batches import columns, columns_of, ragged_batch
+from megatron_async_rl.samples.rows import TrainBatch
+from tests.train_batches import columns, columns_of, groups_of, ragged_batch, samples_in
 
 BATCH = ragged_batch()
-SAMPLES = list(BATCH.samples())
+SAMPLES = list(samples_in(BATCH))
 PER_TOKEN = ("behavior_logprobs", "versions", "loss_mask")
 
 
@@ -27,7 +28,7 @@ def test_ranks_have_all_numbers_and_the_tokens_of_their_own_samples_alone(data_p
     for rank in range(data_parallel):
         view = parts.of(rank)
         assert view.ids.to_pylist() == [sample.id for sample in SAMPLES]
-        assert view.group.tolist() == [n for n, g in enumerate(BATCH.groups) for _ in g.samples]
+        assert view.group.tolist() == [n for n, g in enumerate(groups_of(BATCH)) for _ in g]
         assert view.rewards.tolist() == [sample.reward for sample in SAMPLES]
         assert view.valid.tolist() == [sample.valid for sample in SAMPLES]
         assert view.trained.tolist() == [sample.loss_mask.sum() for sample in SAMPLES]
@@ -57,13 +58,10 @@ def test_what_is_received_is_what_was_sent():
     rewarded = dataclasses.replace(
         SAMPLES[0], **first, step_rewards=np.array([0.5], dtype=np.float32), reward=0.5
     )
-    whole = dataclasses.replace(
-        BATCH,
-        groups=(dataclasses.replace(BATCH.groups[0], samples=(SAMPLES[1], rewarded, SAMPLES[2])),),
-    )
+    whole = TrainBatch.of(BATCH.version, [[SAMPLES[1], rewarded, SAMPLES[2]]])
     parts = split(whole, 2)
     for sent in (parts.numbers, *parts.tokens):
-        received = _read(_written(sent))
+        received = _batch(_tensor(sent))
         assert received.schema == sent.schema
         assert received == sent
     steps = columns(whole).step_rewards
@@ -72,8 +70,8 @@ def test_what_is_received_is_what_was_sent():
 
 
 def test_a_rank_without_samples_receives_an_empty_part():
-    parts = split(dataclasses.replace(BATCH, groups=BATCH.groups[:1]), 8)
-    empty = _read(_written(parts.tokens[7]))
+    parts = split(TrainBatch.of(BATCH.version, groups_of(BATCH)[:1]), 8)
+    empty = _batch(_tensor(parts.tokens[7]))
     assert isinstance(empty, pa.RecordBatch)
     assert empty.num_rows == 0
 

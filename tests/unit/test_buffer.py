@@ -4,26 +4,28 @@ law permits."""
 from __future__ import annotations
 
 import dataclasses
-import io
 import logging
 import math
 import pickle
-import zipfile
+import zlib
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.buffer import Buffer, GroupState
-from megatron_async_rl.flow.buffer_file import COLUMNS, BufferBroken, read, written
+from megatron_async_rl.flow.buffer_file import BufferBroken, read, written
 from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
+from tests.train_batches import row
 from tests.unit.fake_engine import partial
-from tests.unit.scheduler_harness import SchedulerHarness, indices
+from tests.unit.scheduler_harness import SchedulerHarness, indices, samples_of
 
 CHAT = Prompt(
     id="p",
-    text="«1 + 1»\n\ud83d",
+    text="«1 + 1»\n\U0001f600",
     token_ids=(5, 70000),
     fields={"answer": "2", "numbers": [1, 1.5, None], "of": {"a": True}},
 )
@@ -84,7 +86,7 @@ def full() -> Buffer:
                 version=1,
                 deadline=3,
                 open={},
-                samples=[steps, failed],
+                samples=[row(steps, 3), row(failed, 3)],
                 finished=11,
             ),
             GroupState(
@@ -93,13 +95,21 @@ def full() -> Buffer:
                 version=0,
                 deadline=2,
                 open=running,
-                samples=[sample("4-1", CHANGED, [2, 2])],
+                samples=[row(sample("4-1", CHANGED, [2, 2]), 4)],
             ),
         ),
-        stored=((CHAT, (sample("0-0", CHAT, [0]), sample("1-1", CHANGED, [0, 0]))), (CHANGED, ())),
+        stored=(
+            (CHAT, (row(sample("0-0", CHAT, [0])), row(sample("1-1", CHANGED, [0, 0]), 1))),
+            (CHANGED, ()),
+        ),
         equal=(17, 3),
         first_versions=(0, 40),
     )
+
+
+def group_in(row: SampleRow) -> int:
+    group: int = row.batch.column("group")[row.row].as_py()
+    return group
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -108,6 +118,8 @@ def same(found: Any, expected: Any) -> bool:
         return False
     if isinstance(expected, np.ndarray):
         return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+    if isinstance(expected, SampleRow):
+        return same(found.sample(), expected.sample()) and group_in(found) == group_in(expected)
     if dataclasses.is_dataclass(expected):
         return all(
             same(getattr(found, f.name), getattr(expected, f.name))
@@ -124,26 +136,30 @@ def same(found: Any, expected: Any) -> bool:
     )
 
 
-def test_every_field_comes_back_as_it_was() -> None:
+@pytest.mark.parametrize("rows", [1024, 2])
+def test_every_field_comes_back_as_it_was(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_file, "ROWS", rows)
     assert same(read(written(full())), full())
     assert same(read(written(Buffer())), Buffer())
 
 
-def test_what_is_read_does_not_keep_the_rest_in_memory() -> None:
-    array = read(written(full())).groups[0].samples[0].response_ids
-    assert array.base is None
+def test_a_row_that_is_read_keeps_few_others_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_file, "ROWS", 2)
+    stored = tuple(row(sample(f"0-{k}", CHAT, [0] * 1000)) for k in range(40))
+    ((_, again),) = read(written(Buffer(stored=((CHAT, stored),)))).stored
+    assert [one.batch.num_rows for one in again] == [2] * 40
 
 
-def test_prompts_are_stored_once() -> None:
+def test_a_prompt_of_many_samples_takes_the_room_of_few() -> None:
     long = Prompt(id="long", text="x" * 10000, token_ids=(1,) * 1000)
-    stored = tuple(sample(f"0-{k}", dataclasses.replace(long), [0]) for k in range(50))
+    stored = tuple(row(sample(f"0-{k}", dataclasses.replace(long), [0])) for k in range(50))
     assert len(written(Buffer(stored=((long, stored),)))) < 50000
 
 
 def test_arrays_of_other_types_are_refused_and_not_converted() -> None:
     wide = sample("0-0", CHAT, [0], response_ids=np.array([2**40]))
     with pytest.raises(TypeError, match="int64"):
-        written(Buffer(stored=((CHAT, (wide,)),)))
+        row(wide)
 
 
 class Bomb:
@@ -155,22 +171,23 @@ def test_a_damaged_file_says_so_and_what_to_do_and_no_code_in_it_is_run() -> Non
     whole = written(full())
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
-    unknown = bytearray(whole)
-    unknown[whole.rindex(b"PK\x01\x02") + 10] ^= 0x60  # the last entry's compression method
-    armed = io.BytesIO()
-    np.savez(
-        armed, about=np.array([Bomb()], dtype=object), **{name: np.zeros(0) for name in COLUMNS}
-    )
-    short = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(whole)) as source, zipfile.ZipFile(short, "w") as target:
-        for name in source.namelist():
-            array = np.load(io.BytesIO(source.read(name)))
-            with target.open(name, "w") as file:
-                np.save(file, array[:-1] if name == "versions.npy" else array)
-    damaged = (whole[:-30], bytes(flipped), bytes(unknown), armed.getvalue(), short.getvalue())
-    for content in (b"", b"no", pickle.dumps(Bomb()), *damaged):
+    sound = whole[:-4]
+    others = [
+        sound.replace(before, after)
+        for before, after in (
+            (b"deadline", b"deadlime"),
+            (b'"samples": 2', b'"samples": 3'),
+            (b'"samples": 2', b'"samples": 1'),
+            (b"prompt_text", b"prompt_next"),
+        )
+    ]
+    assert sound not in others
+    consistent = [one + zlib.crc32(one).to_bytes(4) for one in others]
+    armed = pickle.dumps(Bomb())
+    armed += zlib.crc32(armed).to_bytes(4)
+    for content in (b"", b"no", armed, whole[:-30], bytes(flipped), *consistent):
         with pytest.raises(
-            BufferBroken, match=r"buffer\.npz of the checkpoint (?s:.)*remove the file"
+            BufferBroken, match=r"buffer\.arrow of the checkpoint (?s:.)*remove the file"
         ):
             read(content)
 
@@ -197,9 +214,8 @@ def test_only_what_is_missing_is_asked_again_under_its_own_id_and_deadline() -> 
     harness.answer("3-0", versions=(1,))
     batch = harness.scheduler.take(1)
     assert batch is not None
-    assert [sample.id for sample in batch.samples()] == ["2-0", "2-1", "3-0", "3-1"]
-    assert [sample.start_version for sample in batch.samples()] == [0, 0, 1, 0]
-    assert [group.admitted_version for group in batch.groups] == [0, 0]
+    assert [sample.id for sample in samples_of(batch)] == ["2-0", "2-1", "3-0", "3-1"]
+    assert [sample.start_version for sample in samples_of(batch)] == [0, 0, 1, 0]
     harness.scheduler.advance(2)
     assert [request.group for request in harness.admit()] == [6, 6, 7, 7], "numbers go on"
 
@@ -248,7 +264,7 @@ def lags_of(harness: SchedulerHarness, first: int, last: int) -> list[int]:
         harness.asked = {}
         batch = harness.scheduler.take(version)
         assert batch is not None
-        found.append(version - batch.groups[0].samples[0].start_version)
+        found.append(version - batch[0].samples[0].start_version)
     return found
 
 
@@ -356,7 +372,7 @@ def test_replay_draws_over_a_resume_what_it_would_have_drawn() -> None:
                 harness.answer(request.id, versions=(version,))
             batch = harness.scheduler.take(version)
             assert batch is not None
-            found.append([sample.id for sample in batch.samples()])
+            found.append([sample.id for sample in samples_of(batch)])
         return found
 
     through = ids(None)

@@ -80,6 +80,16 @@ def test_rows_gathered_one_by_one_are_the_batch_of_their_samples() -> None:
     assert columns.take() == batch_of(given, [3, 3, 4])
 
 
+def test_two_prompts_of_one_id_keep_each_its_own_tokens() -> None:
+    """The data may have changed before a resume that goes on with what was asked."""
+    changed = dataclasses.replace(PROMPT, token_ids=(9,), fields={"answer": "3"})
+    given = [sample(0, 1), sample(1, 1, prompt=changed), sample(2, 1)]
+    columns = SampleColumns()
+    for one in given:
+        appended(columns, one, 3)
+    assert columns.take() == batch_of(given, [3, 3, 3])
+
+
 def test_what_was_taken_is_not_taken_again() -> None:
     columns = SampleColumns()
     appended(columns, sample(0, 4), 3)

@@ -17,7 +17,16 @@ from megatron_async_rl.flow.errors import BatchTimeout, EngineFailed, RewardFail
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.staleness import StalenessViolated
 from tests.unit.fake_engine import FakeEngine, manifest
-from tests.unit.flow_setup import begin, expected_prompts, flow, run, stage, train
+from tests.unit.flow_setup import (
+    begin,
+    expected_prompts,
+    flow,
+    groups_of,
+    run,
+    samples_in,
+    stage,
+    train,
+)
 
 
 def test_groups_are_consumed_in_admission_order_whatever_order_they_finish_in() -> None:
@@ -105,7 +114,7 @@ def test_lags_stay_within_the_bound_under_random_durations(
         controller = await begin(fleet, flow(2, ratio, **more))
         for version in range(8):
             batch = (await controller.next_batch(version)).batch
-            lags = [version - sample.start_version for sample in batch.samples()]
+            lags = [version - sample.start_version for sample in samples_in(batch)]
             assert 0 <= min(lags) <= max(lags) <= math.ceil(ratio)
             await stage(controller, version + 1)
         await controller.close()
@@ -134,7 +143,7 @@ def test_the_trainer_may_take_the_next_batch_while_the_engines_still_load_its_we
         controller = await begin([engine], flow(3, 1.0), timeout_s=0.2)
         await controller.next_batch(0)
         batch = (await controller.next_batch(1)).batch
-        assert {sample.start_version for sample in batch.samples()} == {0}
+        assert {sample.start_version for sample in samples_in(batch)} == {0}
         with pytest.raises(BatchTimeout, match="the engines hold version 0"):
             await controller.next_batch(2)
         await controller.close()
@@ -162,7 +171,7 @@ def test_a_batch_is_late_only_when_no_response_comes_and_then_it_says_which_grou
         engines = [FakeEngine(), FakeEngine(lambda request: 60.0)]
         slow = FakeEngine(lambda request: 0.1 * (2 * request.group + request.k))
         moving = await begin([slow], flow(3, 0.0), timeout_s=0.3)
-        assert len((await moving.next_batch(0)).batch.groups) == 3, (
+        assert len(groups_of((await moving.next_batch(0)).batch)) == 3, (
             "0.5 s in all, but a response every 0.1 s"
         )
         controller = await begin(engines, flow(3, 0.0), capacity=2, timeout_s=0.1)
@@ -188,7 +197,7 @@ def test_a_response_longer_than_the_deadline_is_waited_for_while_it_grows(
         engine = FakeEngine(lambda request: 0.5)
         engine.sampling = True
         controller = await begin([engine], flow(1, 0.0), timeout_s=0.2)
-        assert len((await controller.next_batch(0)).batch.groups) == 1
+        assert len(groups_of((await controller.next_batch(0)).batch)) == 1
         await controller.close()
 
     run(body)
@@ -200,7 +209,7 @@ def test_a_failed_reward_is_counted_and_passed_on_or_stops_the_run_as_configured
         engine.reward = lambda request: None if request.id == "1-1" else 1.0
         dropping = await begin([engine], flow(), on_reward_error="drop")
         batch = (await dropping.next_batch(0)).batch
-        assert [sample.id for sample in batch.samples() if not sample.valid] == ["1-1"]
+        assert [sample.id for sample in samples_in(batch) if not sample.valid] == ["1-1"]
         assert dropping.stats()["reward_errors"] == 1
         await dropping.close()
         other = FakeEngine()
@@ -224,7 +233,7 @@ def test_a_batch_in_which_every_reward_failed_ends_the_run_with_the_first_errors
         controller = await begin([engine], flow(), on_reward_error="drop")
         handout = await controller.next_batch(0)
         assert handout is not None
-        assert [sample.id for sample in handout.batch.samples() if sample.valid] == ["1-1"]
+        assert [sample.id for sample in samples_in(handout.batch) if sample.valid] == ["1-1"]
         await stage(controller, 1)
         with pytest.raises(RewardFailed) as failure:
             await controller.next_batch(1)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from megatron_async_rl.flow.buffer import EMPTY
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.controller import Controller, DataState
-from megatron_async_rl.samples import Group
 from megatron_async_rl.watchdog.watch import STOP
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.flow_setup import (
+    TrainedGroup,
     begin,
     controller_of,
     expected_prompts,
@@ -47,7 +47,7 @@ def test_stopping_and_resuming_anywhere_loses_nothing_and_repeats_nothing(
         chance = random.Random(seed)
         saved: DataState | None = None
         version = 0
-        consumed: list[Group] = []
+        consumed: list[TrainedGroup] = []
         for steps in stops:
             engine = FakeEngine(lambda request: chance.choice([0.0, 0.001]))
             controller = controller_of([engine], flow(3, ratio))

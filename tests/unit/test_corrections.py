@@ -19,7 +19,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.off_policy import icepop, opsm, reject, tis, token_veto
 from megatron_async_rl.objectives.registry import correction_method
 from tests.token_batches import detached, tokens
-from tests.train_batches import columns, ragged_batch
+from tests.train_batches import columns, ragged_batch, samples_in
 
 FILE = Path(__file__).parents[1] / "data/golden/losses_seed1.json"
 GOLDEN = [case for case in json.loads(FILE.read_text()) if case["kind"] in ("weights", "mask")]
@@ -246,7 +246,7 @@ def test_sequence_masking_compares_with_the_sampling_policy_where_that_is_the_pr
     )
     assert objective.needs == {"logp"}
     batch = ragged_batch()
-    samples = [s for s in batch.samples() if s.valid]
+    samples = [s for s in samples_in(batch) if s.valid]
     behavior = torch.from_numpy(np.concatenate([s.behavior_logprobs for s in samples])).double()
     targets = objective.prepare(columns(batch), {"logp": behavior - 0.02})
     whole = targets.whole

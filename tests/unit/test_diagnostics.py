@@ -11,11 +11,11 @@ from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy.microbatch import build_micro_batch
 from megatron_async_rl.policy.step_table import StepTable, effective_sample_size, step_metrics
-from tests.train_batches import columns_of, ragged_batch
+from tests.train_batches import columns_of, ragged_batch, samples_in
 
 CPU = torch.device("cpu")
 BATCH = ragged_batch()
-SAMPLES = [sample for sample in BATCH.samples() if sample.valid]
+SAMPLES = [sample for sample in samples_in(BATCH) if sample.valid]
 ADVANTAGES = np.linspace(-1, 1, len(SAMPLES))
 SHIFTS = torch.randn(len(SAMPLES), generator=torch.Generator().manual_seed(3)) * 0.4
 CURRENT = int(SHIFTS.abs().argmin())

@@ -28,7 +28,7 @@ from megatron_async_rl.policy.weight_copies import (
     weight_displacement,
 )
 from tests.gradients import OneRank, Shard, cosine
-from tests.train_batches import columns_of, make_sample, rewards_batch
+from tests.train_batches import columns_of, groups_of, make_sample, rewards_batch
 from tests.written_run import config_tree
 
 SETTINGS = OptimizerConfig(lr=0.1, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.5, clip_grad=0.7)
@@ -123,7 +123,7 @@ def gradients_of_one_rank(monkeypatch):
 
 
 def mixed(*versions):
-    prompt = rewards_batch([[0.0]]).groups[0].prompt
+    prompt = groups_of(rewards_batch([[0.0]]))[0][0].prompt
     return [
         make_sample(prompt, str(i), [3] * len(each), versions=list(each))
         for i, each in enumerate(versions)

@@ -13,7 +13,10 @@ from megatron_async_rl.rollout.engine_state import BusyClock, EngineState, Wrong
 from megatron_async_rl.rollout.health_check import HealthCheck
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.types import Aborted, EngineReport
+from megatron_async_rl.samples.columns import SCHEMA, batch_of
+from megatron_async_rl.samples.rows import EngineReport
+from megatron_async_rl.samples.types import Aborted
+from tests.unit.fake_engine import partial
 
 
 def aborted(name: str) -> Aborted:
@@ -23,13 +26,19 @@ def aborted(name: str) -> Aborted:
 def test_what_comes_within_a_moment_travels_together_and_once() -> None:
     async def run() -> None:
         reports = ReportQueue()
-        asyncio.get_running_loop().call_later(0.02, reports.put, aborted("a"))
-        asyncio.get_running_loop().call_later(0.022, reports.put, aborted("b"))
+
+        def put(outcome: Aborted) -> None:
+            reports.aborted.append(outcome)
+            reports.tell()
+
+        asyncio.get_running_loop().call_later(0.02, put, aborted("a"))
+        asyncio.get_running_loop().call_later(0.022, put, aborted("b"))
         started = time.monotonic()
         _, came = await reports.take(5.0)
         assert time.monotonic() - started < 1
         assert [one.id for one in came] == ["a", "b"]
-        assert await reports.take(0.01) == ((), ())
+        finished, came = await reports.take(0.01)
+        assert (finished.num_rows, finished.schema, came) == (0, SCHEMA, ())
 
     asyncio.run(run())
 
@@ -38,8 +47,8 @@ def test_a_report_that_crossed_processes_holds_nothing_of_the_store_it_came_thro
     """Ray keeps what pickle hands it as a buffer in its object store, and an array that is read
     there keeps all of it."""
     sent = EngineReport(
-        finished=(one_sample(40_000),),
-        aborted=(),
+        finished=batch_of([one_sample(40_000)], [0]),
+        aborted=(Aborted(id="0-1", partial=partial(*range(40_000))),),
         state="running",
         version=3,
         running=1,
@@ -50,8 +59,25 @@ def test_a_report_that_crossed_processes_holds_nothing_of_the_store_it_came_thro
     apart: list[pickle.PickleBuffer] = []
     came = pickle.loads(pickle.dumps(sent, protocol=5, buffer_callback=apart.append))
     assert apart == []
-    assert vars(came) | {"finished": ()} == vars(sent) | {"finished": ()}
-    assert np.array_equal(came.finished[0].versions, sent.finished[0].versions)
+    assert vars(came) | {"aborted": ()} == vars(sent) | {"aborted": ()}
+    ((before,), (after,)) = (sent.aborted, came.aborted)
+    assert before.partial is not None
+    assert after.partial is not None
+    assert after.id == before.id
+    assert np.array_equal(after.partial.versions, before.partial.versions)
+
+
+def test_what_cannot_be_made_columns_is_the_failure_of_every_later_report_too() -> None:
+    async def run() -> None:
+        reports = ReportQueue()
+        given = vars(one_sample(1)) | {"text": "\ud800"}
+        reports.finished.append(group=0, **given)
+        reports.tell()
+        for _ in range(2):
+            with pytest.raises(UnicodeEncodeError):
+                await reports.take(5.0)
+
+    asyncio.run(run())
 
 
 def one_sample(length: int) -> Sample:
@@ -72,7 +98,8 @@ def one_sample(length: int) -> Sample:
 def test_a_failure_is_the_answer_from_then_on_and_the_first_one_counts() -> None:
     async def run() -> None:
         reports = ReportQueue()
-        reports.put(aborted("a"))
+        reports.aborted.append(aborted("a"))
+        reports.tell()
         reports.fail(ValueError("the first"))
         reports.fail(ValueError("what followed"))
         for _ in range(2):

@@ -30,7 +30,9 @@ from megatron_async_rl.flow.evaluation import (
 )
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog, read_evaluations
 from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Request
+from tests.train_batches import row
 
 PROMPTS = [Prompt(id=f"p{i}", text=str(i), token_ids=(i,)) for i in range(4)]
 
@@ -41,10 +43,10 @@ def sample(
     *,
     versions: tuple[int, ...] = (3, 3),
     finish_reason: Any = "stop",
-) -> Sample:
+) -> SampleRow:
     """`reward` None: the reward failed."""
     length = len(versions)
-    return Sample(
+    made = Sample(
         id=request.id,
         prompt=request.prompt,
         response_ids=np.ones(length, dtype=np.int32),
@@ -56,18 +58,19 @@ def sample(
         reward=0.0 if reward is None else reward,
         reward_error="ValueError: no idea" if reward is None else None,
     )
+    return row(made, request.group)
 
 
-def answers(*rewards: Sequence[float | None]) -> list[tuple[Prompt, list[Sample]]]:
+def answers(*rewards: Sequence[float | None]) -> list[tuple[Prompt, list[SampleRow]]]:
     return [
         (
             prompt,
             [
                 sample(Request(group=-1 - i, k=k, prompt=prompt), reward)
-                for k, reward in enumerate(row)
+                for k, reward in enumerate(given)
             ],
         )
-        for i, (prompt, row) in enumerate(zip(PROMPTS, rewards, strict=False))
+        for i, (prompt, given) in enumerate(zip(PROMPTS, rewards, strict=False))
     ]
 
 
@@ -91,7 +94,7 @@ class Fleet:
         self.versions = (3, 3)
         self.moved_at = -math.inf
 
-    async def run(self, requests: Sequence[Request], version: int) -> list[Sample]:
+    async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
         self.asked += requests
         self.on.add(version)
         try:

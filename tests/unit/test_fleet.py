@@ -122,7 +122,7 @@ def test_an_engine_that_leaves_gives_its_requests_back_with_their_tokens() -> No
         await harness.fleet.remove(0, 5.0)
         await until(lambda: len(harness.samples) == 5)
         assert sorted(leaving.aborts) == sorted(ids(leaving.asked))
-        continued = {sample.id: sample.versions.tolist() for sample in harness.samples}
+        continued = {one.id: one.sample().versions.tolist() for one in harness.samples}
         assert continued["7-0"] == [0] * 6, "two tokens, two here, two there"
         assert leaving.killed
         assert "stop" in leaving.calls
@@ -214,7 +214,7 @@ def test_what_an_abandoned_evaluation_left_running_answers_no_other_evaluation()
         engine._running.pop(asked.id).cancel()
         engine.say(late)
         (sample,) = await again
-        assert sample.versions.tolist() == [1, 1]
+        assert sample.sample().versions.tolist() == [1, 1]
         await harness.close()
 
     run(body)

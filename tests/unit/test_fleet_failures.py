@@ -18,11 +18,21 @@ from hypothesis import strategies as st
 from megatron_async_rl.flow import controller as controller_module
 from megatron_async_rl.flow import engine_task
 from megatron_async_rl.flow.errors import EngineFailed, RequestGivenUp
-from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import Aborted, Request
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, partial
 from tests.unit.fleet_harness import fleet_of, ids, never, requests
-from tests.unit.flow_setup import PROMPTS, begin, flow, run, stage, until
+from tests.unit.flow_setup import (
+    PROMPTS,
+    Trained,
+    begin,
+    flow,
+    groups_of,
+    run,
+    samples_in,
+    stage,
+    until,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +133,7 @@ def test_a_partial_response_survives_the_engine_that_was_continuing_it() -> None
         await until(lambda: broken.asked)
         raises(broken)
         await until(lambda: harness.samples)
-        assert harness.samples[0].versions.tolist() == [3, 4, 6, 6]
+        assert harness.samples[0].sample().versions.tolist() == [3, 4, 6, 6]
         await harness.close()
 
     run(body)
@@ -204,7 +214,7 @@ def test_the_group_of_a_request_that_was_given_up_is_dropped_and_replaced() -> N
             await until(lambda engine=engine: launch.engines[0] is not engine)
         handout = await controller.next_batch(0)
         assert handout is not None
-        assert [group.index for group in handout.batch.groups] == [0, 2, 3]
+        assert [group.index for group in groups_of(handout.batch)] == [0, 2, 3]
         stats = controller.stats()
         assert (stats["dropped_failed"], stats["given_up"], stats["open"]) == (1, 2, 0)
         assert stats["asked"] == stats["samples"] + stats["given_up"]
@@ -261,13 +271,13 @@ def test_a_run_goes_on_with_nothing_lost_or_doubled_while_engines_die_and_come_b
         controller = await begin(
             launch, flow(3, ratio), capacity=4, unresponsive_s=0.2, restarts_per_hour=1000
         )
-        trained: list[Sample] = []
+        trained: list[Trained] = []
         for version in range(10):
             if chance.random() < 0.6:
                 chance.choice((raises, wedges, falls_silent))(launch.engines[chance.randrange(3)])
             handout = await controller.next_batch(version)
             assert handout is not None
-            trained += handout.batch.samples()
+            trained += samples_in(handout.batch)
             await stage(controller, version + 1)
         assert len(trained) == len({sample.id for sample in trained}) == 60
         stats = controller.stats()
@@ -322,6 +332,16 @@ def test_the_bound_holds_while_each_engine_loads_in_its_own_time_and_engines_com
             max_paused=chance.choice([0.0, 0.5, 1.0]),
             restarts_per_hour=1000,
         )
+        admitted: dict[int, int | None] = {}
+        admit = controller._scheduler.admit
+
+        def noted(source: Callable[[], Prompt]) -> list[Request]:
+            requests = admit(source)
+            admitted[requests[0].group] = controller._scheduler.version
+            return requests
+
+        by_begin = controller._scheduler.next_index  # these under version 0
+        controller._scheduler.admit = noted  # type: ignore[method-assign]
         removing = set[asyncio.Task[None]]()
         trained: list[str] = []
         for version in range(12):
@@ -334,8 +354,9 @@ def test_the_bound_holds_while_each_engine_loads_in_its_own_time_and_engines_com
                 removing.add(asyncio.create_task(controller.remove_engine(chance.choice(left()))))
             handout = await controller.next_batch(version)
             assert handout is not None
-            for group in handout.batch.groups:
-                assert all(s.start_version >= group.admitted_version for s in group.samples)
+            for group in groups_of(handout.batch):
+                assert group.index in admitted or group.index < by_begin
+                assert all(s.start_version >= admitted.get(group.index, 0) for s in group.samples)
                 trained += [sample.id for sample in group.samples]
             await controller.staged(version + 1, manifest(version + 1))
         assert len(trained) == len(set(trained)) == 48
@@ -399,7 +420,7 @@ def test_a_run_goes_on_with_fewer_engines() -> None:
         engines[0].fail(RuntimeError("out of memory"))
         handout = await controller.next_batch(0)
         assert handout is not None
-        assert len(handout.batch.groups) == 3
+        assert len(groups_of(handout.batch)) == 3
         assert [engine.alive for engine in controller.stats()["engines"]] == [False, True]
         await controller.close()
 

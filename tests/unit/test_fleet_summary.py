@@ -16,8 +16,9 @@ from megatron_async_rl.flow.summary import (
     summarise,
     summarise_dropped,
 )
-from megatron_async_rl.samples import Group, Prompt, TrainBatch
-from tests.train_batches import columns, make_sample, ragged_batch, rewards_batch
+from megatron_async_rl.samples import Prompt
+from megatron_async_rl.samples.rows import TrainBatch
+from tests.train_batches import columns, make_sample, ragged_batch, rewards_batch, row, samples_in
 
 FRESH = EngineCounts(alive=True, version=3, in_flight=5, tokens=1000, busy_s=40.0, restarts=0)
 
@@ -91,19 +92,19 @@ def test_what_was_dropped_has_its_lengths_and_the_rewards_that_did_not_fail() ->
         make_sample(prompt, "0-1", [5] * 4, reward=0.25),
     )
     assert summarise_dropped([]) == {}
-    dropped = summarise_dropped([long, short])
+    dropped = summarise_dropped([row(long), row(short)])
     assert (dropped["dropped/responses"], dropped["dropped/length_mean"]) == (2, 8.0)
     assert (dropped["dropped/length_histogram"], dropped["dropped/reward_mean"]) == (
         [0, 0, 1, 1],
         0.25,
     )
-    assert "dropped/reward_mean" not in summarise_dropped([long])
+    assert "dropped/reward_mean" not in summarise_dropped([row(long)])
 
 
 def test_the_planning_rules_drift_is_the_oldest_start_times_the_updates_length() -> None:
     prompt = Prompt(id="p", text="", token_ids=(1,))
     samples = tuple(make_sample(prompt, f"0-{start}", [5], versions=[start]) for start in (1, 3))
-    batch = TrainBatch(version=4, groups=(Group(index=0, prompt=prompt, samples=samples),))
+    batch = TrainBatch.of(4, [samples])
     assert summarise(columns(batch), 3, update_norm=0.02)["staleness/drift"] == pytest.approx(
         0.02 * 3
     )
@@ -118,7 +119,7 @@ def test_a_group_whose_rewards_all_failed_teaches_nothing_either() -> None:
 def test_every_sample_trained_on_is_in_the_histogram_of_lengths() -> None:
     batch = ragged_batch()
     counts = summarise(columns(batch), 3)["trained/length_histogram"]
-    lengths = [sample.length for sample in batch.samples()]
+    lengths = [sample.length for sample in samples_in(batch)]
     assert counts == [
         sum(2**low <= length < 2 ** (low + 1) for length in lengths)
         for low in range(max(lengths).bit_length())
@@ -135,11 +136,7 @@ def test_lags_rewards_and_lengths_of_a_batch_are_those_counted_by_hand() -> None
         make_sample(prompts[1], "1-0", [3], reward=0.5, versions=[7]),
         make_sample(prompts[1], "1-1", [3, 3, 3], versions=[6, 6, 6], reward_error="no"),
     )
-    groups = tuple(
-        Group(index=i, prompt=prompts[i], samples=samples)
-        for i, samples in enumerate((first, second))
-    )
-    seen = summarise(columns(TrainBatch(version=7, groups=groups)), max_lag=4)
+    seen = summarise(columns(TrainBatch.of(7, [first, second])), max_lag=4)
     assert seen["lag/histogram"] == [2, 4, 2, 2, 0], (
         "every token by its own version, up to the bound"
     )

@@ -17,7 +17,7 @@ if sys.argv[1] == "late":  # the parent is killed before the child comes to it
     print("begun", flush=True)
     while os.getppid() == mother:
         time.sleep(0.01)
-from megatron_async_rl.rollout.lifetime import die_with_parent
+from megatron_async_rl.watchdog.processes import die_with_parent
 die_with_parent()
 die_with_parent()
 print("watched", flush=True)

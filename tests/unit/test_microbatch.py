@@ -13,12 +13,12 @@ from megatron_async_rl.policy.microbatch import (
     cheapest_cut,
     plan_micro_batches,
 )
-from tests.train_batches import columns_of, grouped, make_sample, ragged_batch
+from tests.train_batches import columns_of, grouped, make_sample, ragged_batch, samples_in
 
 CPU = torch.device("cpu")
 SAMPLES = [
     dataclasses.replace(sample, reward_error=None)
-    for sample in ragged_batch(groups=20, group_size=4).samples()
+    for sample in samples_in(ragged_batch(groups=20, group_size=4))
 ]
 
 

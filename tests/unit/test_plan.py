@@ -26,6 +26,7 @@ from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import staleness_law
+from megatron_async_rl.rollout.cluster import object_store_bytes
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_model, write_run
 
@@ -379,6 +380,19 @@ def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
 def test_the_whole_model_must_fit_into_shared_memory(file):
     small = Machine(cores=2, memory=16 * GIB, shared_memory=1024, gpus=())
     assert keys(plan(file, machine=small)) == ["weights.transport"]
+
+
+def test_shared_memory_without_room_for_the_samples_of_a_step_is_noted(file, monkeypatch):
+    assert object_store_bytes(8, 10**6) == 4 * 8 * (17 * 10**6 + 512)
+    machine = Machine(cores=2, memory=16 * GIB, shared_memory=512 * 2**20, gpus=())
+    assert not [one for one in plan(file, machine=machine).warnings if "object store" in one]
+    many = plan(file, "flow.prompts_per_step=120000", machine=machine)
+    assert many.problems == ()
+    (said,) = (one for one in many.warnings if "object store" in one)
+    assert "docker run --shm-size=" in said
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    many = plan(file, "flow.prompts_per_step=120000", machine=machine)
+    assert not [one for one in many.warnings if "object store" in one]
 
 
 def test_more_processes_than_cores_and_a_small_cache_are_only_notes(file):

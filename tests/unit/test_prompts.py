@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_async_rl.data import DataError, PromptSource, SupervisedSource, read_prompts
 from megatron_async_rl.samples import Prompt
+from tests.train_batches import groups_of, samples_in
 
 
 class Bytes:
@@ -89,6 +90,7 @@ def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
             "is also that of line 1",
         ),
         ('{"prompt": "a", "id": [], "answer": 1}', 1, "`id` is a list"),
+        ('{"prompt": "a", "id": "\\ud83d", "answer": 1}', 1, "is no valid Unicode"),
         ("", None, "holds no prompts"),
         ("\n \n", None, "holds no prompts"),
     ],
@@ -198,8 +200,8 @@ def supervised(items: Sequence[Prompt], **changes: object) -> SupervisedSource:
 def test_a_supervised_sample_is_the_response_with_one_end_of_sequence() -> None:
     batch = supervised(prompts(5)).next_batch(7)
     assert batch.version == 7
-    assert [group.index for group in batch.groups] == [0, 1, 2]
-    for sample in batch.samples():
+    assert [sample.id for (sample,) in groups_of(batch)] == ["0-0", "1-0", "2-0"]
+    for sample in samples_in(batch):
         assert sample.response_ids.tolist() == [ord("a") + 2, ord("b") + 2, 1]
         assert sample.versions.tolist() == [7, 7, 7]
         assert sample.loss_mask.tolist() == [1, 1, 1]
@@ -215,9 +217,7 @@ def test_a_supervised_source_resumes_where_it_was() -> None:
     resumed.load_state(state)
     for version in (1, 2, 3):
         ours, theirs = resumed.next_batch(version), source.next_batch(version)
-        assert [(g.index, g.prompt.id) for g in ours.groups] == [
-            (g.index, g.prompt.id) for g in theirs.groups
-        ]
+        assert ours.samples == theirs.samples
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.config.selection import Replay
+from megatron_async_rl.flow.buffer import Group
 from megatron_async_rl.flow.selection import ReplayStore
-from megatron_async_rl.samples import Group, Prompt, Sample
+from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.columns import batch_of
+from megatron_async_rl.samples.rows import SampleRow, rows_of
+from tests.train_batches import make_sample, row
 
 P_VALUE_1E4 = {3: 21.11, 9: 33.72}
 """Chi-square that is exceeded once in 10,000, by degrees of freedom."""
@@ -18,8 +22,8 @@ P_VALUE_1E4 = {3: 21.11, 9: 33.72}
 
 def sample(
     prompt: str, token: int, reward: float = 0.0, version: int = 0, *, valid: bool = True
-) -> Sample:
-    return Sample(
+) -> SampleRow:
+    made = Sample(
         id=f"{prompt}-{token}-{version}",
         prompt=Prompt(id=prompt, text="", token_ids=(1,)),
         response_ids=np.array([token], dtype=np.int32),
@@ -31,15 +35,11 @@ def sample(
         reward=reward,
         reward_error=None if valid else "no idea",
     )
+    return row(made)
 
 
-def group(index: int, *samples: Sample) -> Group:
-    return Group(
-        index=index,
-        prompt=samples[0].prompt,
-        samples=samples,
-        admitted_version=samples[0].start_version,
-    )
+def group(index: int, *samples: SampleRow) -> Group:
+    return Group(index, samples[0].sample().prompt, samples)
 
 
 def store(
@@ -143,9 +143,18 @@ def test_what_trains_again_has_its_own_id_its_old_versions_and_the_place_of_what
     replay.exchange([group(0, sample("a", 1, version=2))], 2, 1)
     groups, _ = replay.exchange([group(7, sample("a", 1, version=2))], 9, 3)
     (again,) = groups
-    assert (again.index, again.prompt.id, again.admitted_version) == (7, "a", 2)
+    assert (again.index, again.prompt.id) == (7, "a")
     assert [one.id for one in again.samples] == ["a-1-2@9.7-0", "a-1-2@9.7-1", "a-1-2@9.7-2"]
     assert all(one.start_version == 2 for one in again.samples)
+
+
+def test_what_is_stored_keeps_nothing_of_the_reports_it_came_in() -> None:
+    long = [make_sample(Prompt(id="b", text="", token_ids=(1,)), "b", [3] * 10_000)]
+    report = batch_of([sample("a", 1).sample(), *long], [0, 1])
+    replay = store()
+    replay.exchange([group(0, rows_of(report)[0])], 0, 1)
+    ((_, (kept,)),) = replay.content()
+    assert kept.batch.get_total_buffer_size() < 4_000 < report.get_total_buffer_size()
 
 
 def test_a_store_that_was_saved_draws_what_the_one_that_went_on_draws() -> None:

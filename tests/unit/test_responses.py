@@ -22,6 +22,7 @@ from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt
+from megatron_async_rl.samples.columns import samples_of
 from megatron_async_rl.samples.types import Request
 
 
@@ -101,12 +102,13 @@ def test_responses_that_end_together_are_reported_together(tmp_path: Path) -> No
         llm.collectors[2].put(output([7, 0]))
         llm.collectors[0].put(output([8, 0], "length"))
         finished, aborted = await responses.reports.take(60)
-        assert [(one.id, one.reward, one.finish_reason) for one in finished] == [
+        assert [(one.id, one.reward, one.finish_reason) for one in samples_of(finished)] == [
             ("4-2", 1.0, "stop"),
             ("4-0", 0.0, "length"),
         ]
-        assert finished[0].versions.tolist() == [3, 3]
-        assert finished[0].behavior_logprobs.tolist() == [-0.5, -0.5]
+        assert finished.column("versions")[0].as_py() == [3, 3]
+        assert finished.column("behavior_logprobs")[0].as_py() == [-0.5, -0.5]
+        assert finished.column("group").to_pylist() == [4, 4]
         assert (aborted, responses.running, responses.tokens) == ((), 1, 4)
 
     working(tmp_path, work)
@@ -117,7 +119,7 @@ def test_an_aborted_response_keeps_what_was_sampled(tmp_path: Path) -> None:
         await responses.submit([request(0, answer="7")])
         await responses.abort(["4-0", "9-9"])
         finished, (aborted,) = await responses.reports.take(60)
-        assert finished == ()
+        assert finished.num_rows == 0
         assert aborted.partial is not None
         assert aborted.partial.response_ids.tolist() == [5]
 
@@ -155,7 +157,8 @@ def test_failed_rewards_are_written_down_and_on_a_full_disk_reported_all_the_sam
         for collector in llm.collectors:
             collector.put(output([7]))
         finished, _ = await responses.reports.take(60)
-        assert ["`answer` is None" in str(sample.reward_error) for sample in finished] == [True] * 2
+        errors = finished.column("reward_error").to_pylist()
+        assert ["`answer` is None" in error for error in errors] == [True] * 2
 
     log = "engine-0.reward_errors.jsonl"
     working(tmp_path / "disk", work)

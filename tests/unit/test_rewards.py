@@ -240,3 +240,11 @@ def test_a_reward_that_returns_nothing_is_told_so() -> None:
 
     asked = prompt()
     assert score(forgets, asked, "").error == "the reward returned nothing, not a number"
+
+
+def test_an_error_with_half_a_surrogate_pair_is_said_in_text_that_can_be_written() -> None:
+    def fails(prompt: Prompt, response: str) -> float:
+        raise ValueError("no \ud83d")
+
+    scored = score(fails, Prompt(id="p", text="", token_ids=(1,)), "")
+    assert scored.error == "ValueError: no \\ud83d"

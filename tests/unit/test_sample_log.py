@@ -30,9 +30,10 @@ from megatron_async_rl.samples.segments import (
     read_entries,
     segments_in,
 )
-from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
+from megatron_async_rl.samples.types import Prompt, Sample
+from tests.train_batches import row
 from tests.unit.fake_engine import FakeEngine
-from tests.unit.flow_setup import controller_of, flow, position, run, stage, train
+from tests.unit.flow_setup import TrainedGroup, controller_of, flow, position, run, stage, train
 
 PROMPT = Prompt(id="p0", text="1+1=", token_ids=(5, 6), fields={"answer": "2"})
 CLOCK = itertools.count(1)
@@ -52,11 +53,6 @@ def sample(group: int, k: int = 0, *, length: int = 3, reward: float = 0.5) -> S
         reward=reward,
         finished_at=float(next(CLOCK)),
     )
-
-
-def batch(*samples: Sample) -> TrainBatch:
-    groups = [Group(index=int(s.id.split("-")[0]), prompt=PROMPT, samples=(s,)) for s in samples]
-    return TrainBatch(version=0, groups=tuple(groups))
 
 
 def begun(run_dir: Path, position: int = 0, **settings: int) -> SampleLogWriter:
@@ -80,10 +76,10 @@ def test_every_finished_sample_is_there_with_what_became_of_it(tmp_path: Path) -
     trained, dropped, waiting, asked = (sample(i) for i in range(4))
     log = begun(tmp_path)
     for one in (trained, dropped, waiting):
-        log.finished(one, int(one.id[0]))
-    log.dropped(dropped, 7, "late")
-    log.trained(batch(trained), 7)
-    log.evaluated([(PROMPT, [replace(asked, id="-1-0")])], 6)
+        log.finished(row(one, int(one.id[0])))
+    log.dropped(row(dropped), 7, "late")
+    log.trained([row(trained)], 7)
+    log.evaluated([(PROMPT, [row(replace(asked, id="-1-0"), -1)])], 6)
     log.flush()
     assert states(tmp_path) == {
         key(trained): ("trained", (7,), None),
@@ -105,7 +101,7 @@ def test_entries_come_newest_first_over_batches_and_segments(tmp_path: Path) -> 
     for first in (0, 4):
         log = begun(tmp_path)
         for group in range(first, first + 4):
-            log.finished(sample(group), group)
+            log.finished(row(sample(group), group))
             if group % 2:
                 log.flush()
         log.close()
@@ -118,9 +114,9 @@ def test_entries_come_newest_first_over_batches_and_segments(tmp_path: Path) -> 
 def test_a_response_that_trains_again_names_all_its_steps(tmp_path: Path) -> None:
     first = sample(0)
     log = begun(tmp_path)
-    log.finished(first, 0)
-    log.trained(batch(first), 1)
-    log.trained(batch(replace(first, id="0-0@4.0"), replace(first, id="0-0@4.1")), 5)
+    log.finished(row(first, 0))
+    log.trained([row(first)], 1)
+    log.trained([row(first).renamed("0-0@4.0"), row(first).renamed("0-0@4.1")], 5)
     log.close()
     assert states(tmp_path) == {key(first): ("trained", (1, 5), None)}
 
@@ -131,7 +127,7 @@ def test_a_response_that_trains_again_names_all_its_steps(tmp_path: Path) -> Non
 def test_a_file_cut_anywhere_shows_the_whole_batches_before(tmp_path: Path) -> None:
     log = begun(tmp_path)
     for group in range(3):
-        log.finished(sample(group), group)
+        log.finished(row(sample(group), group))
         log.flush()
     path = path_of(tmp_path / FOLDER, "samples", 0)
     content = path.read_bytes()
@@ -151,19 +147,19 @@ def test_a_resume_forgets_what_its_checkpoint_does_not_know(tmp_path: Path) -> N
     before, kept, lost = sample(0), sample(1), sample(2)
     log = begun(tmp_path)
     for one in (before, kept):
-        log.finished(one, 0)
-    log.trained(batch(before), 1)
+        log.finished(row(one, 0))
+    log.trained([row(before)], 1)
     position = log.position
-    log.finished(lost, 2)
-    log.trained(batch(kept), 2)
-    log.dropped(lost, 2, "equal")
+    log.finished(row(lost, 2))
+    log.trained([row(kept)], 2)
+    log.dropped(row(lost), 2, "equal")
     log.flush()  # and then the process is killed
 
     resumed = begun(tmp_path, position)
     again = sample(2)
-    resumed.finished(again, 2)
-    resumed.trained(batch(again), 2)
-    resumed.trained(batch(kept), 3)
+    resumed.finished(row(again, 2))
+    resumed.trained([row(again)], 2)
+    resumed.trained([row(kept)], 3)
     resumed.close()
     assert states(tmp_path) == {
         key(before): ("trained", (1,), None),
@@ -176,8 +172,8 @@ def test_a_resume_forgets_what_its_checkpoint_does_not_know(tmp_path: Path) -> N
 def test_a_resume_without_a_checkpoint_forgets_every_outcome(tmp_path: Path) -> None:
     one = sample(0)
     log = begun(tmp_path)
-    log.finished(one, 0)
-    log.trained(batch(one), 1)
+    log.finished(row(one, 0))
+    log.trained([row(one)], 1)
     log.close()
     begun(tmp_path, 0).close()
     assert states(tmp_path) == {key(one): ("waiting", (), None)}
@@ -186,10 +182,10 @@ def test_a_resume_without_a_checkpoint_forgets_every_outcome(tmp_path: Path) -> 
 def test_an_evaluation_that_a_crash_repeats_stands_there_once(tmp_path: Path) -> None:
     first, again = (replace(sample(0), id="-1-0") for _ in range(2))
     log = begun(tmp_path)
-    log.evaluated([(PROMPT, [first])], 4)
+    log.evaluated([(PROMPT, [row(first, -1)])], 4)
     log.close()
     resumed = begun(tmp_path, log.position)
-    resumed.evaluated([(PROMPT, [again])], 4)
+    resumed.evaluated([(PROMPT, [row(again, -1)])], 4)
     resumed.close()
     assert states(tmp_path) == {
         key(first): ("repeated", (), None),
@@ -203,10 +199,15 @@ def test_through_a_crash_each_step_has_what_its_trainer_got(tmp_path: Path, rati
 
     def one() -> FakeEngine:
         engine = FakeEngine()
-        engine.alter = lambda sample: replace(sample, finished_at=float(next(CLOCK)))
+
+        def altered(sample: Sample) -> Sample:
+            now = float(next(CLOCK))
+            return replace(sample, finished_at=now, reward=now)
+
+        engine.alter = altered
         return engine
 
-    groups: dict[int, list[Group]] = {}
+    groups: dict[int, list[TrainedGroup]] = {}
 
     async def begun(version: int, saved: DataState | None) -> Controller:
         controller = controller_of([one()], flow(3, ratio))
@@ -232,9 +233,11 @@ def test_through_a_crash_each_step_has_what_its_trainer_got(tmp_path: Path, rati
         return open_sample_log(tmp_path, SamplesConfig())
 
     run(body)
-    expected = {key(s): step for step, got in groups.items() for g in got for s in g.samples}
+    expected = {
+        (s.id, s.reward): step for step, got in groups.items() for g in got for s in g.samples
+    }
     logged = {
-        (entry.id, entry.finished_at): entry.steps
+        (entry.id, entry.reward): entry.steps
         for entry in read_entries(tmp_path)
         if entry.state == "trained"
     }
@@ -269,8 +272,8 @@ def test_the_oldest_segments_make_room_and_the_rest_keeps_its_outcomes(tmp_path:
     log = begun(tmp_path, keep_mib=3, segment_mib=1)
     for group in range(24):
         one = sample(group, length=40_000)
-        log.finished(one, group)
-        log.trained(batch(one), group + 1)
+        log.finished(row(one, group))
+        log.trained([row(one)], group + 1)
         log.flush()
         sizes = [path.stat().st_size for path in (tmp_path / FOLDER).iterdir()]
         assert sum(sizes) <= 4 * 2**20, "the limit, and the batch that crossed a segment's"
@@ -290,8 +293,8 @@ def test_a_segment_above_half_of_the_room_is_refused() -> None:
 def test_without_room_nothing_is_written_and_the_position_is_carried_on(tmp_path: Path) -> None:
     log = open_sample_log(tmp_path, SamplesConfig(keep_mib=0))
     log.begin(12)
-    log.finished(sample(0), 0)
-    log.trained(batch(sample(0)), 1)
+    log.finished(row(sample(0), 0))
+    log.trained([row(sample(0))], 1)
     log.flush()
     log.close()
     assert log.position == 12
@@ -308,13 +311,13 @@ def test_a_log_that_cannot_be_written_is_noted_once_and_tried_again(
     monkeypatch.setattr(sample_log, "RETRY_S", 0.0)
     log = begun(tmp_path)
     for group in range(3):
-        log.finished(sample(group), group)
+        log.finished(row(sample(group), group))
         log.flush()
     assert len(events(tmp_path)) == 1
     assert "cannot be written" in events(tmp_path)[0]
 
     (tmp_path / FOLDER).unlink()
-    log.finished(sample(3), 3)
+    log.finished(row(sample(3), 3))
     log.close()
     assert [entry.group for entry in read_entries(tmp_path)] == [3]
     assert "3 rows of it are missing" in events(tmp_path)[1]
@@ -325,12 +328,12 @@ def test_a_full_disk_leaves_what_was_whole_and_the_process_goes_on(tmp_path: Pat
     code = """
         import resource, signal, sys
         from pathlib import Path
-        from tests.unit.test_sample_log import begun, sample
+        from tests.unit.test_sample_log import begun, row, sample
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         log = begun(Path(sys.argv[1]))
         for group in range(8):
-            log.finished(sample(group, length=5_000), group)
+            log.finished(row(sample(group, length=5_000), group))
             log.flush()
         log.close()
         print("went on")
@@ -363,10 +366,10 @@ def test_a_disk_that_hangs_costs_rows_and_not_the_loop(
 
     monkeypatch.setattr(sample_log._Segment, "write", hang)
     log = begun(tmp_path)
-    log.finished(sample(0), 0)
+    log.finished(row(sample(0), 0))
     assert hanging.wait(60)
     for group in range(1, 100):
-        log.finished(sample(group), group)
+        log.finished(row(sample(group), group))
     go_on.set()
     log.close()
     assert Counter(entry.state for entry in read_entries(tmp_path)) == {"waiting": 11}

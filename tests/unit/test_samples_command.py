@@ -21,7 +21,8 @@ from megatron_async_rl.flow.sample_log import SampleLogWriter
 from megatron_async_rl.report.report import write_report
 from megatron_async_rl.report.samples import Wanted, choose, print_samples, samples_section
 from megatron_async_rl.samples.segments import FOLDER, path_of
-from megatron_async_rl.samples.types import Group, Prompt, Sample, TrainBatch
+from megatron_async_rl.samples.types import Prompt, Sample
+from tests.train_batches import row
 from tests.unit.test_report import sampled_run
 
 STEPS, GROUP = 5, 4
@@ -50,16 +51,15 @@ def logged_run(run_dir: Path, change: Change = lambda one: one) -> Path:
     log = SampleLogWriter(run_dir, SamplesConfig())
     log.begin(0)
     prompt = sample(0, 0).prompt
-    held_out = [replace(sample(0, k), id=f"-1-{k}", text="held out") for k in range(2)]
+    held_out = [row(replace(sample(0, k), id=f"-1-{k}", text="held out"), -1) for k in range(2)]
     log.evaluated([(prompt, held_out)], 0)
     for group in range(STEPS + 1):
         samples = tuple(sample(group, k, change) for k in range(GROUP))
         samples = tuple(replace(one, prompt=samples[0].prompt) for one in samples)
         for one in samples:
-            log.finished(one, group)
+            log.finished(row(one, group))
         if group < STEPS:
-            groups = (Group(index=group, prompt=samples[0].prompt, samples=samples),)
-            log.trained(TrainBatch(version=group, groups=groups), group + 1)
+            log.trained([row(one, group) for one in samples], group + 1)
     log.close()
     return run_dir
 
@@ -196,13 +196,12 @@ def test_samples_that_made_room_are_counted(tmp_path: Path) -> None:
     log = SampleLogWriter(tmp_path, SamplesConfig())
     log.begin(0)
     old, new = sample(0, 0), sample(0, 1)
-    log.finished(old, 0)
+    log.finished(row(old))
     log.close()
     log = SampleLogWriter(tmp_path, SamplesConfig())
     log.begin(0)
-    log.finished(new, 0)
-    groups = (Group(index=0, prompt=old.prompt, samples=(old, replace(new, prompt=old.prompt))),)
-    log.trained(TrainBatch(version=0, groups=groups), 1)
+    log.finished(row(new))
+    log.trained([row(old), row(new)], 1)
     log.close()
     for table in ("samples", "outcomes"):
         path_of(tmp_path / FOLDER, table, 0).unlink()  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ def test_an_aborted_response_goes_on_with_its_tokens_and_its_group_keeps_its_dea
     harness.answer("0-1", versions=(0, 0))
     batch = harness.scheduler.take(0)
     assert batch is not None
-    assert batch.groups[0].samples[1].versions.tolist() == [0, 0, 0, 0]
+    assert batch[0].samples[1].sample().versions.tolist() == [0, 0, 0, 0]
     counts = harness.scheduler.counts()
     assert (counts["aborted"], counts["asked"], counts["open"]) == (1, 8, 4)
 

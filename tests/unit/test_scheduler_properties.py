@@ -16,13 +16,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.config.selection import ExactLag, OldestFirst, Replay, Windowed
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group, GroupState
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.group_table import DROPPED
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.staleness import admitted_limit, is_feasible
-from megatron_async_rl.samples import Prompt, Sample, TrainBatch
+from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
+from tests.train_batches import row
+from tests.unit.scheduler_harness import samples_of
 
 EVENTS = (
     *("answer",) * 6,
@@ -184,7 +187,7 @@ class World(RuleBasedStateMachine):
         )
         del self.wanted[request.id]
         self.answered += 1
-        self.scheduler.on_sample(sample, request.group)
+        self.scheduler.on_sample(row(sample, request.group), request.group)
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data(), reward=st.sampled_from([0.0, 0.0, 1.0, None]))
@@ -264,7 +267,7 @@ class World(RuleBasedStateMachine):
     def the_trainer_asks_for_a_batch(self) -> None:
         before = waiting(self.scheduler)
         batch = self.scheduler.take(self.newest)
-        trained = set() if batch is None else {group.index for group in batch.groups}
+        trained = set() if batch is None else {group.index for group in batch}
         dropped = [
             entry
             for index, entry in before.items()
@@ -277,19 +280,17 @@ class World(RuleBasedStateMachine):
         if batch is not None:
             self.train(batch)
 
-    def train(self, batch: TrainBatch) -> None:
-        version, flow = batch.version, self.flow
-        assert len(batch.groups) == flow.prompts_per_step
-        assert [len(group.samples) for group in batch.groups] == [
-            flow.group_size
-        ] * flow.prompts_per_step
+    def train(self, batch: tuple[Group, ...]) -> None:
+        version, flow = self.newest, self.flow
+        assert len(batch) == flow.prompts_per_step
+        assert [len(group.samples) for group in batch] == [flow.group_size] * flow.prompts_per_step
         self.newest += 1
-        for group in batch.groups:
+        for group in batch:
             self.places.pop(group.index, None)
         if isinstance(flow.selection, Replay):
             return
-        self.trained += [sample.id for sample in batch.samples()]
-        lags = [version - sample.start_version for sample in batch.samples()]
+        self.trained += [sample.id for sample in samples_of(batch)]
+        lags = [version - sample.start_version for sample in samples_of(batch)]
         assert (
             0
             <= min(lags)
@@ -297,8 +298,8 @@ class World(RuleBasedStateMachine):
             <= (math.ceil(flow.async_ratio) if version >= self.fresh else 0)
         )
         if isinstance(flow.selection, ExactLag):
-            for sample, lag in zip(batch.samples(), lags, strict=True):
-                assert sample.versions[0] == sample.versions[-1]
+            for sample, lag in zip(samples_of(batch), lags, strict=True):
+                assert sample.start_version == sample.last_version
                 assert (
                     version < self.fresh
                     or sample.start_version in self.first_versions
@@ -415,7 +416,7 @@ class World(RuleBasedStateMachine):
         tokens = [
             version
             for sample in finished(self.scheduler.buffer())
-            for version in sample.versions.tolist()
+            for version in (sample.start_version, sample.last_version)
         ]
         assert min(tokens, default=self.newest) >= self.newest - oldest
         begins = {max(self.newest, self.fresh)}
@@ -484,7 +485,7 @@ def waiting(scheduler: Scheduler) -> dict[int, GroupState]:
     return {entry.index: entry for entry in scheduler._table.waiting()}
 
 
-def finished(buffer: Buffer) -> Iterator[Sample]:
+def finished(buffer: Buffer) -> Iterator[SampleRow]:
     return (sample for group in buffer.groups for sample in group.samples)
 
 

@@ -135,6 +135,19 @@ def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
     assert after == Scored(reward=4.0)
 
 
+def test_what_hangs_says_where_it_stands_before_it_is_killed(
+    module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def work(scorer: Scorer) -> None:
+        await scorer.score(prompt("backtrack"), BACKTRACKS)
+        await scorer.score(prompt(), "by its successor")
+
+    scored_by(config(module, timeout_s=1, workers=1), work)
+    line = REWARDS[: REWARDS.index("re.match")].count("\n") + 1
+    said = capfd.readouterr().err
+    assert f'File "{tmp_path / module}.py", line {line} in score' in said
+
+
 def test_other_responses_are_scored_while_one_hangs(module: str, tmp_path: Path) -> None:
     """One process hangs until the other has scored twenty."""
     file = tmp_path / "go on"

@@ -12,7 +12,8 @@ from megatron_async_rl.config.objective import (
 )
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.terms import kl_estimate, token_rewards
-from megatron_async_rl.samples.types import Group, Prompt, TrainBatch
+from megatron_async_rl.samples.rows import TrainBatch
+from megatron_async_rl.samples.types import Prompt
 from tests.token_batches import tokens
 from tests.train_batches import columns, make_sample
 
@@ -21,8 +22,7 @@ PROMPT = Prompt(id="p", text="", token_ids=(1, 2))
 
 
 def one_group(*samples):
-    group = Group(index=0, prompt=PROMPT, samples=samples)
-    return columns(TrainBatch(version=0, groups=(group,)))
+    return columns(TrainBatch.of(0, [samples]))
 
 
 def sample(name, length, reward, *, steps=None, mask=None):

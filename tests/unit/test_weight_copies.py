@@ -12,7 +12,7 @@ from megatron_async_rl.policy.precompute import Fill, passes
 from megatron_async_rl.policy.reference_policies import ArchitectureMismatch, ReferencePolicies
 from megatron_async_rl.policy.weight_copies import HeldWeights, SnapshotMissing, Snapshots
 from tests.tiny_models import save_tiny_model
-from tests.train_batches import columns_of, make_sample, rewards_batch
+from tests.train_batches import columns_of, groups_of, make_sample, rewards_batch
 
 
 def chunk(seed=0, dtype=torch.float32):
@@ -190,7 +190,7 @@ def test_a_reference_whose_tensors_would_be_computed_with_otherwise_is_refused(t
 
 
 def mixed(*versions):
-    prompt = rewards_batch([[0.0]]).groups[0].prompt
+    prompt = groups_of(rewards_batch([[0.0]]))[0][0].prompt
     return [
         make_sample(prompt, str(i), [3] * len(each), versions=list(each))
         for i, each in enumerate(versions)

@@ -84,7 +84,7 @@ def score(reward: Reward, prompt: Prompt, response: str) -> Scored:
             return Scored(reward=0.0, error="the reward returned nothing, not a number")
         value = float(returned)
     except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-        text = str(error)
+        text = str(error).encode(errors="backslashreplace").decode()
         return Scored(reward=0.0, error=type(error).__name__ + (f": {text}" if text else ""))
 
     if not math.isfinite(value):

@@ -4,24 +4,27 @@ Invariants:
 - the reward and what it needs are imported before the first request is read, so the time of an
   import is no response's;
 - its limits on memory hold from the first request on;
-- what a reward prints goes where the engine's output goes, never into the socket;
+- what a reward prints goes where the engine's output goes, never into the socket; so does where
+  it stands, on SIGUSR1, even while it holds the interpreter lock;
 - it ends with its engine: the kernel kills it when the thread that started it ends, and it ends by
   itself when the socket closes.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
 import pickle
 import resource
+import signal
 import socket
 import struct
 
-from megatron_async_rl.rollout.lifetime import die_with_parent
 from megatron_async_rl.rollout.rewards.registry import built_in, load_reward, score
 from megatron_async_rl.samples.types import Prompt
+from megatron_async_rl.watchdog.processes import die_with_parent
 
 LENGTH = struct.Struct("!I")
 """Precedes every message: its length in bytes."""
@@ -64,6 +67,7 @@ def serve(name: str, descriptor: int, memory_mib: int | None) -> None:
             soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
+        faulthandler.register(signal.SIGUSR1, all_threads=False)
         _reply(connection, {"ready": True})
         while header := requests.read(LENGTH.size):
             prompt, response = pickle.loads(requests.read(*LENGTH.unpack(header)))

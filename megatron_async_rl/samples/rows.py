@@ -1,0 +1,213 @@
+"""Samples as the controller has them: rows of the record batches that engines report.
+
+    EngineReport --rows_of--> SampleRow (scheduler, evaluation) --gathered--> record batch
+                                                                              (TrainBatch, buffer,
+                                                                               sample log)
+
+Invariants:
+- a row is never copied into an object: it says what is decided by it, and where the rest lies;
+- no row keeps memory of Ray's object store: a report arrives in one piece of its own;
+- no token of a train batch was sampled by weights newer than the batch's own version.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from megatron_async_rl.samples.columns import (
+    SCHEMA,
+    as_stream,
+    batch_of,
+    flat,
+    from_stream,
+    samples_of,
+)
+from megatron_async_rl.samples.types import Aborted, Sample
+
+StateName = Literal["running", "paused", "asleep"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngineReport:
+    """What happened on an engine since the last report. Counts are since the engine started."""
+
+    finished: pa.RecordBatch
+    """The samples that finished, in that order, by SCHEMA."""
+    aborted: tuple[Aborted, ...]
+    state: StateName
+    version: int
+    """Version of the weights that sample the next token."""
+    running: int
+    """Requests given to the engine and not yet finished or aborted."""
+    tokens: int
+    """Response tokens of finished samples, prefixes included."""
+    busy_s: float
+    """Seconds in which at least one request was running and sampling was not paused."""
+    silent_s: float
+    """Seconds since vLLM's own process last answered."""
+    sampling: bool = False
+    """Whether a response has grown since the last report; looked at where nothing finished and
+    nothing was aborted."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Bytes, in one piece: what is handed to Ray as buffers is read in its object store, which
+        # would keep every report for as long as one of its samples waits.
+        rest = {name: value for name, value in vars(self).items() if name != "finished"}
+        return _report, (as_stream(self.finished).to_pybytes(), pickle.dumps(rest, protocol=5))
+
+
+def _report(finished: bytes, rest: bytes) -> EngineReport:
+    return EngineReport(finished=from_stream(finished), **pickle.loads(rest))
+
+
+class SampleRow:
+    """One row of a record batch by SCHEMA. `length`: response tokens; `total_length`: with the
+    prompt's. `start_version`, `last_version`: of the first and the last response token; versions
+    never decrease along a response."""
+
+    __slots__ = (
+        "batch",
+        "finished_at",
+        "id",
+        "last_version",
+        "length",
+        "prompt_id",
+        "reward",
+        "row",
+        "start_version",
+        "total_length",
+        "truncated",
+        "valid",
+    )
+
+    id: str
+    prompt_id: str
+    reward: float
+    valid: bool
+    truncated: bool
+    length: int
+    total_length: int
+    start_version: int
+    last_version: int
+    finished_at: float
+    batch: pa.RecordBatch
+    row: int
+
+    @property
+    def response_ids(self) -> NDArray[np.int32]:
+        """[length] int32, a view."""
+        column = self.batch.column("response_ids")
+        start = column.offsets[self.row].as_py()
+        values: NDArray[np.int32] = column.values.to_numpy()[start : start + self.length]
+        return values
+
+    def sample(self) -> Sample:
+        """As an object, for a message or a reward."""
+        (sample,) = samples_of(self.batch.slice(self.row, 1))
+        return sample
+
+    def renamed(self, name: str) -> SampleRow:
+        """The same row under the id `name`."""
+        other = copy.copy(self)
+        other.id = name
+        return other
+
+
+def rows_of(batch: pa.RecordBatch) -> list[SampleRow]:
+    """The rows of a record batch by SCHEMA, which they keep."""
+    versions = batch.column("versions")
+    starts, tokens = versions.offsets.to_numpy(), versions.values.to_numpy()
+    lengths = np.diff(starts)
+    totals = lengths + np.diff(batch.column("prompt_ids").offsets.to_numpy())
+    columns = zip(
+        batch.column("id").to_pylist(),
+        batch.column("prompt_id").to_pylist(),
+        batch.column("reward").to_pylist(),
+        batch.column("valid").to_pylist(),
+        batch.column("finish_reason").to_pylist(),
+        batch.column("finished_at").to_pylist(),
+        lengths.tolist(),
+        totals.tolist(),
+        tokens[starts[:-1]].tolist(),
+        tokens[starts[1:] - 1].tolist(),
+        strict=True,
+    )
+    rows = []
+    for number, (name, prompt, reward, valid, reason, at, length, total, first, last) in enumerate(
+        columns
+    ):
+        row = SampleRow()
+        row.batch, row.row = batch, number
+        row.id, row.prompt_id = name, prompt
+        row.reward, row.valid, row.truncated = reward, valid, reason == "length"
+        row.length, row.total_length = length, total
+        row.start_version, row.last_version = first, last
+        row.finished_at = at
+        rows.append(row)
+    return rows
+
+
+def gathered(
+    rows: Sequence[SampleRow], groups: Sequence[int] | None = None, schema: pa.Schema = SCHEMA
+) -> pa.RecordBatch:
+    """The rows, in order, under the ids they have; `groups`: the number of each one's group, in
+    place of its own. `schema`: SCHEMA, or NUMERIC where nobody reads text."""
+    if not rows:
+        return pa.RecordBatch.from_pylist([], schema=schema)
+    places: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(id(row.batch), []).append(place)
+    parts = [_rows_of_one([rows[place] for place in part]) for part in places.values()]
+    table = pa.Table.from_batches(parts).select(schema.names).combine_chunks()
+    (whole,) = table.to_batches()
+    come = np.concatenate(list(places.values()))
+    if (np.diff(come) != 1).any():
+        whole = whole.take(pa.array(np.argsort(come)))
+    columns = dict(zip(schema.names, whole.columns, strict=True))
+    columns["id"] = pa.array([row.id for row in rows], type=pa.string())
+    if groups is not None:
+        columns["group"] = pa.array(groups, type=pa.int64())
+    return pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
+
+
+def _rows_of_one(rows: Sequence[SampleRow]) -> pa.RecordBatch:
+    """The rows, of one record batch, in order; nothing else of it is copied."""
+    batch, wanted = rows[0].batch, [row.row for row in rows]
+    return batch if wanted == list(range(batch.num_rows)) else batch.take(pa.array(wanted))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainBatch:
+    """What one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, the samples of a group one
+    after another; `group` is a group's place in the batch. `version`: the weights that will be
+    trained. Raises ValueError for a token of a newer version."""
+
+    version: int
+    samples: pa.RecordBatch
+
+    def __post_init__(self) -> None:
+        versions, lengths = flat(self.samples.column("versions"))
+        newer = np.flatnonzero(versions > self.version)
+        if len(newer):
+            row = int(np.searchsorted(np.cumsum(lengths), newer[0], side="right"))
+            raise ValueError(
+                f"sample {self.samples.column('id')[row].as_py()!r} was sampled by version"
+                f" {versions[newer[0]]}, newer than the batch's {self.version}"
+            )
+
+    @classmethod
+    def of(cls, version: int, groups: Iterable[Sequence[Sample]]) -> TrainBatch:
+        """Given samples, group by group."""
+        numbered = [(sample, place) for place, group in enumerate(groups) for sample in group]
+        return cls(
+            version=version,
+            samples=batch_of([one for one, _ in numbered], [place for _, place in numbered]),
+        )
