@@ -96,9 +96,10 @@ class Timers:
             request = self._requests.pop(one, None)
             if request is not None:
                 finished.append(self._sample(request))
+        columns = batch_of(finished, [int(one.id.partition("-")[0]) for one in finished])
         self.own_s += time.process_time() - began
         return EngineReport(
-            finished=batch_of(finished, [int(one.id.partition("-")[0]) for one in finished]),
+            finished=columns,
             aborted=(),
             state="running",
             version=self.version,
