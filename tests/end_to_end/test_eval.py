@@ -49,7 +49,6 @@ def test_mean_and_pass_at_k_are_those_of_the_prompts_in_the_log(synchronous: Pat
     for line in evaluations(synchronous):
         means, passed = ([one[key] for one in line["per_prompt"]] for key in ("mean", "passed"))
         assert line["mean_reward"] == pytest.approx(sum(means) / PROMPTS, rel=1e-12)
-        assert 0 < sum(passed) < PROMPTS * SAMPLES
         for k in (1, 2):
             shares = []
             for count in passed:
