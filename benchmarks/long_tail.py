@@ -170,6 +170,7 @@ async def parts(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
         ("oldest_first, 2", 2.0),
     ):
         responses._llm = DrawnLengths(vllm)
+        await vllm.update_weight_version("0")
         steps = 2 if name == "warm up" else args.steps
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder)
@@ -224,21 +225,22 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=20, help="batches of 64 responses in each part of the real run"
     )
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
         with tempfile.TemporaryDirectory() as logs:
-            print(
-                json.dumps(asyncio.run(asyncio.wait_for(real(args, Path(logs)), 110))), flush=True
-            )
+            found = asyncio.run(asyncio.wait_for(real(args, Path(logs)), 110))
+        args.inside.write_text(json.dumps(found, indent=2))  # the engine has redirected its output
         return
     if args.real:
         from megatron_async_rl.rollout.vllm_plugin import environment
 
-        command = [sys.executable, __file__, *sys.argv[1:], "--inside"]
         env = {**os.environ, **environment(spec(Path(tempfile.gettempdir())))}
-        out = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
-        print(json.dumps(json.loads(out.splitlines()[-1]), indent=2))
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder, "result.json")
+            command = [sys.executable, __file__, *sys.argv[1:], "--inside", str(result)]
+            subprocess.run(command, check=True, env=env)
+            print(result.read_text())
     else:
         print(json.dumps(table(args), indent=2))
 
