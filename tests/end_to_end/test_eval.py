@@ -60,7 +60,8 @@ def test_mean_and_pass_at_k_are_those_of_the_prompts_in_the_log(synchronous: Pat
 
 
 def test_new_weights_give_other_responses_to_the_same_prompts(synchronous: Path) -> None:
-    assert len({json.dumps(line["per_prompt"]) for line in evaluations(synchronous)}) == 4
+    # The model may have come to give one answer only: two versions may agree, but not all four.
+    assert len({json.dumps(line["per_prompt"]) for line in evaluations(synchronous)}) > 1
 
 
 def test_results_are_metrics_of_a_later_step_under_their_version(
