@@ -27,10 +27,10 @@ from megatron_async_rl.samples.types import PartialResponse, Prompt, Request
 
 NAME = "buffer.arrow"
 EARLIER_NAME = "buffer.npz"
-"""What versions up to 0.3 wrote; it cannot be read any more."""
+"""Name of the file before samples were columns; it cannot be read any more."""
 CHECK_SUM_BYTES = 4
 ROWS = 1024
-"""Of a record batch at most: a row that waits longer than the others keeps all of its batch."""
+"""Limit for a record batch: a row that waits longer than the others keeps all of its batch."""
 
 PARTIALS = pa.schema(
     [

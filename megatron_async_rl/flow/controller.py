@@ -270,7 +270,7 @@ class Controller(Listener):
             await _at_most(self._progress.wait(), min(left, STOP_POLL_S))
 
     def _batch(self, groups: Sequence[Group], version: int) -> TrainBatch:
-        """What trains, without text: a group's number is its place."""
+        """Makes the train batch, without text: a group's number is its place."""
         numbered = [
             (sample, place) for place, group in enumerate(groups) for sample in group.samples
         ]

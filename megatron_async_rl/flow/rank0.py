@@ -136,7 +136,7 @@ class Rank0(OtherRank):
         self._eval_log: EvalLog | None = None
         self._batches: Batches | None = None
         self._flow_metrics: dict[str, MetricValue] = {}
-        """Of engines and controller, since the batch before."""
+        """Metrics of engines and controller, since the batch before."""
         self._state, self._since = "starting", time.monotonic()
         self._spent: dict[str, float] = {}
         """Seconds by what was done, since the last line of metrics."""

@@ -168,7 +168,7 @@ class ReferencePolicies:
         )
 
     def _past(self) -> dict[str, Snapshots[Any]]:
-        """What holds past versions, by the name of its weights in a checkpoint."""
+        """Holders of past versions, by the name of its weights in a checkpoint."""
         found = {PAST: self.snapshots, PAST_MASTERS: self.past_masters}
         return {kind: store for kind, store in found.items() if store is not None}
 

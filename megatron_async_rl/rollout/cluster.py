@@ -20,10 +20,10 @@ STORED_BATCHES = 4
 """The batch that the ranks take, the next one, the reports it comes from, and a checkpoint's
 buffer."""
 TOKEN_BYTES = 17
-"""Of a response token in a batch of samples (samples/columns.py): id, log-prob, version, mask and,
+"""Size of a response token in a batch of samples (samples/columns.py): id, log-prob, version, mask and,
 where there is one, reward."""
 SAMPLE_BYTES = 512
-"""Of a sample beside its tokens."""
+"""Size of a sample beside its tokens."""
 RESERVE_S = 60.0
 
 

@@ -218,7 +218,7 @@ def as_stream(batch: pa.RecordBatch) -> pa.Buffer:
 
 
 def from_stream(content: bytes | pa.Buffer) -> pa.RecordBatch:
-    """What `as_stream` was given: views of `content`, which they keep."""
+    """The record batch that `as_stream` was given: views of `content`, which they keep."""
     with pa.ipc.open_stream(content) as stream:
         return stream.read_next_batch()
 

@@ -36,7 +36,7 @@ NUMBERS = pa.schema(
         pa.field("owner", pa.int32(), nullable=False),
     ]
 )
-"""What every rank gets of every sample. `owner`: the data-parallel rank that trains it."""
+"""The numbers of every sample, for every rank. `owner`: the data-parallel rank that trains it."""
 
 TOKENS = pa.schema(
     [
@@ -44,7 +44,7 @@ TOKENS = pa.schema(
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
     ]
 )
-"""What a sample's owner gets beside it: prompt and response, one after the other."""
+"""The tokens of a sample, for its owner: prompt and response, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -156,7 +156,7 @@ class RankBatch:
 
 
 def numbers_of(samples: pa.RecordBatch, owner: NDArray[np.int64]) -> pa.RecordBatch:
-    """What every rank gets of a batch by NUMERIC or SCHEMA."""
+    """The schema NUMBERS of a batch by NUMERIC or SCHEMA."""
     columns = {
         **{name: samples.column(name) for name in NUMERIC.names},
         "prompt_length": pc.list_value_length(samples.column("prompt_ids")),
@@ -166,7 +166,7 @@ def numbers_of(samples: pa.RecordBatch, owner: NDArray[np.int64]) -> pa.RecordBa
 
 
 def tokens_of(samples: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatch:
-    """What the owner of the samples `rows` of such a batch gets."""
+    """The schema TOKENS of the samples `rows` of such a batch."""
     (prompts, before), (responses, lengths) = (
         flat(samples.column(name).take(pa.array(rows))) for name in ("prompt_ids", "response_ids")
     )

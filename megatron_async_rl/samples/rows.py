@@ -37,7 +37,7 @@ StateName = Literal["running", "paused", "asleep"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineReport:
-    """What happened on an engine since the last report. Counts are since the engine started."""
+    """News of an engine since its last report. Counts are since the engine started."""
 
     finished: pa.RecordBatch
     """The samples that finished, in that order, by SCHEMA."""
@@ -186,7 +186,7 @@ def _rows_of_one(rows: Sequence[SampleRow]) -> pa.RecordBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainBatch:
-    """What one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, the samples of a group one
+    """The samples that one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, the samples of a group one
     after another; `group` is a group's place in the batch. `version`: the weights that will be
     trained. Raises ValueError for a token of a newer version."""
 
