@@ -22,6 +22,7 @@ from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.events import failure_of, record_failure
 from megatron_async_rl.watchdog.logs import redirect_output
+from megatron_async_rl.watchdog.processes import collect_rarely
 from megatron_async_rl.watchdog.stall import gather_if_timed_out
 from megatron_async_rl.weights.convert import export_hf
 from megatron_async_rl.weights.export import WeightExporter
@@ -66,6 +67,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank) -> None:
     rank0.publish(version, exporter.buckets(bucket_bytes))
     rank0.evaluate()
     rank0.say("training")
+    collect_rarely()
     while version < config.run.steps:
         rank0.enter("waiting", "batch")
         batch = policy.receive(rank0.next_batch)

@@ -29,7 +29,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,6 +68,7 @@ from megatron_async_rl.samples.types import Aborted, Prompt, Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.events import note
+from megatron_async_rl.watchdog.processes import collect_rarely
 from megatron_async_rl.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -78,9 +78,6 @@ STOP_POLL_S = 0.5
 STOP_ENGINES_S = 15.0
 SHOWN = 8
 """Late groups that a message names."""
-OBJECTS_BETWEEN_COLLECTIONS = 100_000
-"""Far more than ten thousand groups in flight gain and lose at a batch; by default Python looks for
-garbage at 700."""
 
 
 class Source(Protocol):
@@ -528,19 +525,6 @@ class Ages:
         """0 where there are none."""
         now = time.monotonic()
         return now - min((self._admitted_at[group] for group in groups), default=now)
-
-
-def collect_rarely() -> None:
-    """Keeps the garbage collector away from what this process holds so far, and mostly from what is
-    in flight.
-
-    Requests and samples live long, are many, and are freed without the collector: going through
-    them time and again takes a fifth of the controller's time with 10,000 groups in flight. Garbage
-    that only the collector frees is still freed, later.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
 
 def start_controller(source: Source, spec: ControllerSpec) -> Any:

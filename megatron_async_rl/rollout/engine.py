@@ -38,7 +38,8 @@ from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
-from megatron_async_rl.weights.manifest import BucketRef, Manifest
+from megatron_async_rl.watchdog.processes import collect_rarely
+from megatron_async_rl.weights.manifest import Manifest
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -105,6 +106,7 @@ class RolloutEngine:
         sampling = sampling_parameters(spec, tokenizer.eos_ids)
         self._responses = Responses(self._llm, spec, sampling, tokenizer, self._scorer, self._busy)
         self._watch = asyncio.create_task(self._watch_vllm(self._responses))
+        collect_rarely()
 
     async def submit(self, requests: Sequence[Request]) -> None:
         """Takes requests for one response each. Raises ValueError for one it works on already, or
@@ -138,21 +140,42 @@ class RolloutEngine:
         )
 
     async def update(self, version: int, manifest: Manifest) -> dict[str, str]:
-        """Pauses, loads every bucket of `version`, and samples on if what was loaded has just the
-        manifest's digests; else it stays stopped. One that sleeps wakes.
+        """Loads every bucket of `version` while nothing is sampled, and samples on if what was
+        loaded has just the manifest's digests; else it stays stopped. An engine that sleeps wakes.
 
-        Returns name -> digest of every tensor as loaded. Raises what `pause`, `load_bucket`,
-        `wake` and `resume` raise.
+        Returns name -> digest of every tensor as loaded. Raises RuntimeError for a version that is
+        not newer and for an update that left out a parameter.
         """
+        from megatron_async_rl.weights.vllm_private import load_between_steps
+
         asleep = self._state.state == "asleep"
-        await (self.wake(("weights",)) if asleep else self.pause())
+        if asleep and self._state.sleeps("weights"):
+            await self.wake(("weights",))
+        if not asleep:
+            self._state.pause()
+        self._timeline.load()
+        self._busy.pause(True)
+
         loaded: dict[str, str] = {}
         last = len(manifest.buckets) - 1
         for index, bucket in enumerate(manifest.buckets):
-            loaded = await self.load_bucket(bucket, version, index == 0, index == last)
+            load = load_between_steps(
+                self._vllm(),
+                bucket.as_plain(),
+                version,
+                first=index == 0,
+                last=index == last,
+                clear_cache=self._recomputes,
+                resume_if=None if asleep else manifest.digests,
+            )
+            loaded = await self._while_alive(f"load weights of version {version}", load)
+        self._version = version
 
         if loaded == manifest.digests:
-            await (self.wake() if asleep else self.resume())
+            if asleep:
+                await self.wake()
+            else:
+                self._samples_again()
         return loaded
 
     async def pause(self) -> None:
@@ -163,48 +186,11 @@ class RolloutEngine:
         self._state.pause()
         self._busy.pause(True)
 
-    async def load_bucket(
-        self, bucket: BucketRef, version: int, first: bool, last: bool
-    ) -> dict[str, str]:
-        """Loads one bucket of the update to `version`; `first` opens the update, `last` closes it
-        and numbers the weights.
-
-        Returns, with the last bucket, name -> digest of every tensor of the update as loaded.
-        Raises WrongState unless paused or asleep with its weights awake, ValueError for a version
-        that is not newer, RuntimeError for an update that left out a parameter.
-        """
-        self._state.require_loadable()
-        self._timeline.load()
-        engine = self._vllm()
-        load = engine.collective_rpc(
-            "load_weight_bucket", args=(bucket.as_plain(), version, first, last)
-        )
-        answers = await self._while_alive(f"load weights of version {version}", load)
-        digests: dict[str, str] = answers[0]
-        for rank, other in enumerate(answers):
-            if other != digests:
-                differ = sorted(
-                    name
-                    for name in digests.keys() | other.keys()
-                    if digests.get(name) != other.get(name)
-                )
-                raise RuntimeError(
-                    f"{self.spec.name}: workers 0 and {rank} loaded different weights:"
-                    f" {', '.join(differ[:8])}"
-                )
-        if last:
-            await self._while_alive(
-                f"number its weights {version}", engine.update_weight_version(str(version))
-            )
-            self._version = version
-        return digests
-
     async def resume(self) -> None:
         """Raises WrongState when asleep."""
         self._state.require_awake("resume")
         await self._while_alive("resume", self._vllm().resume_generation())
-        self._state.resume()
-        self._busy.pause(False)
+        self._samples_again()
 
     async def sleep(self) -> None:
         """Stops sampling and, on a GPU, moves the weights to host memory and gives up the cache.
@@ -248,13 +234,20 @@ class RolloutEngine:
             self._llm = None
         self._timeline.close()
 
+    @property
+    def _recomputes(self) -> bool:
+        return self.spec.rollout.in_flight == "recompute"
+
+    def _samples_again(self) -> None:
+        self._state.resume()
+        self._busy.pause(False)
+
     async def _stop_sampling(self, what: str) -> None:
-        if not self._state.runs:
-            return
         from megatron_async_rl.weights.vllm_private import pause_scheduler
 
-        clear = self.spec.rollout.in_flight == "recompute"
-        await self._while_alive(what, pause_scheduler(self._vllm(), clear_cache=clear))
+        if self._state.runs:
+            pause = pause_scheduler(self._vllm(), clear_cache=self._recomputes)
+            await self._while_alive(what, pause)
 
     async def _watch_vllm(self, responses: Responses) -> None:
         try:

@@ -47,13 +47,8 @@ class EngineState:
         if self._asleep:
             raise WrongState(f"{self._name} was to {what}, and is asleep: wake it first")
 
-    def require_loadable(self) -> None:
-        if self.runs:
-            raise WrongState(f"{self._name} was to load weights, and is running: pause it first")
-        if "weights" in self._asleep:
-            raise WrongState(
-                f"{self._name} was to load weights, and its weights are asleep: wake them first"
-            )
+    def sleeps(self, tag: str) -> bool:
+        return tag in self._asleep
 
     def sleepers(self, tags: Collection[str] | None) -> tuple[str, ...]:
         """The `tags` (None: all that sleeps) that are to be woken, in order.

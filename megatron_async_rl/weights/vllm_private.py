@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ NAMES = (
     "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
     "vllm.v1.engine.async_llm.AsyncLLM.engine_core",
     "vllm.v1.engine.async_llm.AsyncLLM.output_processor",
+    "vllm.v1.engine.core.EngineCore.collective_rpc",
+    "vllm.v1.engine.core.EngineCore.resume_scheduler",
+    "vllm.v1.engine.core.EngineCore.set_weight_version",
+    "vllm.v1.engine.core.EngineCoreProc.input_queue",
+    "vllm.v1.engine.core.EngineCoreProc.pause_scheduler",
+    "vllm.v1.engine.core_client.AsyncMPClient.call_utility_async",
     "vllm.v1.engine.core_client.AsyncMPClient.pause_scheduler_async",
     "vllm.v1.engine.detokenizer.IncrementalDetokenizer.num_output_tokens",
     "vllm.v1.engine.output_processor.OutputProcessor.request_states",
@@ -68,6 +75,95 @@ async def pause_scheduler(llm: Any, *, clear_cache: bool) -> None:
     """`AsyncLLM.pause_generation` does just this, and then sleeps 20 ms to order outputs for its
     callers; we need no order."""
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+LOAD = "mar_load_bucket"
+"""What vLLM's engine process knows `_load_bucket` by."""
+
+
+async def load_between_steps(
+    llm: Any,
+    bucket: dict[str, Any],
+    version: int,
+    *,
+    first: bool,
+    last: bool,
+    clear_cache: bool,
+    resume_if: Mapping[str, str] | None,
+) -> dict[str, str]:
+    """Loads one bucket of an update to `version`, which `first` opens and `last` closes. Sampling
+    stops before the first; after the last the weights are numbered, and sampling goes on if their
+    digests are just `resume_if` (None: it does not). All this is one call into vLLM's engine
+    process: several would each wait for their turn there while nothing is sampled.
+
+    Returns, with the last bucket, name -> digest of every tensor of the update as loaded.
+    """
+    digests: dict[str, str] = await llm.engine_core.call_utility_async(
+        LOAD, bucket, version, first, last, clear_cache, resume_if
+    )
+    return digests
+
+
+def take_loads_between_steps() -> None:
+    """In vLLM's engine process: takes the calls of `load_between_steps`. Idempotent."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(EngineCore, LOAD, _load_bucket)
+
+
+def _load_bucket(
+    core: Any,
+    bucket: dict[str, Any],
+    version: int,
+    first: bool,
+    last: bool,
+    clear_cache: bool,
+    resume_if: Mapping[str, str] | None,
+) -> dict[str, str] | Future[dict[str, str]]:
+    """`load_between_steps`, in vLLM's engine process."""
+
+    def load() -> dict[str, str]:
+        answers = core.collective_rpc("load_weight_bucket", None, (bucket, version, first, last))
+        digests = _of_all_workers(answers)
+        if last:
+            core.set_weight_version(str(version))
+            if digests == resume_if:
+                core.resume_scheduler()
+        return digests
+
+    paused = core.pause_scheduler("keep", clear_cache) if first else None
+    if paused is None:
+        return load()
+
+    # A step is still running.
+    loaded: Future[dict[str, str]] = Future()
+
+    def on_pause(_: Any) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        try:
+            paused.result()
+            loaded.set_result(load())
+        except Exception as error:  # noqa: BLE001 - vLLM hands it to the caller
+            loaded.set_exception(error)
+        # The engine would next wait for a request: it is to look for work first.
+        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    paused.add_done_callback(on_pause)
+    return loaded
+
+
+def _of_all_workers(answers: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Raises RuntimeError where workers loaded different weights."""
+    digests = answers[0]
+    for rank, other in enumerate(answers):
+        if other != digests:
+            names = sorted(digests.keys() | other.keys())
+            differ = [name for name in names if digests.get(name) != other.get(name)]
+            raise RuntimeError(
+                f"workers 0 and {rank} loaded different weights: {', '.join(differ[:8])}"
+            )
+    return digests
 
 
 def after_each_step(call: Callable[[int, Any], None]) -> None:

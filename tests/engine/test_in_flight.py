@@ -191,14 +191,11 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_t
         ("wake", "cannot wake cache", ("cache",)),
     ):
         refused(handle, refusal, method, *arguments)
-    (ref,) = engines.staging.stage(version, buckets(engines.checkpoints[0])).buckets
-    refused(handle, "asleep: wake them first", "load_bucket", ref, version, True, True)
     call(handle, "wake", ("weights",))
     refused(handle, "was to wake, and weights is awake", "wake", ("weights",))
-    call(handle, "load_bucket", ref, version, True, True)
     assert report(handle, 0.1).state == "asleep"
-    call(handle, "wake", None)
-    refused(handle, "running: pause it first", "load_bucket", ref, version + 1, True, True)
+    manifest = engines.staging.stage(version, buckets(engines.checkpoints[0]))
+    assert call(handle, "update", version, manifest) == manifest.digests
     refused(handle, "was to wake, and it is awake", "wake", None)
     engines.of_version[version] = 0
     if engine == RECOMPUTE:

@@ -136,16 +136,14 @@ def test_the_states_an_engine_goes_through_from_one_version_to_the_next() -> Non
     states = []
     for step in (
         state.pause,
-        state.require_loadable,
         state.resume,
         state.sleep,
         lambda: state.wake(state.sleepers(("weights",))),
-        state.require_loadable,
         lambda: state.wake(state.sleepers(None)),
     ):
         step()
         states.append(state.state)
-    assert states == ["paused", "paused", "running", "asleep", "asleep", "asleep", "running"]
+    assert states == ["paused", "running", "asleep", "asleep", "running"]
 
 
 def test_an_engine_paused_before_it_slept_runs_when_it_is_awake() -> None:
@@ -159,18 +157,17 @@ def test_an_engine_paused_before_it_slept_runs_when_it_is_awake() -> None:
 
 def test_what_is_out_of_order_is_refused() -> None:
     state = EngineState("engine-0")
-    with pytest.raises(WrongState, match="was to load weights, and is running"):
-        state.require_loadable()
     with pytest.raises(WrongState, match="was to wake, and it is awake"):
         state.sleepers(None)
     with pytest.raises(ValueError, match="cannot wake cache: what sleeps is weights and kv_cache"):
         state.sleepers(("cache",))
     state.sleep()
-    with pytest.raises(WrongState, match="its weights are asleep"):
-        state.require_loadable()
+    assert state.sleeps("weights")
     with pytest.raises(WrongState, match="was to pause, and is asleep"):
         state.require_awake("pause")
     state.wake(("weights",))
+    assert not state.sleeps("weights")
+    assert state.sleeps("kv_cache")
     with pytest.raises(WrongState, match="was to wake, and weights is awake"):
         state.sleepers(("weights", "kv_cache"))
 

@@ -2,6 +2,9 @@
 
 import ast
 import importlib
+import inspect
+import queue
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +40,7 @@ def found(name: str) -> bool:
             continue
         for part in parts[end:-1]:
             owner = getattr(owner, part, None)
-        constructor = getattr(owner, "__init__", None)
+        constructor = inspect.unwrap(getattr(owner, "__init__", found))
         code = getattr(constructor, "__code__", None)
         return hasattr(owner, parts[-1]) or (code is not None and parts[-1] in code.co_names)
     return False
@@ -53,6 +56,66 @@ def test_a_name_that_is_gone_is_found_out() -> None:
     assert not found(f"{collector}.put_all")
     assert not found(f"{collector}s.put")
     assert not found("vllm.v1.engine.output_processors.RequestOutputCollector.put")
+
+
+class Core:
+    """vLLM's engine process, as far as an update asks it: what it was told, in order. `idle`: it
+    stops at once, else when `stops` is answered."""
+
+    def __init__(self, *, idle: bool, answers: list[dict[str, str]]) -> None:
+        self.told: list[Any] = []
+        self.stops: Future[None] | None = None if idle else Future()
+        self.answers = answers
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
+        self.told.append(("pause", mode, clear_cache))
+        return self.stops
+
+    def collective_rpc(self, method: str, timeout: None, args: tuple[Any, ...]) -> Any:
+        self.told.append((method, *args[1:]))
+        return self.answers
+
+    def set_weight_version(self, version: str) -> None:
+        self.told.append(("version", version))
+
+    def resume_scheduler(self) -> None:
+        self.told.append("resume")
+
+    def load(self, first: bool, last: bool, resume_if: dict[str, str] | None) -> Any:
+        return vllm_private._load_bucket(self, {}, 7, first, last, False, resume_if)
+
+
+def test_an_engine_samples_on_only_with_the_digests_it_was_to_load() -> None:
+    for resume_if, goes_on in (({"w": "a"}, True), ({"w": "b"}, False), (None, False)):
+        core = Core(idle=True, answers=[{"w": "a"}, {"w": "a"}])
+        core.load(True, False, resume_if)
+        assert core.told == [("pause", "keep", False), ("load_weight_bucket", 7, True, False)]
+        assert core.load(False, True, resume_if) == {"w": "a"}
+        assert core.told[2:4] == [("load_weight_bucket", 7, False, True), ("version", "7")]
+        assert core.told[4:] == ["resume"] * goes_on
+
+
+def test_weights_are_not_touched_before_the_step_that_runs_has_ended() -> None:
+    core = Core(idle=False, answers=[{"w": "a"}])
+    loaded = core.load(True, True, {"w": "a"})
+    assert core.told == [("pause", "keep", False)]
+    assert not loaded.done()
+    assert core.stops is not None
+    core.stops.set_result(None)
+    assert loaded.result(timeout=0) == {"w": "a"}
+    assert core.told[-1] == "resume"
+    assert core.input_queue.qsize() == 1, "it looks for work before it waits for a request"
+
+
+def test_what_goes_wrong_after_a_pause_is_the_answer() -> None:
+    core = Core(idle=False, answers=[{"w": "a"}, {"w": "b"}])
+    loaded = core.load(True, True, {"w": "a"})
+    assert core.stops is not None
+    core.stops.set_result(None)
+    with pytest.raises(RuntimeError, match="workers 0 and 1 loaded different weights: w"):
+        loaded.result(timeout=0)
+    assert core.told[-1] == ("load_weight_bucket", 7, True, True), "neither numbered nor resumed"
 
 
 def generator(seed: int) -> torch.Generator:
