@@ -1,4 +1,4 @@
-"""The `mar` command: train, plan, eval, report, samples, convert, conform, doctor.
+"""The `mar` command: train, study, plan, eval, report, samples, convert, conform, doctor.
 
 Invariants:
 - what a user got wrong ends with one screen and exit code 2, never a traceback, before any rank or
@@ -128,6 +128,28 @@ def _train(config: Path, overrides: Sequence[str], nodes: Nodes, peers: PeerNode
     for warning in plan.warnings:
         _print(f"note: {warning}")
     return launch(loaded, console(), nodes, peers)
+
+
+@app.command()
+def study(
+    grid: Annotated[
+        Path, typer.Argument(metavar="GRID", help="YAML file; examples/stability holds some.")
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="NAME", help="A sweep, or runs by name; `*` stands for any."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time.")] = 1,
+    retry: Annotated[bool, typer.Option("--retry", help="Start failed runs again, too.")] = False,
+) -> None:
+    """Run every config of a grid that has not been run; Ctrl-C stops, and the same command goes
+    on. Exit code 1 where runs failed."""
+    from megatron_async_rl.study import study as run_study
+
+    _let_children_import_from_here()
+    raise typer.Exit(run_study(grid, only or (), console(), jobs=jobs, retry=retry))
 
 
 @app.command()

@@ -176,7 +176,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
             str(path),
             [Problem(key=fault.key or "YAML", what=fault.what, fix=fault.fix, where=where)],
         ) from fault
-    _resolve_paths(tree, "", path.parent)
+    resolve_paths(tree, "", path.parent)
     origins = Origins(str(path), lines)
     for override in overrides:
         _override(tree, override, origins)
@@ -204,7 +204,7 @@ def _look_near(path: Path) -> str:
     )
 
 
-def _resolve_paths(tree: Any, prefix: str, folder: Path) -> Any:
+def resolve_paths(tree: Any, prefix: str, folder: Path) -> Any:
     """`tree`, the value at the dotted key `prefix`, with its relative paths made absolute from
     `folder`; edits in place."""
     for key in path_keys():
@@ -238,7 +238,7 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
             "command line",
             [Problem(key=key, what=fault.what, fix="quote the value as YAML", where=where)],
         ) from fault
-    value = _resolve_paths(value, key, Path.cwd())
+    value = resolve_paths(value, key, Path.cwd())
     holder: Any = tree
     for depth, part in enumerate(parts[:-1]):
         holder = _step_into(holder, part, parts[: depth + 1], tree, where)

@@ -1,0 +1,158 @@
+"""A study's grid: one base configuration, axes of named overrides, and sweeps over them. Imports no
+torch.
+
+Invariants:
+- nothing a user wrote is ignored: unknown keys, axes and values raise ConfigError with the nearest
+  one;
+- a run's name says its value on every axis, so that two runs with other settings have two names;
+- relative paths in a grid start at its folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from megatron_async_rl.config.base import Strict
+from megatron_async_rl.config.load import YamlFault, read_tree, resolve_paths
+from megatron_async_rl.config.problem import ConfigError, Problem, UserError
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
+
+
+class Grid(Strict):
+    """A study's file. Relative paths in it start at its folder."""
+
+    base: Path
+    """The configuration that every run changes."""
+    runs: Path
+    """Folder of the runs' directories."""
+    axes: dict[Name, dict[Name, dict[str, Any]]]
+    """Axis -> name of a value -> the overrides that make it: dotted key -> value."""
+    sweeps: dict[Name, dict[Name, tuple[Name, ...]]]
+    """Sweep -> axis -> the values it takes: a sweep is their product, and an axis that it does not
+    name takes all of its values. Sweeps run in the order of the file, each run once."""
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Grid:
+        for sweep, chosen in self.sweeps.items():
+            for axis, values in chosen.items():
+                _require(axis, self.axes, f"sweeps.{sweep}: there is no axis")
+                for value in values:
+                    _require(value, self.axes[axis], f"sweeps.{sweep}.{axis}: there is no value")
+        return self
+
+
+def _require(name: str, known: Mapping[str, Any], what: str) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"{what} {name!r}; {hint}there are {', '.join(known)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRun:
+    """One run of a study. `name` is that of its directory."""
+
+    name: str
+    settings: Mapping[str, str]
+    """Axis -> name of its value."""
+    sweeps: Sequence[str]
+    """Those that it is part of, in their order."""
+    directory: Path
+    overrides: Sequence[str]
+
+
+def read_grid(path: Path) -> Grid:
+    """The grid in `path`, paths absolute. Raises ConfigError naming key, line and fix."""
+    try:
+        tree, lines = read_tree(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError.of("GRID", f"{path} cannot be read: {error}", "name a YAML file") from error
+    except YamlFault as fault:
+        problem = Problem(
+            key=fault.key or "YAML", what=fault.what, fix=fault.fix, where=f"{path}:{fault.line}"
+        )
+        raise ConfigError(str(path), [problem]) from fault
+    folder = path.parent.absolute()
+    try:
+        grid = Grid.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(str(path), _problems(error, lines)) from error
+    return grid.model_copy(
+        update={
+            "base": Path(os.path.abspath(folder / grid.base)),
+            "runs": Path(os.path.abspath(folder / grid.runs)),
+            "axes": {
+                axis: {
+                    value: {
+                        key: resolve_paths(given, key, folder) for key, given in changes.items()
+                    }
+                    for value, changes in values.items()
+                }
+                for axis, values in grid.axes.items()
+            },
+        }
+    )
+
+
+def _problems(error: ValidationError, lines: Mapping[str, int]) -> list[Problem]:
+    problems = []
+    for one in error.errors(include_url=False):
+        key = ".".join(map(str, one["loc"])) or "grid"
+        where = f"line {lines[key]}" if key in lines else None
+        if one["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(one["loc"][-1]), Grid.model_fields, n=1)
+            fix = f"did you mean `{near[0]}`?" if near else f"keys: {', '.join(Grid.model_fields)}"
+            problems.append(Problem(key=key, what="is not a key of a grid", fix=fix, where=where))
+        else:
+            what = one["msg"].removeprefix("Value error, ")
+            problems.append(Problem(key=key, what=what, fix="see docs/study.md", where=where))
+    return problems
+
+
+def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
+    """The runs in the order in which they start. `only`: names of sweeps, or names of runs with
+    `*`; empty takes all. Raises UserError for one that names nothing."""
+    found: dict[str, StudyRun] = {}
+    for sweep, chosen in grid.sweeps.items():
+        for values in itertools.product(*(chosen.get(axis, grid.axes[axis]) for axis in grid.axes)):
+            settings = dict(zip(grid.axes, values, strict=True))
+            name = "-".join(values)
+            known = found.get(name)
+            if known is not None and known.settings != settings:
+                fix = "give the values of the axes names that tell them apart"
+                raise UserError.of("axes", f"two runs would be called {name}", fix)
+            overrides = [
+                f"{key}={json.dumps(given)}"
+                for axis, value in settings.items()
+                for key, given in grid.axes[axis][value].items()
+            ]
+            directory = grid.runs / name
+            found[name] = StudyRun(
+                name=name,
+                settings=settings,
+                sweeps=(*(known.sweeps if known else ()), sweep),
+                directory=directory,
+                overrides=(*overrides, f"run.dir={json.dumps(str(directory))}"),
+            )
+    for wanted in only:
+        if wanted not in grid.sweeps and not fnmatch.filter(found, wanted):
+            near = difflib.get_close_matches(wanted, [*grid.sweeps, *found], n=1)
+            fix = f"did you mean {near[0]}?" if near else f"sweeps: {', '.join(grid.sweeps)}"
+            raise UserError.of("--only", f"no sweep and no run is called {wanted!r}", fix)
+    return [
+        run
+        for run in found.values()
+        if not only
+        or any(want in run.sweeps or fnmatch.fnmatchcase(run.name, want) for want in only)
+    ]

@@ -1,0 +1,244 @@
+"""`mar study GRID`: runs that differ in named settings, each an ordinary `mar train` in a directory
+of its own.
+
+Invariants:
+- a run is what `mar train BASE key=value ...` does with the overrides of its settings; nothing else
+  is shared between runs, so running them alone, in turn or side by side gives the same;
+- every run is checked before the first one starts; a directory with other settings is refused;
+- a run that finished or failed is not repeated, one that was stopped goes on as `mar train` lets
+  it; a failure is counted and kept, and stops no other run.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from megatron_async_rl.config.grid import Grid, StudyRun, read_grid, runs_of
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import ConfigError, Problem
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.launch.signals import deferred
+from megatron_async_rl.metrics.log import MetricsReader, number
+from megatron_async_rl.metrics.status import read_status
+from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.plan.resume import differences
+from megatron_async_rl.report.summary import span
+
+FILE = "study.json"
+"""In each run's directory: its settings by axis, and the seconds and exit code of its last start."""
+LOG = "study.log"
+"""In each run's directory: the words of `mar train`."""
+POLL_S = 0.25
+PLAIN_EVERY_S = 30.0
+INTERRUPTED = 130
+
+State = Literal["waiting", "running", "finished", "failed", "stopped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run stands, as its directory says."""
+
+    state: State
+    step: int
+    why: str = ""
+    """Why it failed."""
+
+
+def outcome_of(run: StudyRun) -> Outcome:
+    """The state that the run's directory shows while nobody works on it."""
+    status = read_status(run.directory)
+    if status is None:
+        return Outcome(state="waiting", step=0)
+    if status.phase == "finished":
+        return Outcome(state="finished", step=status.step)
+    if status.phase == "failed":
+        return Outcome(state="failed", step=status.step, why=(status.error or "").split("\n")[0])
+    return Outcome(state="stopped", step=status.step)
+
+
+def check(grid: Grid, runs: Sequence[StudyRun]) -> dict[str, Config]:
+    """Name -> configuration of every run. Raises ConfigError with what any of them cannot do, and
+    with every directory that holds other settings."""
+    configs: dict[str, Config] = {}
+    problems: dict[tuple[str, str], Problem] = {}
+    for run in runs:
+        try:
+            config = load(grid.base, run.overrides)
+        except ConfigError as error:
+            found: Sequence[Problem] = error.problems
+        else:
+            configs[run.name] = config
+            found = [
+                Problem(
+                    key=one.key,
+                    what=f"{run.directory} holds a run with other settings: {one}",
+                    fix="give the grid another `runs`, or remove that directory",
+                )
+                for one in differences(config)
+                if not one.is_move
+            ]
+            found = [*found, *preflight(config, all_data=False).problems]
+        for one in found:  # of a hundred runs most have the same
+            problems.setdefault((one.key, one.what), one)
+    if problems:
+        raise ConfigError(f"{grid.base}, {len(runs)} runs", list(problems.values()))
+    return configs
+
+
+class _Started:
+    """A `mar train` of the study that goes on."""
+
+    def __init__(self, run: StudyRun, base: Path, steps: int, *, jobs: int) -> None:
+        self.run, self.steps, self._jobs = run, steps, jobs
+        self.began = time.monotonic()
+        self.rows = MetricsReader(run.directory)
+        self.last: dict[str, Any] = {}
+        run.directory.mkdir(parents=True, exist_ok=True)
+        # A session of its own: Ctrl-C reaches the study alone, which passes it on.
+        with open(run.directory / LOG, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_async_rl", "train", str(base), *run.overrides],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def look(self) -> None:
+        for row in self.rows.new_rows().rows:
+            self.last = row
+
+    def ended(self) -> Outcome:
+        """Writes what is known of the start, and says how it ended. `mar train` that refused the
+        run, or died before it had a status, has failed."""
+        code = self.process.returncode
+        about: dict[str, Any] = {"settings": dict(self.run.settings)}
+        about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
+        (self.run.directory / FILE).write_text(json.dumps(about) + "\n")
+        outcome = outcome_of(self.run)
+        if code in (0, INTERRUPTED) or outcome.state == "failed":
+            return outcome
+        words = (self.run.directory / LOG).read_text(errors="replace").strip().splitlines()
+        return Outcome(state="failed", step=outcome.step, why=words[-1] if words else "no words")
+
+
+def study(
+    path: Path, only: Sequence[str], console: Console, *, jobs: int = 1, retry: bool = False
+) -> int:
+    """Runs what is left of the grid in `path`, `jobs` at a time, and returns the exit code.
+
+    0: every run finished; 1: some failed; 130: stopped by Ctrl-C, each run after its step, by the
+    second one at once. `retry`: failed runs start again. Raises UserError before anything starts.
+    """
+    grid = read_grid(path)
+    runs = runs_of(grid, only)
+    configs = check(grid, runs)
+    outcomes = {run.name: outcome_of(run) for run in runs}
+    again = ("waiting", "stopped", "failed") if retry else ("waiting", "stopped")
+    left = [run for run in runs if outcomes[run.name].state in again]
+    said = f"{path}: {len(runs)} runs, {len(left)} to do"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    at_work: list[_Started] = []
+    took: list[float] = []
+    sent = 0
+    with deferred() as interrupts, ExitStack() as stack:
+        live = None
+        if console.is_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False))
+        drawn_at = time.monotonic()
+        while at_work or (left and not interrupts):
+            while left and len(at_work) < jobs and not interrupts:
+                run = left.pop(0)
+                at_work.append(_Started(run, grid.base, configs[run.name].run.steps, jobs=jobs))
+                outcomes[run.name] = Outcome(state="running", step=0)
+            if len(interrupts) > sent:
+                sent = len(interrupts)
+                for one in at_work:
+                    one.process.send_signal(signal.SIGINT)
+                console.print("Stopping after this step. Ctrl-C again kills at once.")
+            time.sleep(POLL_S)
+            for one in at_work:
+                one.look()
+            for one in [one for one in at_work if one.process.poll() is not None]:
+                at_work.remove(one)
+                outcomes[one.run.name] = outcome = one.ended()
+                took.append(one.seconds)
+                _say(console, one, outcome)
+            if live is not None:
+                live.update(_live_table(at_work, left, outcomes, took, jobs), refresh=True)
+            elif time.monotonic() - drawn_at > PLAIN_EVERY_S:
+                drawn_at = time.monotonic()
+                console.print(_counts(outcomes, left, took, jobs), highlight=False)
+    console.print(_summary(runs, outcomes))
+    console.print(_counts(outcomes, left, took, jobs), highlight=False)
+    if interrupts:
+        console.print("Stopped; the same command goes on.")
+        return INTERRUPTED
+    return 1 if any(one.state == "failed" for one in outcomes.values()) else 0
+
+
+def _say(console: Console, one: _Started, outcome: Outcome) -> None:
+    reward = number(one.last, "reward/mean")
+    parts = [f"{one.run.name}: {outcome.state} at step {outcome.step} in {span(one.seconds)}"]
+    parts += [f"reward {reward:.3f}"] if reward is not None else []
+    parts += [outcome.why] if outcome.why else []
+    console.print(", ".join(parts), markup=False, highlight=False, soft_wrap=True)
+
+
+def _counts(
+    outcomes: Mapping[str, Outcome], left: Sequence[StudyRun], took: Sequence[float], jobs: int
+) -> str:
+    states = [one.state for one in outcomes.values()]
+    parts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+    if took and left:
+        parts.append(f"about {span(sum(took) / len(took) * len(left) / jobs)} left")
+    return ", ".join(parts)
+
+
+def _live_table(
+    at_work: Sequence[_Started],
+    left: Sequence[StudyRun],
+    outcomes: Mapping[str, Outcome],
+    took: Sequence[float],
+    jobs: int,
+) -> Table:
+    table = Table(
+        "run", "step", "reward", "cosine", "time", caption=_counts(outcomes, left, took, jobs)
+    )
+    for one in at_work:
+        numbers = [number(one.last, key) for key in ("reward/mean", "gac/cosine")]
+        table.add_row(
+            one.run.name,
+            f"{one.last.get('step', 0)}/{one.steps}",
+            *("" if value is None else f"{value:.3f}" for value in numbers),
+            span(one.seconds),
+        )
+    return table
+
+
+def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, Outcome]) -> Table:
+    table = Table("run", "state", "step", "held-out reward", "why", box=None)
+    for run in runs:
+        outcome, status = outcomes[run.name], read_status(run.directory)
+        rewards = (status.before, status.after) if status else (None, None)
+        held_out = " → ".join("?" if one is None else f"{one:.3f}" for one in rewards)
+        table.add_row(run.name, outcome.state, str(outcome.step), held_out, outcome.why)
+    return table
