@@ -209,14 +209,36 @@ def plan(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:
-    """Write the run's report, an HTML page and a PNG picture, into its directory."""
-    if not (run / "metrics.jsonl").is_file():
-        raise UserError.of("RUN", f"{run} holds no metrics.jsonl", NAME_A_RUN)
-    from megatron_async_rl.report.report import write_report
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where a comparison goes; default: the folder that holds all the runs.",
+        ),
+    ] = None,
+) -> None:
+    """Write a run's report, an HTML page and a PNG picture, into its directory; of several runs a
+    comparison."""
+    for run in runs:
+        if not (run / "metrics.jsonl").is_file():
+            raise UserError.of("RUN", f"{run} holds no metrics.jsonl", NAME_A_RUN)
+    if len(runs) == 1:
+        if out is not None:
+            fix = "leave it out, or name several runs"
+            raise UserError.of("--out", "a run's report goes into its own directory", fix)
+        from megatron_async_rl.report.report import write_report
 
-    for written in write_report(run):
-        _print(str(written))
+        written = write_report(runs[0])
+    else:
+        from megatron_async_rl.report.comparison import write_comparison
+
+        written = write_comparison(runs, out)
+    for path in written:
+        _print(str(path))
 
 
 @app.command()

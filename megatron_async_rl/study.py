@@ -41,6 +41,7 @@ FILE = "study.json"
 """In each run's directory: its settings by axis, and the seconds and exit code of its last start."""
 LOG = "study.log"
 """In each run's directory: the words of `mar train`."""
+TRAIN = (sys.executable, "-m", "megatron_async_rl", "train")
 POLL_S = 0.25
 PLAIN_EVERY_S = 30.0
 INTERRUPTED = 130
@@ -111,7 +112,7 @@ class _Started:
         # A session of its own: Ctrl-C reaches the study alone, which passes it on.
         with open(run.directory / LOG, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_async_rl", "train", str(base), *run.overrides],
+                [*TRAIN, str(base), *run.overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

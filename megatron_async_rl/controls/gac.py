@@ -1,4 +1,5 @@
-"""GAC, gradient alignment control (arXiv 2603.01501).
+"""GAC, gradient alignment control (arXiv 2603.01501), and the null baselines that a claim for it has
+to beat.
 
 The paper's observation: with stale samples, consecutive policy gradients stay aligned where
 synchronous training has nearly orthogonal ones, and that alignment precedes divergence. The regimes
@@ -11,16 +12,36 @@ constants and the exact projection are this project's own.
                                   so cos(g', u) = c_low
               target "zero":      k = 0
     skip      no step at all
+
+`matched_norm`: the gradient is made as short as GAC would make it, in its own direction. Every step
+is judged as GAC with the same settings would judge it (alignment.py). Where GAC projects, the
+gradient is scaled by |g'| / |g| = sqrt(1 - c^2 + (k c)^2) after clipping, so that clipping cannot
+undo it; where GAC skips, so does this. Adam undoes a constant factor, so what is left is the change
+of length from step to step: what GAC does beyond it, it owes to the direction.
+
+`matched_lr`: the learning rate is scaled so that updates are, in the mean, as long as the control's
+were:
+
+    scale_t = target_update_norm n / sum of the n past update norms, each divided by its scale
+
+`target_update_norm` is the mean of `update/norm` in the control's own run (a skipped step counts
+there as 0). Adam's update is proportional to the learning rate, so dividing by the scale gives the
+length it would have had at scale 1; the ratio of the two means is the same whatever the schedule,
+as long as both runs follow the same one.
+
+`beta1`: Adam's first moment forgets faster, at every step alike.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from megatron_async_rl.controls.alignment import AlignmentControl, Verdict
-from megatron_async_rl.controls.decision import Decision
+from megatron_async_rl.controls.decision import Control, Decision, StepView
 
 if TYPE_CHECKING:
+    from megatron_async_rl.config.controls import Beta1Control, MatchedLrControl
     from megatron_async_rl.gradients import Gradients
 
 
@@ -34,3 +55,60 @@ class Gac(AlignmentControl):
         self.sweep(gradients, verdict, change=change)
         norm = verdict.norm * verdict.left
         return Decision(norm_after=norm, metrics={"gac/removed": abs(change)})
+
+
+class MatchedNorm(AlignmentControl):
+    """Changes no gradient in place. Metric of its own: matched_norm/scale, |g'| / |g| of the
+    projection not made."""
+
+    def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
+        scale = 1.0
+        if verdict.cosine is not None:
+            self.sweep(gradients, verdict, change=0.0)
+            scale = verdict.left
+        return Decision(gradient_scale=scale, metrics={"matched_norm/scale": scale})
+
+
+class MatchedLr(Control):
+    """State: the updates counted, their summed norms at scale 1, and the scale of the step that is
+    about to be counted."""
+
+    needs_update_norm = True
+
+    def __init__(self, settings: MatchedLrControl) -> None:
+        self.settings = settings
+        self.counted = 0
+        self.seen = 0
+        self.total = 0.0
+        self.scale = 1.0
+
+    def apply(self, step: StepView) -> Decision:
+        """Metric: matched_lr/scale."""
+        norm = step.optimizer.last_update_norm if step.optimizer.updates > self.seen else None
+        self.seen = step.optimizer.updates
+        if norm is not None:
+            self.total += norm / self.scale
+            self.counted += 1
+        if self.total > 0.0:
+            self.scale = self.settings.target_update_norm * self.counted / self.total
+        return Decision(lr_scale=self.scale, metrics={"matched_lr/scale": self.scale})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "counted": self.counted,
+            "seen": self.seen,
+            "total": self.total,
+            "scale": self.scale,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counted, self.seen = state["counted"], state["seen"]
+        self.total, self.scale = state["total"], state["scale"]
+
+
+class Beta1(Control):
+    def __init__(self, settings: Beta1Control) -> None:
+        self.settings = settings
+
+    def apply(self, step: StepView) -> Decision:
+        return Decision(beta1=self.settings.beta1)

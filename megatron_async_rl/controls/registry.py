@@ -12,9 +12,8 @@ from megatron_async_rl.config.controls import ControlSettings
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.displacement import Displacement
 from megatron_async_rl.controls.ess_lr import EssLr
-from megatron_async_rl.controls.gac import Gac
+from megatron_async_rl.controls.gac import Beta1, Gac, MatchedLr, MatchedNorm
 from megatron_async_rl.controls.momentum_by_alignment import MomentumByAlignment
-from megatron_async_rl.controls.null_baselines import Beta1, MatchedLr, MatchedNorm
 
 CONTROLS: Mapping[str, Callable[[Any], Control]] = {
     "gac": Gac,

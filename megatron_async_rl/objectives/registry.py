@@ -20,7 +20,6 @@ from megatron_async_rl.objectives.advantages.per_response import grpo, no_baseli
 from megatron_async_rl.objectives.losses.aspo import aspo
 from megatron_async_rl.objectives.losses.bapo import bapo, decide_bapo
 from megatron_async_rl.objectives.losses.cispo import cispo
-from megatron_async_rl.objectives.losses.decoupled_ppo import decoupled_ppo
 from megatron_async_rl.objectives.losses.dppo import dppo_kl, dppo_tv
 from megatron_async_rl.objectives.losses.gipo import gipo
 from megatron_async_rl.objectives.losses.gmpo import gmpo
@@ -29,7 +28,7 @@ from megatron_async_rl.objectives.losses.kimi import decide_kimi, kimi
 from megatron_async_rl.objectives.losses.m2po import decide_m2po, m2po
 from megatron_async_rl.objectives.losses.minirl import minirl
 from megatron_async_rl.objectives.losses.oapl import decide_oapl, oapl
-from megatron_async_rl.objectives.losses.ppo_clip import ppo_clip
+from megatron_async_rl.objectives.losses.ppo_clip import decoupled_ppo, ppo_clip
 from megatron_async_rl.objectives.losses.reinforce import reinforce
 from megatron_async_rl.objectives.losses.sapo import sapo
 from megatron_async_rl.objectives.losses.sft import sft

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import yaml
 from megatron_async_rl.metrics.log import number
 from megatron_async_rl.report.anomalies import GRAVE, KINDS, steps_in_words
 from megatron_async_rl.report.charts import COLOURS, POINTS, TRACK_HEIGHT, to_svg
-from megatron_async_rl.report.panel import Panel
+from megatron_async_rl.report.panel import STEPS, Panel
 from megatron_async_rl.report.run_data import RunData
 from megatron_async_rl.report.series import Floats, column, thin
 from megatron_async_rl.report.summary import span
@@ -38,23 +38,29 @@ def write_page(
 ) -> None:
     """`sections`: HTML of others, between the panels and the tables."""
     first, *rest = panels
-    template = files("megatron_async_rl.report").joinpath("page.html").read_text(encoding="utf-8")
     parts = {
-        "LIGHT": "".join(f"  --{name}: {value};\n" for name, value in COLOURS.items()),
         "TITLE": html.escape(run.run_dir.name),
         "PHASE": _phase(run),
         "WHERE": html.escape(str(run.run_dir)),
         "ERROR": _error(run),
-        "FIRST": _figure(first, "p0"),
+        "FIRST": figure_of(first, "p0"),
         "NUMBERS": _numbers(run),
         "WRONG": _wrong(run),
-        "PANELS": "\n".join(_figure(panel, f"p{i}") for i, panel in enumerate(rest, start=1)),
+        "PANELS": "\n".join(figure_of(panel, f"p{i}") for i, panel in enumerate(rest, start=1)),
         "SECTIONS": "\n".join(sections),
         "TABLES": _tables(run),
         "CONFIG": _config(run),
     }
+    fill_page(parts, path)
+
+
+def fill_page(parts: Mapping[str, str], path: Path) -> None:
+    """The template with `parts`, HTML by the name of its place; a place without one stays empty."""
+    template = files("megatron_async_rl.report").joinpath("page.html").read_text(encoding="utf-8")
+    light = "".join(f"  --{name}: {value};\n" for name, value in COLOURS.items())
+    filled = {"LIGHT": light, **parts}
     # In one pass, so that a run's own text is never taken for a place in the template.
-    page = re.sub(r"@([A-Z]+)@", lambda place: parts[place[1]], template)
+    page = re.sub(r"@([A-Z]+)@", lambda place: filled.get(place[1], ""), template)
     path.write_text(page, encoding="utf-8")
 
 
@@ -168,7 +174,8 @@ def _wrong(run: RunData) -> str:
     return f'<section class="card wrong">{title}{table}{dropped}{noted}</section>'
 
 
-def _figure(panel: Panel, name: str) -> str:
+def figure_of(panel: Panel, name: str) -> str:
+    """The panel as a figure of the page; `name` tells its parts from those of the others."""
     legend = "".join(
         f'<span><i class="{"dashed" if dashed else ""}" style="border-color:var(--{colour})"></i>'
         f"{html.escape(text)}</span>"
@@ -193,7 +200,8 @@ def _figure(panel: Panel, name: str) -> str:
 
 def _pointed(panel: Panel, frame: Sequence[float]) -> dict[str, Any]:
     """The data that the script shows under the pointer."""
-    data: dict[str, Any] = {"f": [round(float(value), 3) for value in frame], "x": "step"}
+    data: dict[str, Any] = {"f": [round(float(value), 3) for value in frame]}
+    data["x"] = "step" if panel.x_label == STEPS else panel.x_label
     data["share"] = panel.form == "share"
     if panel.categories:
         data["k"] = list(panel.categories)
@@ -209,7 +217,7 @@ def _pointed(panel: Panel, frame: Sequence[float]) -> dict[str, Any]:
         if np.isfinite(y).any():
             values = [float(f"{value:.5g}") if np.isfinite(value) else None for value in y]
             consecutive = bool((np.diff(x) == 1).all())
-            steps = int(x[0]) if consecutive else [int(step) for step in x]
+            steps = int(x[0]) if consecutive else [float(f"{place:.6g}") for place in x]
             curves.append([curve.name, curve.colour, steps, values])
     data["c"] = curves
     data["m"] = [

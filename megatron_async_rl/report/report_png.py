@@ -15,7 +15,18 @@ from megatron_async_rl.report.run_data import RunData
 
 
 def write_sheet(run: RunData, panels: Sequence[Panel], path: Path) -> None:
-    """The PNG: the panels of the overview, two in a row, wide ones alone, under the headline."""
+    """The PNG of a run, under its headline and a sentence on what was dropped."""
+    lines = [(run.headline, COLOURS["muted"])]
+    if run.dropped is not None:
+        lines.append((f"{run.dropped.sentence}.", COLOURS["red"]))
+    draw_sheet(run.run_dir.name, lines, panels, path)
+
+
+def draw_sheet(
+    title: str, lines: Sequence[tuple[str, str]], panels: Sequence[Panel], path: Path
+) -> None:
+    """The panels of the overview, two in a row, wide ones alone. `lines`: (text, colour) under the
+    title."""
     shown = [panel for panel in panels if panel.overview]
     rows: list[list[Panel]] = []
     for panel in sorted(shown, key=lambda panel: panel.kind == "bars"):
@@ -28,7 +39,7 @@ def write_sheet(run: RunData, panels: Sequence[Panel], path: Path) -> None:
     total = head + sum(heights)
     figure = Figure(figsize=(width, total), dpi=120, facecolor="white")
     FigureCanvasAgg(figure)
-    _write_head(figure, run)
+    _write_head(figure, title, lines)
 
     below = total - head
     for row, height in zip(rows, heights, strict=True):
@@ -49,15 +60,10 @@ def write_sheet(run: RunData, panels: Sequence[Panel], path: Path) -> None:
     figure.savefig(path)
 
 
-def _write_head(figure: Figure, run: RunData) -> None:
-    """Name, headline, and a sentence on what was dropped."""
-    ink, muted = COLOURS["ink"], COLOURS["muted"]
-    lines = [(run.headline, muted)]
-    if run.dropped is not None:
-        lines.append((f"{run.dropped.sentence}.", COLOURS["red"]))
+def _write_head(figure: Figure, title: str, lines: Sequence[tuple[str, str]]) -> None:
     height = figure.get_figheight()
-    title = {"ha": "left", "va": "center", "fontsize": 15, "fontweight": "bold", "color": ink}
-    figure.text(0.015, 1 - 0.27 / height, run.run_dir.name, **title)
+    style = {"ha": "left", "va": "center", "fontsize": 15, "fontweight": "bold"}
+    figure.text(0.015, 1 - 0.27 / height, title, color=COLOURS["ink"], **style)
     for index, (text, colour) in enumerate(lines):
         place = 1 - (0.55 + 0.23 * index) / height
         figure.text(0.015, place, text, ha="left", va="center", fontsize=10.5, color=colour)

@@ -11,8 +11,7 @@ import torch
 from megatron_async_rl.config.controls import GacControl, MatchedLrControl
 from megatron_async_rl.config.schema import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision
-from megatron_async_rl.controls.gac import Gac
-from megatron_async_rl.controls.null_baselines import MatchedLr
+from megatron_async_rl.controls.gac import Gac, MatchedLr
 from megatron_async_rl.policy import step as step_module
 from megatron_async_rl.policy.optimizer import AdamView, TakenStep
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts, clip_to, scale

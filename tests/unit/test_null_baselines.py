@@ -12,8 +12,7 @@ from megatron_async_rl.config.controls import (
     MatchedLrControl,
     MatchedNormControl,
 )
-from megatron_async_rl.controls.gac import Gac
-from megatron_async_rl.controls.null_baselines import Beta1, MatchedLr, MatchedNorm
+from megatron_async_rl.controls.gac import Beta1, Gac, MatchedLr, MatchedNorm
 from tests.gradients import OneRank, Optimizer, Shard, aligned, flat, gradient, step
 
 

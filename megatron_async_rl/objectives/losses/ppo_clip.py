@@ -1,5 +1,6 @@
 """PPO's clipped surrogate (arXiv 1707.06347); separate bounds: DAPO (arXiv 2503.14476); dual clip:
-arXiv 1912.09729."""
+arXiv 1912.09729. Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298): staleness is clipped,
+the rest is importance weight."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import ClipBounds
+    from megatron_async_rl.config.losses import ClipBounds, DecoupledPpoLoss
 
 
 def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
@@ -29,6 +30,22 @@ def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
     ceiling = -batch.advantages * settings.dual_clip
     capped = (batch.advantages < 0) & (found.loss > ceiling)
     return TokenLoss(torch.where(capped, ceiling, found.loss), found.clipped | capped)
+
+
+def decoupled_ppo(batch: TokenBatch, settings: DecoupledPpoLoss) -> TokenLoss:
+    """l = sg(rho) ppo_clip(r), rho = pi_prox / mu, r = pi / pi_prox. [N] -> [N].
+
+    Defaults as `ppo_clip`. rho's logarithm is clamped to +-20 and rho is not truncated: a cap is
+    the correction `tis`, beside loss `ppo_clip`.
+    """
+    found = ppo_clip(batch, settings)
+    weight = (
+        (batch.logp_prox - batch.logp_behavior)
+        .clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        .detach()
+        .exp()
+    )
+    return TokenLoss(weight * found.loss, found.clipped)
 
 
 def clipped_surrogate(advantages: Tensor, ratio: Tensor, low: float, high: float) -> TokenLoss:

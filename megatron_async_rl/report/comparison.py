@@ -1,0 +1,277 @@
+"""`mar report A B C ...`: several runs on one page and one sheet: the same curve of each over steps,
+tokens and time, what their settings differ in, and how each ended.
+
+Invariants:
+- a run has one colour and one name on all of it;
+- a curve of a run that logs every step is its moving average, so that ten of them can be told
+  apart; held-out rewards are as measured;
+- time is that spent in steps: starts, stops, evaluations and checkpoints are not in it.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics.log import number
+from megatron_async_rl.report.panel import STEPS, Curve, Panel
+from megatron_async_rl.report.report_html import figure_of, fill_page
+from megatron_async_rl.report.report_png import draw_sheet
+from megatron_async_rl.report.run_data import RunData, read_run
+from megatron_async_rl.report.series import Floats, column, numbers, smooth
+from megatron_async_rl.report.summary import span
+
+HTML_FILE = "comparison.html"
+PNG_FILE = "comparison.png"
+COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "grey", "sand")
+"""By the run's number; they repeat, dotted."""
+TILES = 8
+LAST_SHARE = 0.1
+"""The reward trained on at the end is the mean over so much of the steps."""
+TOKENS = "response tokens trained on"
+SECONDS = "seconds in steps"
+KEYS = (
+    # (title, unit, key)
+    ("Cosine of consecutive gradients", "cosine", "gac/cosine"),
+    ("Effective sample size", "share of the samples", "ratio/ess_ratio"),
+    ("Gradient norm, before clipping", "L2 norm", "policy/grad_norm"),
+    ("Length of the update", "L2 norm", "update/norm"),
+    ("Entropy of the policy", "nats per token", "policy/entropy"),
+    ("Divergence from the behaviour policy", "nats per token: KL, k1", "ratio/kl_k1"),
+    ("Learning rate", "per step", "policy/lr"),
+    ("Loss", "loss", "policy/loss"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One run of a comparison."""
+
+    name: str
+    colour: str
+    dotted: bool
+    run: RunData
+
+    def places(self, axis: str) -> Floats:
+        """[rows + 1]: steps, tokens or seconds when a row ended; the first is the run's begin."""
+        rows = self.run.rows
+        if axis == STEPS:
+            return np.array([0, *(float(row["step"]) for row in rows)], dtype=np.float64)  # type: ignore[arg-type]
+        key = "tokens/trained" if axis == TOKENS else "time/step_s"
+        return np.concatenate([[0.0], np.cumsum(np.nan_to_num(numbers(rows, key)))])
+
+    def logged(self, key: str, axis: str) -> Curve | None:
+        """The moving average of `key` over `axis`; None where no row has it."""
+        having = [index for index, row in enumerate(self.run.rows, start=1) if key in row]
+        if not having:
+            return None
+        values = column(self.run.rows, key)[1]
+        trend = smooth(values)
+        return self._curve(self.places(axis)[having], values if trend is None else trend)
+
+    def held_out(self, axis: str) -> Curve | None:
+        """The reward of each evaluation where its version was made; None where there is none."""
+        versions = self.run.evaluations.versions
+        steps = self.places(STEPS)
+        known = np.isin(versions, steps)
+        if not known.any():
+            return None
+        places = self.places(axis)[np.searchsorted(steps, versions[known])]
+        return self._curve(places, self.run.evaluations.mean[known])
+
+    def _curve(self, x: Floats, y: Floats) -> Curve:
+        return Curve(
+            name=self.name, colour=self.colour, x=x, y=y, style="dotted" if self.dotted else "line"
+        )
+
+
+def write_comparison(run_dirs: Sequence[Path], folder: Path | None = None) -> tuple[Path, Path]:
+    """Writes comparison.html and comparison.png of at least two runs to `folder`, by default the
+    innermost that holds all of them; returns both paths.
+
+    Raises ReportError for a directory without a finished step, UserError for one named twice.
+    """
+    paths = [path.absolute() for path in run_dirs]
+    if len(set(paths)) < len(paths):
+        raise UserError.of("RUN", "a run is named twice", "name each run once")
+    folder = folder or Path(os.path.commonpath([path.parent for path in paths]))
+    folder.mkdir(parents=True, exist_ok=True)
+    compared = name_runs([read_run(path) for path in paths])
+    panels = panels_of(compared)
+    title = f"{len(compared)} runs compared"
+    first, *rest = panels
+    parts = {
+        "TITLE": title,
+        "WHERE": html.escape(str(os.path.commonpath(paths))),
+        "FIRST": figure_of(first, "p0"),
+        "NUMBERS": _tiles(compared),
+        "PANELS": "\n".join(figure_of(panel, f"p{i}") for i, panel in enumerate(rest, start=1)),
+        "SECTIONS": _table("How they ended", ends_of(compared), compared)
+        + _table("Settings that differ", differing(compared), compared),
+    }
+    html_path, png_path = folder / HTML_FILE, folder / PNG_FILE
+    fill_page(parts, html_path)
+    draw_sheet(title, [], panels, png_path)
+    return html_path, png_path
+
+
+def name_runs(runs: Sequence[RunData]) -> list[Compared]:
+    """Each is called as its directory; where two of those are the same, as its path below what all
+    share."""
+    names = [run.run_dir.name for run in runs]
+    if len(set(names)) < len(names):
+        shared = os.path.commonpath([run.run_dir for run in runs])
+        names = [str(run.run_dir.relative_to(shared)) for run in runs]
+    return [
+        Compared(
+            name=name,
+            colour=COLOURS[index % len(COLOURS)],
+            dotted=index >= len(COLOURS),
+            run=run,
+        )
+        for index, (name, run) in enumerate(zip(names, runs, strict=True))
+    ]
+
+
+def panels_of(compared: Sequence[Compared]) -> list[Panel]:
+    """Reward over steps, tokens and seconds, then what tells how stable a run was. The first is the
+    main one."""
+    rewards: list[Panel] = []
+    for axis in (STEPS, TOKENS, SECONDS):
+        rewards += _panel(
+            "Held-out reward",
+            "mean reward of a sample",
+            axis,
+            [one.held_out(axis) for one in compared],
+        )
+    for axis in (STEPS, TOKENS, SECONDS):
+        rewards += _panel(
+            "Reward trained on",
+            "mean reward of a sample",
+            axis,
+            [None if one.run.supervised else one.logged("reward/mean", axis) for one in compared],
+        )
+    others = [
+        panel
+        for title, unit, key in KEYS
+        for panel in _panel(title, unit, STEPS, [one.logged(key, STEPS) for one in compared])
+    ]
+    panels = [*rewards, *others]
+    if not panels:
+        raise UserError.of("RUN", "the runs have no metric in common", "see their metrics.jsonl")
+    first, *rest = panels
+    return [_wide(first), *rest]
+
+
+def _panel(title: str, unit: str, axis: str, curves: Sequence[Curve | None]) -> Iterator[Panel]:
+    drawn = [curve for curve in curves if curve is not None]
+    if drawn:
+        yield Panel(title=title, unit=unit, x_label=axis, curves=drawn, overview=True)
+
+
+def _wide(panel: Panel) -> Panel:
+    return Panel(**{**panel.__dict__, "wide": True})
+
+
+def differing(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+    """(dotted key, its value in each run) of every setting that is not the same in all; the run's
+    directory aside."""
+    flat = [dict(_leaves(one.run.config)) for one in compared]
+    keys = list(dict.fromkeys(key for settings in flat for key in settings))
+    rows = [(key, [settings.get(key, "–") for settings in flat]) for key in keys]
+    return [(key, row) for key, row in rows if key != "run.dir" and len(set(row)) > 1]
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, value in words). A list stays one value."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        yield key, ", ".join(_words(entry) for entry in value) or "none"
+    else:
+        yield key, _words(value)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        name = value.get("name")
+        rest = ", ".join(f"{key} {_words(one)}" for key, one in value.items() if key != "name")
+        return f"{name} ({rest})" if name and rest else str(name or rest)
+    return "none" if value is None else str(value)
+
+
+def ends_of(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+    """(what, its value of each run)."""
+    facts: tuple[tuple[str, Callable[[Compared], str]], ...] = (
+        ("phase", lambda one: one.run.status.phase if one.run.status else "–"),
+        ("steps", lambda one: f"{one.run.summary.steps:,}"),
+        ("held-out reward before", lambda one: _number(one.run.summary.before)),
+        ("held-out reward after", lambda one: _number(one.run.summary.after)),
+        ("reward trained on, last tenth", lambda one: _number(_last(one, "reward/mean"))),
+        ("mean cosine of consecutive gradients", lambda one: _number(_mean(one, "gac/cosine"))),
+        ("tokens trained on", lambda one: f"{one.run.summary.trained:,}"),
+        ("time in steps", lambda one: span(one.run.summary.in_steps_s)),
+        ("grave anomalies and notes", lambda one: f"{len(one.run.anomalies):,}"),
+    )
+    rows = [(name, [value(one) for one in compared]) for name, value in facts]
+    return [(name, row) for name, row in rows if set(row) != {"–"}]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _mean(one: Compared, key: str) -> float | None:
+    values = [value for row in one.run.rows if (value := number(row, key)) is not None]
+    finite = [value for value in values if np.isfinite(value)]
+    return float(np.mean(finite)) if finite else None
+
+
+def _last(one: Compared, key: str) -> float | None:
+    values = column(one.run.rows, key)[1]
+    finite = values[np.isfinite(values)]
+    if one.run.supervised or not len(finite):
+        return None
+    return float(finite[-max(1, int(LAST_SHARE * len(finite))) :].mean())
+
+
+def _tiles(compared: Sequence[Compared]) -> str:
+    tiles = []
+    for one in compared[:TILES]:
+        after = one.run.summary.after
+        value = after if after is not None else _last(one, "reward/mean")
+        what = "held-out reward" if after is not None else "reward at the end"
+        tiles.append(
+            f'<div class="whole"><b style="color:var(--{one.colour})">{_number(value)}</b>'
+            f"<small>{what}, {html.escape(one.name)}</small></div>"
+        )
+    return "".join(tiles)
+
+
+def _table(
+    title: str, rows: Sequence[tuple[str, Sequence[str]]], compared: Sequence[Compared]
+) -> str:
+    """A row for each fact, a column for each run."""
+    if not rows:
+        return ""
+    head = "".join(
+        f'<th style="color:var(--{one.colour})">{html.escape(one.name)}</th>' for one in compared
+    )
+    body = "".join(
+        f"<tr><th>{html.escape(name)}</th>"
+        + "".join(f"<td>{html.escape(value)}</td>" for value in values)
+        + "</tr>"
+        for name, values in rows
+    )
+    return (
+        f'<section class="card compared"><h2>{html.escape(title)}</h2>'
+        f"<table><tr><th></th>{head}</tr>{body}</table></section>"
+    )

@@ -1,0 +1,220 @@
+"""Grids and their runs, with a stand-in for `mar train` that writes what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from megatron_async_rl import study as study_module
+from megatron_async_rl.config.grid import read_grid, runs_of
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.study import study
+from tests.written_run import write_run
+
+STAND_IN = """
+import os, signal, sys, time
+from pathlib import Path
+from megatron_async_rl.config.load import dump, load
+from megatron_async_rl.metrics.log import MetricsLog
+from megatron_async_rl.metrics.status import Status, write_status
+
+config = load(Path(sys.argv[1]), sys.argv[2:])
+run_dir, seed = config.run.dir, config.run.seed
+with open(run_dir.parent / "order", "a") as order:
+    order.write(run_dir.name + "\\n")
+if seed == 8:
+    print("no engine fits here")
+    sys.exit(1)
+(run_dir / "config.yaml").write_text(dump(config))
+log = MetricsLog(run_dir, tensorboard=False, first_step=1)
+log.log(1, {"reward/mean": 0.5})
+if seed == 9 and not (run_dir / "stopped_before").exists():
+    (run_dir / "stopped_before").touch()
+    asked = []
+    signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+    (run_dir.parent / "waits").touch()
+    while not asked:
+        time.sleep(0.01)
+    write_status(run_dir, Status(phase="stopped", step=1, steps=config.run.steps, time=0.0))
+    sys.exit(130)
+failed = seed == 7
+phase = "failed" if failed else "finished"
+write_status(run_dir, Status(phase=phase, step=1 if failed else config.run.steps,
+    steps=config.run.steps, time=0.0, error="ValueError: it broke" if failed else None))
+sys.exit(1 if failed else 0)
+"""
+
+
+def write_grid(folder: Path, seeds: tuple[int, ...] = (1, 2), **changes: object) -> Path:
+    write_run(folder)
+    tree = {
+        "base": "config.yaml",
+        "runs": "study",
+        "axes": {
+            "lag": {
+                "s0": {},
+                "s4": {"flow.async_ratio": 4, "flow.selection": {"name": "exact_lag", "lag": 4}},
+            },
+            "seed": {f"seed{seed}": {"run.seed": seed} for seed in seeds},
+        },
+        "sweeps": {"fresh": {"lag": ["s0"]}, "all": {}},
+    }
+    grid = folder / "grid.yaml"
+    grid.write_text(yaml.safe_dump(tree | changes, sort_keys=False))
+    return grid
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setattr(study_module, "TRAIN", (sys.executable, str(script)))
+    return script
+
+
+def run_study(grid: Path, *only: str, retry: bool = False, jobs: int = 2) -> tuple[int, str]:
+    with open(grid.parent / "screen", "w+") as screen:
+        code = study(grid, only, Console(file=screen, width=200), jobs=jobs, retry=retry)
+        screen.seek(0)
+        return code, screen.read()
+
+
+def started(grid: Path) -> list[str]:
+    order = grid.parent / "study" / "order"
+    names = order.read_text().split() if order.exists() else []
+    order.unlink(missing_ok=True)
+    return names
+
+
+def test_a_sweep_is_the_product_of_its_axes_and_each_run_stands_once(tmp_path: Path) -> None:
+    runs = runs_of(read_grid(write_grid(tmp_path)))
+    assert [run.name for run in runs] == ["s0-seed1", "s0-seed2", "s4-seed1", "s4-seed2"]
+    assert [run.sweeps for run in runs] == [("fresh", "all")] * 2 + [("all",)] * 2
+    assert runs[2].settings == {"lag": "s4", "seed": "seed1"}
+    assert runs[2].directory == tmp_path / "study" / "s4-seed1"
+
+
+def test_only_takes_sweeps_and_runs_by_name(tmp_path: Path) -> None:
+    grid = read_grid(write_grid(tmp_path))
+
+    def names(*only: str) -> list[str]:
+        return [run.name for run in runs_of(grid, only)]
+
+    assert names("fresh") == ["s0-seed1", "s0-seed2"]
+    assert names("*-seed2") == ["s0-seed2", "s4-seed2"]
+    assert names("fresh", "s4-seed1") == ["s0-seed1", "s0-seed2", "s4-seed1"]
+    with pytest.raises(UserError, match="fresh"):
+        names("frehs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sweep": {}}, "did you mean `sweeps`"),
+        ({"sweeps": {"all": {"lga": ["s0"]}}}, "did you mean 'lag'"),
+        ({"sweeps": {"all": {"lag": ["s5"]}}}, "there is no value 's5'"),
+        ({"axes": {"lag": {"s 0": {}}}}, "axes.lag.s 0"),
+        ({"base": None}, "base"),
+    ],
+)
+def test_a_slip_in_a_grid_is_named(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_grid(write_grid(tmp_path, **changes))
+    assert words in str(refused.value)
+
+
+def test_a_slip_in_an_override_is_refused_before_anything_starts(
+    tmp_path: Path, stand_in: Path
+) -> None:
+    axes = {"lr": {"low": {"policy.optimizer.lr": 1e-4}, "high": {"policy.optimzer.lr": 1.0}}}
+    grid = write_grid(tmp_path, axes=axes, sweeps={"all": {}})
+    with pytest.raises(UserError, match=r"policy\.optimizer"):
+        run_study(grid)
+    assert started(grid) == []
+
+
+def test_paths_in_a_grid_start_at_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = {"task": {"other": {"data.train": "sub/train.jsonl", "data": {"eval": "e.jsonl"}}}}
+    grid = write_grid(tmp_path, axes=axes, sweeps={"all": {}})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    [run] = runs_of(read_grid(Path("..") / grid.name))
+    assert f"data.train={json.dumps(str(tmp_path / 'sub' / 'train.jsonl'))}" in run.overrides
+    assert f'data={{"eval": {json.dumps(str(tmp_path / "e.jsonl"))}}}' in run.overrides
+
+
+def test_finished_runs_are_skipped_and_new_ones_run(tmp_path: Path, stand_in: Path) -> None:
+    grid = write_grid(tmp_path)
+    assert run_study(grid, "fresh", jobs=1)[0] == 0
+    assert started(grid) == ["s0-seed1", "s0-seed2"]
+    code, screen = run_study(grid)
+    assert code == 0
+    assert sorted(started(grid)) == ["s4-seed1", "s4-seed2"]
+    assert "4 finished" in screen
+    about = json.loads((tmp_path / "study" / "s4-seed1" / "study.json").read_text())
+    assert about["settings"] == {"lag": "s4", "seed": "seed1"}
+    assert (about["exit_code"], about["jobs"]) == (0, 2)
+
+
+def test_failures_are_counted_and_kept_and_stop_no_other_run(
+    tmp_path: Path, stand_in: Path
+) -> None:
+    grid = write_grid(tmp_path, seeds=(7, 8, 1))
+    code, screen = run_study(grid, "fresh", jobs=1)
+    assert code == 1
+    assert started(grid) == ["s0-seed7", "s0-seed8", "s0-seed1"]
+    assert "1 finished" in screen
+    assert "2 failed" in screen
+    assert "ValueError: it broke" in screen
+    assert "no engine fits here" in screen
+    # A run that failed while it trained is a result; one that never began is tried again.
+    assert run_study(grid, "fresh")[0] == 1
+    assert started(grid) == ["s0-seed8"]
+    assert run_study(grid, "fresh", retry=True)[0] == 1
+    assert sorted(started(grid)) == ["s0-seed7", "s0-seed8"]
+
+
+def test_a_directory_with_other_settings_is_refused_by_name(tmp_path: Path, stand_in: Path) -> None:
+    assert run_study(write_grid(tmp_path), "fresh")[0] == 0
+    changed = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    changed["policy"]["optimizer"] = {"lr": 0.5}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(changed))
+    (tmp_path / "study" / "order").unlink()
+    with pytest.raises(UserError) as refused:
+        run_study(tmp_path / "grid.yaml", "fresh")
+    assert "s0-seed1" in str(refused.value)
+    assert "policy.optimizer.lr" in str(refused.value)
+    assert started(tmp_path / "grid.yaml") == []
+
+
+def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_goes_on(
+    tmp_path: Path, stand_in: Path
+) -> None:
+    grid = write_grid(tmp_path, seeds=(9, 1))
+    program = (
+        "import sys; from pathlib import Path; from rich.console import Console;"
+        f" import megatron_async_rl.study as s; s.TRAIN = (sys.executable, {str(stand_in)!r});"
+        f" sys.exit(s.study(Path({str(grid)!r}), ['fresh'], Console()))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "study" / "waits").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    screen, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "1 stopped, 1 waiting" in screen
+    assert started(grid) == ["s0-seed9"]
+    assert run_study(grid, "fresh", jobs=1)[0] == 0
+    assert started(grid) == ["s0-seed9", "s0-seed1"]
