@@ -315,7 +315,13 @@ def _rising(bounds: tuple[float, float, float]) -> tuple[float, float, float]:
     return bounds
 
 
-Search = Annotated[tuple[float, float, float], AfterValidator(_rising)]
+def _as_tuple(value: Any) -> Any:
+    """A method's settings come through a Python function (config/base.py), after which strict
+    refuses the file's list for a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Search = Annotated[tuple[float, float, float], BeforeValidator(_as_tuple), AfterValidator(_rising)]
 
 
 class BapoLoss(LossSettings):

@@ -15,6 +15,7 @@ from megatron_async_rl.config.keys import walk
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import SCREEN_PROBLEMS, ConfigError, Problem
 from megatron_async_rl.config.schema import Config
+from tests.method_settings import models
 from tests.written_run import config_tree
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +125,38 @@ def test_what_was_dumped_loads_back_equal_from_anywhere(file, tmp_path):
     copy.parent.mkdir()
     copy.write_text(dump(loaded))
     assert load(copy) == loaded
+
+
+@pytest.mark.parametrize("loss", [model.model_fields["name"].default for model in models("loss")])
+def test_every_loss_with_its_defaults_survives_dump_and_load(file, tmp_path, loss):
+    tree = yaml.safe_load(file.read_text())
+    tree["objective"] = {"loss": loss}
+    uses = next(model for model in models("loss") if model.model_fields["name"].default == loss)
+    if not uses.uses_advantage:
+        tree["objective"]["advantage"] = "none"
+    if uses.uses_reference:
+        tree["objective"]["reference"] = {}
+    if loss == "decoupled_ppo":
+        tree["objective"]["proximal"] = "recompute"
+    if uses.whole_group_of_one_version:
+        tree["flow"]["async_ratio"] = 0
+    if loss == "sft":
+        tree |= {"rollout": None}
+        tree["flow"] |= {"group_size": 1, "async_ratio": 0}
+        tree["objective"]["advantage"] = "none"
+    file.write_text(yaml.safe_dump(tree))
+    loaded = load(file)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump(loaded))
+    assert load(copy) == loaded
+
+
+def test_the_bounds_of_bapo_are_lists_of_numbers(file):
+    loaded = load(file, ["objective.loss={name: bapo, low: [0.5, 0.75, 0.25]}"])
+    assert loaded.objective.loss.low == (0.5, 0.75, 0.25)
+    for wrong in ("[0.5, 0.75]", "['0.5', 0.75, 0.25]", "0.5", "[0.9, 0.5, 0.1]"):
+        with pytest.raises(ConfigError, match=r"objective\.loss\.low"):
+            load(file, [f"objective.loss={{name: bapo, low: {wrong}}}"])
 
 
 @given(
