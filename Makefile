@@ -1,4 +1,4 @@
-# make demo | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
+# make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
 # Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
 # VENV=DIR puts the environment elsewhere; PYTHON=... chooses the interpreter (3.11 is the one the lock was made for).
 
@@ -13,7 +13,7 @@ export VENV
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint bench-setup
+.PHONY: help setup demo study-quick test lint bench-setup
 
 help:
 	@sed -n '1,3s/^# //p' "$(ROOT)/Makefile"
@@ -26,6 +26,18 @@ demo: setup
 	"$$VENV/bin/python" examples/arithmetic/prepare.py
 	launchers/local.sh examples/arithmetic_sft_cpu.yaml
 	launchers/local.sh examples/arithmetic_cpu.yaml
+
+study-quick: setup
+	@cd "$(ROOT)"
+	export PATH="$$(realpath "$$VENV")/bin:$$PATH"
+	here=examples/stability results=runs/stability/quick
+	python "$$here/prepare.py"
+	mar study "$$here/warm.yaml" --only chain
+	mar study "$$here/quick.yaml" --jobs 2
+	python "$$here/results.py" collect "$$here/quick.yaml" --out "$$results"
+	python "$$here/results.py" show "$$results"
+	mar report "$$results"/*/
+	cat "$$results/tables.md"
 
 test: setup
 	@cd "$(ROOT)"

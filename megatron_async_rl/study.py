@@ -36,6 +36,7 @@ from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import differences
 from megatron_async_rl.report.summary import span
+from megatron_async_rl.watchdog.logs import find_cause
 
 FILE = "study.json"
 """In each run's directory: its settings by axis, and the seconds and exit code of its last start."""
@@ -137,8 +138,10 @@ class _Started:
         outcome = outcome_of(self.run)
         if code in (0, INTERRUPTED) or outcome.state == "failed":
             return outcome
+        cause = find_cause(self.run.directory / "logs")
         words = (self.run.directory / LOG).read_text(errors="replace").strip().splitlines()
-        return Outcome(state="failed", step=outcome.step, why=words[-1] if words else "no words")
+        why = cause.message.splitlines()[0] if cause else words[-1] if words else "no words"
+        return Outcome(state="failed", step=outcome.step, why=why)
 
 
 def study(

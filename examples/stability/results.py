@@ -1,14 +1,15 @@
 """Runs of a study -> compact CSV -> tables and figures.
 
     python examples/stability/results.py collect GRID... --out FOLDER   # from the runs' directories
+    python examples/stability/results.py choose FOLDER GRID             # the grid of fresh seeds
     python examples/stability/results.py show FOLDER                    # from FOLDER's CSV alone
 
 `collect` writes two files, which are what is kept of a study:
 - runs.csv     one row per run: its settings by axis, learning rate, steps, and the measures below
 - curves.csv   one row per run and evaluation: held-out accuracy, and the means since the evaluation
                before of cosine, ESS ratio, entropy and reward trained on
-`show` writes tables.md and figures (SVG) from them, the same bytes for the same CSV, and runs
-`collect`'s output needs nothing else.
+`choose` prints a grid that runs each method at its best learning rate on fresh seeds (choose.py).
+`show` writes tables.md and figures (SVG) from the CSV, the same bytes for the same CSV.
 
 Measures, as PLAN.md defines them: `final` is the mean held-out accuracy of the last four
 evaluations, `area` the mean over the whole curve (trapezoids), `best` the highest evaluation, and a
@@ -24,7 +25,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import combinations, groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -36,6 +37,9 @@ COLLAPSED_BELOW = 0.5
 """Of its best accuracy."""
 PLATEAU = 0.95
 """Learning rates whose mean area is at least this share of the best one's are its plateau."""
+FRESH_SEEDS = 5
+LEAST_GAIN = 0.02
+P_VALUE = 0.05
 MEASURES = ("final", "area", "best", "collapsed", "cosine", "update_norm", "seconds")
 ABOUT = ("state", "lr", "steps", "wall_seconds", "jobs")
 CURVE = ("run", "step", "accuracy", "cosine", "ess_ratio", "entropy", "reward", "seconds")
@@ -269,7 +273,7 @@ def tables(rows: Sequence[Row]) -> str:
         cells = [str(len(rates)), f"{best.lr:g}", str(len(best.runs))]
         cells += [best.in_words("area"), best.in_words("final"), f"{width:.3g}"]
         lines.append(_line(*group, *cells, "none" if collapse is None else f"{collapse:g}"))
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *beaten(rows)]) + "\n"
 
 
 def _header(*cells: str) -> list[str]:
@@ -278,6 +282,59 @@ def _header(*cells: str) -> list[str]:
 
 def _line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def beaten(rows: Sequence[Row]) -> list[str]:
+    """Of each method, at its best rate, those of the same other settings that it beats as PLAN.md
+    says; only methods that have enough seeds."""
+    axes = [axis for axis in axes_of(rows) if axis not in ("rate", "seed")]
+    where = axes.index("method") if "method" in axes else None
+    if where is None:
+        return []
+    best: dict[tuple[str, ...], dict[str, Measured]] = {}
+    for group, together in groupby(measured(rows), key=lambda one: one.group):
+        rates = [one for one in together if len(one.runs) >= FRESH_SEEDS]
+        if rates:
+            others = tuple(value for index, value in enumerate(group) if index != where)
+            best.setdefault(others, {})[group[where]] = plateau(rates)[0]
+    lines = []
+    for others, methods in best.items():
+        for name, one in methods.items():
+            wins = [other for other, rival in methods.items() if beats(one, rival)]
+            cells = [one.in_words("area"), ", ".join(wins) or "none"]
+            lines.append(_line(*others, name, f"{one.lr:g}", *cells))
+    if not lines:
+        return []
+    rest = [axis for axis in axes if axis != "method"]
+    title = [
+        "",
+        f"## What beats what, on at least {FRESH_SEEDS} seeds",
+        "",
+        f"Mean area larger by at least {LEAST_GAIN:g}, and two-sided p < {P_VALUE:g} by permutation.",
+        "",
+    ]
+    return [*title, *_header(*rest, "method", "lr", "area", "beats"), *lines]
+
+
+def beats(one: Measured, other: Measured) -> bool:
+    mine, theirs = one.values("area"), other.values("area")
+    if one is other or fmean(mine) - fmean(theirs) < LEAST_GAIN:
+        return False
+    return permutation_p(mine, theirs) < P_VALUE
+
+
+def permutation_p(first: Sequence[float], second: Sequence[float]) -> float:
+    """Two-sided p of the difference of means: the share of all ways to deal the values into groups
+    of these sizes that differ at least as much. Exact, and of five against five 1/126 at least."""
+    values = np.array([*first, *second])
+    observed = abs(fmean(first) - fmean(second))
+    extreme = dealt = 0
+    for chosen in combinations(range(len(values)), len(first)):
+        mine = values[list(chosen)]
+        theirs = (values.sum() - mine.sum()) / len(second)
+        extreme += abs(mine.mean() - theirs) >= observed - 1e-12
+        dealt += 1
+    return extreme / dealt
 
 
 def show(folder: Path) -> None:
@@ -296,10 +353,17 @@ def main() -> None:
     collecting = commands.add_parser("collect")
     collecting.add_argument("grids", nargs="+", type=Path, metavar="GRID")
     collecting.add_argument("--out", required=True, type=Path, metavar="FOLDER")
+    choosing = commands.add_parser("choose")
+    choosing.add_argument("folder", type=Path, metavar="FOLDER")
+    choosing.add_argument("grid", type=Path, metavar="GRID")
     commands.add_parser("show").add_argument("folder", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     if arguments.command == "collect":
         collect(arguments.grids, arguments.out)
+    elif arguments.command == "choose":
+        from choose import fresh_grid
+
+        print(fresh_grid(read_csv(arguments.folder / "runs.csv"), arguments.grid), end="")
     else:
         show(arguments.folder)
 

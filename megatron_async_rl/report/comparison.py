@@ -38,7 +38,6 @@ LAST_SHARE = 0.1
 TOKENS = "response tokens trained on"
 SECONDS = "seconds in steps"
 KEYS = (
-    # (title, unit, key)
     ("Cosine of consecutive gradients", "cosine", "gac/cosine"),
     ("Effective sample size", "share of the samples", "ratio/ess_ratio"),
     ("Gradient norm, before clipping", "L2 norm", "policy/grad_norm"),
