@@ -25,6 +25,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from megatron_async_rl.config.grid import Grid, StudyRun, read_grid, runs_of
 from megatron_async_rl.config.load import load
@@ -128,9 +129,9 @@ class _Started:
         for row in self.rows.new_rows().rows:
             self.last = row
 
-    def ended(self) -> Outcome:
+    def ended(self, *, asked: bool) -> Outcome:
         """Writes what is known of the start, and says how it ended. `mar train` that refused the
-        run, or died before it had a status, has failed."""
+        run, or died before it had a status, has failed, unless it was `asked` to stop."""
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
@@ -138,6 +139,8 @@ class _Started:
         outcome = outcome_of(self.run)
         if code in (0, INTERRUPTED) or outcome.state == "failed":
             return outcome
+        if asked:
+            return Outcome(state="stopped", step=outcome.step)
         cause = find_cause(self.run.directory / "logs")
         words = (self.run.directory / LOG).read_text(errors="replace").strip().splitlines()
         why = cause.message.splitlines()[0] if cause else words[-1] if words else "no words"
@@ -183,7 +186,7 @@ def study(
                 one.look()
             for one in [one for one in at_work if one.process.poll() is not None]:
                 at_work.remove(one)
-                outcomes[one.run.name] = outcome = one.ended()
+                outcomes[one.run.name] = outcome = one.ended(asked=bool(interrupts))
                 took.append(one.seconds)
                 _say(console, one, outcome)
             if live is not None:
@@ -244,5 +247,6 @@ def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, Outcome]) -> Table
         outcome, status = outcomes[run.name], read_status(run.directory)
         rewards = (status.before, status.after) if status else (None, None)
         held_out = " → ".join("?" if one is None else f"{one:.3f}" for one in rewards)
-        table.add_row(run.name, outcome.state, str(outcome.step), held_out, outcome.why)
+        # A reason may hold brackets, which are no markup.
+        table.add_row(run.name, outcome.state, str(outcome.step), held_out, Text(outcome.why))
     return table

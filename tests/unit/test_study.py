@@ -34,6 +34,9 @@ with open(run_dir.parent / "order", "a") as order:
 if seed == 8:
     print("no engine fits here")
     sys.exit(1)
+if seed == 10:
+    (run_dir.parent / "imports").touch()
+    time.sleep(600)
 (run_dir / "config.yaml").write_text(dump(config))
 log = MetricsLog(run_dir, tensorboard=False, first_step=1)
 log.log(1, {"reward/mean": 0.5})
@@ -49,7 +52,7 @@ if seed == 9 and not (run_dir / "stopped_before").exists():
 failed = seed == 7
 phase = "failed" if failed else "finished"
 write_status(run_dir, Status(phase=phase, step=1 if failed else config.run.steps,
-    steps=config.run.steps, time=0.0, error="ValueError: it broke" if failed else None))
+    steps=config.run.steps, time=0.0, error="ValueError: [it] broke" if failed else None))
 sys.exit(1 if failed else 0)
 """
 
@@ -176,7 +179,7 @@ def test_failures_are_counted_and_kept_and_stop_no_other_run(
     assert started(grid) == ["s0-seed7", "s0-seed8", "s0-seed1"]
     assert "1 finished" in screen
     assert "2 failed" in screen
-    assert "ValueError: it broke" in screen
+    assert "ValueError: [it] broke" in screen.split("why", 1)[1]
     assert "no engine fits here" in screen
     # A run that failed while it trained is a result; one that never began is tried again.
     assert run_study(grid, "fresh")[0] == 1
@@ -201,20 +204,32 @@ def test_a_directory_with_other_settings_is_refused_by_name(tmp_path: Path, stan
 def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_goes_on(
     tmp_path: Path, stand_in: Path
 ) -> None:
-    grid = write_grid(tmp_path, seeds=(9, 1))
+    grid = write_grid(tmp_path, seeds=(9, 10, 1))
     program = (
         "import sys; from pathlib import Path; from rich.console import Console;"
         f" import megatron_async_rl.study as s; s.TRAIN = (sys.executable, {str(stand_in)!r});"
-        f" sys.exit(s.study(Path({str(grid)!r}), ['fresh'], Console()))"
+        f" sys.exit(s.study(Path({str(grid)!r}), ['fresh'], Console(), jobs=2))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    while not (tmp_path / "study" / "waits").exists():
-        assert process.poll() is None
-        time.sleep(0.02)
+    for sign in ("waits", "imports"):  # one trains, the other is not that far
+        while not (tmp_path / "study" / sign).exists():
+            assert process.poll() is None
+            time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
     screen, _ = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "1 stopped, 1 waiting" in screen
-    assert started(grid) == ["s0-seed9"]
-    assert run_study(grid, "fresh", jobs=1)[0] == 0
+    assert "2 stopped, 1 waiting" in screen
+    assert sorted(started(grid)) == ["s0-seed10", "s0-seed9"]
+    assert run_study(grid, "s0-seed9", "s0-seed1", jobs=1)[0] == 0
     assert started(grid) == ["s0-seed9", "s0-seed1"]
+
+
+def test_on_a_terminal_the_runs_at_work_stand_in_a_table(tmp_path: Path, stand_in: Path) -> None:
+    grid = write_grid(tmp_path)
+    with open(tmp_path / "screen", "w+") as screen:
+        console = Console(file=screen, width=120, force_terminal=True)
+        assert study(grid, ["fresh"], console, jobs=2) == 0
+        screen.seek(0)
+        text = screen.read()
+    assert "cosine" in text
+    assert "2 running" in text
