@@ -13,7 +13,7 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import number
+from megatron_async_rl.report.charts import COLOURS as PAPER
 from megatron_async_rl.report.panel import STEPS, Curve, Panel
 from megatron_async_rl.report.report_html import figure_of, fill_page
 from megatron_async_rl.report.report_png import draw_sheet
@@ -117,8 +118,19 @@ def write_comparison(run_dirs: Sequence[Path], folder: Path | None = None) -> tu
     }
     html_path, png_path = folder / HTML_FILE, folder / PNG_FILE
     fill_page(parts, html_path)
-    draw_sheet(title, [], panels, png_path)
+    # Names of runs are long: they stand once, in their colours, and not over every panel.
+    lines = [(_headline(one), PAPER[one.colour]) for one in compared]
+    nameless = [
+        replace(panel, curves=[replace(curve, name="") for curve in panel.curves])
+        for panel in panels
+    ]
+    draw_sheet(title, lines, nameless, png_path)
     return html_path, png_path
+
+
+def _headline(one: Compared) -> str:
+    dots = " (dotted)" if one.dotted else ""
+    return f"{one.name}{dots}   ·   {one.run.headline}"
 
 
 def name_runs(runs: Sequence[RunData]) -> list[Compared]:
@@ -166,17 +178,13 @@ def panels_of(compared: Sequence[Compared]) -> list[Panel]:
     if not panels:
         raise UserError.of("RUN", "the runs have no metric in common", "see their metrics.jsonl")
     first, *rest = panels
-    return [_wide(first), *rest]
+    return [replace(first, wide=True), *rest]
 
 
 def _panel(title: str, unit: str, axis: str, curves: Sequence[Curve | None]) -> Iterator[Panel]:
     drawn = [curve for curve in curves if curve is not None]
     if drawn:
         yield Panel(title=title, unit=unit, x_label=axis, curves=drawn, overview=True)
-
-
-def _wide(panel: Panel) -> Panel:
-    return Panel(**{**panel.__dict__, "wide": True})
 
 
 def differing(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:

@@ -13,6 +13,9 @@ from megatron_async_rl.report.charts import COLOURS, DASHED, draw
 from megatron_async_rl.report.panel import Panel
 from megatron_async_rl.report.run_data import RunData
 
+LINE = 0.23
+"""Height of a line under the title; inches."""
+
 
 def write_sheet(run: RunData, panels: Sequence[Panel], path: Path) -> None:
     """The PNG of a run, under its headline and a sentence on what was dropped."""
@@ -35,7 +38,7 @@ def draw_sheet(
         else:
             rows[-1].append(panel)
     heights = [1.5 + 0.3 * len(row[0].categories) if row[0].kind == "bars" else 3.4 for row in rows]
-    head, width = 0.9, 13.0
+    head, width = 0.67 + LINE * max(1, len(lines)), 13.0
     total = head + sum(heights)
     figure = Figure(figsize=(width, total), dpi=120, facecolor="white")
     FigureCanvasAgg(figure)
@@ -65,7 +68,7 @@ def _write_head(figure: Figure, title: str, lines: Sequence[tuple[str, str]]) ->
     style = {"ha": "left", "va": "center", "fontsize": 15, "fontweight": "bold"}
     figure.text(0.015, 1 - 0.27 / height, title, color=COLOURS["ink"], **style)
     for index, (text, colour) in enumerate(lines):
-        place = 1 - (0.55 + 0.23 * index) / height
+        place = 1 - (0.55 + LINE * index) / height
         figure.text(0.015, place, text, ha="left", va="center", fontsize=10.5, color=colour)
 
 

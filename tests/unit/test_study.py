@@ -17,6 +17,7 @@ from rich.console import Console
 from megatron_async_rl import study as study_module
 from megatron_async_rl.config.grid import read_grid, runs_of
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.study import study
 from tests.written_run import write_run
 
@@ -135,6 +136,13 @@ def test_a_slip_in_a_grid_is_named(tmp_path: Path, changes: dict[str, object], w
     assert words in str(refused.value)
 
 
+def test_two_runs_of_one_name_are_refused(tmp_path: Path) -> None:
+    axes = {"first": {"a": {}, "a-b": {}}, "second": {"b-c": {}, "c": {}}}
+    grid = read_grid(write_grid(tmp_path, axes=axes, sweeps={"all": {}}))
+    with pytest.raises(UserError, match="a-b-c"):
+        runs_of(grid)
+
+
 def test_a_slip_in_an_override_is_refused_before_anything_starts(
     tmp_path: Path, stand_in: Path
 ) -> None:
@@ -219,6 +227,9 @@ def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_goes_on(
     screen, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "2 stopped, 1 waiting" in screen
+    status = read_status(tmp_path / "study" / "s0-seed9")
+    assert status is not None
+    assert status.phase == "stopped"
     assert sorted(started(grid)) == ["s0-seed10", "s0-seed9"]
     assert run_study(grid, "s0-seed9", "s0-seed1", jobs=1)[0] == 0
     assert started(grid) == ["s0-seed9", "s0-seed1"]
