@@ -36,6 +36,10 @@ COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "g
 TILES = 8
 LAST_SHARE = 0.1
 """The reward trained on at the end is the mean over so much of the steps."""
+FOOTER = (
+    "Curves of what every step logs are moving averages; held-out rewards are as measured. Every value"
+    " is in each run's metrics.jsonl and eval.jsonl."
+)
 TOKENS = "response tokens trained on"
 SECONDS = "seconds in steps"
 KEYS = (
@@ -112,6 +116,7 @@ def write_comparison(run_dirs: Sequence[Path], folder: Path | None = None) -> tu
         "WHERE": html.escape(str(os.path.commonpath(paths))),
         "FIRST": figure_of(first, "p0"),
         "NUMBERS": _tiles(compared),
+        "FOOTER": FOOTER,
         "PANELS": "\n".join(figure_of(panel, f"p{i}") for i, panel in enumerate(rest, start=1)),
         "SECTIONS": _table("How they ended", ends_of(compared), compared)
         + _table("Settings that differ", differing(compared), compared),

@@ -29,6 +29,10 @@ DETAILS = 4
 """Shown of one kind of anomaly."""
 EVENTS = 12
 """Shown, the newest."""
+FOOTER = (
+    "Thin lines are the logged values, wide ones their moving average; of long runs each curve shows"
+    " its extremes. Every value is in metrics.jsonl and TensorBoard's files in the run's directory."
+)
 FIRST_SHARE = 10
 """The reward at the start and at the end is the mean over a tenth of the steps each."""
 
@@ -50,6 +54,7 @@ def write_page(
         "SECTIONS": "\n".join(sections),
         "TABLES": _tables(run),
         "CONFIG": _config(run),
+        "FOOTER": FOOTER,
     }
     fill_page(parts, path)
 
