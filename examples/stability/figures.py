@@ -67,23 +67,17 @@ def draw_curves(
         label = f"{' '.join(group[i] for i in rest)}, lr {best.lr:g}"
         colour, style = COLOURS[index % len(COLOURS)], "-" if index < len(COLOURS) else ":"
         for panel, key in zip(panels, ("accuracy", "cosine"), strict=True):
-            points = [by_run[run["run"]] for run in best.runs]
-            steps = [int(point["step"]) for point in points[0] if point[key]]
-            table = [[float(point[key]) for point in one if point[key]] for one in points]
-            table = [values for values in table if len(values) == len(steps)]
-            if not steps or not table:
-                continue
-            values = np.array(table)
-            panel.plot(steps, values.mean(axis=0), style, color=colour, label=label)
-            if len(table) > 1:
-                panel.fill_between(
-                    steps,
-                    values.min(axis=0),
-                    values.max(axis=0),
-                    color=colour,
-                    alpha=0.12,
-                    linewidth=0,
-                )
+            at: dict[int, list[float]] = {}
+            for run in best.runs:
+                for point in by_run[run["run"]]:
+                    if point[key]:
+                        at.setdefault(int(point["step"]), []).append(float(point[key]))
+            steps = sorted(at)
+            means = [float(np.mean(at[step])) for step in steps]
+            panel.plot(steps, means, style, color=colour, label=label)
+            if len(best.runs) > 1:
+                low, high = ([edge(at[step]) for step in steps] for edge in (min, max))
+                panel.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
     for panel in panels:
         panel.set_xlabel("optimizer step")
     panels[0].set_ylim(0, 1)
