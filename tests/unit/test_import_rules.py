@@ -42,7 +42,7 @@ def test_the_house_has_fewer_than_205_modules():
             " megatron_async_rl.rollout.rewards.registry"
         ),
         (
-            "megatron_async_rl.cli, megatron_async_rl.plan.preflight,"
+            "megatron_async_rl.cli, megatron_async_rl.study, megatron_async_rl.plan.preflight,"
             " megatron_async_rl.plan.screen, megatron_async_rl.plan.doctor"
         ),
         "megatron_async_rl.launch.launcher",
