@@ -48,7 +48,8 @@ from megatron_async_rl.flow.errors import (
     reward_failed,
 )
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
-from megatron_async_rl.flow.fleet import Fleet, Listener
+from megatron_async_rl.flow.fleet import Fleet
+from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout, Source
@@ -166,7 +167,7 @@ class Controller(Listener):
         for index, _ in self._scheduler.running():
             self._ages.begin(index)
         for request, admitted_under in again:
-            self._fleet.put([request], admitted_under)
+            self._fleet.requests.put([request], admitted_under)
 
     # Batches
 
@@ -202,7 +203,11 @@ class Controller(Listener):
                 if groups is not None:
                     return self._batch(groups, version)
             self._progress.clear()
-            left = max(waited_from, self._fleet.moved_at) + self._spec.timeout_s - time.monotonic()
+            left = (
+                max(waited_from, self._fleet.requests.moved_at)
+                + self._spec.timeout_s
+                - time.monotonic()
+            )
             if left <= 0:
                 raise self._timed_out(version)
             await _at_most(self._progress.wait(), min(left, STOP_POLL_S))
@@ -228,7 +233,7 @@ class Controller(Listener):
                 index=index,
                 prompt=prompt.id,
                 seconds=self._ages.of(index),
-                engines=self._fleet.holders(index),
+                engines=self._fleet.requests.holders(index),
             )
             for index, prompt in self._scheduler.running()
         ]
@@ -270,7 +275,7 @@ class Controller(Listener):
         if self._failure is None:
             log.error("%s", error)
             self._failure = error
-        self._fleet.fail_evaluations(error)
+        self._fleet.requests.fail_evaluations(error)
         self._progress.set()
 
     def note(self, text: str) -> None:
@@ -290,7 +295,7 @@ class Controller(Listener):
 
     def _admit(self) -> None:
         if self._failure is None and self._scheduler.version is not None and self._scheduler.room():
-            self._fleet.put(self._admitted(), self._scheduler.version)
+            self._fleet.requests.put(self._admitted(), self._scheduler.version)
 
     def _admitted(self) -> Iterator[Request]:
         while self._scheduler.room():
@@ -321,7 +326,7 @@ class Controller(Listener):
                 fleet.prepare_evaluation(version)
                 with watch.doing("wait", f"the evaluation of version {version}"):
                     return await evaluate(
-                        fleet,
+                        fleet.requests,
                         self._spec.held_out,
                         settings.samples_per_prompt,
                         version,
@@ -378,7 +383,7 @@ class Controller(Listener):
         """Counts since `start`: of the scheduler and of responses, and `engines`: EngineCounts of
         each place in the fleet."""
         counts = self._scheduler.counts()
-        waiting = self._fleet.waiting()
+        waiting = self._fleet.requests.waiting()
         running = (index for index, _ in self._scheduler.running())
         return {
             **counts,
