@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
-from megatron_async_rl.config.flow_composition import flow_conflicts
+from megatron_async_rl.config.flow import flow_conflicts
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.controls import Control

@@ -20,9 +20,9 @@ from pydantic import (
 
 from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.controls import Control
+from megatron_async_rl.config.flow import OldestFirst, Selection
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.rules import run_conflicts
-from megatron_async_rl.config.selection import OldestFirst, Selection
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 

@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from megatron_async_rl.config.flow import ExactLag, Replay, Windowed
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.config.selection import ExactLag, Replay, Windowed
 from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group, GroupState, restorable
 from megatron_async_rl.flow.group_table import GroupTable
 from megatron_async_rl.flow.selection import ReplayStore, oldest_first, windowed

@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from megatron_async_rl.config.selection import Replay
+from megatron_async_rl.config.flow import Replay
 from megatron_async_rl.flow.buffer import Group
 from megatron_async_rl.flow.staleness import as_written
 from megatron_async_rl.samples.rows import SampleRow, gathered, rows_of

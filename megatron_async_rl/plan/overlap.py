@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.config.selection import ExactLag
 
 
 @dataclass(frozen=True, kw_only=True)

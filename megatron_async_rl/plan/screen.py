@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowed
 from megatron_async_rl.config.load import write
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.config.selection import ExactLag, OldestFirst, Replay, Windowed
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 from megatron_async_rl.metrics.log import read_metrics
 from megatron_async_rl.plan.machine import GIB, MIB, Machine

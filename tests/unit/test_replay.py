@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_async_rl.config.selection import Replay
+from megatron_async_rl.config.flow import Replay
 from megatron_async_rl.flow.buffer import Group
 from megatron_async_rl.flow.selection import ReplayStore
 from megatron_async_rl.samples import Prompt, Sample

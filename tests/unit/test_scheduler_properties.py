@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowed
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.config.selection import ExactLag, OldestFirst, Replay, Windowed
 from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group, GroupState
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.group_table import DROPPED
@@ -49,7 +49,7 @@ RATIOS = st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, 2.0, 2.4, 3.0])
 
 @st.composite
 def flows(draw: st.DrawFn) -> FlowConfig:
-    """Every setting that config/flow_composition.py lets through, at a small size."""
+    """Every setting that config/flow.py lets through, at a small size."""
     kind = draw(st.sampled_from([OldestFirst, Windowed, ExactLag, Replay]))
     ratio = draw(RATIOS)
     selection: OldestFirst | Windowed | ExactLag | Replay = OldestFirst()

@@ -1,16 +1,72 @@
-"""Settings of flow, engines and evaluation that do not go together. Each conflict says what, why,
-and what to change."""
+"""Settings of selection, one small model per rule, chosen by its `name`; and settings of flow,
+engines and evaluation that do not go together. Each conflict says what, why, and what to change.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, Union
 
-from megatron_async_rl.config.selection import ExactLag, Replay, Windowed
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from megatron_async_rl.config.base import Strict, bare_name
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import Config
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class OldestFirst(Strict):
+    """Groups train in the order they were admitted."""
+
+    name: Literal["oldest_first"] = "oldest_first"
+
+
+class Windowed(Strict):
+    """Groups train in the order they finish, as far as the law permits, from among the oldest that
+    are not trained yet."""
+
+    name: Literal["windowed"] = "windowed"
+    window: NonNegativeFloat = 1.0
+    """f: a group may overtake as long as fewer than (1 + f) prompts_per_step older ones are not
+    trained yet."""
+
+
+class ExactLag(Strict):
+    """Every sample trains exactly `lag` updates after it was made, and is made by one weight
+    version: the controlled experiment of M2PO and GAC. Samples made before the first update wait up
+    to `lag` steps. Needs flow.async_ratio to be the same number."""
+
+    name: Literal["exact_lag"] = "exact_lag"
+    lag: NonNegativeInt
+    """s, in updates; lag x prompts_per_step groups wait in host memory."""
+
+
+class Replay(Strict):
+    """TBA's buffer (arXiv 2503.18929): finished groups go into a store, and a step trains on the
+    newest batch or on stored ones.
+
+    A stored response may train many times, at any lag: the bound holds for what enters the store.
+    """
+
+    name: Literal["replay"] = "replay"
+    recent: Share = 0.5
+    """m: probability that a step takes the groups that finished since the last one, instead of
+    stored ones."""
+    inverse_temperature: NonNegativeFloat = 1.0
+    """Stored responses are drawn with probability proportional to exp(inverse_temperature x
+    reward)."""
+    per_prompt: PositiveInt = 100
+    """Newest distinct responses kept of each prompt."""
+
+
+Selection = Annotated[
+    Union[OldestFirst, Windowed, ExactLag, Replay],
+    Field(discriminator="name"),
+    BeforeValidator(bare_name),
+]
 
 
 def flow_conflicts(config: Config) -> Iterator[str]:
