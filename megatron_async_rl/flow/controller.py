@@ -15,8 +15,9 @@ a batch. Samples unblock `next_batch`, a newer version in an engine unblocks adm
 unblocks the engines' updates.
 
 Invariants:
-- what is decided is decided by the scheduler (scheduler.py); which engines there are, what each
-  holds and works on is known to the fleet (fleet.py); here they are put together;
+- what is decided is decided by the scheduler (scheduler.py); which engines there are and what each
+  holds is known to the fleet (fleet.py), what it works on to the fleet's requests (requests.py);
+  here they are put together;
 - a sample is taken in at one place, `on_sample`;
 - `state()` has the prompts that are admitted and not consumed, and what there already is of their
   responses: a resume goes on with them and asks for the rest again, so nothing is lost and nothing

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from megatron_async_rl.config.problem import UserError
@@ -304,28 +302,3 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
             raise _not(f"{path}:{count}", "an evaluation", error) from error
         lines.append(result)
     return sorted(lines, key=lambda line: int(line["version"]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluations:
-    """A run's evaluations as curves over the versions."""
-
-    versions: NDArray[np.int64]
-    """[n], growing; empty where nothing was evaluated."""
-    mean: NDArray[np.float64]
-    """[n]: mean reward, nan where every reward failed."""
-    pass_at: Mapping[int, NDArray[np.float64]]
-    """k -> [n]: pass@k, nan for versions that were evaluated without this k."""
-
-
-def evaluation_curves(run_dir: Path) -> Evaluations:
-    lines = read_evaluations(run_dir)
-    ks = sorted({int(k) for line in lines for k in line.get("pass_at", ())})
-    return Evaluations(
-        versions=np.array([line["version"] for line in lines], dtype=np.int64),
-        mean=np.array([line.get("mean_reward") for line in lines], dtype=np.float64),
-        pass_at={
-            k: np.array([line.get("pass_at", {}).get(str(k)) for line in lines], dtype=np.float64)
-            for k in ks
-        },
-    )

@@ -14,10 +14,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, Valida
 from megatron_async_rl.config.base import bare_name
 from megatron_async_rl.config.load import YamlFault, read_tree
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.log import Evaluations, Row, evaluation_curves, number, read_metrics
+from megatron_async_rl.metrics.log import Row, number, read_metrics
 from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.metrics.timeline import Span, read_timeline, shares
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder
+from megatron_async_rl.report.series import Evaluations, evaluation_curves
 from megatron_async_rl.report.summary import Dropped, Summary, compare_dropped, span, summarise_run
 from megatron_async_rl.watchdog.events import Event, read_events
 
