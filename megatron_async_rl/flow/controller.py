@@ -416,8 +416,6 @@ class Controller(Listener):
         await asyncio.to_thread(self._sample_log.close)
 
 
-
-
 def start_controller(source: Source, spec: ControllerSpec) -> Any:
     """The actor's handle, on this machine. Ray must be initialised."""
     import ray
