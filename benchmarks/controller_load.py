@@ -30,12 +30,14 @@ from typing import Any
 import numpy as np
 
 from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
-from megatron_async_rl.flow.controller import Controller, ControllerSpec, collect_rarely
+from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.columns import batch_of
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Prompt, Request, Sample
+from megatron_async_rl.watchdog.processes import collect_rarely
 from megatron_async_rl.weights.manifest import Manifest
 
 GROUP = 8

@@ -29,7 +29,8 @@ from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.schema import Config, EvalConfig, RolloutConfig
 from megatron_async_rl.data import DataError, load_tokenizer, read_prompts
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
-from megatron_async_rl.flow.fleet import Fleet, FleetSettings, Listener
+from megatron_async_rl.flow.fleet import Fleet, FleetSettings
+from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.plan.layout import Device, device_of
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
@@ -300,7 +301,7 @@ async def _evaluate(
     try:
         await fleet.started()
         return await evaluate(
-            fleet,
+            fleet.requests,
             job.prompts,
             job.eval.samples_per_prompt,
             job.target.version,

@@ -1,5 +1,6 @@
-"""Settings of selection, one small model per rule, chosen by its `name`; and what does not go together
-among flow, engines and evaluation: each conflict says what, why, and what to change."""
+"""Settings of selection, one small model per rule, chosen by its `name`; and settings of flow,
+engines and evaluation that do not go together. Each conflict says what, why, and what to change.
+"""
 
 from __future__ import annotations
 

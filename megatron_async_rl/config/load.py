@@ -100,9 +100,10 @@ def parse_value(text: str) -> Any:
 
 
 def _read(text: str) -> tuple[Any, dict[str, int]]:
-    loader = _Loader(text)
     lines: dict[str, int] = {}
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None, lines
@@ -121,8 +122,11 @@ def _read(text: str) -> tuple[Any, dict[str, int]]:
             else "fix the YAML"
         )
         raise YamlFault(what, fix, line=mark.line + 1 if mark else None) from error
+    except RecursionError as error:
+        raise YamlFault("holds an anchor that contains itself", "write it out") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _index_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:

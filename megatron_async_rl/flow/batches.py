@@ -19,15 +19,10 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.prompts import PromptSource, read_prompts
 from megatron_async_rl.data.supervised import SupervisedSource
 from megatron_async_rl.data.tokenizer import load_tokenizer
-from megatron_async_rl.flow.controller import (
-    STOP_ENGINES_S,
-    ControllerSpec,
-    DataState,
-    Handout,
-    start_controller,
-)
+from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
 from megatron_async_rl.flow.evaluation import EvalResult
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout
 from megatron_async_rl.rollout.cluster import join_ray, object_store_bytes
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch

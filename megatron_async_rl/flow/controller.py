@@ -15,8 +15,9 @@ a batch. Samples unblock `next_batch`, a newer version in an engine unblocks adm
 unblocks the engines' updates.
 
 Invariants:
-- what is decided is decided by the scheduler (scheduler.py); which engines there are, what each
-  holds and works on is known to the fleet (fleet.py); here they are put together;
+- what is decided is decided by the scheduler (scheduler.py); which engines there are and what each
+  holds is known to the fleet (fleet.py), what it works on to the fleet's requests (requests.py);
+  here they are put together;
 - a sample is taken in at one place, `on_sample`;
 - `state()` has the prompts that are admitted and not consumed, and what there already is of their
   responses: a resume goes on with them and asks for the rest again, so nothing is lost and nothing
@@ -31,40 +32,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from megatron_async_rl.config.schema import EvalConfig, FlowConfig, SamplesConfig
 from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group
 from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of, read, written
 from megatron_async_rl.flow.engine_task import Launch
 from megatron_async_rl.flow.errors import (
     BatchTimeout,
     EngineFailed,
+    LateGroup,
     RequestGivenUp,
+    batch_timeout,
     require_a_reward,
     reward_failed,
 )
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
-from megatron_async_rl.flow.fleet import Fleet, FleetSettings, Listener
+from megatron_async_rl.flow.fleet import Fleet
+from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
-from megatron_async_rl.flow.summary import (
-    EngineCounts,
-    MetricValue,
-    counted,
-    engine_counts,
-    engine_metrics,
-    flow_metrics,
-    summarise_dropped,
-)
+from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout, Source
+from megatron_async_rl.flow.summary import Ages, FlowCounts, engine_counts, summarise_dropped
 from megatron_async_rl.rollout.engine_process import start_engine
-from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.columns import NUMERIC
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch, gathered
-from megatron_async_rl.samples.types import Aborted, Prompt, Request
+from megatron_async_rl.samples.types import Aborted, Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.events import note
@@ -76,57 +70,6 @@ log = logging.getLogger(__name__)
 NAME = "controller"
 STOP_POLL_S = 0.5
 STOP_ENGINES_S = 15.0
-SHOWN = 8
-"""Late groups that a message names."""
-
-
-class Source(Protocol):
-    """Where training prompts come from (data.PromptSource)."""
-
-    def next(self) -> Prompt: ...
-    def state(self) -> dict[str, Any]: ...
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataState:
-    """Where the data stands. `state`: plain JSON. `buffer`: what waits (flow/buffer_file.py); null
-    where nothing can. `oldest`: the oldest version whose tokens may train when the run goes on."""
-
-    state: Mapping[str, Any]
-    buffer: bytes | None = None
-    oldest: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Handout:
-    """A batch, and what happened in engines and controller since the one before."""
-
-    batch: TrainBatch
-    metrics: dict[str, MetricValue]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ControllerSpec:
-    """`engines`: all of them; the last `evaluators` only evaluate. `run_dir`: null in tests of the
-    controller alone, which note nothing and cannot be stopped by a file. `steps` to `seed`: see
-    Scheduler. `timeout_s`: longest time without progress."""
-
-    flow: FlowConfig
-    engines: Sequence[EngineSpec]
-    evaluators: int = 0
-    fleet: FleetSettings = field(default_factory=FleetSettings)
-    colocated: bool = False
-    timeout_s: float = 600.0
-    start_timeout_s: float = 600.0
-    on_reward_error: Literal["drop", "stop"] = "drop"
-    steps: int | None = None
-    fresh_steps: int = 0
-    seed: int = 0
-    evaluation: EvalConfig = field(default_factory=EvalConfig)
-    held_out: Sequence[Prompt] = field(default=(), repr=False)
-    samples: SamplesConfig = field(default_factory=SamplesConfig)
-    run_dir: Path | None = None
 
 
 class Controller(Listener):
@@ -151,9 +94,7 @@ class Controller(Listener):
         self._failure: BaseException | None = None
         self._progress = asyncio.Event()
         self._ages = Ages()
-        self._totals = {"samples": 0, "tokens": 0, "truncated": 0, "reward_errors": 0}
-        self._reported_tokens = 0
-        self._counted_at, self._counts = time.monotonic(), list[EngineCounts]()
+        self._counts = FlowCounts()
         self._evaluating = asyncio.Lock()
 
     async def start(self, position: DataState | None = None) -> None:
@@ -227,7 +168,7 @@ class Controller(Listener):
         for index, _ in self._scheduler.running():
             self._ages.begin(index)
         for request, admitted_under in again:
-            self._fleet.put([request], admitted_under)
+            self._fleet.requests.put([request], admitted_under)
 
     # Batches
 
@@ -248,7 +189,9 @@ class Controller(Listener):
         self._admit()
         if self._spec.colocated:
             await self._fleet.sleep(max(self._spec.timeout_s, self._spec.start_timeout_s))
-        return Handout(batch=batch, metrics=self._metrics())
+        metrics = self._counts.since_last(self.stats(), self._fleet.slots, self._fleet.updates.last)
+        metrics |= summarise_dropped(self._scheduler.drain_dropped())
+        return Handout(batch=batch, metrics=metrics)
 
     async def _take(self, version: int) -> TrainBatch | None:
         waited_from = time.monotonic()
@@ -261,9 +204,13 @@ class Controller(Listener):
                 if groups is not None:
                     return self._batch(groups, version)
             self._progress.clear()
-            left = max(waited_from, self._fleet.moved_at) + self._spec.timeout_s - time.monotonic()
+            left = (
+                max(waited_from, self._fleet.requests.moved_at)
+                + self._spec.timeout_s
+                - time.monotonic()
+            )
             if left <= 0:
-                raise BatchTimeout(self._timeout_message(version))
+                raise self._timed_out(version)
             await _at_most(self._progress.wait(), min(left, STOP_POLL_S))
 
     def _batch(self, groups: Sequence[Group], version: int) -> TrainBatch:
@@ -281,26 +228,23 @@ class Controller(Listener):
         run_dir = self._spec.run_dir
         return run_dir is not None and (run_dir / watch.STOP).exists()
 
-    def _timeout_message(self, version: int) -> str:
-        """The groups that have been running longest, and the engines that have them."""
-        running = self._scheduler.running()
-        shown = [
-            f"group {index} (prompt {prompt.id}): {self._ages.of(index):.1f} s, on "
-            + (", ".join(f"engine {one}" for one in self._fleet.holders(index)) or "no engine yet")
-            for index, prompt in running[:SHOWN]
+    def _timed_out(self, version: int) -> BatchTimeout:
+        late = [
+            LateGroup(
+                index=index,
+                prompt=prompt.id,
+                seconds=self._ages.of(index),
+                engines=self._fleet.requests.holders(index),
+            )
+            for index, prompt in self._scheduler.running()
         ]
-        more = [f"and {len(running) - SHOWN} more"] if len(running) > SHOWN else []
-        versions = ", ".join(str(slot.version) for slot in self._fleet.slots)
-        return (
-            f"no response grew for the batch of version {version} in {self._spec.timeout_s:g} s;"
-            f" {len(running)} groups are running, the engines hold version {versions}\n  "
-            + "\n  ".join(shown + more)
-        )
+        held = [slot.version for slot in self._fleet.slots]
+        return batch_timeout(version, self._spec.timeout_s, late, held)
 
     # What the fleet says
 
     def on_sample(self, sample: SampleRow, request: Request) -> None:
-        self._count(sample, request)
+        self._counts.add(sample, request)
         self._sample_log.finished(sample)
         if not sample.valid:
             failed = sample.sample()
@@ -332,7 +276,7 @@ class Controller(Listener):
         if self._failure is None:
             log.error("%s", error)
             self._failure = error
-        self._fleet.fail_evaluations(error)
+        self._fleet.requests.fail_evaluations(error)
         self._progress.set()
 
     def note(self, text: str) -> None:
@@ -343,13 +287,6 @@ class Controller(Listener):
             except OSError:
                 log.exception("the event could not be written")
 
-    def _count(self, sample: SampleRow, request: Request) -> None:
-        before = 0 if request.prefix is None else len(request.prefix.response_ids)
-        self._totals["samples"] += 1
-        self._totals["tokens"] += sample.length - before
-        self._totals["truncated"] += sample.truncated
-        self._totals["reward_errors"] += not sample.valid
-
     def _go_on(self) -> None:
         """The trainer is woken only where there may be a batch: not for each of a batch's
         responses."""
@@ -359,7 +296,7 @@ class Controller(Listener):
 
     def _admit(self) -> None:
         if self._failure is None and self._scheduler.version is not None and self._scheduler.room():
-            self._fleet.put(self._admitted(), self._scheduler.version)
+            self._fleet.requests.put(self._admitted(), self._scheduler.version)
 
     def _admitted(self) -> Iterator[Request]:
         while self._scheduler.room():
@@ -390,7 +327,7 @@ class Controller(Listener):
                 fleet.prepare_evaluation(version)
                 with watch.doing("wait", f"the evaluation of version {version}"):
                     return await evaluate(
-                        fleet,
+                        fleet.requests,
                         self._spec.held_out,
                         settings.samples_per_prompt,
                         version,
@@ -447,7 +384,7 @@ class Controller(Listener):
         """Counts since `start`: of the scheduler and of responses, and `engines`: EngineCounts of
         each place in the fleet."""
         counts = self._scheduler.counts()
-        waiting = self._fleet.waiting()
+        waiting = self._fleet.requests.waiting()
         running = (index for index, _ in self._scheduler.running())
         return {
             **counts,
@@ -457,33 +394,8 @@ class Controller(Listener):
             "oldest_in_flight_s": self._ages.oldest(running),
             "version": self._scheduler.version,
             "engines": [engine_counts(slot) for slot in self._fleet.slots],
-            **self._totals,
+            **self._counts.responses,
         }
-
-    def _metrics(self) -> dict[str, MetricValue]:
-        """Metrics of the time since the last call. Keys are documented in docs/metrics.md."""
-        stats, now = self.stats(), time.monotonic()
-        values: dict[str, MetricValue] = {
-            "tokens/generated": stats["tokens"] - self._reported_tokens
-        }
-        values |= flow_metrics(stats) | summarise_dropped(self._scheduler.drain_dropped())
-        engines = [
-            counts
-            for counts, slot in zip(stats["engines"], self._fleet.slots, strict=True)
-            if not slot.evaluates
-        ]
-        seconds = now - self._counted_at
-        values |= engine_metrics(engines, self._counts, seconds)
-        self._reported_tokens = stats["tokens"]
-        self._counted_at, self._counts = now, counted(engines, self._counts, seconds)
-        transfer = self._fleet.updates.last
-        if transfer is not None:
-            values |= {
-                "weights/publish_s": transfer.seconds,
-                "weights/publish_bytes": transfer.nbytes,
-                "weights/pause_s": transfer.paused_s,
-            }
-        return values
 
     def _describe(self) -> str:
         """One line for the stall report."""
@@ -502,29 +414,6 @@ class Controller(Listener):
         """Ends the engines and the sample log. `state()` still has what they had not answered."""
         await self._fleet.close(STOP_ENGINES_S)
         await asyncio.to_thread(self._sample_log.close)
-
-
-class Ages:
-    """Seconds since each group was admitted, by its number. What is kept is for groups that were
-    running at the last batch or were admitted since."""
-
-    def __init__(self) -> None:
-        self._admitted_at: dict[int, float] = {}
-
-    def begin(self, group: int) -> None:
-        self._admitted_at[group] = time.monotonic()
-
-    def keep(self, groups: Iterable[int]) -> None:
-        """The others run no longer."""
-        self._admitted_at = {group: self._admitted_at[group] for group in groups}
-
-    def of(self, group: int) -> float:
-        return time.monotonic() - self._admitted_at[group]
-
-    def oldest(self, groups: Iterable[int]) -> float:
-        """0 where there are none."""
-        now = time.monotonic()
-        return now - min((self._admitted_at[group] for group in groups), default=now)
 
 
 def start_controller(source: Source, spec: ControllerSpec) -> Any:

@@ -4,9 +4,14 @@ between processes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Sample
+
+LATE_SHOWN = 8
+"""Late groups that a message names."""
+ERRORS_SHOWN = 3
 
 
 class FlowError(RuntimeError):
@@ -30,6 +35,33 @@ class RequestGivenUp(FlowError):
     """Two engines were lost while they had the request."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LateGroup:
+    """A group that keeps a batch waiting. `engines`: that hold requests of it."""
+
+    index: int
+    prompt: str
+    seconds: float
+    engines: Sequence[int]
+
+    def __str__(self) -> str:
+        where = ", ".join(f"engine {one}" for one in self.engines) or "no engine yet"
+        return f"group {self.index} (prompt {self.prompt}): {self.seconds:.1f} s, on {where}"
+
+
+def batch_timeout(
+    version: int, timeout_s: float, late: Sequence[LateGroup], held: Sequence[int]
+) -> BatchTimeout:
+    """`late`: longest first. `held`: the version that each engine holds."""
+    shown = [str(group) for group in late[:LATE_SHOWN]]
+    more = [f"and {len(late) - LATE_SHOWN} more"] if len(late) > LATE_SHOWN else []
+    return BatchTimeout(
+        f"no response grew for the batch of version {version} in {timeout_s:g} s;"
+        f" {len(late)} groups are running, the engines hold version"
+        f" {', '.join(map(str, held))}\n  " + "\n  ".join(shown + more)
+    )
+
+
 class RewardFailed(FlowError):
     """A reward failed and the configuration says to stop, or every reward of a batch failed."""
 
@@ -44,9 +76,6 @@ def reward_failed(samples: Sequence[SampleRow]) -> RewardFailed:
     )
 
 
-SHOWN = 3
-
-
 def require_a_reward(samples: Sequence[SampleRow], step: int) -> None:
     """Raises RewardFailed, with the first failures, where every reward of the batch for `step`
     failed: no step can be made of it, and the next batch would most likely be the same."""
@@ -59,7 +88,7 @@ def require_a_reward(samples: Sequence[SampleRow], step: int) -> None:
     shown = [
         f"  {error}\n    prompt {sample.prompt.id}: {sample.prompt.text[:200]!r}\n"
         f"    response: {sample.text[:200]!r}\n"
-        for error, sample in list(errors.items())[:SHOWN]
+        for error, sample in list(errors.items())[:ERRORS_SHOWN]
     ]
     raise RewardFailed(
         f"the reward failed on all {len(samples)} responses of the batch for step"

@@ -28,7 +28,7 @@ Answers = Sequence[tuple[Prompt, Sequence[SampleRow]]]
 
 
 class Runner(Protocol):
-    """Has requests sampled (flow.fleet.Fleet)."""
+    """Has requests sampled (flow.requests.Requests)."""
 
     @property
     def moved_at(self) -> float:

@@ -1,13 +1,10 @@
-"""The engines as one: what is to be asked goes through lanes (lanes.py) to whichever engine has room
-and may answer; answers come back through each engine's task (engine_task.py).
+"""The engines as one: which there are, their lives (engine_task.py), and what they are asked
+(requests.py).
 
 Invariants:
-- a request is with one engine at a time; what an engine that is lost had not answered goes to the
-  front of its lane again. One that two engines were lost with is given up, before it costs a third;
-- a request that goes on with tokens of its own needs the version that sampled the last of them, or
-  a newer one;
 - engines join and leave while the others work; one that leaves gives its requests back with their
   tokens;
+- a call to an engine has a limit, and one that fails costs the engine;
 - the mistakes of whoever listens end the run and are blamed on no engine.
 """
 
@@ -15,34 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import repeat
 
-from megatron_async_rl.flow.engine_task import (
-    Asked,
-    EngineLost,
-    EngineSlot,
-    EngineTask,
-    Launch,
-    Restarts,
-)
-from megatron_async_rl.flow.errors import EngineFailed, RequestGivenUp
-from megatron_async_rl.flow.lanes import Lanes
-from megatron_async_rl.flow.updates import Signal, WeightUpdates, cancel_all
+from megatron_async_rl.flow.engine_task import EngineSlot, EngineTask, Launch, Restarts
+from megatron_async_rl.flow.requests import Listener, Requests, all_lost
+from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.rows import EngineReport, SampleRow, rows_of
-from megatron_async_rl.samples.types import Aborted, Request
+from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 
 log = logging.getLogger(__name__)
-
-ENGINES_A_REQUEST_MAY_COST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +36,6 @@ class FleetSettings:
     update_timeout_s: float = 600.0
     restarts_per_hour: int = 3
     max_paused: float = 0.5
-
-
-class Listener:
-    """Hears of training's requests and of the engines; every method may be left as it is."""
-
-    def on_sample(self, sample: SampleRow, request: Request) -> None: ...
-    def on_abort(self, aborted: Aborted, request: Request) -> Request:
-        """The request to ask instead."""
-        return replace(request, prefix=aborted.partial)
-
-    def on_give_up(self, request: Request, reason: str) -> None: ...
-    def on_version(self, version: int) -> None:
-        """A training engine holds `version`."""
-
-    def on_error(self, error: BaseException) -> None:
-        """The run cannot go on."""
-
-    def note(self, text: str) -> None:
-        """For the user."""
 
 
 class Fleet:
@@ -93,26 +56,15 @@ class Fleet:
         self._launch = launch
         self._listener = listener
         self._settings = settings
-        self._evaluations: set[Asked] = set()
         self._background: set[asyncio.Task[None]] = set()
-        self._emptied = Signal()
         self._separate = evaluators_from is not None and evaluators_from < len(specs)
-        self._lanes = Lanes(settings.capacity, separate=self._separate)
         self.slots: list[EngineSlot] = []
         self.tasks: list[EngineTask] = []
         self.updates = WeightUpdates(lambda: self.slots, settings.max_paused)
-        self._moved_at = time.monotonic()
+        self.requests = Requests(self, listener, settings.capacity, separate=self._separate)
         for spec in specs:
             evaluates = evaluators_from is not None and spec.index >= evaluators_from
             self._begin(spec, evaluates=evaluates, must_start=True)
-
-    @property
-    def moved_at(self) -> float:
-        """Time when an engine last answered a request, or a response grew; monotonic seconds. Now,
-        while no engine serves: starts, loads and restarts have limits of their own."""
-        if any(slot.serving for slot in self.slots):
-            return self._moved_at
-        return time.monotonic()
 
     # Engines
 
@@ -155,15 +107,7 @@ class Fleet:
             raise ValueError(f"{slot.name} is the only engine that serves, and cannot leave")
         slot.leaving, engine = True, slot.engine
         if engine is not None:
-            self._abort(slot, slot.held.values())
-            with (
-                watch.doing("wait", f"{slot.name} to give its requests back", timeout_s),
-                suppress(TimeoutError),
-            ):
-                await asyncio.wait_for(
-                    self._emptied.until(lambda: not slot.held or slot.engine is not engine),
-                    timeout_s,
-                )
+            await self.requests.until_given_back(slot, engine, timeout_s)
         await cancel_all([task.task])
         slot.serving, slot.asleep, slot.dead, slot.lost = False, False, True, "it was removed"
         self.updates.forget(index)
@@ -171,7 +115,7 @@ class Fleet:
             self.on_lost(slot, slot.lost, suspect=False)
         if slot.engine is not None:
             await self._stop_engines([slot], timeout_s)
-        self._dispatch()
+        self.requests.dispatch()
 
     async def sleep(self, timeout_s: float) -> None:
         """Colocated: no engine uses the devices until the next version is staged. `timeout_s`: for
@@ -214,32 +158,35 @@ class Fleet:
     def _engines(self, evaluates: bool) -> list[EngineSlot]:
         return [slot for slot in self.slots if slot.evaluates == evaluates]
 
+    def prepare_evaluation(self, version: int) -> None:
+        """Has the engines that only evaluate, if there are some, load `version`, which is the one
+        staged last. Raises EngineFailed where none of them is there."""
+        if self._separate:
+            there = [one.index for one in self._engines(True) if one.engine is not None]
+            if not there:
+                raise all_lost(self.slots, True)
+            self.updates.want(there, version)
+
     # What the tasks of the engines say
 
+    def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
+        slot.report = report
+        self.requests.take_in(slot, report)
+
     def on_version(self, slot: EngineSlot) -> None:
-        self._moved_at = time.monotonic()
         if not slot.evaluates:
-            self._guard(lambda: self._listener.on_version(slot.version))
-        self._dispatch()
+            self.tell(lambda: self._listener.on_version(slot.version))
+        self.requests.served()
 
     def on_lost(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
         """Asks again what the engine held."""
         slot.lost, slot.report = reason, None
-        held, slot.held = list(slot.held.values()), {}
-        slot.aborting.clear()
-        log.error("%s is lost, %d requests are asked again: %s", slot.name, len(held), reason)
-        for asked in reversed(held):
-            asked.losses += suspect and not slot.leaving
-            if asked.losses >= ENGINES_A_REQUEST_MAY_COST:
-                self._give_up(asked, reason)
-            elif asked.answer is None or not asked.answer.done():
-                self._lanes.add(asked, first=True)
-        self._emptied.fire()
+        self.requests.take_back(slot, reason, suspect=suspect)
         if slot.evaluates and not any(
             one.serving or self.updates.wants(one.index) for one in self._engines(True)
         ):
-            self.fail_evaluations(self.all_lost(True))
-        self._dispatch()
+            self.requests.fail_evaluations(all_lost(self.slots, True))
+        self.requests.dispatch()
 
     def on_dead(self, slot: EngineSlot) -> None:
         peers = self._engines(slot.evaluates)
@@ -250,168 +197,32 @@ class Fleet:
         )
         if left:
             return
-        error = self.all_lost(slot.evaluates)
-        self.fail_evaluations(error)
+        error = all_lost(self.slots, slot.evaluates)
+        self.requests.fail_evaluations(error)
         if not slot.evaluates:
             self._listener.on_error(error)
 
     def on_error(self, error: BaseException) -> None:
-        self.fail_evaluations(error)
+        self.requests.fail_evaluations(error)
         self._listener.on_error(error)
 
-    def all_lost(self, evaluates: bool = False) -> EngineFailed:
-        kind = "evaluation" if evaluates else "training"
-        reasons = "; ".join(
-            f"engine {slot.index}: {slot.lost}" for slot in self._engines(evaluates)
-        )
-        return EngineFailed(f"no {kind} engine is left: {reasons}")
+    # For the requests
 
-    def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
-        """Hands on what the engine says."""
-        slot.report = report
-        answers = report.finished.num_rows + len(report.aborted)
-        if answers or report.sampling:
-            self._moved_at = time.monotonic()
-        if answers:
-            watch.progress("responses", answers)
-
-        for sample in rows_of(report.finished):
-            asked = slot.held.get(sample.id)
-            if asked is None or sample.prompt_id != asked.request.prompt.id:
-                raise EngineLost(
-                    f"it answered {sample.id}, prompt {sample.prompt_id}, which it was not asked"
-                )
-            self._release(slot, sample.id)
-            if asked.answer is None:
-                self._guard(partial(self._listener.on_sample, sample, asked.request))
-            elif not asked.answer.done():
-                asked.answer.set_result(sample)
-
-        for aborted in report.aborted:
-            asked = slot.held.get(aborted.id)
-            if asked is None or aborted.id not in slot.aborting:
-                raise EngineLost(f"it aborted {aborted.id}, which it was not told to")
-            self._release(slot, aborted.id)
-            self._guard(partial(self._ask_again, asked, aborted))
-        self._dispatch()
-
-    def _ask_again(self, asked: Asked, aborted: Aborted) -> None:
-        if asked.answer is not None:
-            if not asked.answer.done():
-                self._lanes.add(asked, first=True)
-            return
-        asked.request = self._listener.on_abort(aborted, asked.request)
-        if aborted.partial is not None:
-            asked.least = max(asked.least, int(aborted.partial.versions[-1]))
-        self._lanes.add(asked, first=True)
-
-    def _release(self, slot: EngineSlot, request: str) -> None:
-        del slot.held[request]
-        slot.aborting.discard(request)
-        if not slot.held:
-            self._emptied.fire()
-
-    def _give_up(self, asked: Asked, reason: str) -> None:
-        request = asked.request
-        text = (
-            f"request {request.id} (prompt {request.prompt.id}) is given up:"
-            f" {ENGINES_A_REQUEST_MAY_COST} engines were lost while they had it, the last one as"
-            f" {reason.splitlines()[0] if reason else 'it ended'}"
-        )
-        if asked.answer is None:
-            self._guard(lambda: self._listener.on_give_up(request, text))
-        elif not asked.answer.done():
-            asked.answer.set_exception(RequestGivenUp(text))
-
-    def _guard(self, call: Callable[[], object]) -> None:
-        """The listener's mistakes are not the engine's: they end the run."""
+    def tell(self, call: Callable[[], object]) -> None:
+        """Calls the listener. Its mistakes are not the engine's: they end the run."""
         try:
             call()
         except Exception as error:
             log.exception("an answer could not be taken in")
             self.on_error(error)
 
-    # Requests
-
-    def put(self, requests: Iterable[Request], version: int) -> None:
-        """Hands training requests of groups admitted under `version` out, in order, as engines have
-        room."""
-        for request in requests:
-            least = version if request.prefix is None else int(request.prefix.versions[-1])
-            self._lanes.add(Asked(request, max(version, least)))
-        self._dispatch()
-
-    async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
-        """The samples that answer held-out `requests`, in their order, by engines that hold
-        `version`, before training's. Cancelled, it stops what is running.
-
-        Raises EngineFailed when no engine is left to ask, RequestGivenUp.
-        """
-        peers = self._engines(self._separate)
-        # One of the engines that only evaluate that starts again is not given the version again.
-        if all(slot.engine is None if self._separate else slot.dead for slot in peers):
-            raise self.all_lost(self._separate)
-        answers = [asyncio.get_running_loop().create_future() for _ in requests]
-        evaluation = [Asked(*one) for one in zip(requests, repeat(version), answers)]
-        self._evaluations.update(evaluation)
-        try:
-            for asked in evaluation:
-                self._lanes.add(asked)
-            self._dispatch()
-            return list(await asyncio.gather(*answers))
-        finally:
-            self._forget(evaluation)
-
-    def prepare_evaluation(self, version: int) -> None:
-        """Has the engines that only evaluate, if there are some, load `version`, which is the one
-        staged last. Raises EngineFailed where none of them is there."""
-        if self._separate:
-            there = [one.index for one in self._engines(True) if one.engine is not None]
-            if not there:
-                raise self.all_lost(True)
-            self.updates.want(there, version)
-
-    def fail_evaluations(self, error: BaseException) -> None:
-        """Nobody is left to answer: whoever waits in `run` gets `error`."""
-        for asked in self._evaluations:
-            if asked.answer is not None and not asked.answer.done():
-                asked.answer.set_exception(error)
-
-    def waiting(self) -> int:
-        """Training requests that no engine has yet."""
-        return self._lanes.waiting()
-
-    def holders(self, group: int) -> list[int]:
-        """Engines that hold requests of `group`."""
-        return [
-            slot.index
-            for slot in self.slots
-            if any(asked.request.group == group for asked in slot.held.values())
-        ]
-
-    def _dispatch(self) -> None:
-        for index, requests in self._lanes.place(self.slots).items():
-            engine = self.slots[index].engine
-            assert engine is not None
-            call = partial(engine.submit, requests)
-            self._spawn(self._send(self.tasks[index], engine, call, "take requests"))
-
-    def _forget(self, evaluation: Sequence[Asked]) -> None:
-        """Stops what has not been answered yet: nobody waits for it any more."""
-        self._evaluations.difference_update(evaluation)
-        for asked in evaluation:
-            assert asked.answer is not None
-            asked.answer.cancel()
-        self._lanes.forget(evaluation)
-        for slot in self.slots:
-            self._abort(slot, [one for one in evaluation if slot.held.get(one.request.id) is one])
-
-    def _abort(self, slot: EngineSlot, held: Iterable[Asked]) -> None:
-        ids, engine = [asked.request.id for asked in held], slot.engine
-        if engine is not None and ids:
-            slot.aborting.update(ids)
-            call = partial(engine.abort, ids)
-            self._spawn(self._send(self.tasks[slot.index], engine, call, "abort requests"))
+    def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:
+        """Begins a call to the slot's engine; one that fails costs the engine."""
+        assert slot.engine is not None
+        work = self._send(self.tasks[slot.index], slot.engine, call, what)
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _send(
         self,
@@ -428,8 +239,3 @@ class Fleet:
                     await call()
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
             task.fail(engine, f"it failed to {what}: {type(error).__name__}: {error}")
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)

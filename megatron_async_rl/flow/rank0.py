@@ -17,8 +17,8 @@ from typing import Any
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.batches import Batches, open_batches
-from megatron_async_rl.flow.controller import DataState
 from megatron_async_rl.flow.evaluation import EvalSchedule
+from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.flow.summary import MetricValue, summarise
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog

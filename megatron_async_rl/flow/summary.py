@@ -3,15 +3,19 @@ what engines and controller did between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async_rl.flow.engine_task import EngineSlot
+from megatron_async_rl.flow.updates import Transfer
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.types import Request
 
 MetricValue = float | int | str | list[int] | list[float]
 
@@ -168,3 +172,71 @@ def counted(
 
 def _since(new: float, old: float) -> float:
     return new - old if new >= old else new
+
+
+class FlowCounts:
+    """What came in so far, and what of it the last line of metrics had."""
+
+    def __init__(self) -> None:
+        self.responses = {"samples": 0, "tokens": 0, "truncated": 0, "reward_errors": 0}
+        self._logged_tokens = 0
+        self._logged_at = time.monotonic()
+        self._engines: Sequence[EngineCounts] = ()
+
+    def add(self, sample: SampleRow, request: Request) -> None:
+        """The tokens of `request`'s prefix were counted with another response."""
+        before = 0 if request.prefix is None else len(request.prefix.response_ids)
+        self.responses["samples"] += 1
+        self.responses["tokens"] += sample.length - before
+        self.responses["truncated"] += sample.truncated
+        self.responses["reward_errors"] += not sample.valid
+
+    def since_last(
+        self, stats: Mapping[str, Any], slots: Sequence[EngineSlot], transfer: Transfer | None
+    ) -> dict[str, MetricValue]:
+        """Metrics of the time since the last call. `stats`: the controller's, with the counts of
+        each of `slots`. `transfer`: of the version that was loaded last. Keys are documented in
+        docs/metrics.md."""
+        now = time.monotonic()
+        engines = [
+            counts
+            for counts, slot in zip(stats["engines"], slots, strict=True)
+            if not slot.evaluates
+        ]
+        values: dict[str, MetricValue] = {
+            "tokens/generated": self.responses["tokens"] - self._logged_tokens,
+            **flow_metrics(stats),
+            **engine_metrics(engines, self._engines, now - self._logged_at),
+        }
+        if transfer is not None:
+            values |= {
+                "weights/publish_s": transfer.seconds,
+                "weights/publish_bytes": transfer.nbytes,
+                "weights/pause_s": transfer.paused_s,
+            }
+        self._engines = counted(engines, self._engines, now - self._logged_at)
+        self._logged_tokens, self._logged_at = self.responses["tokens"], now
+        return values
+
+
+class Ages:
+    """Seconds since each group was admitted, by its number. What is kept is for groups that were
+    running at the last batch or were admitted since."""
+
+    def __init__(self) -> None:
+        self._admitted_at: dict[int, float] = {}
+
+    def begin(self, group: int) -> None:
+        self._admitted_at[group] = time.monotonic()
+
+    def keep(self, groups: Iterable[int]) -> None:
+        """The others run no longer."""
+        self._admitted_at = {group: self._admitted_at[group] for group in groups}
+
+    def of(self, group: int) -> float:
+        return time.monotonic() - self._admitted_at[group]
+
+    def oldest(self, groups: Iterable[int]) -> float:
+        """0 where there are none."""
+        now = time.monotonic()
+        return now - min((self._admitted_at[group] for group in groups), default=now)

@@ -32,7 +32,6 @@ from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.metrics.status import Status, read_status, write_status
 from megatron_async_rl.report.progress import Progress, print_summary
-from megatron_async_rl.report.report import write_report
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import EventReader, Failure, first_failure, record_failure
 from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY, find_cause
@@ -100,6 +99,9 @@ def launch(config: Config, console: Console, nodes: Nodes, peers: PeerNodes) -> 
         ended = read_status(run_dir)
         if ended is not None and ended.phase == "finished":
             if nodes.rank == 0:
+                # It loads matplotlib, which takes a second: after the run, not before it.
+                from megatron_async_rl.report.report import write_report
+
                 write_report(run_dir)
             print_summary(run_dir, console)
             return 0

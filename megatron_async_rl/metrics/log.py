@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.catalogue import METRICS, MetricsError, Value, find_metric
@@ -202,15 +201,13 @@ class MetricsReader:
     def _row(self, line: bytes) -> Row:
         self._line += 1
         try:
-            row = {key: _from_json(value) for key, value in json.loads(line).items()}
-            row["step"] = int(row["step"])
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
-            raise UserError.of(
-                f"{self.path}:{self._line}",
-                f"is not a line of metrics: {error}",
-                "remove that line",
-            ) from error
-        return row
+            row = {key: _read(key, value) for key, value in json.loads(line).items()}
+            step, version = (int(number(row, key) or 0) for key in ("step", "version"))
+        except (ValueError, AttributeError, OverflowError, TypeError, MetricsError) as error:
+            raise _not(f"{self.path}:{self._line}", "a line of metrics", error) from error
+        if step < 1:
+            raise _not(f"{self.path}:{self._line}", "a line of metrics", "it has no step")
+        return row | {"step": step, "version": version}
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
@@ -234,6 +231,23 @@ def _as_json(value: Value) -> object:
     if isinstance(value, list):
         return [_as_json(entry) for entry in value]
     return value if math.isfinite(value) else str(value)
+
+
+def _read(name: str, value: Any) -> Value:
+    """A value of a line, of the kind the catalogue says; numbers where the catalogue does not know
+    the name, as of another version. Raises MetricsError, ValueError."""
+    value = _from_json(value)
+    metric = find_metric(name)
+    if metric is not None:
+        return metric.check(name, value)
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, int | float) for one in values):
+        raise MetricsError(f"{name!r} is neither a number nor a list of numbers: {value!r}")
+    return value
+
+
+def _not(where: str, noun: str, why: object) -> UserError:
+    return UserError.of(where, f"is not {noun}: {why}", "remove that line")
 
 
 def _from_json(value: Any) -> Any:
@@ -261,37 +275,30 @@ class EvalLog:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
+class _Evaluation(BaseModel):
+    """The numbers of a line that are drawn; the others stay as they are."""
+
+    version: int
+    mean_reward: float | None = None
+    pass_at: dict[int, float | None] = {}
+
+
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run, in order of versions; empty where nothing was evaluated."""
+    """The whole lines of a run, in order of versions; empty where nothing was evaluated. Raises
+    UserError, with file and line, for one that is not an evaluation."""
     path = run_dir / EVAL_FILE
     if not path.exists():
         return []
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    return sorted(
-        (json.loads(line) for line in whole.splitlines()), key=lambda line: int(line["version"])
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluations:
-    """A run's evaluations as curves over the versions."""
-
-    versions: NDArray[np.int64]
-    """[n], growing; empty where nothing was evaluated."""
-    mean: NDArray[np.float64]
-    """[n]: mean reward, nan where every reward failed."""
-    pass_at: Mapping[int, NDArray[np.float64]]
-    """k -> [n]: pass@k, nan for versions that were evaluated without this k."""
-
-
-def evaluation_curves(run_dir: Path) -> Evaluations:
-    lines = read_evaluations(run_dir)
-    ks = sorted({int(k) for line in lines for k in line["pass_at"]})
-    return Evaluations(
-        versions=np.array([line["version"] for line in lines], dtype=np.int64),
-        mean=np.array([line["mean_reward"] for line in lines], dtype=np.float64),
-        pass_at={
-            k: np.array([line["pass_at"].get(str(k)) for line in lines], dtype=np.float64)
-            for k in ks
-        },
-    )
+    lines = []
+    for count, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), start=1):
+        try:
+            result: dict[str, Any] = json.loads(line)
+            _Evaluation.model_validate(result)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+            raise _not(f"{path}:{count}", "an evaluation", why) from error
+        except ValueError as error:
+            raise _not(f"{path}:{count}", "an evaluation", error) from error
+        lines.append(result)
+    return sorted(lines, key=lambda line: int(line["version"]))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_async_rl.config.problem import UserError
 
@@ -36,6 +38,9 @@ class Status:
     """The file that has the rest of `error`."""
 
 
+_STATUS = TypeAdapter(Status)
+
+
 def write_status(run_dir: Path, status: Status) -> None:
     """Replaces the status of the run in `run_dir` (made if missing)."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -51,15 +56,14 @@ def read_status(run_dir: Path) -> Status | None:
     """
     path = run_dir / FILE
     try:
-        text = path.read_text()
+        return _STATUS.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    known = {field.name for field in fields(Status)}
-    try:
-        return Status(**{key: value for key, value in json.loads(text).items() if key in known})
-    except (json.JSONDecodeError, AttributeError, TypeError) as error:
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
         raise UserError.of(
             "run.dir",
-            f"{path} is not a run's status ({error})",
+            f"{path} is not a run's status ({f'{where}: ' if where else ''}{fault['msg']})",
             "delete it, or choose another run.dir",
         ) from error

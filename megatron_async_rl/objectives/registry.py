@@ -13,8 +13,7 @@ from megatron_async_rl.objectives.advantages.discounted import (
     reinforce_pp,
     reinforce_pp_baseline,
 )
-from megatron_async_rl.objectives.advantages.opob import opob, opob_needs
-from megatron_async_rl.objectives.advantages.otb import otb
+from megatron_async_rl.objectives.advantages.least_variance import opob, opob_needs, otb
 from megatron_async_rl.objectives.advantages.partial_return import partial_return
 from megatron_async_rl.objectives.advantages.per_response import grpo, no_baseline, opo, rloo
 from megatron_async_rl.objectives.losses.aspo import aspo

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from torch import Tensor
 
 from megatron_async_rl.samples.columns import spans
 from megatron_async_rl.samples.rank_batch import RankBatch
+
+if TYPE_CHECKING:
+    from megatron_async_rl.policy.parallel import Layout
 
 MICRO_BATCH_COSTS = (256, 128, 64, 32, 16)
 """Fixed cost of a micro-batch, in tokens: see `cut`."""
@@ -216,6 +220,30 @@ def build_micro_batch(
         sequence=on_device(np.repeat(np.arange(len(chosen)), lengths)),
         versions=on_device(batch.versions[spans(batch.starts[chosen], lengths)].astype(np.int64)),
     )
+
+
+@dataclass(frozen=True)
+class Batcher:
+    """Micro-batches of one rank. budget: tokens of one at the most. multiple: padded lengths are
+    multiples of it."""
+
+    layout: Layout
+    budget: int
+    multiple: int
+
+    def of(self, samples: RankBatch) -> tuple[Plan, list[MicroBatch]]:
+        """The plan of all ranks, and this rank's micro-batches. Raises SampleTooLong."""
+        plan = plan_micro_batches(
+            samples,
+            data_parallel=self.layout.dp_size,
+            budget=self.budget,
+            multiple=self.multiple,
+            in_groups_of=self.layout.pp_size if self.layout.virtual_stages > 1 else 1,
+        )
+        return plan, [self.build(samples, rows) for rows in plan.ranks[self.layout.dp_rank]]
+
+    def build(self, samples: RankBatch, rows: tuple[int, ...]) -> MicroBatch:
+        return build_micro_batch(samples, rows, self.layout.device, self.multiple)
 
 
 def _all_masked(device: torch.device, multiple: int) -> MicroBatch:

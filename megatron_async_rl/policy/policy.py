@@ -28,13 +28,8 @@ from megatron_async_rl.objectives.targets import StepTargets, valid_samples
 from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.anomaly import AnomalyReport, Spike
 from megatron_async_rl.policy.batches import receive
-from megatron_async_rl.policy.forward import Schedule, TokenOutputs
-from megatron_async_rl.policy.microbatch import (
-    MicroBatch,
-    Plan,
-    build_micro_batch,
-    plan_micro_batches,
-)
+from megatron_async_rl.policy.forward import Schedule
+from megatron_async_rl.policy.microbatch import Batcher, MicroBatch
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
@@ -42,7 +37,7 @@ from megatron_async_rl.policy.parameter_state import assembled, cut
 from megatron_async_rl.policy.precompute import Fill, PrecomputeTable, passes
 from megatron_async_rl.policy.reference_policies import ReferencePolicies
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
-from megatron_async_rl.policy.step_table import StepTable, step_metrics
+from megatron_async_rl.policy.step_table import RecordedLoss, StepTable, step_metrics
 from megatron_async_rl.policy.weight_copies import HeldMasters, Snapshots, weight_displacement
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
@@ -74,6 +69,7 @@ class Policy:
     step: OptimizerStep
     baseline: ExactBaseline | None
     anomalies: AnomalyReport
+    batcher: Batcher
 
     @classmethod
     def build(
@@ -135,6 +131,11 @@ class Policy:
             step,
             baseline,
             AnomalyReport(schedule, model, optimizer, layout, anomalies),
+            Batcher(
+                layout,
+                policy_config.tokens_per_micro_batch,
+                layout.tp_size if model.config.sequence_parallel else 1,
+            ),
         )
 
     def receive(self, take: Callable[[], TrainBatch | None]) -> RankBatch | None:
@@ -154,7 +155,7 @@ class Policy:
         started = time.perf_counter()
         past = self.references.past_masters
         displaced = weight_displacement(samples, past, self.optimizer) if past is not None else None
-        plan, mine = self._micro_batches(samples)
+        plan, mine = self.batcher.of(samples)
         targets = self.objective.prepare(samples, self._precompute(samples, mine))
         precomputed = time.perf_counter()
         table = StepTable(len(samples), self.layout.device)
@@ -162,12 +163,10 @@ class Policy:
         # place, the next backward would add to the buffer twice.
         self.optimizer.zero_grad()
         if self.baseline is None:
-            self.schedule.forward_backward(mine, _Consumer(self, targets, table, batch.version))
+            self.schedule.forward_backward(mine, self._loss(targets, table))
             chosen: dict[str, float] = {}
         else:
-            chosen, targets = self._with_measured_baseline(
-                self.baseline, targets, mine, table, batch.version
-            )
+            chosen, targets = self._with_measured_baseline(self.baseline, targets, mine, table)
         dist.all_reduce(table.values, group=self.layout.world_group)
         reduced = time.perf_counter()
         measured = step_metrics(table.values.cpu().numpy(), samples)
@@ -185,8 +184,8 @@ class Policy:
                 step=batch.version + 1,
                 samples=samples,
                 rows=plan.ranks[self.layout.dp_rank],
-                build=lambda rows: self._micro_batch(samples, rows),
-                consume=_Consumer(self, targets, scratch, batch.version),
+                build=lambda rows: self.batcher.build(samples, rows),
+                consume=self._loss(targets, scratch),
             )
 
         taken = self.step.take(facts, displaced, report)
@@ -210,7 +209,7 @@ class Policy:
         if not len(samples):
             return []
         table = PrecomputeTable(samples, ["logp"], self.layout)
-        table.run(self.schedule, self._micro_batches(samples)[1], [Fill("logp", "logp")])
+        table.run(self.schedule, self.batcher.of(samples)[1], [Fill("logp", "logp")])
         return np.split(table.finish()["logp"].numpy(), samples.starts[1:-1])
 
     def _precompute(self, samples: RankBatch, mine: Sequence[MicroBatch]) -> dict[str, Tensor]:
@@ -225,10 +224,26 @@ class Policy:
                 if each.weights is not None:
                     each.weights.place()
                 batches = (
-                    mine if each.rows is None else self._micro_batches(samples.select(each.rows))[1]
+                    mine if each.rows is None else self.batcher.of(samples.select(each.rows))[1]
                 )
                 table.run(self.schedule, batches, each.fills, each.rows)
         return table.finish()
+
+    def _loss(
+        self,
+        targets: StepTargets,
+        table: StepTable,
+        *,
+        advantage: float | None = None,
+        with_terms: bool = True,
+    ) -> RecordedLoss:
+        return RecordedLoss(
+            self.objective,
+            targets,
+            table if self.layout.tp_rank == 0 else None,
+            advantage=advantage,
+            with_terms=with_terms,
+        )
 
     def _with_measured_baseline(
         self,
@@ -236,19 +251,18 @@ class Policy:
         targets: StepTargets,
         mine: Sequence[MicroBatch],
         table: StepTable,
-        version: int,
     ) -> tuple[dict[str, float], StepTargets]:
         """Gradients and table of a step whose advantages are known only after the backward passes;
         returns metrics, and the targets with those advantages. Collective."""
-        alone = _Consumer(self, targets, table, version, advantage=1.0, with_terms=False)
+        alone = self._loss(targets, table, advantage=1.0, with_terms=False)
         measured = baseline.accumulate(
-            targets, lambda rows: self._micro_batch(targets.samples, rows), alone
+            targets, lambda rows: self.batcher.build(targets.samples, rows), alone
         )
         table.weigh(measured.advantages)
         if self.objective.adds_terms:
             # What is added to the loss knows no advantage: at advantage 0 it is all there is.
             terms = StepTable(len(targets.samples), self.layout.device)
-            self.schedule.accumulate(mine, _Consumer(self, targets, terms, version, advantage=0.0))
+            self.schedule.accumulate(mine, self._loss(targets, terms, advantage=0.0))
             table.add_terms(terms)
         self.schedule.reduce()
         whole = targets.whole
@@ -328,72 +342,7 @@ class Policy:
         run: dict[str, Any] = loaded.state["run"]
         return run
 
-    @property
-    def _multiple(self) -> int:
-        """Padded lengths are multiples of it."""
-        return self.layout.tp_size if self.model.config.sequence_parallel else 1
-
-    def _micro_batch(self, samples: RankBatch, rows: tuple[int, ...]) -> MicroBatch:
-        return build_micro_batch(samples, rows, self.layout.device, self._multiple)
-
-    def _micro_batches(self, samples: RankBatch) -> tuple[Plan, list[MicroBatch]]:
-        """The plan of all ranks, and this rank's micro-batches."""
-        plan = plan_micro_batches(
-            samples,
-            data_parallel=self.layout.dp_size,
-            budget=self.config.tokens_per_micro_batch,
-            multiple=self._multiple,
-            in_groups_of=self.layout.pp_size if self.layout.virtual_stages > 1 else 1,
-        )
-        mine = plan.ranks[self.layout.dp_rank]
-        return plan, [self._micro_batch(samples, rows) for rows in mine]
-
 
 def _of_control(name: str, kind: str) -> str:
     """The name in a checkpoint of this shard state of a control."""
     return f"control.{name}.{kind}"
-
-
-class _Consumer:
-    """Takes a micro-batch's log-probs on the last stage: the objective's loss, and the rows of the
-    table.
-
-    advantage: of every trained token; None for the batch's own. with_terms: false leaves out what
-    is added to the loss.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        targets: StepTargets,
-        table: StepTable,
-        version: int,
-        *,
-        advantage: float | None = None,
-        with_terms: bool = True,
-    ) -> None:
-        self.policy = policy
-        self.targets = targets
-        self.table = table
-        self.version = version
-        self.advantage = advantage
-        self.with_terms = with_terms
-
-    def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
-        tokens = self.targets.part(
-            micro_batch.samples, dtype=outputs.logp.dtype, device=outputs.logp.device
-        )
-        tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
-        if outputs.values is not None:
-            tokens = tokens.replace(values=outputs.values, values_old=tokens.require("values"))
-        if self.advantage is not None:
-            tokens = tokens.replace(advantages=self.advantage * tokens.mask)
-        loss = self.policy.objective.loss(
-            tokens,
-            self.targets.denominators,
-            corrected=self.targets.corrected,
-            with_terms=self.with_terms,
-        )
-        if self.policy.layout.tp_rank == 0:
-            self.table.record(micro_batch, tokens, loss, self.version)
-        return loss.parts.sum()

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from megatron_async_rl.controls.ess_lr import effective_sample_size
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
-from megatron_async_rl.objectives.objective import BatchLoss
+from megatron_async_rl.objectives.objective import BatchLoss, Objective
+from megatron_async_rl.objectives.targets import StepTargets
 from megatron_async_rl.objectives.terms import kl_estimate
+from megatron_async_rl.policy.forward import TokenOutputs
 from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.samples.rank_batch import RankBatch
 
@@ -134,6 +136,50 @@ class StepTable:
         empty for given responses."""
         column = self.values[:, COLUMNS.index("log_weight")].cpu().numpy()
         return column[samples.sampled & (samples.trained > 0)]
+
+
+class RecordedLoss:
+    """The objective's loss of a micro-batch, from its log-probs on the last stage; and the rows of
+    the table.
+
+    table: null where another tensor-parallel rank records. advantage: of every trained token; null
+    for the batch's own. with_terms: false leaves out what is added to the loss.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        targets: StepTargets,
+        table: StepTable | None,
+        *,
+        advantage: float | None = None,
+        with_terms: bool = True,
+    ) -> None:
+        self._objective = objective
+        self._targets = targets
+        self._table = table
+        self._advantage = advantage
+        self._with_terms = with_terms
+
+    def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
+        targets = self._targets
+        tokens = targets.part(
+            micro_batch.samples, dtype=outputs.logp.dtype, device=outputs.logp.device
+        )
+        tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
+        if outputs.values is not None:
+            tokens = tokens.replace(values=outputs.values, values_old=tokens.require("values"))
+        if self._advantage is not None:
+            tokens = tokens.replace(advantages=self._advantage * tokens.mask)
+        loss = self._objective.loss(
+            tokens,
+            targets.denominators,
+            corrected=targets.corrected,
+            with_terms=self._with_terms,
+        )
+        if self._table is not None:
+            self._table.record(micro_batch, tokens, loss, targets.samples.version)
+        return loss.parts.sum()
 
 
 def step_metrics(table: NDArray[np.float64], samples: RankBatch) -> dict[str, float]:

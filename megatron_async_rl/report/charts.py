@@ -1,6 +1,6 @@
 """Draws a panel with matplotlib, without a display.
 
-One function draws a panel for the page (as SVG) and for the sheet (report_png.py). On the page a
+One function draws a panel for the page (as SVG) and for the sheet (report.py). On the page a
 panel's title and legend are HTML, so that they wrap, and its colours are CSS variables, so that
 they follow a dark theme; on the sheet matplotlib writes all of them.
 

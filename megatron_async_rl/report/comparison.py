@@ -23,8 +23,8 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import number
 from megatron_async_rl.report.charts import COLOURS as PAPER
 from megatron_async_rl.report.panel import STEPS, Curve, Panel
+from megatron_async_rl.report.report import draw_sheet
 from megatron_async_rl.report.report_html import figure_of, fill_page
-from megatron_async_rl.report.report_png import draw_sheet
 from megatron_async_rl.report.run_data import RunData, read_run
 from megatron_async_rl.report.series import Floats, column, numbers, smooth
 from megatron_async_rl.report.summary import span

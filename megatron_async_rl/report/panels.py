@@ -1,5 +1,5 @@
 """The panels of a run's report, each described once; `charts.py` draws any of them, for the page
-and for the sheet."""
+and for the sheet. Here those of learning; those of time are in `time_panels.py`."""
 
 from __future__ import annotations
 
@@ -10,41 +10,14 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_async_rl.report.panel import Bar, Curve, Level, Panel
+from megatron_async_rl.report.panel import Curve, Level, Panel
 from megatron_async_rl.report.run_data import RunData
-from megatron_async_rl.report.series import (
-    Floats,
-    column,
-    doubling_bins,
-    histograms,
-    numbers,
-    per_engine,
-    smooth,
-    summed,
-)
-from megatron_async_rl.report.summary import IN_A_STEP, REGIMES
+from megatron_async_rl.report.series import Floats, column, histograms, numbers, smooth
+from megatron_async_rl.report.summary import REGIMES
+from megatron_async_rl.report.time_panels import engine_panels, step_time, timeline
 
-TRACKS_SHOWN = 12
-ENGINES_SHOWN = 32
-
-ENGINES = ("blue", "green", "amber", "purple", "red", "teal", "brown", "muted")
-"""By the engine's number; they repeat."""
 REGIME_COLOURS = ("green", "amber", "red")
 """By the code in `gac/regime`: kept, projected, skipped."""
-TIMES = {"training": "blue", "publishing": "purple", "waiting": "amber", "other": "grey"}
-STATES = {
-    "training": "blue",
-    "publishing": "purple",
-    "evaluating": "teal",
-    "checkpointing": "brown",
-    "waiting": "sand",
-    "busy": "green",
-    "loading": "purple",
-    "paused": "amber",
-    "asleep": "grey",
-    "idle": "pale",
-}
-"""State of a process's timeline -> colour. Another one is drawn in ink."""
 
 
 def panels_of(run: RunData) -> list[Panel]:
@@ -53,13 +26,13 @@ def panels_of(run: RunData) -> list[Panel]:
     panels = [_loss(run)] if run.supervised else [_reward(run), _lag(run), _ess(run), _cosine(run)]
     if len(run.evaluations.pass_at):
         panels.append(_pass_at(run))
-    panels.append(_time(run))
+    panels.append(step_time(run))
     if run.summary.busy_share is not None:
-        panels += _engines(run)
+        panels += engine_panels(run)
     groups = SUPERVISED if run.supervised else SAMPLED
     panels += [panel for group in groups if (panel := _curves(run, group)) is not None]
     if run.window is not None:
-        panels.append(_timeline(run))
+        panels.append(timeline(run))
     return panels
 
 
@@ -302,120 +275,6 @@ def _loss(run: RunData) -> Panel:
         unit="nats per token",
         curves=[] if curve is None else [curve],
         marks=run.anomalies,
-        wide=True,
-        overview=True,
-    )
-
-
-def _time(run: RunData) -> Panel:
-    rows = [row for row in run.rows if "time/step_s" in row]
-    steps, whole = column(rows, "time/step_s")
-    parts = {name: np.nan_to_num(numbers(rows, key)) for name, key in IN_A_STEP.items()}
-    parts["other"] = np.maximum(0.0, whole - sum(parts.values()))
-    curves = [
-        Curve(
-            name=f"{name} {run.summary.shares[name]:.0%}",
-            colour=TIMES[name],
-            x=steps,
-            y=values if (trend := smooth(values)) is None else trend,
-        )
-        for name, values in parts.items()
-    ]
-    return Panel(
-        title="What a step's time goes into",
-        unit="seconds per step",
-        kind="stack",
-        curves=curves,
-        low=0,
-        overview=True,
-    )
-
-
-def _engines(run: RunData) -> list[Panel]:
-    mean = f", mean {run.summary.busy_share:.0%}" if run.summary.busy_share is not None else ""
-    lines: tuple[tuple[str, str, str, Literal["number", "share", "whole"]], ...] = (
-        (f"Engines busy{mean}", "share of the time between steps", "engine/busy_shares", "share"),
-        ("In flight per engine", "responses", "engine/in_flight", "number"),
-        ("Weights of each engine", "versions behind the policy", "engine/versions", "whole"),
-        ("Tokens finished per engine", "since the last step", "engine/tokens", "number"),
-    )
-    panels = []
-    for title, unit, key, form in lines:
-        steps, values = per_engine(run.rows, key)
-        curves = [
-            Curve(name=f"engine {engine}", colour=ENGINES[engine % len(ENGINES)], x=steps, y=y)
-            for engine, y in enumerate(values[:ENGINES_SHOWN])
-        ]
-        panels.append(
-            Panel(
-                title=title,
-                unit=unit,
-                curves=curves,
-                form=form,
-                low=0,
-                high=1.04 if form == "share" else None,
-                marks=run.anomalies if key == "engine/busy_shares" else (),
-                overview=key != "engine/tokens",
-            )
-        )
-    return [*panels, _lengths(run)]
-
-
-def _lengths(run: RunData) -> Panel:
-    counts = [summed(run.rows, f"{side}/length_histogram") for side in ("trained", "dropped")]
-    names, shares = doubling_bins(counts)
-    places = np.arange(len(names), dtype=np.float64)
-    curves = [
-        Curve(name=name, colour=colour, x=places, y=values)
-        for values, name, colour in zip(
-            shares, ("trained on", "dropped"), ("blue", "red"), strict=True
-        )
-        if values.any()
-    ]
-    return Panel(
-        title="Lengths of the responses",
-        unit="share of the responses",
-        kind="columns",
-        x_label="tokens" if run.dropped else "tokens; nothing was dropped",
-        categories=names,
-        curves=curves,
-        low=0,
-        form="share",
-        empty="no lengths were logged",
-        overview=True,
-    )
-
-
-def _timeline(run: RunData) -> Panel:
-    """One row of bars a process over the seconds of the last steps."""
-    window = run.window
-    assert window is not None
-    tracks = list(window.tracks)[:TRACKS_SHOWN]
-    spans = [(row, span) for row, track in enumerate(tracks) for span in window.tracks[track]]
-    used = {span.state for _, span in spans}
-    names: dict[str, str] = {}
-    for state in (*STATES, *sorted(used - set(STATES))):
-        if state in used:
-            colour = STATES.get(state, "ink")
-            names[colour] = f"{names[colour]}, {state}" if colour in names else state
-    return Panel(
-        title=f"What each process did, last {len(window.steps)} steps",
-        unit="",
-        kind="bars",
-        x_label="seconds; an upright line is the end of a step",
-        categories=tracks,
-        bars=[
-            Bar(
-                row=row,
-                start=span.start - window.start,
-                length=span.seconds,
-                colour=STATES.get(span.state, "ink"),
-            )
-            for row, span in spans
-        ],
-        bar_names=names,
-        ends=[(step, at - window.start) for step, at in window.steps],
-        x_range=(0.0, window.end - window.start),
         wide=True,
         overview=True,
     )

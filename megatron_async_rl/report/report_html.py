@@ -297,7 +297,10 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
 def _config(run: RunData) -> str:
     """Folded: every setting by its dotted key, as RUN/config.yaml has it."""
     if not run.config:
-        return ""
+        return (
+            '<section class="card"><h2>Configuration</h2><p>The run directory holds no config.yaml:'
+            " its settings, the bound of the lag and thresholds are not shown.</p></section>"
+        )
     text = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True, width=100)
     return (
         '<details class="card"><summary>Configuration</summary>'

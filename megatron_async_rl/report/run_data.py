@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, ValidationError
+
+from megatron_async_rl.config.base import bare_name
 from megatron_async_rl.config.load import YamlFault, read_tree
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.log import Evaluations, Row, evaluation_curves, number, read_metrics
+from megatron_async_rl.metrics.log import Row, number, read_metrics
 from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.metrics.timeline import Span, read_timeline, shares
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder
+from megatron_async_rl.report.series import Evaluations, evaluation_curves
 from megatron_async_rl.report.summary import Dropped, Summary, compare_dropped, span, summarise_run
 from megatron_async_rl.watchdog.events import Event, read_events
 
@@ -24,6 +28,30 @@ HOLE_STEPS = 10
 """A step that ended later after the one before than both of these, the second in steps, came after
 a stop of the run."""
 PARTS = 4
+
+
+class _Control(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    c_low: FiniteFloat | None = None
+    c_high: FiniteFloat | None = None
+
+
+class _Flow(BaseModel):
+    async_ratio: FiniteFloat | None = None
+
+
+class _Samples(BaseModel):
+    keep_mib: float | None = None
+
+
+class _Drawn(BaseModel):
+    """The settings that are drawn or decided by here. The others may be those of any version."""
+
+    flow: _Flow | None = None
+    controls: list[Annotated[_Control, BeforeValidator(bare_name)]] | None = None
+    samples: _Samples | None = None
 
 
 class ReportError(UserError):
@@ -77,9 +105,13 @@ class RunData:
     def gac(self) -> Mapping[str, Any] | None:
         """Settings of the control that judges the cosine, when the run has one; `c_low` is the one
         in force at the end."""
-        controls = self.config.get("controls") or ()
+        controls = _Drawn.model_validate(self.config).controls or ()
         settings = next(
-            (control for control in controls if control.get("name") in ("gac", "matched_norm")),
+            (
+                control.model_dump(exclude_unset=True)
+                for control in controls
+                if control.name in ("gac", "matched_norm")
+            ),
             None,
         )
         if settings is None or settings.get("calibrate") is None:
@@ -93,7 +125,8 @@ class RunData:
     def lag_bound(self) -> float | None:
         """`flow.async_ratio`: the start version of a sample is at most this many versions behind,
         rounded up."""
-        return (self.config.get("flow") or {}).get("async_ratio")
+        flow = _Drawn.model_validate(self.config).flow
+        return None if flow is None else flow.async_ratio
 
     @property
     def headline(self) -> str:
@@ -145,12 +178,18 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.yaml"
     try:
         config, _ = read_tree(path.read_text(encoding="utf-8"))
+        _Drawn.model_validate(config)
     except FileNotFoundError:
         return {}
-    except (YamlFault, UnicodeDecodeError) as error:
-        what = f"is not a configuration: {getattr(error, 'what', error)}"
-        raise ReportError.of(str(path), what, "delete it; the rest can be shown without") from error
-    return config
+    except ValidationError as error:
+        fault = error.errors()[0]
+        why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+    except (YamlFault, UnicodeDecodeError, OSError) as error:
+        why = str(getattr(error, "what", error))
+    else:
+        return config
+    what = f"is not a configuration: {why}"
+    raise ReportError.of(str(path), what, "delete it; the rest can be shown without")
 
 
 def timeline_window(

@@ -16,6 +16,7 @@ import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_async_rl.samples.segments import (
     FOLDER,
     Entry,
     Outcome,
+    SegmentBroken,
     load,
     read_entries,
     read_table,
@@ -67,8 +69,22 @@ class Chosen:
     missing: int = 0
 
 
+@contextmanager
+def _log_readable() -> Iterator[None]:
+    """Raises UserError for a file of the log that cannot be read."""
+    try:
+        yield
+    except SegmentBroken as error:
+        fix = "move it out of the folder; the rest can be shown without"
+        raise UserError.of(str(error.path), error.what, fix) from error
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        what = f"a file of {FOLDER}/ was changed after it was written: {error}"
+        raise UserError.of("RUN", what, "move the damaged files out of the folder") from error
+
+
+@_log_readable()
 def choose(run_dir: Path, wanted: Wanted) -> Chosen:
-    """Raises UserError where there is no run, no log, or no such step."""
+    """Raises UserError where there is no run, no log that can be read, or no such step."""
     counts = {
         name: count
         for name in ("worst", "best", "random")
@@ -145,15 +161,22 @@ def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
     }
 
 
+@_log_readable()
 def samples_section(run_dir: Path) -> str:
     """HTML for the report: the best, the worst and some random samples of the last steps in the
-    log; nothing where there is none."""
+    log. Where there is none, a sentence, or nothing for a run that keeps none."""
     outcomes = _outcomes(run_dir, "trained")
     steps = sorted(set(outcomes["step"].to_pylist()))[-PAGE_STEPS:]
     of_steps = outcomes.filter(pc.is_in(outcomes["step"], pa.array(steps, pa.int64())))
     trained, _ = _find(read_entries(run_dir), of_steps)
     if not trained:
-        return ""
+        config = read_config(run_dir)
+        if config.get("rollout") is None or (config.get("samples") or {}).get("keep_mib") == 0:
+            return ""
+        return (
+            '<section class="card samples"><h2>Samples</h2><p>The samples folder of the run is'
+            " missing, or holds none that a step has trained on.</p></section>"
+        )
     scored = sum(entry.valid for entry in trained)
     each = min(PAGE_EACH, max(1, scored // 3))
     parts = []
@@ -212,7 +235,8 @@ def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[l
         raise UserError.of(
             "--step",
             f"{run_dir} keeps the samples of {noun} {wanted.step} no longer",
-            f"look at a later {noun}, up to {steps[-1]}, or raise samples.keep_mib",
+            f"look at a later {noun}, up to {steps[-1]}; samples.keep_mib says how many are kept,"
+            f" and {run_dir / FOLDER} should hold them",
         )
     return found, missing
 

@@ -1,13 +1,15 @@
-"""Columns out of rows of metrics, and their smoothing."""
+"""Columns out of rows of metrics and out of evaluations, and their smoothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async_rl.metrics.log import Row, number
+from megatron_async_rl.metrics.log import Row, number, read_evaluations
 
 Floats = NDArray[np.float64]
 
@@ -130,3 +132,28 @@ def histograms(rows: Sequence[Row], key: str) -> tuple[Floats, Floats]:
     for index, (_, counts) in enumerate(having):
         shares[: len(counts), index] = np.array(counts, dtype=np.float64) / max(1, sum(counts))
     return np.array([step for step, _ in having], dtype=np.float64), shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluations:
+    """A run's evaluations as curves over the versions."""
+
+    versions: NDArray[np.int64]
+    """[n], growing; empty where nothing was evaluated."""
+    mean: NDArray[np.float64]
+    """[n]: mean reward, nan where every reward failed."""
+    pass_at: Mapping[int, NDArray[np.float64]]
+    """k -> [n]: pass@k, nan for versions that were evaluated without this k."""
+
+
+def evaluation_curves(run_dir: Path) -> Evaluations:
+    lines = read_evaluations(run_dir)
+    ks = sorted({int(k) for line in lines for k in line.get("pass_at", ())})
+    return Evaluations(
+        versions=np.array([line["version"] for line in lines], dtype=np.int64),
+        mean=np.array([line.get("mean_reward") for line in lines], dtype=np.float64),
+        pass_at={
+            k: np.array([line.get("pass_at", {}).get(str(k)) for line in lines], dtype=np.float64)
+            for k in ks
+        },
+    )

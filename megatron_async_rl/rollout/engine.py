@@ -28,8 +28,13 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron_async_rl.data.tokenizer import load_tokenizer
-from megatron_async_rl.rollout.engine_state import BusyClock, EngineState, EngineTimeline
-from megatron_async_rl.rollout.health_check import EngineDied, HealthCheck
+from megatron_async_rl.rollout.engine_state import (
+    BusyClock,
+    EngineDied,
+    EngineState,
+    EngineTimeline,
+    HealthCheck,
+)
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm_plugin import environment

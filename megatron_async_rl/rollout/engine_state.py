@@ -1,21 +1,29 @@
 """Where an engine stands between sampling and loading: running, paused, or asleep; how long it
-sampled; and its track in the run's timeline.
+sampled; its track in the run's timeline; and whether vLLM's own process still answers.
 
     running --pause--> paused --resume--> running          new weights load while paused
     running, paused --sleep--> asleep --wake--> running    and while asleep with its weights awake
 
-Invariant: what is out of order is refused before vLLM is told. Pausing what is paused and
-resuming what runs is in order.
+Invariants: what is out of order is refused before vLLM is told. Pausing what is paused and
+resuming what runs is in order. `silent_s` of the health check grows from the last answer on,
+whatever keeps the next one away; one question is open at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 from megatron_async_rl.metrics.timeline import Timeline
+from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import StateName
+
+EVERY_S = 1.0
+DEADLINE_S = 10.0
+"""After which a question counts as lost and is asked anew. vLLM answers between two steps, not
+while it loads weights."""
 
 TAGS = ("weights", "kv_cache")
 """Parts that sleep, and wake in this order: weights are loaded before there is a cache to fill."""
@@ -168,3 +176,44 @@ class EngineTimeline:
     def _enter(self, state: str, waiting_for: str = "") -> None:
         if self._timeline is not None:
             self._timeline.enter(state, waiting_for)
+
+
+class EngineDied(RuntimeError):
+    """vLLM's own process ended while the engine was in use."""
+
+    def __init__(self, spec: EngineSpec, while_what: str) -> None:
+        super().__init__(f"the vLLM process of {spec.name} died while {while_what}; see {spec.log}")
+        self._arguments = (spec, while_what)
+
+    def __reduce__(self) -> tuple[type[EngineDied], tuple[EngineSpec, str]]:
+        return (type(self), self._arguments)
+
+
+class HealthCheck:
+    """Watches that vLLM's process still answers: a cheap question once a second, while it samples
+    and while it is paused. `ask` is answered by vLLM's process; `dead` says that this process has ended."""
+
+    def __init__(self, ask: Callable[[], Awaitable[object]], dead: Callable[[], bool]) -> None:
+        self._ask = ask
+        self._dead = dead
+        self._answered = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._answered
+
+    async def until_dead(self) -> None:
+        """Asks until vLLM's process has ended. Raises what an answer raises."""
+        while not self._dead():
+            question = asyncio.ensure_future(self._ask())
+            asked = time.monotonic()
+            while (
+                not question.done() and time.monotonic() - asked < DEADLINE_S and not self._dead()
+            ):
+                await asyncio.wait((question,), timeout=EVERY_S)
+            if question.done():
+                question.result()
+                self._answered = time.monotonic()
+                await asyncio.sleep(EVERY_S)
+            else:
+                question.cancel()

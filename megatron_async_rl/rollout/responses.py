@@ -17,7 +17,7 @@ Invariants:
   on;
 - a file that cannot be written costs its line, not the engine.
 
-A response has no deadline of its own: vLLM's process is watched as a whole (`health_check.py`), and
+A response has no deadline of its own: vLLM's process is watched as a whole (`engine_state.py`), and
 a reward has one (`scoring.py`).
 """
 
@@ -48,8 +48,7 @@ from megatron_async_rl.rollout.continuation import (
     sample_seed,
     stopped_length,
 )
-from megatron_async_rl.rollout.engine_state import BusyClock
-from megatron_async_rl.rollout.health_check import EngineDied
+from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import Scored
 from megatron_async_rl.rollout.scoring import Scorer

@@ -11,7 +11,7 @@ Invariants:
 - `seq` numbers the outcomes of the whole run; a resume removes those from its checkpoint's position
   on (flow/sample_log.py), so each outcome belongs to the one history that counts;
 - both files are Arrow IPC streams that may end within a record batch, because the run is writing it
-  or was killed: all before that is read.
+  or was killed: all before that is read. What is no such stream raises SegmentBroken.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ OUTCOMES = pa.schema(
 """`step`: of `trained`, the optimizer step (its line in metrics.jsonl); of `dropped`, the step that
 was next; of `evaluated`, the weight version. `reason`: of `dropped`."""
 
+MARK = b"\xff\xff\xff\xff"
+"""Begins every stream."""
+
 State = Literal["trained", "dropped", "evaluated", "waiting", "repeated"]
 """`waiting`: finished and neither trained nor dropped so far. `repeated`: a crash came first, and
 the resumed run has sampled it again."""
@@ -70,6 +73,15 @@ class Entry:
     reason: str | None
 
 
+class SegmentBroken(ValueError):
+    """A file of the log that holds something else."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(path, what)
+        self.path = path
+        self.what = what
+
+
 def path_of(folder: Path, table: Literal["samples", "outcomes"], segment: int) -> Path:
     """The file of one segment. `folder`: RUN/samples."""
     return folder / f"{table}-{segment:06d}.arrows"
@@ -84,18 +96,18 @@ def segments_in(folder: Path) -> list[int]:
 
 
 def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The whole record batches of a file, with all columns or some. None where the file is gone."""
+    """The whole record batches of a file, with all columns or some. None where the file is gone.
+    Raises SegmentBroken."""
     try:
         with pa.memory_map(str(path)) as source:
             options = pa.ipc.IpcReadOptions()
+            schema = _schema(path, source)
+            source.seek(0)
             if columns is not None:
-                schema = pa.ipc.read_schema(source)
-                source.seek(0)
                 options.included_fields = [schema.get_field_index(name) for name in columns]
             yield from pa.ipc.open_stream(source, options=options)
-    except (pa.ArrowInvalid, OSError) as error:
-        if not _ends_early(error):
-            raise
+    except (pa.ArrowException, OSError) as error:
+        _require_early_end(path, error)
 
 
 def read_entries(run_dir: Path) -> Iterator[Entry]:
@@ -170,20 +182,33 @@ def _read_some(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, pa.Rec
     wanted = set(numbers)
     try:
         with pa.memory_map(str(path)) as source:
-            schema = pa.ipc.read_schema(source)
+            schema = _schema(path, source)
             for number in range(max(wanted) + 1):
                 message = pa.ipc.read_message(source)
                 if number in wanted:
                     yield number, pa.ipc.read_record_batch(message, schema)
-    except (pa.ArrowInvalid, OSError, EOFError) as error:
-        if not _ends_early(error):
-            raise
+    except (pa.ArrowException, OSError, EOFError) as error:
+        _require_early_end(path, error)
 
 
-def _ends_early(error: Exception) -> bool:
+def _schema(path: Path, source: pa.MemoryMappedFile) -> pa.Schema:
+    begin = source.read(len(MARK))
+    if not MARK.startswith(begin):
+        raise SegmentBroken(path, "is not an Arrow stream")
+    source.seek(0)
+    schema = pa.ipc.read_schema(source)
+    if not schema.equals(SCHEMA if path.name.startswith("samples") else OUTCOMES):
+        raise SegmentBroken(path, f"has other columns than a log: {', '.join(schema.names)}")
+    return schema
+
+
+def _require_early_end(path: Path, error: Exception) -> None:
     """Arrow met the end of a file within a record batch, or the file was deleted. An error of the
-    file system has a number."""
-    return not isinstance(error, OSError) or error.errno in (None, errno.ENOENT)
+    file system has a number; one of sizes that no memory has comes of changed bytes."""
+    if isinstance(error, pa.ArrowMemoryError):
+        raise SegmentBroken(path, "was changed after it was written") from error
+    if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+        raise error
 
 
 def _resolve(

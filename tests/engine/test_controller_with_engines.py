@@ -12,9 +12,10 @@ import pytest
 
 from megatron_async_rl.config.schema import EvalConfig, FlowConfig, RolloutConfig
 from megatron_async_rl.data import PromptSource, load_tokenizer, read_prompts
-from megatron_async_rl.flow.controller import Controller, ControllerSpec
+from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.errors import EngineFailed
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.rollout.engine_process import Engine, RemoteEngine, start_engine
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt

@@ -5,7 +5,6 @@ Layouts named `mixture...` or `expert...` run the model with experts, the others
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from megatron_async_rl.policy.model import DTYPES
 from megatron_async_rl.policy.optimizer import gradients_of, optimizer_parameters
 from megatron_async_rl.policy.parameter_state import cut
 from megatron_async_rl.policy.weight_copies import start_shares
-from tests.parallel.layout_program import Rank, received, run_each
+from tests.parallel.layout_program import Rank, received, run_each, save
 from tests.parallel.reference_program import at_version
 
 CONTROLS = {
@@ -128,16 +127,7 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         if (name, dtype) in ADDED or rank.layout.world_size == 1
     }
     results["resumed"] = resumed(rank, model, a, b)
-    told: list = [None] * rank.layout.world_size
-    mine = [
-        [{k: v for k, v in s.items() if not k.startswith("time/")} for s in results[name]["steps"]]
-        for name in CONTROLS
-    ]
-    dist.all_gather_object(told, json.dumps(mine))
-    if rank.layout.rank == 0:
-        results["ranks_agree"] = len(set(told)) == 1
-        torch.save(results, output)
-    rank.layout.shutdown()
+    save(rank, results, [results[name]["steps"] for name in CONTROLS], output)
 
 
 if __name__ == "__main__":

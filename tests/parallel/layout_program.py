@@ -14,6 +14,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -231,16 +232,22 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     results = everywhere(rank)
     if rank.layout.world_size == 1:
         results |= alone(rank)
-    # Every rank must have been told the same numbers, to the bit.
-    steps = {name: result["steps"] for name, result in results.items() if "steps" in result}
-    told = json.dumps(
-        [
-            [{k: v for k, v in step.items() if not k.startswith("time/")} for step in run]
-            for run in steps.values()
-        ]
+    save(
+        rank, results, [result["steps"] for result in results.values() if "steps" in result], output
     )
+
+
+def save(
+    rank: Rank, results: dict, runs: list[list[dict]], output: Path, others: Any = None
+) -> None:
+    """Ends the layout. `ranks_agree`: every rank was told the same metrics in the steps of `runs`,
+    times aside, and the same `others`, to the bit."""
+    steps = [
+        [{k: v for k, v in step.items() if not k.startswith("time/")} for step in run]
+        for run in runs
+    ]
     everyone: list = [None] * rank.layout.world_size
-    dist.all_gather_object(everyone, told)
+    dist.all_gather_object(everyone, json.dumps([steps, others]))
     if rank.layout.rank == 0:
         results["ranks_agree"] = len(set(everyone)) == 1
         torch.save(results, output)

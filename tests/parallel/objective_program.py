@@ -24,7 +24,7 @@ from megatron_async_rl.policy.optimizer import gradients_of
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import assembled
 from megatron_async_rl.policy.step import clip_to
-from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, scorable
+from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
 from tests.parallel.layouts import GRADIENT_LAYOUTS
 
 # With bounds at which the material's batches have tokens on both sides.
@@ -279,7 +279,6 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         policy = rank.policy(model)
         results["scores"] = policy.score(received(policy, scorable(rank.batches[a])))
         results["resumed"] = resumed(rank, model, a, b)
-    told: list = [None] * rank.layout.world_size
     steps = [results[name]["steps"] for name in (*objectives, *(["controls"] if mixture else []))]
     decisions = [
         {
@@ -289,15 +288,7 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         for name in objectives
         for decision in results[name]["decisions"]
     ]
-    mine = [
-        [{k: v for k, v in taken.items() if not k.startswith("time/")} for taken in run]
-        for run in steps
-    ]
-    dist.all_gather_object(told, json.dumps([mine, decisions]))
-    if rank.layout.rank == 0:
-        results["ranks_agree"] = len(set(told)) == 1
-        torch.save(results, output)
-    rank.layout.shutdown()
+    save(rank, results, steps, output, decisions)
 
 
 if __name__ == "__main__":

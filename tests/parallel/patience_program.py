@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.flow.controller import DataState
 from megatron_async_rl.flow.evaluation import EvalSchedule
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
+from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.parallel import initialise
 

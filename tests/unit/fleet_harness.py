@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_async_rl.flow.fleet import Fleet, FleetSettings, Listener
+from megatron_async_rl.flow.fleet import Fleet, FleetSettings
+from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Aborted, Request
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, specs

@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron_async_rl.config.schema import EvalConfig, FlowConfig
 from megatron_async_rl.data import PromptSource
-from megatron_async_rl.flow.controller import Controller, ControllerSpec, DataState
+from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.flow.spec import ControllerSpec, DataState
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.columns import rows_of_lists
 from megatron_async_rl.samples.rows import TrainBatch

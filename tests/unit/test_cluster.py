@@ -1,14 +1,18 @@
-"""On a Ray cluster that was there before, the trainer's GPUs are handed to nobody else. Without a
-GPU: a Ray that is told it has four."""
+"""The trainer's GPUs are handed to nobody else, by a Ray of our own and on a cluster that was there
+before. Without a GPU: a Ray that is told it has four."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import ray
+
+from megatron_async_rl.rollout.cluster import join_ray
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -87,3 +91,12 @@ def test_a_trainer_whose_gpus_others_have_does_not_start(
     outcomes: dict[str, dict[str, object]], taken: str, reason: str
 ) -> None:
     assert reason in str(outcomes[taken]["error"])
+
+
+def test_a_ray_of_our_own_sees_none_of_the_trainers_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0,2")
+    monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    assert join_ray(2) is None
+    assert seen == ["0,2"]

@@ -9,8 +9,7 @@ from collections.abc import Awaitable
 import numpy as np
 import pytest
 
-from megatron_async_rl.rollout.engine_state import BusyClock, EngineState, WrongState
-from megatron_async_rl.rollout.health_check import HealthCheck
+from megatron_async_rl.rollout.engine_state import BusyClock, EngineState, HealthCheck, WrongState
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import SCHEMA, batch_of
@@ -175,7 +174,7 @@ def test_what_is_out_of_order_is_refused() -> None:
 def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megatron_async_rl.rollout.health_check.EVERY_S", 0.01)
+    monkeypatch.setattr("megatron_async_rl.rollout.engine_state.EVERY_S", 0.01)
     answers: list[asyncio.Future[str]] = []
     dead = False
 
@@ -201,8 +200,8 @@ def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer(
 
 
 def test_a_question_that_is_lost_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_async_rl.rollout.health_check.EVERY_S", 0.01)
-    monkeypatch.setattr("megatron_async_rl.rollout.health_check.DEADLINE_S", 0.05)
+    monkeypatch.setattr("megatron_async_rl.rollout.engine_state.EVERY_S", 0.01)
+    monkeypatch.setattr("megatron_async_rl.rollout.engine_state.DEADLINE_S", 0.05)
     asked = 0
 
     async def ask() -> str:

@@ -169,7 +169,7 @@ def test_no_more_than_a_share_of_the_busy_engines_stands_still_at_a_time(
         for index, engine in enumerate(engines):
             engine.before_update = gate(index)
         harness = await fleet_of(engines, max_paused=share)
-        harness.fleet.put(requests(count), 0)
+        harness.fleet.requests.put(requests(count), 0)
         await until(lambda: all(engine.asked for engine in engines))
         await harness.stage(1)
         await until(lambda: all(engine.version == 1 for engine in engines))
@@ -314,7 +314,7 @@ def test_an_engine_that_fails_to_take_a_version_is_lost_alone_and_its_requests_a
     async def body() -> None:
         launch = FakeLaunch([FakeEngine(never), FakeEngine(never), FakeEngine(never)])
         harness = await fleet_of(launch, update_timeout_s=0.05, restarts_per_hour=0)
-        harness.fleet.put(requests(3), 0)
+        harness.fleet.requests.put(requests(3), 0)
         await until(lambda: all(engine.asked for engine in launch.engines))
 
         def out_of_memory(version: int) -> None:

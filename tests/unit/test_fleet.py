@@ -19,12 +19,12 @@ def test_requests_spread_over_the_engines_up_to_their_capacity_and_the_rest_wait
     async def body() -> None:
         engines = [FakeEngine(lambda request: 0.01) for _ in range(3)]
         harness = await fleet_of(engines, capacity=4)
-        harness.fleet.put(requests(22), 0)
-        assert harness.fleet.waiting() == 10
+        harness.fleet.requests.put(requests(22), 0)
+        assert harness.fleet.requests.waiting() == 10
         await until(lambda: len(harness.samples) == 22)
         assert [engine.most for engine in engines] == [4, 4, 4]
         assert [engine.groups()[:2] for engine in engines] == [[0, 3], [1, 4], [2, 5]]
-        assert harness.fleet.waiting() == 0
+        assert harness.fleet.requests.waiting() == 0
         await harness.close()
 
     run(body)
@@ -38,10 +38,10 @@ def test_what_is_asked_because_of_an_answer_goes_behind_what_has_been_waiting() 
 
         def on_sample(sample: Sample, request: Request) -> None:
             harness.samples.append(sample)
-            harness.fleet.put([late] if request is first else [], 0)
+            harness.fleet.requests.put([late] if request is first else [], 0)
 
         harness.on_sample = on_sample  # type: ignore[method-assign]
-        harness.fleet.put([first, waiting], 0)
+        harness.fleet.requests.put([first, waiting], 0)
         await until(lambda: len(harness.samples) == 3)
         assert ids(engine.asked) == ids([first, waiting, late])
         await harness.close()
@@ -53,11 +53,11 @@ def test_a_group_stays_with_the_engine_that_knows_its_prompt_unless_that_is_much
     async def body() -> None:
         engines = [FakeEngine(never), FakeEngine(never)]
         harness = await fleet_of(engines, capacity=64)
-        harness.fleet.put(requests(4, size=6), 0)
+        harness.fleet.requests.put(requests(4, size=6), 0)
         await asyncio.sleep(0)
         await until(lambda: sum(len(engine.asked) for engine in engines) == 24)
         assert [engine.groups() for engine in engines] == [[0, 2], [1, 3]]
-        harness.fleet.put(requests(1, size=30, first=9), 0)
+        harness.fleet.requests.put(requests(1, size=30, first=9), 0)
         await until(lambda: sum(len(engine.asked) for engine in engines) == 54)
         loads = [len(engine.asked) for engine in engines]
         assert max(loads) - min(loads) <= 9, "affinity ends where an engine is 8 requests fuller"
@@ -74,8 +74,8 @@ def test_a_request_goes_only_to_engines_that_hold_its_version_or_a_newer_one() -
         harness = await fleet_of([ahead, behind], capacity=4, max_paused=1.0)
         await harness.stage(1)
         await until(lambda: ahead.version == 1)
-        harness.fleet.put(requests(4), 1)
-        harness.fleet.put(requests(4, first=10), 0)
+        harness.fleet.requests.put(requests(4), 1)
+        harness.fleet.requests.put(requests(4, first=10), 0)
         await until(lambda: behind.asked and ahead.asked)
         assert min(behind.groups()) >= 10, "what was admitted under 0 it may take"
         assert all(version == 0 for version in behind.versions)
@@ -99,8 +99,8 @@ def test_an_engine_that_joins_loads_the_newest_version_and_takes_requests() -> N
         harness = await fleet_of([FakeEngine(never)], capacity=2)
         await harness.stage(5)
         await until(lambda: harness.fleet.slots[0].version == 5)
-        harness.fleet.put(requests(4), 5)
-        assert harness.fleet.waiting() == 2
+        harness.fleet.requests.put(requests(4), 5)
+        assert harness.fleet.requests.waiting() == 2
         assert harness.fleet.add(harness.fleet.slots[0].spec) == 1
         await until(lambda: len(harness.samples) == 2)
         joined = harness.launch.engines[1]
@@ -117,7 +117,7 @@ def test_an_engine_that_leaves_gives_its_requests_back_with_their_tokens() -> No
         leaving, other = FakeEngine(never), FakeEngine(lambda request: 0.01)
         harness = await fleet_of([leaving, other], capacity=3)
         begun = Request(group=7, k=0, prompt=PROMPTS[0], prefix=partial(0, 0))
-        harness.fleet.put([begun, *requests(4)], 0)
+        harness.fleet.requests.put([begun, *requests(4)], 0)
         await until(lambda: len(leaving.asked) == 3)
         await harness.fleet.remove(0, 5.0)
         await until(lambda: len(harness.samples) == 5)
@@ -144,7 +144,7 @@ def test_two_engines_that_leave_at_once_do_not_leave_none() -> None:
         engines = [FakeEngine(never), FakeEngine(never)]
         harness = await fleet_of(engines, capacity=2)
         engines[0].deaf = True
-        harness.fleet.put(requests(2), 0)
+        harness.fleet.requests.put(requests(2), 0)
         await until(lambda: all(engine.asked for engine in engines))
         leaving = asyncio.create_task(harness.fleet.remove(0, 5.0))
         await until(lambda: engines[0].aborts)
@@ -164,7 +164,7 @@ def test_an_engine_that_does_not_give_its_requests_back_leaves_all_the_same() ->
         deaf, other = FakeEngine(never), FakeEngine()
         deaf.deaf = True
         harness = await fleet_of([deaf, other], capacity=2)
-        harness.fleet.put(requests(3), 0)
+        harness.fleet.requests.put(requests(3), 0)
         await until(lambda: len(deaf.asked) == 2)
         await harness.fleet.remove(0, 0.05)
         await until(lambda: len(harness.samples) == 3)
@@ -179,9 +179,9 @@ def test_held_out_requests_go_to_engines_of_their_own_that_hold_the_version() ->
         engine, evaluator = FakeEngine(), FakeEngine()
         harness = await fleet_of([engine, evaluator], evaluators=1)
         asking = asyncio.create_task(
-            harness.fleet.run([Request(group=-1, k=0, prompt=PROMPTS[0])], 0)
+            harness.fleet.requests.run([Request(group=-1, k=0, prompt=PROMPTS[0])], 0)
         )
-        harness.fleet.put(requests(2), 0)
+        harness.fleet.requests.put(requests(2), 0)
         await until(lambda: len(harness.samples) == 2)
         assert not asking.done(), "the evaluation engine has no weights yet"
         harness.fleet.prepare_evaluation(0)
@@ -198,7 +198,7 @@ def test_what_an_abandoned_evaluation_left_running_answers_no_other_evaluation()
         engine = FakeEngine(never)
         harness = await fleet_of([engine])
         (asked,) = (Request(group=-1, k=0, prompt=PROMPTS[0]),)
-        abandoned = asyncio.create_task(harness.fleet.run([asked], 0))
+        abandoned = asyncio.create_task(harness.fleet.requests.run([asked], 0))
         await until(lambda: engine.asked)
         engine.deaf = True
         abandoned.cancel()
@@ -206,7 +206,7 @@ def test_what_an_abandoned_evaluation_left_running_answers_no_other_evaluation()
 
         await harness.stage(1)
         await until(lambda: harness.fleet.slots[0].version == 1)
-        again = asyncio.create_task(harness.fleet.run([asked], 1))
+        again = asyncio.create_task(harness.fleet.requests.run([asked], 1))
         await asyncio.sleep(0)
         assert len(engine.asked) == 1, "the engine still works on one of this id"
         engine.delay = lambda request: 0.0
@@ -228,7 +228,7 @@ def test_an_evaluation_ends_at_once_where_its_engine_was_lost_just_before_it_was
         harness.fleet.tasks[1].fail(launch.engines[1], "it ended")
         await until(lambda: harness.lost)
         with pytest.raises(EngineFailed, match="engine 1: it ended"):
-            await harness.fleet.run([Request(group=-1, k=0, prompt=PROMPTS[0])], 0)
+            await harness.fleet.requests.run([Request(group=-1, k=0, prompt=PROMPTS[0])], 0)
         await harness.close()
 
     run(body)
@@ -251,9 +251,9 @@ def test_without_engines_of_their_own_held_out_requests_come_first_and_can_be_ta
     async def body() -> None:
         engine = FakeEngine(lambda request: 0.02 if request.group == 0 else 60.0)
         harness = await fleet_of([engine], capacity=2)
-        harness.fleet.put(requests(3), 0)
+        harness.fleet.requests.put(requests(3), 0)
         asked = [Request(group=-1, k=k, prompt=PROMPTS[0]) for k in range(2)]
-        asking = asyncio.create_task(harness.fleet.run(asked, 0))
+        asking = asyncio.create_task(harness.fleet.requests.run(asked, 0))
         await until(lambda: len(engine.asked) == 3)
         assert ids(engine.asked) == ["0-0", "1-0", "-1-0"]
         asking.cancel()

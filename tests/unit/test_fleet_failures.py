@@ -90,7 +90,7 @@ def test_what_a_lost_engine_had_not_answered_is_asked_again_elsewhere_and_answer
         harness = await fleet_of(
             [broken, other], capacity=3, unresponsive_s=0.3, restarts_per_hour=0
         )
-        harness.fleet.put(requests(8), 0)
+        harness.fleet.requests.put(requests(8), 0)
         await until(lambda: len(broken.asked) == 3)
         held = ids(broken.asked)
         break_it(broken)
@@ -114,7 +114,7 @@ def test_an_engine_that_refuses_requests_is_lost_and_they_go_elsewhere() -> None
         refusing, other = FakeEngine(), FakeEngine()
         refusing.refuses = MemoryError("no room")
         harness = await fleet_of([refusing, other], restarts_per_hour=0)
-        harness.fleet.put(requests(6), 0)
+        harness.fleet.requests.put(requests(6), 0)
         await until(lambda: len(harness.samples) == 6)
         assert harness.lost == [(0, "it failed to take requests: MemoryError: no room")]
         await harness.close()
@@ -129,7 +129,7 @@ def test_a_partial_response_survives_the_engine_that_was_continuing_it() -> None
         await harness.stage(6)
         await until(lambda: other.version == 6 and broken.version == 6)
         continued = Request(group=0, k=0, prompt=PROMPTS[0], prefix=partial(3, 4))
-        harness.fleet.put([continued], 3)
+        harness.fleet.requests.put([continued], 3)
         await until(lambda: broken.asked)
         raises(broken)
         await until(lambda: harness.samples)
@@ -149,10 +149,10 @@ def test_a_restarted_engine_is_not_blamed_for_what_its_predecessor_fails_at_late
 
         launch = FakeLaunch([old], again=lambda index: FakeEngine())
         harness = await fleet_of(launch, capacity=2)
-        harness.fleet.put(requests(1), 0)
+        harness.fleet.requests.put(requests(1), 0)
         await until(lambda: old.asked)
         old.submit = slow_submit  # type: ignore[method-assign]
-        harness.fleet.put(requests(1, first=3), 0)
+        harness.fleet.requests.put(requests(1, first=3), 0)
         raises(old)
         await until(lambda: harness.fleet.slots[0].serving and launch.engines[0] is not old)
         gate.set()
@@ -170,7 +170,7 @@ def test_a_request_that_two_engines_were_lost_with_is_given_up_before_a_third() 
     async def body() -> None:
         engines = [FakeEngine(never) for _ in range(3)]
         harness = await fleet_of(engines, capacity=8, restarts_per_hour=0)
-        harness.fleet.put(requests(1), 0)
+        harness.fleet.requests.put(requests(1), 0)
         for lost in range(2):
             await until(lambda lost=lost: engines[lost].asked)
             raises(engines[lost])
@@ -191,7 +191,7 @@ def test_an_evaluation_of_which_a_request_is_given_up_ends_with_its_reason() -> 
         engines = [FakeEngine(never) for _ in range(3)]
         harness = await fleet_of(engines, restarts_per_hour=0)
         asked = [Request(group=-1, k=0, prompt=PROMPTS[0])]
-        asking = asyncio.create_task(harness.fleet.run(asked, 0))
+        asking = asyncio.create_task(harness.fleet.requests.run(asked, 0))
         for lost in range(2):
             await until(lambda lost=lost: engines[lost].asked)
             raises(engines[lost])
@@ -247,7 +247,7 @@ def test_a_listener_that_breaks_ends_the_run_and_the_engine_is_not_blamed() -> N
     async def body() -> None:
         harness = await fleet_of([FakeEngine()])
         harness.on_sample = lambda sample, request: 1 / 0  # type: ignore[assignment, method-assign, return-value]
-        harness.fleet.put(requests(1), 0)
+        harness.fleet.requests.put(requests(1), 0)
         await until(lambda: harness.errors)
         assert isinstance(harness.errors[0], ZeroDivisionError)
         assert not harness.lost
@@ -366,7 +366,7 @@ def test_the_bound_holds_while_each_engine_loads_in_its_own_time_and_engines_com
         assert stats["asked"] == stats["samples"] + stats["given_up"] + stats["open"]
         held = [one for slot in controller._fleet.slots for one in slot.held]
         assert len(held) == len(set(held)), "a request is with one engine at a time"
-        assert len(held) + controller._fleet.waiting() == stats["open"]
+        assert len(held) + controller._fleet.requests.waiting() == stats["open"]
         await controller.close()
 
     run(body)

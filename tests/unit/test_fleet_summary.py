@@ -4,11 +4,14 @@ what was dropped."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron_async_rl.flow.summary import (
     EngineCounts,
+    FlowCounts,
     counted,
     engine_metrics,
     flow_metrics,
@@ -18,6 +21,7 @@ from megatron_async_rl.flow.summary import (
 )
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.rows import TrainBatch
+from megatron_async_rl.samples.types import PartialResponse, Request
 from tests.train_batches import columns, make_sample, ragged_batch, rewards_batch, row, samples_in
 
 FRESH = EngineCounts(alive=True, version=3, in_flight=5, tokens=1000, busy_s=40.0, restarts=0)
@@ -154,3 +158,24 @@ def test_lags_rewards_and_lengths_of_a_batch_are_those_counted_by_hand() -> None
         "neither the environment's token nor those of the failed reward"
     )
     assert seen["tokens/prompt"] == 1 + 1 + 2 + 2
+
+
+def test_each_token_is_generated_in_one_line_of_metrics_also_that_of_a_continued_response() -> None:
+    prompt = Prompt(id="p", text="", token_ids=(1,))
+    sample = row(make_sample(prompt, "a", [5, 6, 7, 8], versions=[0, 0, 1, 1]), 0)
+    begun = PartialResponse(
+        response_ids=np.array([5, 6], np.int32),
+        behavior_logprobs=np.zeros(2, np.float32),
+        versions=np.zeros(2, np.int32),
+    )
+    whole = Request(group=0, k=0, prompt=prompt)
+    counts, stats = FlowCounts(), {"engines": [FRESH], "waiting": 3}
+    slot = SimpleNamespace(evaluates=False)
+    lines = []
+    for requests in ((whole, whole), (), (replace(whole, prefix=begun),)):
+        for request in requests:
+            counts.add(sample, request)
+        lines.append(counts.since_last(stats, [slot], None))  # type: ignore[list-item]
+    assert [line["tokens/generated"] for line in lines] == [8, 0, 2]
+    assert counts.responses["samples"] == 3
+    assert {line["flow/waiting"] for line in lines} == {3}

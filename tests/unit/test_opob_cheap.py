@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from megatron_async_rl.config.advantages import OpobAdvantage
-from megatron_async_rl.objectives.advantages.opob import minimum_variance, opob, score_norm_proxy
+from megatron_async_rl.objectives.advantages.least_variance import (
+    minimum_variance,
+    opob,
+    score_norm_proxy,
+)
 from tests.token_batches import tokens
 
 EXACT = torch.float64

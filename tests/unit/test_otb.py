@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megatron_async_rl.config.advantages import OtbAdvantage
-from megatron_async_rl.objectives.advantages.otb import otb
+from megatron_async_rl.objectives.advantages.least_variance import otb
 from megatron_async_rl.objectives.terms import token_rewards
 from tests.token_batches import tokens
 

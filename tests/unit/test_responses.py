@@ -16,8 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megatron_async_rl.config.schema import RolloutConfig
-from megatron_async_rl.rollout.engine_state import BusyClock
-from megatron_async_rl.rollout.health_check import EngineDied
+from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
 from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec

@@ -20,8 +20,9 @@ from pydantic import ValidationError
 
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow import sample_log
-from megatron_async_rl.flow.controller import Controller, DataState
+from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.sample_log import SampleLog, SampleLogWriter, open_sample_log
+from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.samples.segments import (
     FOLDER,
     load,

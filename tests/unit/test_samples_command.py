@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from typer.testing import CliRunner, Result
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow.sample_log import SampleLogWriter
+from megatron_async_rl.metrics.log import EvalLog
 from megatron_async_rl.report.report import write_report
 from megatron_async_rl.report.samples import Wanted, choose, print_samples, samples_section
 from megatron_async_rl.samples.segments import FOLDER, path_of
@@ -256,14 +259,147 @@ def test_a_run_without_samples_has_no_such_section(tmp_path: Path) -> None:
     assert samples_section(tmp_path) == ""
 
 
-@pytest.mark.parametrize("text", ["run: [1", "- 1"])
-def test_a_config_that_was_damaged_is_named(tmp_path: Path, text: str) -> None:
-    sampled_run(tmp_path, 2)
-    (tmp_path / "config.yaml").write_text(text)
-    for command in ("samples", "report"):
-        shown = CliRunner().invoke(app, [command, str(tmp_path)])
-        assert shown.exit_code == 2, shown.output
-        assert f"{tmp_path / 'config.yaml'}\n  is not a configuration: " in shown.output
+# Damaged runs
+
+
+def damaged(run_dir: Path) -> Path:
+    """A run with all that a report reads, to be damaged."""
+    logged_run(sampled_run(run_dir, STEPS))
+    config = {"rollout": {"engines": 1}, "flow": {"async_ratio": 1}, "controls": ["gac"]}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    EvalLog(run_dir, []).append({"version": 0, "mean_reward": 0.5, "pass_at": {"1": 0.5}})
+    return run_dir
+
+
+def report(run_dir: Path) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["report", str(run_dir)])
+
+
+def is_one_problem(result: Result, where: Path, what: str) -> bool:
+    lines = result.output.splitlines()
+    return (
+        result.exit_code == 2
+        and len(lines) == 3
+        and lines[0].startswith(str(where))
+        and what in lines[1]
+        and lines[2].startswith("  fix: ")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (b"run: [1", "is not YAML"),
+        (b"- 1", "holds a list"),
+        (b"run: \x00", "is not YAML"),
+        (b"\xff\xfe", "codec can't decode"),
+        (b"run: &a [*a]", "an anchor that contains itself"),
+        (b"flow: 3", "flow: "),
+        (b"flow: {async_ratio: two}", "flow.async_ratio: "),
+        (b"controls: 3", "controls: "),
+        (b"controls: [{name: gac, c_low: low}]", "controls.0.c_low: "),
+    ],
+)
+def test_a_config_that_was_damaged_is_named(tmp_path: Path, text: bytes, what: str) -> None:
+    config = sampled_run(tmp_path, 2) / "config.yaml"
+    config.write_bytes(text)
+    for result in (report(tmp_path), mar(tmp_path)):
+        assert is_one_problem(result, config, "is not a configuration: "), result.output
+        assert what in result.output
+
+
+def test_a_config_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
+    run_dir = damaged(tmp_path)
+    with (run_dir / "config.yaml").open("a") as file:
+        file.write("removed: {key: 1}\n")
+    assert report(run_dir).exit_code == 0
+    assert "removed:\n  key: 1" in (run_dir / "report.html").read_text()
+
+
+def test_a_page_says_that_settings_and_samples_are_missing(tmp_path: Path) -> None:
+    run_dir = damaged(tmp_path)
+    shutil.rmtree(run_dir / FOLDER)
+    assert report(run_dir).exit_code == 0
+    page = (run_dir / "report.html").read_text()
+    assert "The samples folder of the run is missing" in page
+    assert "holds no config.yaml" not in page
+    (run_dir / "config.yaml").unlink()
+    assert report(run_dir).exit_code == 0
+    assert "holds no config.yaml" in (run_dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "what"),
+    [
+        ("metrics.jsonl", "hello", "is not a line of metrics"),
+        ("metrics.jsonl", "[]", "is not a line of metrics"),
+        ("metrics.jsonl", '{"time": 1.0}', "it has no step"),
+        ("metrics.jsonl", '{"step": 1e400}', "is not a line of metrics"),
+        ("metrics.jsonl", '{"step": 9, "reward/mean": [1]}', "'reward/mean' is a number"),
+        ("metrics.jsonl", '{"step": 9, "engine/tokens": [[1]]}', "'engine/tokens' is a list"),
+        ("metrics.jsonl", '{"step": 9, "old/key": {}}', "'old/key' is neither a number nor"),
+        ("eval.jsonl", "hello", "is not an evaluation"),
+        ("eval.jsonl", "[]", "is not an evaluation"),
+        ("eval.jsonl", '{"version": 2, "pass_at": [1]}', "pass_at: "),
+    ],
+)
+def test_a_line_that_is_none_is_named_with_its_number(
+    tmp_path: Path, file: str, line: str, what: str
+) -> None:
+    path = damaged(tmp_path) / file
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, line, ""]))
+    result = report(tmp_path)
+    assert is_one_problem(result, Path(f"{path}:{len(lines) + 1}"), what), result.output
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "eval.jsonl"])
+def test_a_last_line_that_a_crash_cut_off_is_passed_over(tmp_path: Path, file: str) -> None:
+    with (damaged(tmp_path) / file).open("a") as lines:
+        lines.write('{"step": 9, "ver')
+    assert report(tmp_path).exit_code == 0
+
+
+@pytest.mark.parametrize("content", ["hello", "[]", '{"phase": "training"}', "\xff"])
+def test_a_status_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    (damaged(tmp_path) / "status.json").write_text(content, encoding="latin-1")
+    result = report(tmp_path)
+    assert (result.exit_code, len(result.output.splitlines())) == (2, 3), result.output
+    assert "status.json is not a run's status" in result.output
+
+
+def test_of_a_segment_that_was_cut_off_what_is_whole_is_shown(tmp_path: Path) -> None:
+    folder = damaged(tmp_path) / FOLDER
+    path, outcomes = (path_of(folder, table, 0) for table in ("samples", "outcomes"))  # type: ignore[arg-type]
+    whole = path.read_bytes()
+    for length in (*range(0, len(whole), len(whole) // 25), len(whole) - 1):
+        path.write_bytes(whole[:length])
+        result = mar(tmp_path, "--json")
+        assert (result.exit_code, len(result.output.splitlines())) in ((0, 5), (2, 3)), length
+        samples_section(tmp_path)
+    path.write_bytes(whole)
+    outcomes.write_bytes(outcomes.read_bytes()[:100])
+    assert "not trained on so far" in mar(tmp_path, "--best", 1).output
+    assert report(tmp_path).exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "The samples folder of the run is missing, or holds none" in page
+
+
+@pytest.mark.parametrize("table", ["samples", "outcomes"])
+def test_a_segment_that_is_none_is_named(
+    tmp_path: Path, table: Literal["samples", "outcomes"]
+) -> None:
+    folder = damaged(tmp_path) / FOLDER
+    path, others = (path_of(folder, one, 0) for one in (table, OTHER[table]))
+    for content in (b"hello world", others.read_bytes()):
+        path.write_bytes(content)
+        for result in (report(tmp_path), mar(tmp_path), mar(tmp_path, "--step", 3)):
+            assert is_one_problem(
+                result, path, "is not an Arrow" if content[:1] == b"h" else "has other columns"
+            ), result.output
+
+
+OTHER: dict[str, Literal["samples", "outcomes"]] = {"samples": "outcomes", "outcomes": "samples"}
 
 
 def test_fields_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:

@@ -7,15 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
 
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.schema import Transport
+from megatron_async_rl.flow.batches import controller_spec
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.stale_files import PREFIX
-from megatron_async_rl.weights.transport import carrier, tensor_digest
+from megatron_async_rl.weights.transport import Carrier, carrier, tensor_digest
+from tests.written_run import write_run
 
 
 @dataclass
@@ -132,13 +137,30 @@ def test_a_mismatch_names_the_engine_and_the_first_tensor(
         require_equal("engine-0", sent, loaded)
 
 
-def test_a_carrier_is_added_by_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And by its name in config.schema.Transport."""
+@pytest.fixture
+def second_carrier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a carrier that is there by one file."""
     module = ModuleType("megatron_async_rl.weights.second_carrier")
     module.CARRIER = lambda: SharedMemory(tmp_path)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    staging = Staging(carrier("second_carrier"))
-    reader = carrier("second_carrier").reader()
+    return "second_carrier"
+
+
+def test_a_carrier_is_added_by_one_file(tmp_path: Path, second_carrier: str) -> None:
+    """And by its name in config.schema.Transport."""
+    staging = Staging(carrier(second_carrier))
+    reader = carrier(second_carrier).reader()
     (ref, *_) = staging.stage(1, buckets(2)).buckets
+    assert Path(ref.path).parent == tmp_path
     assert [name for name, _ in reader.read(ref)] == ["w0", "v0"]
     staging.close()
+
+
+def test_the_carrier_of_the_configuration_is_the_one_that_engines_read_by(
+    tmp_path: Path, second_carrier: str
+) -> None:
+    assert all(isinstance(carrier(name), Carrier) for name in get_args(Transport))
+    config = load(write_run(tmp_path))
+    weights = config.weights.model_copy(update={"transport": second_carrier})
+    spec = controller_spec(config.model_copy(update={"weights": weights}), "cpu")
+    assert {engine.transport for engine in spec.engines} == {second_carrier}

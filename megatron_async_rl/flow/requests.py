@@ -1,0 +1,261 @@
+"""Requests from the moment they are put until they are answered: they wait in lanes (lanes.py), are
+held by one engine, and come back as samples, or to be asked again.
+
+Invariants:
+- a request is with one engine at a time; what an engine that is lost had not answered goes to the
+  front of its lane again. One that two engines were lost with is given up, before it costs a third;
+- a request that goes on with tokens of its own needs the version that sampled the last of them, or
+  a newer one;
+- the requests that a slot holds, and those it was told to abort, are written here and by the lanes
+  only; which engines there are, and whether they serve, is the fleet's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import repeat
+from typing import Protocol
+
+from megatron_async_rl.flow.engine_task import Asked, EngineLost, EngineSlot
+from megatron_async_rl.flow.errors import EngineFailed, RequestGivenUp
+from megatron_async_rl.flow.lanes import Lanes
+from megatron_async_rl.flow.updates import Signal
+from megatron_async_rl.rollout.engine_process import Engine
+from megatron_async_rl.samples.rows import EngineReport, SampleRow, rows_of
+from megatron_async_rl.samples.types import Aborted, Request
+from megatron_async_rl.watchdog import watch
+
+log = logging.getLogger(__name__)
+
+ENGINES_A_REQUEST_MAY_COST = 2
+
+
+class Listener:
+    """Hears of training's requests and of the engines; every method may be left as it is."""
+
+    def on_sample(self, sample: SampleRow, request: Request) -> None: ...
+    def on_abort(self, aborted: Aborted, request: Request) -> Request:
+        """The request to ask instead."""
+        return replace(request, prefix=aborted.partial)
+
+    def on_give_up(self, request: Request, reason: str) -> None: ...
+    def on_version(self, version: int) -> None:
+        """A training engine holds `version`."""
+
+    def on_error(self, error: BaseException) -> None:
+        """The run cannot go on."""
+
+    def note(self, text: str) -> None:
+        """For the user."""
+
+
+class Engines(Protocol):
+    """The fleet, as far as requests need it."""
+
+    @property
+    def slots(self) -> Sequence[EngineSlot]: ...
+    def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:
+        """Begins a call to the slot's engine; one that fails costs the engine."""
+
+    def tell(self, call: Callable[[], object]) -> None:
+        """Calls the listener; an error of it ends the run."""
+
+
+class Requests:
+    """`capacity`: requests that one engine holds at most. `separate`: engines of their own
+    evaluate."""
+
+    def __init__(
+        self, engines: Engines, listener: Listener, capacity: int, *, separate: bool
+    ) -> None:
+        self._engines = engines
+        self._listener = listener
+        self._separate = separate
+        self._lanes = Lanes(capacity, separate=separate)
+        self._evaluations: set[Asked] = set()
+        self._emptied = Signal()
+        self._moved_at = time.monotonic()
+
+    @property
+    def moved_at(self) -> float:
+        """Time when an engine last answered a request, or a response grew; monotonic seconds. Now,
+        while no engine serves: starts, loads and restarts have limits of their own."""
+        if any(slot.serving for slot in self._engines.slots):
+            return self._moved_at
+        return time.monotonic()
+
+    def put(self, requests: Iterable[Request], version: int) -> None:
+        """Hands training requests of groups admitted under `version` out, in order, as engines have
+        room."""
+        for request in requests:
+            least = version if request.prefix is None else int(request.prefix.versions[-1])
+            self._lanes.add(Asked(request, max(version, least)))
+        self.dispatch()
+
+    async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
+        """The samples that answer held-out `requests`, in their order, by engines that hold
+        `version`, before training's. Cancelled, it stops what is running.
+
+        Raises EngineFailed when no engine is left to ask, RequestGivenUp.
+        """
+        slots = self._engines.slots
+        peers = [slot for slot in slots if slot.evaluates == self._separate]
+        # One of the engines that only evaluate that starts again is not given the version again.
+        if all(slot.engine is None if self._separate else slot.dead for slot in peers):
+            raise all_lost(slots, self._separate)
+        answers = [asyncio.get_running_loop().create_future() for _ in requests]
+        evaluation = [Asked(*one) for one in zip(requests, repeat(version), answers)]
+        self._evaluations.update(evaluation)
+        try:
+            for asked in evaluation:
+                self._lanes.add(asked)
+            self.dispatch()
+            return list(await asyncio.gather(*answers))
+        finally:
+            self._forget(evaluation)
+
+    def fail_evaluations(self, error: BaseException) -> None:
+        """Nobody is left to answer: whoever waits in `run` gets `error`."""
+        for asked in self._evaluations:
+            if asked.answer is not None and not asked.answer.done():
+                asked.answer.set_exception(error)
+
+    def waiting(self) -> int:
+        """Training requests that no engine has yet."""
+        return self._lanes.waiting()
+
+    def holders(self, group: int) -> list[int]:
+        """Engines that hold requests of `group`."""
+        return [
+            slot.index
+            for slot in self._engines.slots
+            if any(asked.request.group == group for asked in slot.held.values())
+        ]
+
+    # What becomes of the engines
+
+    def served(self) -> None:
+        """An engine holds a version that it did not hold before."""
+        self._moved_at = time.monotonic()
+        self.dispatch()
+
+    def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
+        """Hands on what the engine says. Raises EngineLost where it answers what it was not
+        asked."""
+        answers = report.finished.num_rows + len(report.aborted)
+        if answers or report.sampling:
+            self._moved_at = time.monotonic()
+        if answers:
+            watch.progress("responses", answers)
+
+        for sample in rows_of(report.finished):
+            asked = slot.held.get(sample.id)
+            if asked is None or sample.prompt_id != asked.request.prompt.id:
+                raise EngineLost(
+                    f"it answered {sample.id}, prompt {sample.prompt_id}, which it was not asked"
+                )
+            self._release(slot, sample.id)
+            if asked.answer is None:
+                self._engines.tell(partial(self._listener.on_sample, sample, asked.request))
+            elif not asked.answer.done():
+                asked.answer.set_result(sample)
+
+        for aborted in report.aborted:
+            asked = slot.held.get(aborted.id)
+            if asked is None or aborted.id not in slot.aborting:
+                raise EngineLost(f"it aborted {aborted.id}, which it was not told to")
+            self._release(slot, aborted.id)
+            self._engines.tell(partial(self._ask_again, asked, aborted))
+        self.dispatch()
+
+    def take_back(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
+        """Asks again what an engine that is lost held. `suspect`: one of its requests may be the
+        reason."""
+        held, slot.held = list(slot.held.values()), {}
+        slot.aborting.clear()
+        log.error("%s is lost, %d requests are asked again: %s", slot.name, len(held), reason)
+        for asked in reversed(held):
+            asked.losses += suspect and not slot.leaving
+            if asked.losses >= ENGINES_A_REQUEST_MAY_COST:
+                self._give_up(asked, reason)
+            elif asked.answer is None or not asked.answer.done():
+                self._lanes.add(asked, first=True)
+        self._emptied.fire()
+
+    async def until_given_back(self, slot: EngineSlot, engine: Engine, timeout_s: float) -> None:
+        """Has the engine give its requests back with their tokens; waits until it has, or is
+        gone, `timeout_s` at the most."""
+        self._abort(slot, slot.held.values())
+        with (
+            watch.doing("wait", f"{slot.name} to give its requests back", timeout_s),
+            suppress(TimeoutError),
+        ):
+            await asyncio.wait_for(
+                self._emptied.until(lambda: not slot.held or slot.engine is not engine), timeout_s
+            )
+
+    def dispatch(self) -> None:
+        """Gives engines what they have room for and may answer."""
+        slots = self._engines.slots
+        for index, requests in self._lanes.place(slots).items():
+            engine = slots[index].engine
+            assert engine is not None
+            self._engines.send(slots[index], partial(engine.submit, requests), "take requests")
+
+    def _ask_again(self, asked: Asked, aborted: Aborted) -> None:
+        if asked.answer is not None:
+            if not asked.answer.done():
+                self._lanes.add(asked, first=True)
+            return
+        asked.request = self._listener.on_abort(aborted, asked.request)
+        if aborted.partial is not None:
+            asked.least = max(asked.least, int(aborted.partial.versions[-1]))
+        self._lanes.add(asked, first=True)
+
+    def _release(self, slot: EngineSlot, request: str) -> None:
+        del slot.held[request]
+        slot.aborting.discard(request)
+        if not slot.held:
+            self._emptied.fire()
+
+    def _give_up(self, asked: Asked, reason: str) -> None:
+        request = asked.request
+        text = (
+            f"request {request.id} (prompt {request.prompt.id}) is given up:"
+            f" {ENGINES_A_REQUEST_MAY_COST} engines were lost while they had it, the last one as"
+            f" {reason.splitlines()[0] if reason else 'it ended'}"
+        )
+        if asked.answer is None:
+            self._engines.tell(partial(self._listener.on_give_up, request, text))
+        elif not asked.answer.done():
+            asked.answer.set_exception(RequestGivenUp(text))
+
+    def _forget(self, evaluation: Sequence[Asked]) -> None:
+        """Stops what has not been answered yet: nobody waits for it any more."""
+        self._evaluations.difference_update(evaluation)
+        for asked in evaluation:
+            assert asked.answer is not None
+            asked.answer.cancel()
+        self._lanes.forget(evaluation)
+        for slot in self._engines.slots:
+            self._abort(slot, [one for one in evaluation if slot.held.get(one.request.id) is one])
+
+    def _abort(self, slot: EngineSlot, held: Iterable[Asked]) -> None:
+        ids, engine = [asked.request.id for asked in held], slot.engine
+        if engine is not None and ids:
+            slot.aborting.update(ids)
+            self._engines.send(slot, partial(engine.abort, ids), "abort requests")
+
+
+def all_lost(slots: Iterable[EngineSlot], evaluates: bool) -> EngineFailed:
+    kind = "evaluation" if evaluates else "training"
+    reasons = "; ".join(
+        f"engine {slot.index}: {slot.lost}" for slot in slots if slot.evaluates == evaluates
+    )
+    return EngineFailed(f"no {kind} engine is left: {reasons}")

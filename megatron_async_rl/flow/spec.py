@@ -1,0 +1,66 @@
+"""What rank 0 and the controller hand each other: the controller's settings, where the data stands,
+and a batch. Plain data, which crosses processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from megatron_async_rl.config.schema import EvalConfig, FlowConfig, SamplesConfig
+from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.flow.summary import MetricValue
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.rows import TrainBatch
+from megatron_async_rl.samples.types import Prompt
+
+
+class Source(Protocol):
+    """Where training prompts come from (data.PromptSource)."""
+
+    def next(self) -> Prompt: ...
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataState:
+    """Where the data stands. `state`: plain JSON. `buffer`: what waits (flow/buffer_file.py); null
+    where nothing can. `oldest`: the oldest version whose tokens may train when the run goes on."""
+
+    state: Mapping[str, Any]
+    buffer: bytes | None = None
+    oldest: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handout:
+    """A batch, and what happened in engines and controller since the one before."""
+
+    batch: TrainBatch
+    metrics: dict[str, MetricValue]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerSpec:
+    """`engines`: all of them; the last `evaluators` only evaluate. `run_dir`: null in tests of the
+    controller alone, which note nothing and cannot be stopped by a file. `steps` to `seed`: see
+    Scheduler. `timeout_s`: longest time without progress."""
+
+    flow: FlowConfig
+    engines: Sequence[EngineSpec]
+    evaluators: int = 0
+    fleet: FleetSettings = field(default_factory=FleetSettings)
+    colocated: bool = False
+    timeout_s: float = 600.0
+    start_timeout_s: float = 600.0
+    on_reward_error: Literal["drop", "stop"] = "drop"
+    steps: int | None = None
+    fresh_steps: int = 0
+    seed: int = 0
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    held_out: Sequence[Prompt] = field(default=(), repr=False)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    run_dir: Path | None = None
