@@ -33,6 +33,7 @@ from megatron_async_rl.samples.segments import (
     FOLDER,
     OUTCOMES,
     Outcome,
+    SegmentBroken,
     path_of,
     read_batches,
     segments_in,
@@ -358,7 +359,7 @@ def _remove_outcomes(
     folder: Path, keep: Callable[[pa.Table], pa.ChunkedArray], *, without: int | None = None
 ) -> list[tuple[int, str, int]]:
     """Removes outcomes that `keep` does not keep from every segment but `without`; returns (seq,
-    outcome, step) of the others.
+    outcome, step) of the others. A file that holds something else stays as it is.
 
     A file is replaced whole: a crash in here leaves the old one or the new one.
     """
@@ -367,7 +368,12 @@ def _remove_outcomes(
         path = path_of(folder, "outcomes", number)
         if number == without:
             continue
-        table = pa.Table.from_batches(read_batches(path), schema=OUTCOMES)
+        try:
+            table = pa.Table.from_batches(read_batches(path), schema=OUTCOMES)
+        except SegmentBroken as error:
+            log.warning("%s %s; it is passed over", error.path, error.what)
+            continue
+
         left = table.filter(keep(table))
         if left.num_rows < table.num_rows:
             partial = path.with_suffix(".partial")

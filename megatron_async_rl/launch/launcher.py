@@ -25,6 +25,7 @@ import psutil
 from rich.console import Console
 
 from megatron_async_rl.config.load import dump
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch.rendezvous import Nodes, PeerNodes, rendezvous
 from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir, usable
@@ -99,10 +100,7 @@ def launch(config: Config, console: Console, nodes: Nodes, peers: PeerNodes) -> 
         ended = read_status(run_dir)
         if ended is not None and ended.phase == "finished":
             if nodes.rank == 0:
-                # It loads matplotlib, which takes a second: after the run, not before it.
-                from megatron_async_rl.report.report import write_report
-
-                write_report(run_dir)
+                _report(run_dir, console)
             print_summary(run_dir, console)
             return 0
         console.print(
@@ -274,6 +272,17 @@ def _kill_leftovers(run_id: str) -> None:
                 (psutil.Process.kill if process.status() in STOPPED else send)(process)
         psutil.wait_procs(alive, timeout=KILL_GRACE_S)
     remove_stale(SHARED_MEMORY)
+
+
+def _report(run_dir: Path, console: Console) -> None:
+    """The run has finished, whether its report can be written or not."""
+    # It loads matplotlib, which takes a second: after the run, not before it.
+    from megatron_async_rl.report.report import write_report
+
+    try:
+        write_report(run_dir)
+    except UserError as error:
+        console.print(f"The report was not written. {error}", markup=False)
 
 
 def _explain_failure(run_dir: Path, console: Console) -> None:

@@ -161,10 +161,23 @@ def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
     }
 
 
-@_log_readable()
 def samples_section(run_dir: Path) -> str:
     """HTML for the report: the best, the worst and some random samples of the last steps in the
-    log. Where there is none, a sentence, or nothing for a run that keeps none."""
+    log. Where there is none, or none that can be read, a sentence; nothing for a run that keeps
+    none."""
+    try:
+        return _section(run_dir)
+    except UserError as error:
+        said = "; ".join(f"{one.key} {one.what}: {one.fix}" for one in error.problems)
+        return _sentence(f"They cannot be shown. {said}.")
+
+
+def _sentence(text: str) -> str:
+    return f'<section class="card samples"><h2>Samples</h2><p>{html.escape(text)}</p></section>'
+
+
+@_log_readable()
+def _section(run_dir: Path) -> str:
     outcomes = _outcomes(run_dir, "trained")
     steps = sorted(set(outcomes["step"].to_pylist()))[-PAGE_STEPS:]
     of_steps = outcomes.filter(pc.is_in(outcomes["step"], pa.array(steps, pa.int64())))
@@ -173,9 +186,8 @@ def samples_section(run_dir: Path) -> str:
         config = read_config(run_dir)
         if config.get("rollout") is None or (config.get("samples") or {}).get("keep_mib") == 0:
             return ""
-        return (
-            '<section class="card samples"><h2>Samples</h2><p>The samples folder of the run is'
-            " missing, or holds none that a step has trained on.</p></section>"
+        return _sentence(
+            "The samples folder of the run is missing, or holds none that a step has trained on."
         )
     scored = sum(entry.valid for entry in trained)
     each = min(PAGE_EACH, max(1, scored // 3))

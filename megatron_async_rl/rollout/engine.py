@@ -148,8 +148,9 @@ class RolloutEngine:
         """Loads every bucket of `version` while nothing is sampled, and samples on if what was
         loaded has just the manifest's digests; else it stays stopped. An engine that sleeps wakes.
 
-        Returns name -> digest of every tensor as loaded. Raises RuntimeError for a version that is
-        not newer and for an update that left out a parameter.
+        Returns name -> digest of every tensor as loaded. For a version that is not newer, an update
+        that left out a parameter and workers that loaded different weights vLLM raises an
+        `Exception` with the reason in its words; then the engine stays stopped, too.
         """
         from megatron_async_rl.weights.vllm_private import load_between_steps
 
@@ -157,7 +158,7 @@ class RolloutEngine:
         if asleep and self._state.sleeps("weights"):
             await self.wake(("weights",))
         if not asleep:
-            self._state.pause()
+            self._state.pause()  # from here on, as far as anybody can see: a step may still end
         self._timeline.load()
         self._busy.pause(True)
 

@@ -180,6 +180,24 @@ def test_a_resume_without_a_checkpoint_forgets_every_outcome(tmp_path: Path) -> 
     assert states(tmp_path) == {key(one): ("waiting", (), None)}
 
 
+def test_a_resume_passes_over_a_segment_that_is_none(tmp_path: Path) -> None:
+    """What power loss leaves: zeros. Outcomes of repeated steps must go from the others."""
+    log = begun(tmp_path)
+    log.finished(row(sample(0), 0))
+    log.close()
+    broken = path_of(tmp_path / FOLDER, "outcomes", 0)
+    log = begun(tmp_path, log.position)
+    one = sample(1)
+    log.finished(row(one, 1))
+    log.trained([row(one)], 1)
+    log.close()
+    (good,) = {*(tmp_path / FOLDER).glob("outcomes-*")} - {broken}
+    broken.write_bytes(bytes(100))
+    begun(tmp_path, 0).close()
+    assert [batch.num_rows for batch in read_batches(good)] in ([], [0])
+    assert broken.read_bytes() == bytes(100)
+
+
 def test_an_evaluation_that_a_crash_repeats_stands_there_once(tmp_path: Path) -> None:
     first, again = (replace(sample(0), id="-1-0") for _ in range(2))
     log = begun(tmp_path)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow.sample_log import SampleLogWriter
+from megatron_async_rl.launch import launcher
 from megatron_async_rl.metrics.log import EvalLog
 from megatron_async_rl.report.report import write_report
 from megatron_async_rl.report.samples import Wanted, choose, print_samples, samples_section
@@ -393,10 +394,12 @@ def test_a_segment_that_is_none_is_named(
     path, others = (path_of(folder, one, 0) for one in (table, OTHER[table]))
     for content in (b"hello world", others.read_bytes()):
         path.write_bytes(content)
-        for result in (report(tmp_path), mar(tmp_path), mar(tmp_path, "--step", 3)):
-            assert is_one_problem(
-                result, path, "is not an Arrow" if content[:1] == b"h" else "has other columns"
-            ), result.output
+        what = "is not an Arrow" if content[:1] == b"h" else "has other columns"
+        for result in (mar(tmp_path), mar(tmp_path, "--step", 3)):
+            assert is_one_problem(result, path, what), result.output
+        assert report(tmp_path).exit_code == 0, "a run's report has more than its samples"
+        page = (tmp_path / "report.html").read_text()
+        assert f"They cannot be shown. {path} {what}" in page
 
 
 OTHER: dict[str, Literal["samples", "outcomes"]] = {"samples": "outcomes", "outcomes": "samples"}
@@ -409,3 +412,14 @@ def test_fields_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:
     written = io.StringIO()
     print_samples(choose(tmp_path, Wanted(best=1)), Console(file=written), as_json=True)
     assert json.loads(written.getvalue())["fields"] == {"answer": None, "more": [None, {"x": 1.5}]}
+
+
+def test_a_run_whose_report_cannot_be_written_has_finished_all_the_same(tmp_path: Path) -> None:
+    (damaged(tmp_path) / "metrics.jsonl").write_text("hello\n")
+    console = Console(file=io.StringIO(), width=200)
+    launcher._report(tmp_path, console)
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert "The report was not written." in said
+    assert "is not a line of metrics" in said
+    assert not (tmp_path / "report.html").exists()
