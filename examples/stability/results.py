@@ -125,7 +125,8 @@ def about_run(directory: Path) -> dict[str, object]:
 
 def curve_of(directory: Path) -> list[dict[str, object]]:
     """One point per evaluation, in order of versions."""
-    from megatron_async_rl.metrics.log import evaluation_curves, read_metrics
+    from megatron_async_rl.metrics.log import read_metrics
+    from megatron_async_rl.report.series import evaluation_curves
 
     rows = read_metrics(directory)
     evaluated = evaluation_curves(directory)

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron_async_rl.config.grid import read_grid, runs_of
-from megatron_async_rl.config.load import load
+from megatron_async_rl.config.load import dump, load
+from megatron_async_rl.metrics.log import EvalLog, MetricsLog
+from megatron_async_rl.metrics.status import Status, write_status
+from tests.written_run import write_run
 
 STUDY = Path(__file__).parents[2] / "examples" / "stability"
 AXES = ("lag", "method", "rate", "seed")
@@ -38,6 +42,59 @@ def row(
         measures |= {"final": f"{area}", "area": f"{area}", "best": "0.9", "cosine": "0.25"}
         measures |= {"collapsed": str(collapsed), "update_norm": "0.125", "seconds": "60"}
     return {"run": name, **settings, **about, **measures}
+
+
+def write_study(folder: Path, runs: str = "runs") -> Path:
+    """A grid of three seeds."""
+    folder.mkdir(exist_ok=True)
+    write_run(folder)
+    axes = {
+        "method": {"none": {}},
+        "rate": {"lr1e-4": {"policy.optimizer.lr": 1e-4}},
+        "seed": {f"seed{seed}": {"run.seed": seed} for seed in (1, 2, 3)},
+    }
+    tree = {"base": "config.yaml", "runs": runs, "axes": axes, "sweeps": {"all": {}}}
+    grid = folder / "grid.yaml"
+    grid.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return grid
+
+
+def write_ended(grid: Path, seed: int, phase: str, *, steps: int = 4, nonfinite: int = 0) -> None:
+    """What a run of the grid leaves that was evaluated every two steps: 0.25, 0.5, 0.75."""
+    read = read_grid(grid)
+    [run] = runs_of(read, [f"*-seed{seed}"])
+    run.directory.mkdir(parents=True)
+    (run.directory / "config.yaml").write_text(dump(load(read.base, run.overrides)))
+    log = MetricsLog(run.directory, tensorboard=False, first_step=1)
+    evaluations = EvalLog(run.directory, ())
+    for step in range(steps + 1):
+        if step:
+            values = {"time/step_s": 2.0, "gac/cosine": 0.5, "update/norm": 0.125}
+            log.log(step, values | {"policy/nonfinite": nonfinite})
+        if step % 2 == 0:
+            evaluations.append({"version": step, "mean_reward": 0.25 + step / 8})
+    log.close()
+    error = "ValueError: it broke" if phase == "failed" else None
+    status = Status(phase=phase, step=steps, steps=4, time=0.0, error=error)
+    write_status(run.directory, status)
+
+
+def test_runs_are_collected_and_shown_finished_or_failed(tmp_path: Path) -> None:
+    from results import collect, read_csv, tables
+
+    grid = write_study(tmp_path)
+    write_ended(grid, 1, "finished")
+    write_ended(grid, 2, "failed", steps=2)
+    collect([grid], tmp_path / "out")
+    rows = {row["seed"]: row for row in read_csv(tmp_path / "out" / "runs.csv")}
+    assert [rows[seed]["state"] for seed in rows] == ["finished", "failed"]
+    assert (rows["seed1"]["area"], rows["seed1"]["seconds"]) == ("0.5", "8")
+    assert rows["seed1"]["cosine"] == "0.5"
+    points = read_csv(tmp_path / "out" / "curves.csv")
+    assert [(point["step"], point["seconds"]) for point in points[:3]] == [
+        ("0", "0"), ("2", "4"), ("4", "8")
+    ]  # fmt: skip
+    assert "2 runs, 1 finished, 1 failed" in tables(list(rows.values()))
 
 
 @pytest.mark.parametrize("grid", sorted(STUDY.glob("*.yaml")), ids=lambda path: path.stem)
