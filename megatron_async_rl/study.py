@@ -2,8 +2,11 @@
 of its own.
 
 Invariants:
-- a run is what `mar train BASE key=value ...` does with the overrides of its settings; nothing else
-  is shared between runs, so running them alone, in turn or side by side gives the same;
+- a run is what `mar train BASE key=value ...` does with the overrides of its settings, and shares
+  nothing with others. Synchronous and `exact_lag` runs give the same alone, in turn or side by
+  side, timings aside; in others lag follows from speed, so that side by side is another result;
+- one study at a time works on a runs folder; no `mar train` of it outlives it, unless it is killed,
+  and then holds the folder until its end;
 - every run is checked before the first one starts; a directory with other settings is refused;
 - a run that finished or failed is not repeated, one that was stopped goes on as `mar train` lets
   it; a failure is counted and kept, and stops no other run.
@@ -17,8 +20,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,11 +32,14 @@ from rich.text import Text
 
 from megatron_async_rl.config.grid import Grid, StudyRun, read_grid, runs_of
 from megatron_async_rl.config.load import load
-from megatron_async_rl.config.problem import ConfigError, Problem
+from megatron_async_rl.config.problem import ConfigError, Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import MetricsReader, number
 from megatron_async_rl.metrics.status import read_status
+from megatron_async_rl.plan.layout import device_of
+from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import differences
 from megatron_async_rl.report.summary import span
@@ -47,6 +53,8 @@ TRAIN = (sys.executable, "-m", "megatron_async_rl", "train")
 POLL_S = 0.25
 PLAIN_EVERY_S = 30.0
 INTERRUPTED = 130
+ENDING = ((signal.SIGINT, 120.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
+"""How runs whose study breaks off are ended: signals, and the seconds that each is given."""
 
 State = Literal["waiting", "running", "finished", "failed", "stopped"]
 
@@ -58,26 +66,33 @@ class Outcome:
     state: State
     step: int
     why: str = ""
-    """Why it failed."""
+    """Why it failed, or what was odd about its end."""
+    held_out: tuple[float | None, float | None] = (None, None)
+    """Held-out reward before the first step and after the last."""
 
 
 def outcome_of(run: StudyRun) -> Outcome:
-    """The state that the run's directory shows while nobody works on it."""
+    """The state that the run's directory shows while nobody works on it. One that failed before its
+    first step is `waiting`, with its reason. Raises UserError for a status that is none."""
     status = read_status(run.directory)
     if status is None:
         return Outcome(state="waiting", step=0)
+    held_out = (status.before, status.after)
     if status.phase == "finished":
-        return Outcome(state="finished", step=status.step)
+        return Outcome(state="finished", step=status.step, held_out=held_out)
     if status.phase == "failed":
-        return Outcome(state="failed", step=status.step, why=(status.error or "").split("\n")[0])
-    return Outcome(state="stopped", step=status.step)
+        state: State = "failed" if status.step else "waiting"
+        why = (status.error or "").split("\n")[0]
+        return Outcome(state=state, step=status.step, why=why, held_out=held_out)
+    return Outcome(state="stopped", step=status.step, held_out=held_out)
 
 
-def check(grid: Grid, runs: Sequence[StudyRun]) -> dict[str, Config]:
-    """Name -> configuration of every run. Raises ConfigError with what any of them cannot do, and
-    with every directory that holds other settings."""
+def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Config]:
+    """Name -> configuration of every run. Raises ConfigError with what any of them cannot do, alone
+    or `jobs` at a time, and with every directory that holds other settings."""
     configs: dict[str, Config] = {}
     problems: dict[tuple[str, str], Problem] = {}
+    machine = this_machine()
     for run in runs:
         try:
             config = load(grid.base, run.overrides)
@@ -94,7 +109,10 @@ def check(grid: Grid, runs: Sequence[StudyRun]) -> dict[str, Config]:
                 for one in differences(config)
                 if not one.is_move
             ]
-            found = [*found, *preflight(config, all_data=False).problems]
+            found = [*found, *preflight(config, all_data=False, machine=machine).problems]
+            if jobs > 1 and device_of(config, machine) == "cuda":
+                what = f"--jobs {jobs} would give the same GPUs to {jobs} runs at a time"
+                found.append(Problem(key="policy.device", what=what, fix="leave out --jobs"))
         for one in found:  # of a hundred runs most have the same
             problems.setdefault((one.key, one.what), one)
     if problems:
@@ -103,9 +121,9 @@ def check(grid: Grid, runs: Sequence[StudyRun]) -> dict[str, Config]:
 
 
 class _Started:
-    """A `mar train` of the study that goes on."""
+    """A `mar train` of the study that goes on. `lock`: of the runs folder, which it holds too."""
 
-    def __init__(self, run: StudyRun, base: Path, steps: int, *, jobs: int) -> None:
+    def __init__(self, run: StudyRun, base: Path, steps: int, *, jobs: int, lock: int) -> None:
         self.run, self.steps, self._jobs = run, steps, jobs
         self.began = time.monotonic()
         self.rows = MetricsReader(run.directory)
@@ -119,6 +137,7 @@ class _Started:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=(lock,),
             )
 
     @property
@@ -126,25 +145,35 @@ class _Started:
         return time.monotonic() - self.began
 
     def look(self) -> None:
-        for row in self.rows.new_rows().rows:
-            self.last = row
+        """Reads the newest row; passes over one that cannot be read."""
+        with suppress(UserError, OSError):
+            for row in self.rows.new_rows().rows:
+                self.last = row
 
     def ended(self, *, asked: bool) -> Outcome:
-        """Writes what is known of the start, and says how it ended. `mar train` that refused the
-        run, or died before it had a status, has failed, unless it was `asked` to stop."""
+        """Writes what is known of the start, and says how it ended, as the directory shows. Without
+        a last status, or refused, the run has failed, unless it was `asked` to stop."""
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
         (self.run.directory / FILE).write_text(json.dumps(about) + "\n")
-        outcome = outcome_of(self.run)
+        try:
+            outcome = outcome_of(self.run)
+        except UserError as error:
+            why = error.problems[0].what
+            return Outcome(state="failed", step=int(number(self.last, "step") or 0), why=why)
         if code in (0, INTERRUPTED) or outcome.state == "failed":
             return outcome
+        if outcome.state == "finished":
+            return replace(outcome, why=f"`mar train` ended with code {code} afterwards")
         if asked:
-            return Outcome(state="stopped", step=outcome.step)
+            return replace(outcome, state="stopped")
+        return replace(outcome, state="failed", why=outcome.why or self._last_words())
+
+    def _last_words(self) -> str:
         cause = find_cause(self.run.directory / "logs")
         words = (self.run.directory / LOG).read_text(errors="replace").strip().splitlines()
-        why = cause.message.splitlines()[0] if cause else words[-1] if words else "no words"
-        return Outcome(state="failed", step=outcome.step, why=why)
+        return cause.message.splitlines()[0] if cause else words[-1] if words else "no words"
 
 
 def study(
@@ -153,40 +182,45 @@ def study(
     """Runs what is left of the grid in `path`, `jobs` at a time, and returns the exit code.
 
     0: every run finished; 1: some failed; 130: stopped by Ctrl-C, each run after its step, by the
-    second one at once. `retry`: failed runs start again. Raises UserError before anything starts.
+    second one at once. `retry`: failed runs start again. Raises UserError before any starts.
     """
     grid = read_grid(path)
     runs = runs_of(grid, only)
-    configs = check(grid, runs)
-    outcomes = {run.name: outcome_of(run) for run in runs}
-    again = ("waiting", "stopped", "failed") if retry else ("waiting", "stopped")
-    left = [run for run in runs if outcomes[run.name].state in again]
-    said = f"{path}: {len(runs)} runs, {len(left)} to do"
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    configs = check(grid, runs, jobs=jobs)
     at_work: list[_Started] = []
     took: list[float] = []
     sent = 0
-    with deferred() as interrupts, ExitStack() as stack:
+    with ExitStack() as stack:
+        lock = stack.enter_context(lock_run_dir(grid.runs, command="mar study", key="runs"))
+        outcomes = {run.name: outcome_of(run) for run in runs}
+        again = ("waiting", "stopped", "failed") if retry else ("waiting", "stopped")
+        left = [run for run in runs if outcomes[run.name].state in again]
+        console.print(Text(f"{path}: {len(runs)} runs, {len(left)} to do"), soft_wrap=True)
+        interrupts = stack.enter_context(deferred())
         live = None
         if console.is_terminal:
             live = stack.enter_context(Live(console=console, auto_refresh=False))
+        stack.callback(_end, at_work, interrupts)
         drawn_at = time.monotonic()
         while at_work or (left and not interrupts):
             while left and len(at_work) < jobs and not interrupts:
                 run = left.pop(0)
-                at_work.append(_Started(run, grid.base, configs[run.name].run.steps, jobs=jobs))
+                steps = configs[run.name].run.steps
+                at_work.append(_Started(run, grid.base, steps, jobs=jobs, lock=lock))
                 outcomes[run.name] = Outcome(state="running", step=0)
+            # One at a time: two signals that are sent together arrive as one.
             if len(interrupts) > sent:
-                sent = len(interrupts)
+                sent += 1
                 for one in at_work:
                     one.process.send_signal(signal.SIGINT)
-                console.print("Stopping after this step. Ctrl-C again kills at once.")
+                if sent == 1:
+                    console.print("Stopping after this step. Ctrl-C again kills at once.")
             time.sleep(POLL_S)
             for one in at_work:
                 one.look()
             for one in [one for one in at_work if one.process.poll() is not None]:
-                at_work.remove(one)
                 outcomes[one.run.name] = outcome = one.ended(asked=bool(interrupts))
+                at_work.remove(one)
                 took.append(one.seconds)
                 _say(console, one, outcome)
             if live is not None:
@@ -200,6 +234,19 @@ def study(
         console.print("Stopped; the same command goes on.")
         return INTERRUPTED
     return 1 if any(one.state == "failed" for one in outcomes.values()) else 0
+
+
+def _end(at_work: Sequence[_Started], interrupts: Sequence[int]) -> None:
+    """Ends what a study that breaks off has at work. Ctrl-C makes the waits shorter."""
+    for what, patience in ENDING:
+        until, asked = time.monotonic() + patience, len(interrupts)
+        for one in at_work:
+            if one.process.poll() is None:
+                one.process.send_signal(what)
+        while any(one.process.poll() is None for one in at_work):
+            if time.monotonic() > until or len(interrupts) > asked:
+                break
+            time.sleep(POLL_S)
 
 
 def _say(console: Console, one: _Started, outcome: Outcome) -> None:
@@ -244,9 +291,8 @@ def _live_table(
 def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, Outcome]) -> Table:
     table = Table("run", "state", "step", "held-out reward", "why", box=None)
     for run in runs:
-        outcome, status = outcomes[run.name], read_status(run.directory)
-        rewards = (status.before, status.after) if status else (None, None)
-        held_out = " → ".join("?" if one is None else f"{one:.3f}" for one in rewards)
+        outcome = outcomes[run.name]
+        held_out = " → ".join("?" if one is None else f"{one:.3f}" for one in outcome.held_out)
         # A reason may hold brackets, which are no markup.
         table.add_row(run.name, outcome.state, str(outcome.step), held_out, Text(outcome.why))
     return table

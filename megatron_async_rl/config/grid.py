@@ -14,6 +14,7 @@ import difflib
 import fnmatch
 import itertools
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,19 @@ def _problems(error: ValidationError, lines: Mapping[str, int]) -> list[Problem]
     return problems
 
 
+def _override(value: Any) -> str:
+    """YAML of one line. JSON is YAML but for the names of numbers that are not finite, and for the
+    two escapes in which it writes one character beyond 16 bits."""
+    if isinstance(value, dict):
+        parts = (f"{json.dumps(key)}: {_override(given)}" for key, given in value.items())
+        return f"{{{', '.join(parts)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_override, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    return json.dumps(value, ensure_ascii=False)
+
+
 def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
     """The runs in the order in which they start. `only`: names of sweeps, or names of runs with
     `*`; empty takes all. Raises UserError for one that names nothing."""
@@ -133,7 +147,7 @@ def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
                 fix = "give the values of the axes names that tell them apart"
                 raise UserError.of("axes", f"two runs would be called {name}", fix)
             overrides = [
-                f"{key}={json.dumps(given)}"
+                f"{key}={_override(given)}"
                 for axis, value in settings.items()
                 for key, given in grid.axes[axis][value].items()
             ]
@@ -143,7 +157,7 @@ def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
                 settings=settings,
                 sweeps=(*(known.sweeps if known else ()), sweep),
                 directory=directory,
-                overrides=(*overrides, f"run.dir={json.dumps(str(directory))}"),
+                overrides=(*overrides, f"run.dir={_override(str(directory))}"),
             )
     for wanted in only:
         if wanted not in grid.sweeps and not fnmatch.filter(found, wanted):

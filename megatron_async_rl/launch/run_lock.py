@@ -1,4 +1,4 @@
-"""One run at a time in a run's directory.
+"""One run at a time in a run's directory, and one study in its runs' folder.
 
 Invariant: the directory is taken from before anything in it is changed until the launcher and the
 ranks it started have ended, however they end: the kernel gives the lock back, and torchrun holds it
@@ -36,9 +36,11 @@ class RunDirectoryError(UserError):
 
 
 @contextmanager
-def lock_run_dir(run_dir: Path) -> Iterator[int]:
-    """Takes `run_dir` (made if missing); yields the descriptor that holds it, for other processes
-    that shall hold it too.
+def lock_run_dir(
+    run_dir: Path, *, command: str = "mar train", key: str = "run.dir"
+) -> Iterator[int]:
+    """Takes `run_dir` (made if missing) for `command`, which has it from `key`; yields the
+    descriptor that holds it, for other processes that shall hold it too.
 
     Raises RunDirectoryError when another run has it, OSError when it cannot be written to.
     """
@@ -48,7 +50,8 @@ def lock_run_dir(run_dir: Path) -> Iterator[int]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunDirectoryError.at(run_dir, *_holder(descriptor)) from None
+            what, fix = _holder(descriptor, command, key)
+            raise RunDirectoryError.of(key, f"{run_dir} {what}", fix) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -77,13 +80,14 @@ def usable(run_dir: Path) -> Iterator[None]:
         ) from error
 
 
-def _holder(descriptor: int) -> tuple[str, str]:
+def _holder(descriptor: int, command: str, key: str) -> tuple[str, str]:
     """(what, fix): the process that holds the lock, from what it wrote into the file."""
     pid, _, host = os.read(descriptor, 300).decode(errors="replace").strip().partition(" ")
 
     if host == socket.gethostname() and pid.isdecimal() and condition(int(pid)) is None:
-        what = f"is in use: `mar train` (pid {pid}) was killed, and its ranks stop after their step"
-        return what, "try again in a moment, or choose another run.dir"
+        rest = "its runs go on" if key == "runs" else "its ranks stop after their step"
+        what = f"is in use: `{command}` (pid {pid}) was killed, and {rest}"
+        return what, f"try again when they have ended, or choose another {key}"
 
-    what = f"is in use: `mar train` runs in it (pid {pid} on {host})"
-    return what, f"stop that one (kill -INT {pid}) or choose another run.dir"
+    what = f"is in use: `{command}` runs in it (pid {pid} on {host})"
+    return what, f"stop that one (kill -INT {pid}) or choose another {key}"

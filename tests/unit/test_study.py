@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from rich.console import Console
 
 from megatron_async_rl import study as study_module
 from megatron_async_rl.config.grid import read_grid, runs_of
+from megatron_async_rl.config.load import parse_value
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.study import study
 from tests.written_run import write_run
@@ -35,6 +39,26 @@ with open(run_dir.parent / "order", "a") as order:
 if seed == 8:
     print("no engine fits here")
     sys.exit(1)
+if seed == 6:
+    log = MetricsLog(run_dir, tensorboard=False, first_step=1)
+    (run_dir / "metrics.jsonl").write_text("no row\\n")
+    write_status(run_dir, Status(phase="finished", step=4, steps=4, time=0.0))
+    sys.exit(0)
+if seed == 5:
+    write_status(run_dir, Status(phase="failed", step=0, steps=4, time=0.0, error="no memory"))
+    sys.exit(1)
+if seed == 4:
+    write_status(run_dir, Status(phase="finished", step=4, steps=4, time=0.0))
+    sys.exit(3)
+if seed == 3:
+    asked = []
+    signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+    (run_dir.parent / "waits").touch()
+    signal.alarm(60)
+    while len(asked) < 2:
+        time.sleep(0.01)
+    (run_dir / "asked_twice").touch()
+    sys.exit(130)
 if seed == 10:
     (run_dir.parent / "imports").touch()
     time.sleep(600)
@@ -233,6 +257,123 @@ def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_goes_on(
     assert sorted(started(grid)) == ["s0-seed10", "s0-seed9"]
     assert run_study(grid, "s0-seed9", "s0-seed1", jobs=1)[0] == 0
     assert started(grid) == ["s0-seed9", "s0-seed1"]
+
+
+def test_a_study_that_breaks_off_ends_its_runs(
+    tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = write_grid(tmp_path, seeds=(9,))
+    started_runs = []
+
+    def look(one: study_module._Started) -> None:
+        if (tmp_path / "study" / "waits").exists():
+            started_runs.append(one.process)
+            raise BrokenPipeError
+
+    monkeypatch.setattr(study_module._Started, "look", look)
+    with pytest.raises(BrokenPipeError):
+        run_study(grid, "fresh")
+    [process] = started_runs
+    try:
+        assert process.poll() == 130  # after its step, not by force
+    finally:
+        process.kill()
+
+
+def test_a_line_that_cannot_be_read_ends_no_study(tmp_path: Path, stand_in: Path) -> None:
+    grid = write_grid(tmp_path, seeds=(6, 1))
+    code, screen = run_study(grid, "fresh")
+    assert sorted(started(grid)) == ["s0-seed1", "s0-seed6"]
+    assert (code, "2 finished" in screen) == (0, True)
+
+
+def test_a_status_that_cannot_be_read_is_the_failure_of_its_run(
+    tmp_path: Path, stand_in: Path
+) -> None:
+    words = 'import sys\nfrom pathlib import Path\nstatus = Path("{}")\nstatus.write_text("{{")\n'
+    stand_in.write_text(words.format(tmp_path / "study" / "s0-seed1" / "status.json"))
+    code, screen = run_study(write_grid(tmp_path, seeds=(1,)), "fresh")
+    assert (code, "1 failed" in screen) == (1, True)
+    assert "is not a run's status" in screen
+
+
+def test_one_study_at_a_time_works_on_the_runs(tmp_path: Path, stand_in: Path) -> None:
+    grid = write_grid(tmp_path)
+    with (
+        lock_run_dir(tmp_path / "study", command="mar study", key="runs"),
+        pytest.raises(UserError, match=r"runs\n.* is in use: `mar study` .*pid \d+"),
+    ):
+        run_study(grid)
+    assert started(grid) == []
+    assert run_study(grid)[0] == 0
+
+
+def test_runs_that_outlive_a_killed_study_hold_its_runs(tmp_path: Path, stand_in: Path) -> None:
+    grid = write_grid(tmp_path, seeds=(9,))
+    run = runs_of(read_grid(grid), ["fresh"])[0]
+    with lock_run_dir(tmp_path / "study") as lock:
+        one = study_module._Started(run, read_grid(grid).base, 4, jobs=1, lock=lock)
+    try:
+        while not (tmp_path / "study" / "waits").exists():
+            assert one.process.poll() is None
+            time.sleep(0.02)
+        with pytest.raises(UserError, match="is in use"):
+            run_study(grid)
+    finally:
+        one.process.kill()
+        one.process.wait()
+
+
+def test_a_run_that_finished_is_finished_whatever_the_code(tmp_path: Path, stand_in: Path) -> None:
+    code, screen = run_study(write_grid(tmp_path, seeds=(4,)), "fresh")
+    assert (code, "1 finished" in screen) == (0, True)
+    assert "ended with code 3" in screen
+
+
+def test_a_failure_before_the_first_step_is_tried_again(tmp_path: Path, stand_in: Path) -> None:
+    grid = write_grid(tmp_path, seeds=(5,))
+    for _ in range(2):
+        code, screen = run_study(grid, "fresh")
+        assert (code, "1 failed" in screen, "no memory" in screen) == (1, True, True)
+        assert started(grid) == ["s0-seed5"]
+
+
+def test_two_signals_at_once_are_passed_on_as_two(
+    tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupts: list[int] = []
+    monkeypatch.setattr(study_module, "deferred", lambda: nullcontext(interrupts))
+
+    def twice() -> None:
+        while not (tmp_path / "study" / "waits").exists():
+            time.sleep(0.02)
+        interrupts.extend([signal.SIGINT] * 2)
+
+    thread = threading.Thread(target=twice, daemon=True)
+    thread.start()
+    assert run_study(write_grid(tmp_path, seeds=(3,)), "fresh")[0] == 130
+    thread.join()
+    assert (tmp_path / "study" / "s0-seed3" / "asked_twice").exists()
+
+
+def test_runs_side_by_side_on_the_same_gpus_are_refused(tmp_path: Path, stand_in: Path) -> None:
+    axes = {"device": {"gpu": {"policy.device": "cuda"}}}
+    grid = write_grid(tmp_path, axes=axes, sweeps={"all": {}})
+    with pytest.raises(UserError) as refused:
+        run_study(grid)
+    assert "--jobs 2 would give the same GPUs" in str(refused.value)
+    with pytest.raises(UserError) as refused:
+        run_study(grid, jobs=1)
+    assert "--jobs" not in str(refused.value)
+
+
+def test_values_reach_the_run_as_they_are_in_the_grid(tmp_path: Path) -> None:
+    value = {"a": [float("inf"), -float("inf")], "ü": "𝛼 \U0001f600", "tiny": 1e-7}
+    axes = {"x": {"y": {"rollout.reward.options": value}}, "s": {"z": {"run.steps": float("nan")}}}
+    [run] = runs_of(read_grid(write_grid(tmp_path, axes=axes, sweeps={"all": {}})))
+    options, steps, _ = (text.partition("=")[2] for text in run.overrides)
+    assert parse_value(options) == value
+    assert parse_value(steps) != parse_value(steps)
 
 
 def test_on_a_terminal_the_runs_at_work_stand_in_a_table(tmp_path: Path, stand_in: Path) -> None:
