@@ -1,9 +1,10 @@
 """Figures of a study from its CSV (results.py), as SVG: the same bytes for the same CSV.
 
 - curves-GROUP.svg   held-out accuracy and gradient cosine over the steps, a line for each method and
-                     lag at its best learning rate: mean over the seeds, the range as a shade
+                     lag at its best learning rate: mean over the seeds, those that decide where they
+                     were run, the range as a shade
 - rates-GROUP.svg    area under the accuracy curve over the learning rate, a panel for each lag, a
-                     line for each method; only where there are several rates
+                     line for each method, on the scan's seeds; only where there are several rates
 GROUP is the task and batch, where the study has them.
 """
 
@@ -17,7 +18,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from results import Measured, Row, axes_of, measured, plateau
+from questions import chosen
+from rates import Group, Measured, fresh, group_axes, measured, plateau, scanned
+from runs import Row
 
 COLOURS = (
     "#2563a8",
@@ -36,10 +39,12 @@ SPLIT = ("task", "batch")
 
 
 def write_figures(rows: Sequence[Row], curves: Sequence[Row], folder: Path) -> None:
-    axes = [axis for axis in axes_of(rows) if axis not in ("rate", "seed")]
+    if not rows:
+        return
+    axes = group_axes(rows)
     split = [index for index, axis in enumerate(axes) if axis in SPLIT]
     parts: dict[str, list[Measured]] = {}
-    for one in measured(rows):
+    for one in measured(scanned(rows) or fresh(rows)):
         if one.runs:
             name = "-".join(one.group[index] for index in split) or "all"
             parts.setdefault(name, []).append(one)
@@ -47,13 +52,14 @@ def write_figures(rows: Sequence[Row], curves: Sequence[Row], folder: Path) -> N
     for name, found in parts.items():
         groups = {one.group: [o for o in found if o.group == one.group] for one in found}
         rest = [index for index in range(len(axes)) if index not in split]
-        draw_curves(groups, curves, rest, folder / f"curves-{name}.svg")
+        draw_curves(groups, chosen(rows), curves, rest, folder / f"curves-{name}.svg")
         if any(len(rates) > 1 for rates in groups.values()):
             draw_rates(groups, lag, rest, folder / f"rates-{name}.svg")
 
 
 def draw_curves(
-    groups: dict[tuple[str, ...], list[Measured]],
+    groups: dict[Group, list[Measured]],
+    decided: dict[Group, Measured],
     curves: Sequence[Row],
     rest: Sequence[int],
     path: Path,
@@ -63,7 +69,7 @@ def draw_curves(
     for point in curves:
         by_run.setdefault(point["run"], []).append(point)
     for index, (group, rates) in enumerate(groups.items()):
-        best = plateau(rates)[0]
+        best = decided.get(group) or plateau(rates)[0]
         label = f"{' '.join(group[i] for i in rest)}, lr {best.lr:g}"
         colour, style = COLOURS[index % len(COLOURS)], "-" if index < len(COLOURS) else ":"
         for panel, key in zip(panels, ("accuracy", "cosine"), strict=True):

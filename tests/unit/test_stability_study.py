@@ -1,5 +1,4 @@
-"""The stability study's files: its grids load, its models have embeddings, and its tables follow
-from its CSV."""
+"""The stability study's files: its grids load, and its tables follow from its CSV."""
 
 from __future__ import annotations
 
@@ -7,13 +6,15 @@ import csv
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
 from megatron_async_rl.config.grid import read_grid, runs_of
-from megatron_async_rl.config.load import dump, load
+from megatron_async_rl.config.load import dump, load, read_tree
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
 from tests.written_run import write_run
@@ -25,7 +26,7 @@ AXES = ("lag", "method", "rate", "seed")
 @pytest.fixture(autouse=True)
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(STUDY))
-    for name in ("results", "choose", "figures"):
+    for name in ("runs", "rates", "questions", "tables", "choose", "figures", "results"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -70,7 +71,8 @@ def write_ended(grid: Path, seed: int, phase: str, *, steps: int = 4, nonfinite:
     for step in range(steps + 1):
         if step:
             values = {"time/step_s": 2.0, "gac/cosine": 0.5, "update/norm": 0.125}
-            log.log(step, values | {"policy/nonfinite": nonfinite})
+            last = {"policy/nonfinite": nonfinite if step == steps else 0}
+            log.log(step, values | last)
         if step % 2 == 0:
             evaluations.append({"version": step, "mean_reward": 0.25 + step / 8})
     log.close()
@@ -80,7 +82,8 @@ def write_ended(grid: Path, seed: int, phase: str, *, steps: int = 4, nonfinite:
 
 
 def test_runs_are_collected_and_shown_finished_or_failed(tmp_path: Path) -> None:
-    from results import collect, read_csv, tables
+    from runs import collect, read_csv
+    from tables import tables
 
     grid = write_study(tmp_path)
     write_ended(grid, 1, "finished")
@@ -110,7 +113,7 @@ def test_every_run_of_every_grid_is_a_configuration(grid: Path) -> None:
 
 
 def test_measures_of_a_curve() -> None:
-    from results import measures
+    from runs import measures
 
     steps = np.arange(0, 101, 20, dtype=np.float64)
     found = measures(steps, np.array([0.4, 0.8, 0.8, 0.2, 0.2, 0.2]))
@@ -122,7 +125,7 @@ def test_measures_of_a_curve() -> None:
 
 
 def test_a_plateau_is_what_lies_next_to_the_best_rate() -> None:
-    from results import measured, plateau
+    from rates import measured, plateau
 
     areas = {1e-4: 0.70, 2e-4: 0.77, 4e-4: 0.80, 8e-4: 0.78, 1.6e-3: 0.10, 3.2e-3: 0.79}
     rows = [
@@ -136,70 +139,242 @@ def test_a_plateau_is_what_lies_next_to_the_best_rate() -> None:
     assert collapse == 1.6e-3
 
 
-def test_failures_are_counted_apart_from_collapses() -> None:
-    from results import measured
+def test_how_runs_that_did_not_finish_are_counted(tmp_path: Path) -> None:
+    from runs import collect, read_csv
 
-    rows = [row("none", 1e-4, 1, 0.1, collapsed=1), row("none", 1e-4, 2, 0.0, state="failed")]
-    [one] = measured(rows)
-    assert (one.collapsed, one.failed, len(one.runs), one.mean("area")) == (1, 1, 1, 0.1)
+    grid = write_study(tmp_path)
+    write_ended(grid, 1, "failed", steps=2)
+    write_ended(grid, 2, "failed", steps=2, nonfinite=1)
+    write_ended(grid, 3, "training", steps=2)  # killed hard
+    collect([grid], tmp_path / "out")
+    rows = {row["seed"]: row for row in read_csv(tmp_path / "out" / "runs.csv")}
+    states = {seed: row["state"] for seed, row in rows.items()}
+    assert states == {"seed1": "failed", "seed2": "diverged", "seed3": "unfinished"}
+    assert [rows[seed]["area"] for seed in ("seed1", "seed3")] == ["", ""]
+    # 0.25 and 0.5 at versions 0 and 2, then nothing to version 4.
+    one = rows["seed2"]
+    assert (one["area"], one["final"], one["best"], one["collapsed"]) == (
+        "0.1875", "0", "0.5", "1"
+    )  # fmt: skip
+
+
+def test_two_runs_of_one_name_are_not_collected(tmp_path: Path) -> None:
+    from runs import collect
+
+    grids = [write_study(tmp_path / name) for name in ("first", "second")]
+    with pytest.raises(UserError) as refused:
+        collect(grids, tmp_path / "out")
+    for name in ("first", "second"):
+        assert str(tmp_path / name / "runs" / "none-lr1e-4-seed1") in str(refused.value)
+
+
+def test_a_study_without_runs_is_shown_as_such(tmp_path: Path) -> None:
+    from results import show
+    from runs import collect
+
+    collect([write_study(tmp_path)], tmp_path / "out")
+    show(tmp_path / "out")
+    assert (tmp_path / "out" / "tables.md").read_text() == "No run has begun.\n"
+
+
+def test_a_missing_run_ends_a_plateau_and_an_unknown_area_is_never_best() -> None:
+    from rates import by_group, plateau
+
+    areas = {1e-4: 0.79, 2e-4: 0.80, 4e-4: 0.79, 8e-4: 0.79}
+    rows = [row("clip", lr, seed, area) for lr, area in areas.items() for seed in (1, 2)]
+    rows.append(row("clip", 4e-4, 3, 0.0, state="failed"))
+    rows.append(row("clip", 5e-5, 1, 0.0, state="unfinished"))
+    [rates] = by_group(rows).values()
+    best, width, _ = plateau(rates)
+    assert (best.lr, best.seeds, width) == (2e-4, "2", 2.0)
+    assert [one.seeds for one in rates] == ["0 of 1", "2", "2", "2 of 3", "2"]
+    assert by_group(rows[-1:]) == {}
+
+
+def fresh_rows(method: str, area: float, **options: Any) -> list[dict[str, str]]:
+    lr = options.pop("lr", 1e-4)
+    return [row(method, lr, seed, area + seed / 1000, **options) for seed in range(11, 16)]
+
+
+def found_in(rows: list[dict[str, str]]) -> dict[tuple[str, str], tuple[str, float | None]]:
+    from questions import verdicts
+
+    return {(one.family, one.words): (verdict, p) for one, p, verdict in verdicts(rows)}
+
+
+def test_p_values_are_exact_and_corrected() -> None:
+    from questions import holm, permutation_p
+
+    assert permutation_p([5, 6, 7, 8, 9], [0, 1, 2, 3, 4]) == pytest.approx(2 / 252)
+    assert permutation_p([5, 6, 7], [0, 1, 2], one_sided=True) == pytest.approx(1 / 20)
+    assert permutation_p([0, 1, 2], [5, 6, 7], one_sided=True) == 1.0
+    assert permutation_p([0, 1], [0, 1]) == 1.0
+    assert holm([0.01, 0.04, 0.02], of=4) == pytest.approx([0.04, 0.08, 0.06])
+
+
+def test_no_family_is_too_large_to_find_anything() -> None:
+    from questions import BY_LAG, FAMILIES, LAG_RATES
+
+    for methods, rivals in FAMILIES.values():
+        assert len(methods) * len(rivals) * 2 / 252 < 0.05
+    assert len(BY_LAG) * len(LAG_RATES) * 2 / 252 < 0.05
 
 
 def test_a_method_beats_another_by_enough_and_not_by_chance() -> None:
-    from results import beaten, permutation_p
+    rows = [*fresh_rows("none", 0.5), *fresh_rows("ppo_clip", 0.8), *fresh_rows("tis", 0.51)]
+    rows += fresh_rows("m2po", 0.9)[:3]
+    rows += [row("m2po", 1e-4, 14, 0.9, state="failed")]
+    found = found_in(rows)
+    assert found["b", "ppo_clip > none"] == ("yes", pytest.approx(6 * 2 / 252))
+    assert found["b", "tis > none"][0] == "no"  # by too little, whatever its p
+    assert found["b", "m2po > none"] == ("3 of 5", None)
+    assert found["b", "beta1_0 > none"] == ("0 of 5", None)
 
-    assert permutation_p([5, 6, 7, 8, 9], [0, 1, 2, 3, 4]) == pytest.approx(2 / 252)
-    assert permutation_p([0, 1], [0, 1]) == 1.0
+
+def test_only_the_chosen_rate_and_the_fresh_seeds_are_compared() -> None:
+    scan = [row("none", lr, 1, area) for lr, area in ((1e-4, 0.3), (4e-4, 0.6))]
+    scan += [row("ppo_clip", 1e-4, seed, 0.9) for seed in (1, 2)]
+    fixed = fresh_rows("none", 0.95)
+    found = found_in([*scan, *fixed, *fresh_rows("none", 0.5, lr=4e-4), *fresh_rows("tis", 0.7)])
+    assert found["b", "tis > none"][0] == "yes"
+    assert found["b", "ppo_clip > none"] == ("0 of 5", None)
+
+
+def test_a_control_is_compared_with_its_own_matched_learning_rate() -> None:
+    rows = [*fresh_rows("gac", 0.8), *fresh_rows("matched_lr_of_gac_at_0.125", 0.5)]
+    rows += fresh_rows("matched_lr_of_displacement_at_0.2", 0.9)
+    found = found_in(rows)
+    assert found["c", "gac > matched_lr_of_gac_at_0.125"][0] == "yes"
+    assert found["c", "gac > matched_norm"] == ("0 of 5", None)
+
+
+def test_at_a_lag_not_worse_than_synchronous_by_the_margin() -> None:
+    synchronous = [one | {"lag": "s0"} for one in fresh_rows("none", 0.8)]
+    words = "displacement ≥ none at s0, less 0.02"
+    for area, verdict in ((0.795, "yes"), (0.779, "no")):
+        found = found_in([*synchronous, *fresh_rows("displacement", area)])
+        assert found["d", words][0] == verdict
+
+
+def test_lag_is_compared_at_the_same_rate() -> None:
     rows = [
-        row(method, 1e-4, seed, start + seed / 1000)
-        for method, start in (("sure", 0.80), ("close", 0.79), ("low", 0.50))
-        for seed in (11, 12, 13, 14, 15)
+        one | {"lag": lag}
+        for lag, area in (("s0", 0.8), ("s8", 0.5), ("s24", 0.79))
+        for lr in (1e-4, 4e-4)
+        for one in fresh_rows("none", area, lr=lr)
     ]
-    rows += [row("few", 1e-4, seed, 0.99) for seed in (11, 12)]
-    lines = {cells[2].strip(): cells[-2].strip() for line in beaten(rows)
-             if len(cells := line.split("|")) > 4}  # fmt: skip
-    assert lines["sure"] == "low"  # 0.01 above `close` is too little, whatever its p
-    assert lines["low"] == "none"
-    assert "few" not in lines
+    found = found_in(rows)
+    assert found["a, area", "s8 ≠ s0 at lr 0.0004"] == ("yes", pytest.approx(4 * 2 / 252))
+    assert found["a, area", "s24 ≠ s0 at lr 0.0001"][0] == "no"
+    assert found["a, cosine", "s8 ≠ s0 at lr 0.0001"] == ("no", 1.0)
 
 
-def test_the_grid_of_fresh_seeds_takes_each_best_rate_and_adds_the_null_of_gac(
+def test_the_time_to_an_accuracy_keeps_runs_side_by_side_apart() -> None:
+    from tables import tables
+
+    rows = [row("none", 1e-4, seed, 0.5) for seed in (1, 2, 3)]
+    rows[2]["jobs"] = "2"
+    curves = [
+        {"run": one["run"], "step": str(step), "accuracy": accuracy, "seconds": str(10 * index)}
+        for index, one in enumerate(rows, start=1)
+        for step, accuracy in ((0, "0.1"), (20, "0.85" if index != 2 else "0.5"), (40, "0.9"))
+    ]
+    text = tables(rows, [point for point in curves if point["run"] != rows[1]["run"]])
+    assert "| s8 | none | 0.0001 | 1 | 1 of 2 | 10 |" in text
+    assert "| s8 | none | 0.0001 | 2 | 1 of 1 | 30 |" in text
+
+
+def write_scan(folder: Path) -> Path:
+    methods: dict[str, dict[str, Any]] = {
+        "none": {},
+        "gac": {"controls": [{"name": "gac"}]},
+        "clip_gac": {"objective.loss": "ppo_clip", "controls": [{"name": "gac"}]},
+    }
+    axes = {
+        "lag": {"s8": {}, "a1": {}},
+        "method": methods,
+        "rate": {"lr0.0001": {}, "lr0.0006": {}},
+        "seed": {"seed1": {}},
+    }
+    sweeps = {"scan8": {"lag": ["s8"]}, "alpha": {"lag": ["a1"]}, "lags": {"method": ["none"]}}
+    tree = {"base": "base.yaml", "runs": "runs", "axes": axes, "sweeps": sweeps}
+    (folder / "scan.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    return folder / "scan.yaml"
+
+
+def scan_rows() -> list[dict[str, str]]:
+    areas = {
+        "none": {1e-4: 0.6, 6e-4: 0.2},
+        "gac": {1e-4: 0.5, 6e-4: 0.51},
+        "clip_gac": {1e-4: 0.5, 6e-4: 0.8},
+    }
+    rows = [row(name, lr, 1, area) for name, by in areas.items() for lr, area in by.items()]
+    return [*rows, *(one | {"lag": "a1", "run": "a1"} for one in rows)]
+
+
+def test_the_fresh_grid_has_each_best_rate_of_the_sweeps_named_and_the_nulls(
     tmp_path: Path,
 ) -> None:
     from choose import fresh_grid
 
-    from megatron_async_rl.config.load import read_tree
-
-    areas = {"none": {1e-4: 0.6, 6e-4: 0.2}, "gac": {1e-4: 0.5, 6e-4: 0.51}}
-    rows = [row(name, lr, 1, area) for name, by in areas.items() for lr, area in by.items()]
-    scan = tmp_path / "scan.yaml"
-    axes = {
-        "lag": {"s8": {}},
-        "method": {"none": {}, "gac": {}},
-        "rate": {"lr0.0001": {}, "lr0.0006": {}},
-        "seed": {"seed1": {}},
-    }
-    scan.write_text(str({"base": "base.yaml", "runs": "runs", "axes": axes, "sweeps": {}}))
-    text = fresh_grid(rows, scan)
+    scan, rows = write_scan(tmp_path), scan_rows()
+    text = fresh_grid(rows, scan, ["scan8"], ["lags"])
     written, _ = read_tree(text)
     assert written["runs"] == "runs-fresh"
     assert list(written["axes"]["seed"]) == [f"seed{seed}" for seed in (11, 12, 13, 14, 15)]
+    assert not [name for name in written["sweeps"] if name.startswith("a1")]
     assert written["sweeps"]["s8-none"]["rate"] == ["lr0.0001"]
     assert written["sweeps"]["s8-gac"]["rate"] == ["lr0.0006"]
-    null = written["sweeps"]["s8-gac-matched_lr"]["method"][0]
-    [control] = written["axes"]["method"][null]["controls"]
-    assert control == {"name": "matched_lr", "target_update_norm": 0.125}
-    assert re.search(r"^# .*s8-gac are within 0\.02", text, re.MULTILINE)
+    assert written["sweeps"]["s8-gac-matched_lr"]["method"] == ["matched_lr_of_gac_at_0.125"]
+    control = {"name": "matched_lr", "target_update_norm": 0.125}
+    assert written["axes"]["method"]["matched_lr_of_clip_gac_at_0.125"] == {
+        "objective.loss": "ppo_clip",
+        "controls": [control],
+    }
+    assert re.search(r"^# s8-gac: a near tie", text, re.MULTILINE)
     (tmp_path / "fresh.yaml").write_text(text)
-    assert len(runs_of(read_grid(tmp_path / "fresh.yaml"))) == 15
+    # `lags`: two lags, two rates, of which one is chosen already.
+    assert len(runs_of(read_grid(tmp_path / "fresh.yaml"))) == 5 * (3 + 2 + 3)
+
+
+def test_another_norm_is_another_run(tmp_path: Path) -> None:
+    from choose import fresh_grid
+
+    scan, rows = write_scan(tmp_path), scan_rows()
+    moved = [one | {"update_norm": "0.25"} for one in rows]
+    texts = [fresh_grid(which, scan, ["scan8"]) for which in (rows, moved)]
+    first, second = (set(read_tree(text)[0]["axes"]["method"]) for text in texts)
+    assert "matched_lr_of_gac_at_0.125" in first - second
+    assert "matched_lr_of_gac_at_0.25" in second - first
+
+
+def test_near_ties_of_the_two_best_rates_get_a_grid_that_parts_them(tmp_path: Path) -> None:
+    from choose import ties_grid
+    from rates import measured, near_tie
+
+    scan, rows = write_scan(tmp_path), scan_rows()
+    text = ties_grid(rows, scan, ["scan8"])
+    (tmp_path / "ties.yaml").write_text(text)
+    names = [run.name for run in runs_of(read_grid(tmp_path / "ties.yaml"))]
+    assert names == ["s8-gac-lr0.0001-seed2", "s8-gac-lr0.0006-seed2"]
+    assert read_grid(tmp_path / "ties.yaml").runs == tmp_path / "runs"
+    # A lowest rate that has both seeds hides no tie of the others, and two seeds part one.
+    areas = ((1e-4, 0.1), (2e-4, 0.80), (4e-4, 0.81))
+    three = [row("m2po", lr, 1, area) for lr, area in areas] + [row("m2po", 1e-4, 2, 0.1)]
+    assert [one.lr for one in near_tie(measured(three))] == [2e-4, 4e-4]
+    parted = [*three, row("m2po", 2e-4, 2, 0.80), row("m2po", 4e-4, 2, 0.81)]
+    assert near_tie(measured(parted)) == []
 
 
 @pytest.mark.parametrize(
     "folder", sorted(path.parent for path in STUDY.glob("results/*/runs.csv")), ids=lambda p: p.name
 )
 def test_the_stored_tables_follow_from_the_stored_csv(folder: Path) -> None:
-    from results import read_csv, tables
+    from runs import read_csv
+    from tables import tables
 
-    assert tables(read_csv(folder / "runs.csv")) == (folder / "tables.md").read_text()
+    rows, points = (read_csv(folder / name) for name in ("runs.csv", "curves.csv"))
+    assert tables(rows, points) == (folder / "tables.md").read_text()
     with open(folder / "curves.csv", newline="") as file:
         curves = {point["run"] for point in csv.DictReader(file)}
     assert curves == {run["run"] for run in read_csv(folder / "runs.csv") if run["area"]}
