@@ -115,8 +115,9 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
     found = []
     for place in places:
         where = " ".join(value for value in place if value)
+        synchronous = lag is not None and place[lag] == "s0"
         for family, (methods, rivals) in FAMILIES.items():
-            if not any(at(place, method=name) in best for name in methods):
+            if synchronous or not any(at(place, method=name) in best for name in methods):
                 continue
             for name in methods:
                 for rival in rivals:
@@ -131,7 +132,7 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
                     )  # fmt: skip
         for name, rival in AT_LEAST.items():
             mine = best.get(at(place, method=name))
-            if lag is not None and mine is not None and place[lag] != "s0":
+            if lag is not None and mine is not None and not synchronous:
                 theirs = best.get(at(place, method=rival, lag="s0"))
                 words = f"{name} ≥ {rival} at s0, less {MARGIN:g}"
                 found.append(

@@ -47,7 +47,8 @@ Floats = NDArray[np.float64]
 
 
 def collect(grids: Sequence[Path], out: Path) -> None:
-    """Raises UserError for two runs of one name, whose rows could not be told apart."""
+    """A run that is in several grids once. Raises UserError for two runs of one name, whose rows
+    could not be told apart."""
     rows: list[dict[str, object]] = []
     curves: list[dict[str, object]] = []
     axes: list[str] = []
@@ -56,6 +57,8 @@ def collect(grids: Sequence[Path], out: Path) -> None:
         grid = read_grid(path)
         axes += [axis for axis in grid.axes if axis not in axes]
         for run in runs_of(grid):
+            if folders.get(run.name) == run.directory:
+                continue
             if run.name in folders:
                 what = f"{run.name} is in {folders[run.name]} and, by {path}, in {run.directory}"
                 raise UserError.of("GRID", what, "collect these grids into two folders")

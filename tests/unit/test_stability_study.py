@@ -168,6 +168,29 @@ def test_two_runs_of_one_name_are_not_collected(tmp_path: Path) -> None:
         assert str(tmp_path / name / "runs" / "none-lr1e-4-seed1") in str(refused.value)
 
 
+def test_a_run_that_is_in_two_grids_is_collected_once(tmp_path: Path) -> None:
+    from runs import collect, read_csv
+
+    grid = write_study(tmp_path)
+    write_ended(grid, 1, "finished")
+    collect([grid, grid], tmp_path / "out")
+    assert len(read_csv(tmp_path / "out" / "runs.csv")) == 1
+    assert len(read_csv(tmp_path / "out" / "curves.csv")) == 3
+
+
+def test_every_control_has_its_nulls_in_the_grid() -> None:
+    from choose import MATCHED
+    from questions import FAMILIES, MATCHED_LR
+
+    grid = read_grid(STUDY / "round1.yaml")
+    for family, (methods, rivals) in FAMILIES.items():
+        assert set(methods) | set(rivals) - {MATCHED_LR} <= set(grid.axes["method"]), family
+        assert MATCHED_LR not in rivals or set(methods) <= set(MATCHED)
+    for sweep in ("scan8", "sync"):
+        assert "rate" not in grid.sweeps[sweep]
+        assert len(grid.axes["rate"]) == 6
+
+
 def test_a_study_without_runs_is_shown_as_such(tmp_path: Path) -> None:
     from results import show
     from runs import collect
@@ -241,8 +264,8 @@ def test_only_the_chosen_rate_and_the_fresh_seeds_are_compared() -> None:
 
 
 def test_a_control_is_compared_with_its_own_matched_learning_rate() -> None:
-    rows = [*fresh_rows("gac", 0.8), *fresh_rows("matched_lr_of_gac_at_0.125", 0.5)]
-    rows += fresh_rows("matched_lr_of_displacement_at_0.2", 0.9)
+    rows = fresh_rows("matched_lr_of_displacement_at_0.2", 0.9)
+    rows += [*fresh_rows("gac", 0.8), *fresh_rows("matched_lr_of_gac_at_0.125", 0.5)]
     found = found_in(rows)
     assert found["c", "gac > matched_lr_of_gac_at_0.125"][0] == "yes"
     assert found["c", "gac > matched_norm"] == ("0 of 5", None)
@@ -335,6 +358,34 @@ def test_the_fresh_grid_has_each_best_rate_of_the_sweeps_named_and_the_nulls(
     (tmp_path / "fresh.yaml").write_text(text)
     # `lags`: two lags, two rates, of which one is chosen already.
     assert len(runs_of(read_grid(tmp_path / "fresh.yaml"))) == 5 * (3 + 2 + 3)
+
+
+def test_the_fresh_grid_of_the_first_round_is_of_configurations(tmp_path: Path) -> None:
+    from choose import fresh_grid
+    from questions import verdicts
+
+    scan = STUDY / "round1.yaml"
+    measures = row("none", 1e-4, 1, 0.5)
+    rows = [
+        measures | run.settings | {"run": run.name, "lr": run.settings["rate"].removeprefix("lr")}
+        for run in runs_of(read_grid(scan), ["scan8", "sync"])
+    ]
+    path = tmp_path / "fresh.yaml"
+    path.write_text(fresh_grid(rows, scan, ["scan8", "sync"], ["lags"]))
+    grid = read_grid(path)
+    runs = runs_of(grid)
+    # 17 methods, 5 nulls and 2 synchronous ones at one rate, and `none` at the two rates of `lags`.
+    assert len({run.name for run in runs}) == 5 * (17 + 5 + 2 + 6)
+    for run in runs:
+        if run.settings["seed"] == "seed11":
+            load(STUDY / "base.yaml", run.overrides)
+    decided = [
+        measures | run.settings | {"run": run.name, "lr": run.settings["rate"].removeprefix("lr")}
+        for run in runs
+    ]
+    found = verdicts([*rows, *decided])
+    assert {verdict for _, _, verdict in found} <= {"yes", "no"}
+    assert len(found) == 2 * 4 + 6 + 4 + 4 + 3 + 3 + 3 + 2
 
 
 def test_another_norm_is_another_run(tmp_path: Path) -> None:
