@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from measures import Row
 from questions import MATCHED_LR
 from rates import FRESH, Group, Measured, by_group, group_axes, near_tie, plateau, scanned
-from runs import Row
 
 from megatron_async_rl.config.grid import read_grid, runs_of
 from megatron_async_rl.config.load import read_tree, write

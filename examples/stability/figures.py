@@ -18,9 +18,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from measures import Row
 from questions import chosen
 from rates import Group, Measured, fresh, group_axes, measured, plateau, scanned
-from runs import Row
 
 COLOURS = (
     "#2563a8",

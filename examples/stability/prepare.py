@@ -42,7 +42,8 @@ class Task:
     """A line of train.jsonl and eval.jsonl, and the response that a warm start imitates; all
     prompts differ, in random order."""
     sft: int
-    """Of them, the first ones after EVAL_PROMPTS are for the warm start; the rest to learn from."""
+    """How many prompts after the first EVAL_PROMPTS are for the warm start; the rest are to learn
+    from."""
 
 
 def chain(chance: random.Random) -> Task:

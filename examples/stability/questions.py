@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
+from measures import Row
 from rates import FRESH, Group, Measured, by_group, fresh, group_axes, measured, plateau, scanned
-from runs import Row
 
 LEAST_GAIN = 0.02
 MARGIN = 0.02
-"""Of area: what is worse by less is not inferior."""
+"""An area that is worse by less is not inferior."""
 P_VALUE = 0.05
 MATCHED_LR = "matched_lr_of_"
 """Begins the names of the nulls that choose.py writes: control and norm follow."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean, stdev
 
-from runs import Row, axes_of
+from measures import Row, axes_of
 
 PLATEAU = 0.95
 """Learning rates whose mean area is at least this share of the best one's are its plateau."""
 NEAR_TIE = 0.02
-"""Of the areas of the two best rates: then the scan wants its second seed."""
+"""Two best rates whose areas are closer than this want the scan's second seed."""
 FRESH = ("seed11", "seed12", "seed13", "seed14", "seed15")
 COUNTED = ("finished", "diverged")
 
@@ -112,7 +112,8 @@ def by_group(rows: Sequence[Row]) -> dict[Group, list[Measured]]:
 
 
 def plateau(rates: Sequence[Measured]) -> tuple[Measured, float, float | None]:
-    """Of one group at several learning rates, ascending: the rate of largest mean area; the width
+    """Three facts on one group at several learning rates, ascending: the rate of
+    largest mean area; the width
     of its plateau, highest rate over lowest, through rates next to each other of which no run is
     missing; and the lowest rate at which at least half of the seeds collapsed, None where there is
     none."""

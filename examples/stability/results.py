@@ -5,7 +5,7 @@
     python results.py choose FOLDER GRID --sweep SWEEP... --ties > TIES_GRID
     python results.py show FOLDER
 
-`collect` reads the runs of the grids and writes (runs.py)
+`collect` reads the runs of the grids and writes (measures.py)
 - runs.csv     one row per run: its settings by axis, learning rate, steps, and its measures
 - curves.csv   one row per run and evaluation: held-out accuracy, and the means since the evaluation
                before of cosine, ESS ratio, entropy and reward trained on
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from choose import fresh_grid, ties_grid
 from figures import write_figures
-from runs import collect, read_csv
+from measures import collect, read_csv
 from tables import tables
 
 from megatron_async_rl.config.problem import UserError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from measures import Row
 from questions import LEAST_GAIN, MARGIN, P_VALUE, verdicts
 from rates import PLATEAU, by_group, fresh, group_axes, measured, plateau, scanned
-from runs import Row
 
 REACHED = 0.8
 """Accuracy to which the time is counted."""

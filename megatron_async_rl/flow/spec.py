@@ -1,4 +1,4 @@
-"""What rank 0 and the controller hand each other: the controller's settings, where the data stands,
+"""Things that rank 0 and the controller hand each other: the controller's settings, where the data stands,
 and a batch. Plain data, which crosses processes.
 """
 

@@ -175,7 +175,7 @@ def _since(new: float, old: float) -> float:
 
 
 class FlowCounts:
-    """What came in so far, and what of it the last line of metrics had."""
+    """Counts of all that came in so far, and of what the last line of metrics had of it."""
 
     def __init__(self) -> None:
         self.responses = {"samples": 0, "tokens": 0, "truncated": 0, "reward_errors": 0}

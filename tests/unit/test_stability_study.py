@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def write_ended(grid: Path, seed: int, phase: str, *, steps: int = 4, nonfinite:
 
 
 def test_runs_are_collected_and_shown_finished_or_failed(tmp_path: Path) -> None:
-    from runs import collect, read_csv
+    from measures import collect, read_csv
     from tables import tables
 
     grid = write_study(tmp_path)
@@ -100,6 +101,23 @@ def test_runs_are_collected_and_shown_finished_or_failed(tmp_path: Path) -> None
     assert "2 runs, 1 finished, 1 failed" in tables(list(rows.values()))
 
 
+def test_runs_that_have_left_their_directories_keep_their_rows(tmp_path: Path) -> None:
+    from measures import collect, read_csv
+
+    grid, out = write_study(tmp_path), tmp_path / "out"
+    write_ended(grid, 1, "finished")
+    write_ended(grid, 3, "finished")
+    collect([grid], out)
+    before = [read_csv(out / name) for name in ("runs.csv", "curves.csv")]
+    shutil.rmtree(read_grid(grid).runs)
+    write_ended(grid, 2, "failed", steps=2)
+    collect([grid], out)
+    rows, points = (read_csv(out / name) for name in ("runs.csv", "curves.csv"))
+    assert [row["seed"] for row in rows] == ["seed1", "seed2", "seed3"]
+    assert [row for row in rows if row["seed"] != "seed2"] == before[0]
+    assert [point for point in points if "seed2" not in point["run"]] == before[1]
+
+
 @pytest.mark.parametrize("grid", sorted(STUDY.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_run_of_every_grid_is_a_configuration(grid: Path) -> None:
     if grid.stem in ("base", "sft"):
@@ -113,7 +131,7 @@ def test_every_run_of_every_grid_is_a_configuration(grid: Path) -> None:
 
 
 def test_measures_of_a_curve() -> None:
-    from runs import measures
+    from measures import measures
 
     steps = np.arange(0, 101, 20, dtype=np.float64)
     found = measures(steps, np.array([0.4, 0.8, 0.8, 0.2, 0.2, 0.2]))
@@ -140,7 +158,7 @@ def test_a_plateau_is_what_lies_next_to_the_best_rate() -> None:
 
 
 def test_how_runs_that_did_not_finish_are_counted(tmp_path: Path) -> None:
-    from runs import collect, read_csv
+    from measures import collect, read_csv
 
     grid = write_study(tmp_path)
     write_ended(grid, 1, "failed", steps=2)
@@ -159,7 +177,7 @@ def test_how_runs_that_did_not_finish_are_counted(tmp_path: Path) -> None:
 
 
 def test_two_runs_of_one_name_are_not_collected(tmp_path: Path) -> None:
-    from runs import collect
+    from measures import collect
 
     grids = [write_study(tmp_path / name) for name in ("first", "second")]
     with pytest.raises(UserError) as refused:
@@ -169,7 +187,7 @@ def test_two_runs_of_one_name_are_not_collected(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_in_two_grids_is_collected_once(tmp_path: Path) -> None:
-    from runs import collect, read_csv
+    from measures import collect, read_csv
 
     grid = write_study(tmp_path)
     write_ended(grid, 1, "finished")
@@ -192,8 +210,8 @@ def test_every_control_has_its_nulls_in_the_grid() -> None:
 
 
 def test_a_study_without_runs_is_shown_as_such(tmp_path: Path) -> None:
+    from measures import collect
     from results import show
-    from runs import collect
 
     collect([write_study(tmp_path)], tmp_path / "out")
     show(tmp_path / "out")
@@ -421,7 +439,7 @@ def test_near_ties_of_the_two_best_rates_get_a_grid_that_parts_them(tmp_path: Pa
     "folder", sorted(path.parent for path in STUDY.glob("results/*/runs.csv")), ids=lambda p: p.name
 )
 def test_the_stored_tables_follow_from_the_stored_csv(folder: Path) -> None:
-    from runs import read_csv
+    from measures import read_csv
     from tables import tables
 
     rows, points = (read_csv(folder / name) for name in ("runs.csv", "curves.csv"))

@@ -29,7 +29,7 @@ from megatron_async_rl.study import outcome_of
 
 LAST_EVALUATIONS = 4
 COLLAPSED_BELOW = 0.5
-"""Of its best accuracy."""
+"""Share of its best accuracy below which a run has collapsed."""
 DIVERGED = ("gradient", "nonfinite")
 """Kinds of anomalies (report/anomalies.py)."""
 MEASURES = ("final", "area", "best", "collapsed", "cosine", "update_norm", "seconds")
@@ -47,8 +47,9 @@ Floats = NDArray[np.float64]
 
 
 def collect(grids: Sequence[Path], out: Path) -> None:
-    """A run that is in several grids once. Raises UserError for two runs of one name, whose rows
-    could not be told apart."""
+    """Writes `out`/runs.csv and curves.csv, with a run that is in several grids once. A run of the
+    grids that has left its directory (it ran on another machine, say) keeps the rows that `out` has
+    of it. Raises UserError for two runs of one name, whose rows could not be told apart."""
     rows: list[dict[str, object]] = []
     curves: list[dict[str, object]] = []
     axes: list[str] = []
@@ -66,6 +67,11 @@ def collect(grids: Sequence[Path], out: Path) -> None:
             rows += (found := row_of(run))[0]
             curves += found[1]
     out.mkdir(parents=True, exist_ok=True)
+    here = {row["run"] for row in rows}
+    for name, found_here in (("runs.csv", rows), ("curves.csv", curves)):
+        before = read_csv(out / name) if (out / name).exists() else []
+        found_here += [row for row in before if row["run"] in folders.keys() - here]
+        found_here.sort(key=lambda row: list(folders).index(str(row["run"])))
     write_csv(out / "runs.csv", ["run", *axes, *ABOUT, *MEASURES], rows)
     write_csv(out / "curves.csv", CURVE, curves)
 
@@ -99,7 +105,7 @@ def row_of(run: StudyRun) -> tuple[list[dict[str, object]], list[dict[str, objec
 
 
 def diverged(directory: Path, logged: Sequence[MetricsRow]) -> bool:
-    """Of a run that failed: its last step shows why."""
+    """Says of a run that failed whether its last step shows why."""
     last = logged[-1]["step"] if logged else None
     found = AnomalyFinder(directory).find(logged)
     return any(one.step == last and one.kind in DIVERGED for one in found)
@@ -130,7 +136,7 @@ def curve_of(directory: Path, rows: Sequence[MetricsRow]) -> list[dict[str, obje
 
 
 def measures(steps: Floats, accuracy: Floats) -> dict[str, object]:
-    """Of a curve of held-out accuracy over steps, [n] each; none of an empty one."""
+    """Measures of a curve of held-out accuracy over steps, [n] each; none of an empty one."""
     if not len(steps):
         return {}
     final = float(accuracy[-LAST_EVALUATIONS:].mean())
@@ -148,7 +154,7 @@ def measures(steps: Floats, accuracy: Floats) -> dict[str, object]:
 def measures_diverged(
     steps: Floats, accuracy: Floats, *, end: int, planned: int
 ) -> dict[str, object]:
-    """Of a run that ended after step `end` of `planned`: accuracy is 0 from there on."""
+    """Measures of a run that ended after step `end` of `planned`: accuracy is 0 from there on."""
     best = float(accuracy.max()) if len(accuracy) else 0.0
     to_the_end = np.concatenate([steps, [float(end), float(planned)]])
     area = float(np.trapezoid(np.concatenate([accuracy, [0.0, 0.0]]), to_the_end)) / planned
