@@ -78,7 +78,7 @@ async def pause_scheduler(llm: Any, *, clear_cache: bool) -> None:
 
 
 LOAD = "mar_load_bucket"
-"""What vLLM's engine process knows `_load_bucket` by."""
+"""Name under which vLLM's engine process knows `_load_bucket`."""
 
 
 async def load_between_steps(
