@@ -199,7 +199,7 @@ def study(
         interrupts = stack.enter_context(deferred())
         live = None
         if console.is_terminal:
-            live = stack.enter_context(Live(console=console, auto_refresh=False))
+            live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))
         stack.callback(_end, at_work, interrupts)
         drawn_at = time.monotonic()
         while at_work or (left and not interrupts):
@@ -215,6 +215,11 @@ def study(
                     one.process.send_signal(signal.SIGINT)
                 if sent == 1:
                     console.print("Stopping after this step. Ctrl-C again kills at once.")
+            if live is not None:
+                live.update(_live_table(at_work, left, outcomes, took, jobs), refresh=True)
+            elif time.monotonic() - drawn_at > PLAIN_EVERY_S:
+                drawn_at = time.monotonic()
+                console.print(_counts(outcomes, left, took, jobs), highlight=False)
             time.sleep(POLL_S)
             for one in at_work:
                 one.look()
@@ -223,11 +228,6 @@ def study(
                 at_work.remove(one)
                 took.append(one.seconds)
                 _say(console, one, outcome)
-            if live is not None:
-                live.update(_live_table(at_work, left, outcomes, took, jobs), refresh=True)
-            elif time.monotonic() - drawn_at > PLAIN_EVERY_S:
-                drawn_at = time.monotonic()
-                console.print(_counts(outcomes, left, took, jobs), highlight=False)
     console.print(_summary(runs, outcomes))
     console.print(_counts(outcomes, left, took, jobs), highlight=False)
     if interrupts:
