@@ -43,8 +43,8 @@ def _write_lines(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_tokenizer(folder: Path) -> dict[str, int]:
-    """One token per character, a BOS before every text. Returns the vocabulary."""
+def write_tokenizer(folder: Path, characters: str) -> dict[str, int]:
+    """One token for each of `characters`, a BOS before every text. Returns the vocabulary."""
     from tokenizers import (
         AddedToken,
         Regex,
@@ -55,7 +55,7 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
         processors,
     )
 
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -78,15 +78,17 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
     return vocabulary
 
 
-def write_model(folder: Path, seed: int) -> None:
+def write_model(
+    folder: Path, seed: int, *, characters: str = CHARACTERS, hidden_size: int = 128
+) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = write_tokenizer(folder)
+    vocabulary = write_tokenizer(folder, characters)
     config = Qwen3Config(
         vocab_size=len(vocabulary),
-        hidden_size=128,
+        hidden_size=hidden_size,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -25,10 +25,11 @@ import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+-*()=: usefor"
+HIDDEN_SIZE = 96
 CHAIN_DIGITS = 6
 CHAIN_PROMPTS = 40_000
 EVAL_PROMPTS = 256
@@ -68,7 +69,7 @@ def add(chance: random.Random) -> Task:
 
 
 def countdown(chance: random.Random) -> Task:
-    example = runpy.run_path(str(HERE.parent / "countdown" / "prepare.py"))
+    example = example_of("countdown")
     solved = list(example["tasks"]().items())
     chance.shuffle(solved)
     rows: list[tuple[Row, str]] = []
@@ -77,6 +78,11 @@ def countdown(chance: random.Random) -> Task:
         prompt = example["prompt"](order, target)
         rows.append(({"prompt": prompt, "numbers": order, "target": target}, solution))
     return Task(rows=rows, sft=len(rows) // 2)
+
+
+def example_of(name: str) -> dict[str, Any]:
+    """The names of another example's script."""
+    return runpy.run_path(str(HERE.parent / name / "prepare.py"))
 
 
 TASKS = {"chain": chain, "add": add, "countdown": countdown}
@@ -95,80 +101,13 @@ def _write_lines(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_tokenizer(folder: Path) -> dict[str, int]:
-    """One token per character, a BOS before every text. Returns the vocabulary."""
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        pre_tokenizers,
-        processors,
-    )
-
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
-    )
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "model_max_length": 64,
-    }
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
-    )
-    return vocabulary
-
-
-def write_model(folder: Path, seed: int) -> None:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = write_tokenizer(folder)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        initializer_range=0.06,
-        tie_word_embeddings=False,
-        bos_token_id=vocabulary["<bos>"],
-        eos_token_id=vocabulary["<eos>"],
-        pad_token_id=vocabulary["<pad>"],
-        dtype="float32",
-    )
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
-    # An engine may sample <pad> like any other token. Left at zeros, as transformers begins it, its
-    # embedding would multiply the gradient by 1/sqrt(norm_eps).
-    with torch.no_grad():
-        model.get_input_embeddings().weight[config.pad_token_id].normal_(
-            std=config.initializer_range
-        )
-    model.save_pretrained(folder)
-
-
 def write(folder: Path, seed: int) -> None:
     """Every task; `folder` is made if it is missing."""
+    write_model = example_of("arithmetic")["write_model"]
     for name, make in TASKS.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         write_data(folder / name, make(random.Random(seed)))
-        write_model(folder / name / "model", seed)
+        write_model(folder / name / "model", seed, characters=CHARACTERS, hidden_size=HIDDEN_SIZE)
 
 
 def main() -> None:
