@@ -275,13 +275,16 @@ class WatchdogConfig(Strict):
 
 
 class ObserveConfig(Strict):
-    """Where metrics go besides RUN/metrics.jsonl."""
+    """Where metrics go besides RUN/metrics.jsonl, and what they are shown with."""
 
     tensorboard: bool = True
     """Write RUN/tensorboard beside RUN/metrics.jsonl."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs
     it; null serves nothing."""
+    beside: Path | None = None
+    """Directory of another run, whose reward, effective sample size and cosine the report draws
+    beside this one's, under that directory's name; null draws none."""
 
 
 class SamplesConfig(Strict):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config, RewardConfig
 from megatron_async_rl.data import (
     DataError,
@@ -25,6 +25,7 @@ from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Lengths, Plan, context_limit, make_plan
 from megatron_async_rl.plan.resume import checkpoint_problems
+from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward, required_fields
 from megatron_async_rl.rollout.scoring import Scorer, WorkerStartError
 from megatron_async_rl.samples import Prompt
@@ -79,6 +80,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
     problems += _reward(config, read)
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
+        problems += _beside(config)
     plan = make_plan(config, machine, shape, lengths=lengths, problems=problems)
     return replace(
         plan,
@@ -227,6 +229,24 @@ def _run_directory(config: Config) -> list[Problem]:
                 what=f"{existing} cannot be written to",
                 fix="choose a folder of your own",
             )
+        ]
+    return []
+
+
+def _beside(config: Config) -> list[Problem]:
+    beside = config.observe.beside
+    if beside is None:
+        return []
+    try:
+        read_run(beside)
+    except UserError as error:
+        return [
+            Problem(
+                key="observe.beside",
+                what=problem.what,
+                fix="name the directory of a run that has made steps, or leave it out",
+            )
+            for problem in error.problems
         ]
     return []
 

@@ -154,11 +154,13 @@ def _spans_decades(values: Floats) -> bool:
 
 
 def _reward(run: RunData) -> Panel:
-    curves = [
-        curve
-        for curve in (_curve(run, "reward/mean", "trained on", "blue"), _held_out(run))
-        if curve is not None
-    ]
+    drawn = [_curve(run, "reward/mean", "trained on", "blue"), _held_out(run, "held out", "red")]
+    if run.beside is not None:
+        drawn += [
+            _trend(run.beside, "reward/mean", run.beside.name),
+            _held_out(run.beside, f"{run.beside.name}, held out", "brown"),
+        ]
+    curves = [curve for curve in drawn if curve is not None]
     return Panel(
         title="Reward",
         unit="mean reward of a sample",
@@ -169,12 +171,20 @@ def _reward(run: RunData) -> Panel:
     )
 
 
-def _held_out(run: RunData) -> Curve | None:
+def _trend(run: RunData, key: str, name: str) -> Curve | None:
+    """The moving average of another run, grey, for under the curves of this one."""
+    steps, values = column(run.rows, key)
+    trend = smooth(values)
+    y = values if trend is None else trend
+    return Curve(name=name, colour="grey", x=steps, y=y, style="dotted") if len(steps) else None
+
+
+def _held_out(run: RunData, name: str, colour: str) -> Curve | None:
     evaluations = run.evaluations
     if not len(evaluations.versions):
         return None
     versions = evaluations.versions.astype(np.float64)
-    return Curve(name="held out", colour="red", x=versions, y=evaluations.mean, style="diamonds")
+    return Curve(name=name, colour=colour, x=versions, y=evaluations.mean, style="diamonds")
 
 
 def _pass_at(run: RunData) -> Panel:
@@ -224,11 +234,13 @@ def _lag(run: RunData) -> Panel:
 
 
 def _ess(run: RunData) -> Panel:
-    curve = _curve(run, "ratio/ess_ratio", "", "purple")
+    drawn = [_curve(run, "ratio/ess_ratio", "", "purple")]
+    if run.beside is not None:
+        drawn.append(_trend(run.beside, "ratio/ess_ratio", run.beside.name))
     return Panel(
         title="Effective sample size",
         unit="share of the samples; 1 is on-policy",
-        curves=[] if curve is None else [curve],
+        curves=[curve for curve in drawn if curve is not None],
         low=0.0,
         high=1.04,
         marks=run.anomalies,
@@ -251,6 +263,8 @@ def _cosine(run: RunData) -> Panel:
             label = f"{name} ({chosen.sum()})"
             x, y = steps[chosen], cosines[chosen]
             curves.append(Curve(name=label, colour=colour, x=x, y=y, style="points"))
+    if run.beside is not None and (other := _trend(run.beside, "gac/cosine", run.beside.name)):
+        curves.append(other)
     levels = [
         Level(name=f"{name} {threshold:g}", colour=colour, value=threshold)
         for name, colour in (("c_low", "amber"), ("c_high", "red"))

@@ -19,10 +19,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import MetricsReader, read_metrics
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.report.anomalies import KINDS, Anomaly, AnomalyFinder
 from megatron_async_rl.report.display import DisplayState, live_panel, plain_line, print_facts
+from megatron_async_rl.report.run_data import RunData, read_run
 from megatron_async_rl.report.summary import span, summarise_run
 
 REDRAW_S = 0.5
@@ -119,13 +121,12 @@ def print_summary(run_dir: Path, console: Console) -> None:
     summary = summarise_run(read_metrics(run_dir), read_status(run_dir))
     facts: list[tuple[str, str | Text]] = []
     if summary.before is not None and summary.after is not None:
-        change = f"  ({summary.after - summary.before:+.3f})"
-        facts.append(
-            (
-                "held-out reward",
-                Text.assemble((f"{summary.before:.3f} → {summary.after:.3f}", "bold"), change),
-            )
-        )
+        facts.append(("held-out reward", _change(summary.before, summary.after, style="bold")))
+    beside = _run_beside(run_dir)
+    if beside is not None:
+        before, after = beside.summary.before, beside.summary.after
+        if before is not None and after is not None:
+            facts.append((beside.name, _change(before, after)))
     facts.append(("steps", f"{summary.steps} in {span(summary.in_steps_s)}"))
     if summary.steps:
         counts = {"generated": summary.generated, "trained on": summary.trained}
@@ -154,6 +155,18 @@ def print_summary(run_dir: Path, console: Console) -> None:
         if (run_dir / name).exists()
     ]
     print_facts(facts, console)
+
+
+def _change(before: float, after: float, style: str = "") -> Text:
+    return Text.assemble((f"{before:.3f} → {after:.3f}", style), f"  ({after - before:+.3f})")
+
+
+def _run_beside(run_dir: Path) -> RunData | None:
+    """None, too, where the run itself cannot be read: its last words are said all the same."""
+    try:
+        return read_run(run_dir, alone=False).beside
+    except UserError:
+        return None
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
 
     Works on a run that is still going. Raises ReportError when there is nothing to report.
     """
-    run = read_run(run_dir)
+    run = read_run(run_dir, alone=False)
     html_path, png_path = run_dir / HTML_FILE, run_dir / PNG_FILE
     panels = panels_of(run)
     write_sheet(run, panels, png_path)

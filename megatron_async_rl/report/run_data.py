@@ -46,12 +46,17 @@ class _Samples(BaseModel):
     keep_mib: float | None = None
 
 
+class _Observe(BaseModel):
+    beside: Path | None = None
+
+
 class _Drawn(BaseModel):
     """The settings that are drawn or decided by here. The others may be those of any version."""
 
     flow: _Flow | None = None
     controls: list[Annotated[_Control, BeforeValidator(bare_name)]] | None = None
     samples: _Samples | None = None
+    observe: _Observe | None = None
 
 
 class ReportError(UserError):
@@ -95,6 +100,12 @@ class RunData:
     evaluations: Evaluations
     anomalies: Sequence[Anomaly]
     events: Sequence[Event]
+    beside: RunData | None = None
+    """The run that `observe.beside` names; None where it names none that can be read."""
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.name.replace("_", " ")
 
     @property
     def supervised(self) -> bool:
@@ -143,8 +154,9 @@ class RunData:
         return "   ·   ".join(parts)
 
 
-def read_run(run_dir: Path) -> RunData:
-    """Raises ReportError when the directory is missing or no step was logged in it."""
+def read_run(run_dir: Path, *, alone: bool = True) -> RunData:
+    """`alone`: without the run that it names to stand beside it. Raises ReportError when the
+    directory is missing or no step was logged in it."""
     if not run_dir.is_dir():
         raise ReportError.of("RUN", f"{run_dir} is not a directory", "name the run.dir of a run")
     rows = read_metrics(run_dir)
@@ -156,18 +168,32 @@ def read_run(run_dir: Path) -> RunData:
             f"{run_dir} has no finished step to report: metrics.jsonl is missing or empty, {state}",
             "wait for the first step, or see RUN/logs",
         )
+    config = read_config(run_dir)
     return RunData(
         run_dir=run_dir,
         rows=rows,
         status=status,
-        config=read_config(run_dir),
+        config=config,
         summary=summarise_run(rows, status),
         window=timeline_window(rows, read_timeline(run_dir)),
         dropped=compare_dropped(rows),
         evaluations=evaluation_curves(run_dir),
         anomalies=AnomalyFinder(run_dir).find(rows),
         events=read_events(run_dir),
+        beside=None if alone else _run_beside(config),
     )
+
+
+def _run_beside(config: Mapping[str, Any]) -> RunData | None:
+    """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse one that
+    is not there."""
+    observe = _Drawn.model_validate(config).observe
+    if observe is None or observe.beside is None:
+        return None
+    try:
+        return read_run(observe.beside)
+    except UserError:
+        return None
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

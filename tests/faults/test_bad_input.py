@@ -221,6 +221,10 @@ def test_all_problems_are_told_at_once(config):
     )
 
 
+def test_a_run_to_stand_beside_that_made_no_step(config):
+    refused(config, "observe.beside=nowhere", says=("observe.beside", "nowhere is not a", "fix: "))
+
+
 def test_a_run_directory_that_is_a_file(config):
     refused(config, "run.dir=train.jsonl", says=("run.dir", "is a file"))
 

@@ -313,6 +313,16 @@ def test_the_summary_tells_what_came_of_the_run(pipe: Run) -> None:
     assert "report.html" not in shown
 
 
+def test_the_summary_names_the_run_that_stands_beside(pipe: Run, tmp_path: Path) -> None:
+    other = Run(tmp_path / "without_control", terminal=False)
+    other.step(1)
+    other.say("finished", 1, before=0.31, after=0.25)
+    pipe.step(1)
+    (pipe.dir / "config.yaml").write_text(f"observe: {{beside: {other.dir}}}\n")
+    print_summary(pipe.dir, pipe.console)
+    assert "without control 0.310 → 0.250 (-0.060)" in " ".join(pipe.shown.split())
+
+
 def test_paths_of_the_summary_are_whole_and_as_they_are_however_narrow_the_terminal(
     tmp_path: Path,
 ) -> None:

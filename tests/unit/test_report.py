@@ -468,6 +468,29 @@ def test_a_run_without_its_config_or_control_still_reports(tmp_path: Path) -> No
     assert "held-out" not in page_of(run_dir)
 
 
+def test_the_run_that_stands_beside_is_drawn_where_they_differ(tmp_path: Path) -> None:
+    other = sampled_run(tmp_path / "without_control", 30)
+    config = {**CONFIG, "observe": {"beside": str(other)}}
+    run_dir = sampled_run(tmp_path / "demo", 40, config=config)
+
+    def drawn() -> dict[str, list[float]]:
+        panels = panels_of(read_run(run_dir, alone=False))
+        return {
+            panel.title: curve.x.tolist()
+            for panel in panels
+            for curve in panel.curves
+            if curve.name == "without control"
+        }
+
+    every = [float(step) for step in range(1, 31)]
+    titles = ("Reward", "Effective sample size", "Cosine of consecutive gradients")
+    assert drawn() == dict(zip(titles, (every, every, every[1:]), strict=True))
+    write_report(run_dir)
+    assert "without control" in page_without_styles(run_dir / HTML_FILE)
+    (other / "metrics.jsonl").unlink()
+    assert drawn() == {}
+
+
 def test_an_unfinished_run_says_how_far_it_came(tmp_path: Path) -> None:
     run_dir = sampled_run(tmp_path / "demo", 3)
     write_status(run_dir, Status(phase="training", step=3, steps=80, time=0.0, before=0.31))
