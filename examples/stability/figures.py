@@ -3,8 +3,8 @@
 - curves-GROUP.svg   held-out accuracy and gradient cosine over the steps, a line for each method and
                      lag at its best learning rate: mean over the seeds, those that decide where they
                      were run, the range as a shade
-- rates-GROUP.svg    area under the accuracy curve over the learning rate, a panel for each lag, a
-                     line for each method, on the scan's seeds; only where there are several rates
+- rates-GROUP.svg    area under the accuracy curve by learning rate, a row for each method and lag, on
+                     the scan's seeds, the plateau in bold; only where there are several rates
 GROUP is the task and batch, where the study has them.
 """
 
@@ -20,7 +20,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from measures import Row
 from questions import chosen
-from rates import Group, Measured, fresh, group_axes, measured, plateau, scanned
+from rates import PLATEAU, Group, Measured, fresh, group_axes, measured, plateau, scanned
 
 COLOURS = (
     "#2563a8",
@@ -34,6 +34,8 @@ COLOURS = (
     "#9aa5b1",
     "#d77fa1",
 )
+DARK = 0.55
+"""Area below which a cell is dark."""
 SPLIT = ("task", "batch")
 """Axes with a figure for each of their values."""
 
@@ -48,13 +50,12 @@ def write_figures(rows: Sequence[Row], curves: Sequence[Row], folder: Path) -> N
         if one.runs:
             name = "-".join(one.group[index] for index in split) or "all"
             parts.setdefault(name, []).append(one)
-    lag = axes.index("lag") if "lag" in axes else None
     for name, found in parts.items():
         groups = {one.group: [o for o in found if o.group == one.group] for one in found}
         rest = [index for index in range(len(axes)) if index not in split]
         draw_curves(groups, chosen(rows), curves, rest, folder / f"curves-{name}.svg")
         if any(len(rates) > 1 for rates in groups.values()):
-            draw_rates(groups, lag, rest, folder / f"rates-{name}.svg")
+            draw_plateaus(groups, rest, folder / f"rates-{name}.svg")
 
 
 def draw_curves(
@@ -90,35 +91,38 @@ def draw_curves(
     _save(figure, panels, path)
 
 
-def draw_rates(
-    groups: dict[tuple[str, ...], list[Measured]],
-    lag: int | None,
-    rest: Sequence[int],
-    path: Path,
-) -> None:
-    lags = list(dict.fromkeys(group[lag] for group in groups)) if lag is not None else [""]
-    names = {group: " ".join(group[i] for i in rest if i != lag) or "all" for group in groups}
-    order = list(dict.fromkeys(names.values()))
-    figure, panels = _figure([f"lag {one}" if one else "" for one in lags])
-    for group, rates in groups.items():
-        panel = panels[lags.index(group[lag]) if lag is not None else 0]
-        index = order.index(names[group])
-        areas = [one.values("area") for one in rates]
-        panel.plot(
-            [one.lr for one in rates],
-            [float(np.mean(values)) for values in areas],
-            "-" if index < len(COLOURS) else ":",
-            marker="o",
-            markersize=3,
-            color=COLOURS[index % len(COLOURS)],
-            label=names[group],
-        )
-    for panel in panels:
-        panel.set_xscale("log")
-        panel.set_xlabel("learning rate")
-        panel.set_ylim(0, 1)
-    panels[0].set_ylabel("area under the accuracy curve")
-    _save(figure, panels, path)
+def draw_plateaus(groups: dict[Group, list[Measured]], rest: Sequence[int], path: Path) -> None:
+    """A row for each group, a column for each learning rate; `x` where at least half of the seeds
+    collapsed."""
+    rates = sorted({one.lr for found in groups.values() for one in found})
+    areas = np.full((len(groups), len(rates)), np.nan)
+    figure = Figure(
+        figsize=(2.6 + 0.85 * len(rates), 1.1 + 0.3 * len(groups)), layout="constrained"
+    )
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    for row, found in enumerate(groups.values()):
+        best = max(one.area for one in found)
+        for one in found:
+            column = rates.index(one.lr)
+            areas[row, column] = one.mean("area")
+            if not one.runs:
+                continue
+            collapsed = " ×" if 2 * one.collapsed >= len(one.runs) else ""
+            axes.text(
+                column, row, f"{areas[row, column]:.2f}{collapsed}", ha="center", va="center",
+                color="white" if areas[row, column] < DARK else "#1f2933", fontsize=9,
+                fontweight="bold" if one.area >= PLATEAU * best else "normal",
+            )  # fmt: skip
+    axes.imshow(areas, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+    axes.set_yticks(range(len(groups)), [" ".join(group[i] for i in rest) for group in groups])
+    axes.set_xlabel("learning rate")
+    axes.set_title("Mean held-out accuracy over the run", loc="left", fontsize=11)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _figure(titles: Sequence[str]) -> tuple[Figure, list[Axes]]:

@@ -4,6 +4,7 @@
     python results.py choose FOLDER GRID --sweep SWEEP... [--fixed SWEEP...] > FRESH_GRID
     python results.py choose FOLDER GRID --sweep SWEEP... --ties > TIES_GRID
     python results.py show FOLDER
+    python results.py page FOLDER
 
 `collect` reads the runs of the grids and writes (measures.py)
 - runs.csv     one row per run: its settings by axis, learning rate, steps, and its measures
@@ -11,7 +12,7 @@
                before of cosine, ESS ratio, entropy and reward trained on
 `choose` prints a grid that runs each method at its best learning rate on fresh seeds, or one that
 parts near ties (choose.py). `show` writes tables.md (tables.py, questions.py) and figures
-(figures.py) from the CSV, the same bytes for the same CSV.
+(figures.py) from the CSV, the same bytes for the same CSV. `page` writes docs/stability.md (page.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from choose import fresh_grid, ties_grid
 from figures import write_figures
 from measures import collect, read_csv
+from page import PAGE, page
 from tables import tables
 
 from megatron_async_rl.config.problem import UserError
@@ -49,7 +51,8 @@ def main() -> None:
             name, action="extend", nargs="+", default=[], required=required, metavar="SWEEP"
         )
     choosing.add_argument("--ties", action="store_true")
-    commands.add_parser("show").add_argument("folder", type=Path, metavar="FOLDER")
+    for name in ("show", "page"):
+        commands.add_parser(name).add_argument("folder", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     try:
         run(arguments)
@@ -62,6 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
         collect(arguments.grids, arguments.out)
     elif arguments.command == "show":
         show(arguments.folder)
+    elif arguments.command == "page":
+        PAGE.write_text(page(arguments.folder), encoding="utf-8")
     elif not (rows := read_csv(arguments.folder / "runs.csv")):
         raise UserError.of("FOLDER", f"{arguments.folder}: no run has begun", "collect again")
     elif arguments.ties:

@@ -1,0 +1,99 @@
+"""docs/stability.md from its template, page.md (Jinja), and a study's CSV, so that no number on the
+page is written by hand.
+
+The template knows, for a setting such as `chain b16 s8 ppo_clip` (the values of all axes but rate
+and seed)
+- best(setting)           its runs at the scan's best rate; .lr, .area, .final, .cosine, .collapsed
+- at(setting, lr)         its scan's runs at this rate
+- decided(setting)        its runs on the seeds that decide
+- width(setting)          highest over lowest rate of its plateau, in words
+- collapse_rate(setting)  in words
+- count(STATE, ...), hours, seeds
+- table(NAME)             a section of tables.md, by its title
+A setting without runs is an error, not a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from measures import Row, read_csv
+from questions import chosen
+from rates import Measured, by_group, group_axes, plateau, scanned
+from tables import tables
+
+from megatron_async_rl.config.problem import UserError
+
+HERE = Path(__file__).parent
+TEMPLATE = HERE / "page.md"
+PAGE = HERE.parents[1] / "docs" / "stability.md"
+
+
+class Facts:
+    """What the template may ask of the runs."""
+
+    def __init__(self, rows: Sequence[Row], curves: Sequence[Row]) -> None:
+        self._rows = rows
+        self._groups = {" ".join(group): rates for group, rates in by_group(scanned(rows)).items()}
+        self._decided = {" ".join(group): one for group, one in chosen(rows).items()}
+        self._sections = {}
+        for section in tables(rows, curves).split("## ")[1:]:
+            title, _, body = section.partition("\n")
+            self._sections[title] = body.strip()
+
+    @property
+    def hours(self) -> float:
+        return sum(float(row["wall_seconds"] or 0) for row in self._rows) / 3600
+
+    @property
+    def axes(self) -> list[str]:
+        return group_axes(self._rows)
+
+    def count(self, *states: str) -> int:
+        return sum(not states or row["state"] in states for row in self._rows)
+
+    def rates(self, setting: str) -> Sequence[Measured]:
+        if setting not in self._groups:
+            raise UserError.of("page.md", f"{setting} has no runs", "name one of the study's")
+        return self._groups[setting]
+
+    def best(self, setting: str) -> Measured:
+        return plateau(self.rates(setting))[0]
+
+    def at(self, setting: str, lr: float) -> Measured:
+        for one in self.rates(setting):
+            if one.lr == lr and one.runs:
+                return one
+        raise UserError.of("page.md", f"{setting} has no run at {lr:g}", "name a rate it has")
+
+    def decided(self, setting: str) -> Measured:
+        if setting not in self._decided:
+            what = f"{setting} has no run on the seeds that decide"
+            raise UserError.of("page.md", what, "run the grid that `choose` writes")
+        return self._decided[setting]
+
+    def width(self, setting: str) -> str:
+        return f"{plateau(self.rates(setting))[1]:.3g}"
+
+    def collapse_rate(self, setting: str) -> str:
+        rate = plateau(self.rates(setting))[2]
+        return "none" if rate is None else f"{rate:g}"
+
+    def table(self, title: str) -> str:
+        if title not in self._sections:
+            raise UserError.of("page.md", f"tables.md has no `{title}`", "name a section of it")
+        return self._sections[title]
+
+
+def page(folder: Path, template: Path = TEMPLATE) -> str:
+    """The text for the runs of `folder`. Raises UserError for a setting that has none."""
+    facts = Facts(*(read_csv(folder / name) for name in ("runs.csv", "curves.csv")))
+    environment = Environment(
+        undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True
+    )
+    environment.filters["n"] = lambda value, digits=2: f"{float(value):.{digits}f}"
+    names = ("best", "at", "decided", "width", "collapse_rate", "count", "table")
+    asked = {name: getattr(facts, name) for name in names} | {"hours": facts.hours}
+    return environment.from_string(template.read_text(encoding="utf-8")).render(asked)
