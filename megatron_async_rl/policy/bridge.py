@@ -160,7 +160,7 @@ class LocalBridge(LLMBridge):
         return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
     def gpt_arguments(self) -> dict[str, Any]:
-        """Arguments of Megatron's GPTModel that are not in its configuration."""
+        """Arguments of Megatron's language model that are not in its configuration."""
         rope = self.hf_config.rope_parameters
         arguments: dict[str, Any] = {
             "vocab_size": self.padded_vocab_size,

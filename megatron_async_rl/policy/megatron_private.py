@@ -50,10 +50,9 @@ NAMES = {
 }
 """Module -> functions and classes in it."""
 OVERRIDDEN = {
-    "megatron.core.models.gpt.gpt_model.GPTModel": ("_postprocess",),
     "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator": ("_communicate_shapes",),
 }
-"""Class -> methods that a class of ours replaces: model.py and forward.py."""
+"""Class -> methods that a class of ours replaces: forward.py (model.py lists its own)."""
 METHODS = {
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (
         "_get_model_param_range_map",
@@ -91,15 +90,19 @@ def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -
     plain_all_to_all = token_dispatcher.all_to_all
 
     # The dispatcher turns the counts into lists on their way from the GPU to the CPU, and only
-    # then.
+    # then. options: newer releases add some (streams), which pass as they are.
     def all_to_all(
-        group: Any, tensor: Tensor, output_splits: Any = None, input_splits: Any = None
+        group: Any,
+        tensor: Tensor,
+        output_splits: Any = None,
+        input_splits: Any = None,
+        **options: Any,
     ) -> Any:
         counts = (
             splits.tolist() if isinstance(splits, Tensor) else splits
             for splits in (output_splits, input_splits)
         )
-        return plain_all_to_all(group, tensor, *counts)
+        return plain_all_to_all(group, tensor, *counts, **options)
 
     token_dispatcher.all_to_all = all_to_all
 

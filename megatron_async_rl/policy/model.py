@@ -9,12 +9,15 @@ Invariants:
   embeddings work unchanged;
 - a model from `build_model` is a loaded one: every parameter came from the directory, and every
   tensor there was used; the value head alone is not in it and starts at zero;
+- nothing else in the package names Megatron's GPTModel, which its later releases announce as
+  deprecated: what replaces it replaces `HiddenStateModel`;
 - the value head belongs to the last stage's module, so that gradient buffers, optimizer and
   checkpoints hold it; Hugging Face's files and the engines do not (`parameters.py`).
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +36,12 @@ if TYPE_CHECKING:
     from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OVERRIDDEN = {"megatron.core.models.gpt.gpt_model.GPTModel": ("_postprocess",)}
+"""Class -> methods that `HiddenStateModel` replaces and that Megatron does not promise to keep."""
+
+# Megatron 0.19's only warning there is that the class is deprecated, once per process: nothing that
+# a user of this package can act on.
+logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)
 
 
 class ValueHead(nn.Module):

@@ -5,19 +5,25 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_async_rl.policy import bridge, megatron_private
+from megatron_async_rl.policy import bridge, megatron_private, model
 
 PACKAGE = Path(megatron_private.__file__).parents[1]
 FUNCTIONS = [(module, name) for module, names in megatron_private.NAMES.items() for name in names]
 METHODS = [
     (owner, name)
-    for table in (megatron_private.OVERRIDDEN, megatron_private.METHODS, bridge.MBRIDGE_METHODS)
+    for table in (
+        megatron_private.OVERRIDDEN,
+        megatron_private.METHODS,
+        bridge.MBRIDGE_METHODS,
+        model.OVERRIDDEN,
+    )
     for owner, names in table.items()
     for name in names
 ]
@@ -109,6 +115,15 @@ def test_no_other_module_uses_one():
         if path.name not in allowed
     }
     assert {path: names for path, names in uses.items() if names} == {}
+
+
+def test_one_module_names_the_class_that_megatron_deprecates():
+    naming = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"\bGPTModel\b|\bgpt_model\b", path.read_text())
+    }
+    assert naming == {"policy/model.py"}
 
 
 def test_a_router_multiplies_without_transformer_engine():
