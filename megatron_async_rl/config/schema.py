@@ -117,6 +117,10 @@ class PolicyConfig(Strict):
     optimizer: OptimizerConfig = OptimizerConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Of policy and engines; `auto` takes CUDA where there is a GPU."""
+    sequence: Literal["padded", "packed"] = "padded"
+    """How samples lie in a micro-batch. `padded`: one in each row, padded to the longest. `packed`:
+    all in one row, end to end, with no attention from one to another; nothing is padded. The same
+    numbers come out, up to rounding."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Budget of prompt + response tokens, padding included, of one micro-batch on one rank."""
     logprob_chunk_tokens: PositiveInt = 1024

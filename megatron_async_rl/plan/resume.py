@@ -51,6 +51,7 @@ ALLOWED = (
     # Where and how fast it runs. A checkpoint loads on any parallel layout.
     "policy.parallel",
     "policy.device",
+    "policy.sequence",
     "policy.tokens_per_micro_batch",
     "policy.logprob_chunk_tokens",
     "rollout.placement",

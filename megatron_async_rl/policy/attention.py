@@ -1,21 +1,53 @@
 """Attention and normalisation layers for Megatron's local layer spec, on torch kernels.
 
 `CoreAttention` replaces Megatron's unfused softmax, which holds [rows, heads, length, length]
-scores, by torch's scaled dot product attention. Invariants: causal, no dropout, no packing, no mask
-(right padding is invisible to real tokens under the causal mask); grouped-query heads share keys
-and values in order, as Megatron lays them out.
+scores, by torch's scaled dot product attention. Invariants: causal, no dropout, no mask (right
+padding is invisible to real tokens under the causal mask); a token of a packed row sees its own
+sample alone; grouped-query heads share keys and values in order, as Megatron lays them out.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Where the samples of a packed row begin and end: for Megatron and Transformer Engine on the
+    device, and for attention on torch's kernels as `runs` on the host.
+
+    runs: (samples, length) of each run of neighbours of equal length, in order.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, lengths: NDArray[np.int64], device: torch.device) -> PackedSequences:
+        """lengths: [S], S > 0, of the row's samples in order; they add up to the row's."""
+        ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        offsets, longest = torch.from_numpy(ends).to(device), int(lengths.max())
+        first = np.flatnonzero(np.diff(lengths, prepend=-1))
+        counts = np.diff(first, append=len(lengths))
+        return cls(
+            # A row is one of Megatron's own form, [length, 1, ...], up to the attention's kernel.
+            qkv_format="sbhd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            runs=tuple(zip(counts.tolist(), lengths[first].tolist(), strict=True)),
+        )
 
 
 class CoreAttention(MegatronModule):
@@ -51,28 +83,41 @@ class CoreAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
         """query [length, rows, heads, head], key and value [length, rows, groups, head] -> [length,
-        rows, heads * head]."""
-        if (
-            attention_mask is not None
-            or attention_bias is not None
-            or packed_seq_params is not None
-        ):
-            raise ValueError(
-                "CoreAttention takes right-padded rows: no mask, no bias, no packed sequences"
-            )
-        length, rows, heads, _ = query.shape
-        context = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
+        rows, heads * head]. packed_seq_params: of a single row."""
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError("CoreAttention takes no mask and no bias")
+        length, rows = query.shape[:2]
+        if packed_seq_params is None:
+            context = self._causal(*(each.transpose(0, 1) for each in (query, key, value)))
+            return context.transpose(0, 1).reshape(length, rows, -1)
+
+        # Samples of one length lie next to each other: each run of them is a batch of rows, and no
+        # tensor is copied or padded on the way in.
+        runs = packed_seq_params.runs
+        parts = [
+            each.squeeze(1).split([samples * tokens for samples, tokens in runs])
+            for each in (query, key, value)
+        ]
+        contexts = [
+            self._causal(*(part.unflatten(0, run) for part in run_parts)).flatten(0, 1)
+            for run, *run_parts in zip(runs, *parts, strict=True)
+        ]
+        return torch.cat(contexts).reshape(length, 1, -1)
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [rows, length, heads, head], key and value [rows, length, groups, head] -> query's
+        shape."""
+        return F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             is_causal=True,
             scale=self.softmax_scale,
-            enable_gqa=heads != key.shape[2],
-        )
-        return context.permute(2, 0, 1, 3).reshape(length, rows, -1)
+            enable_gqa=query.shape[2] != key.shape[2],
+        ).transpose(1, 2)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

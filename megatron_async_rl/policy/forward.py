@@ -130,7 +130,12 @@ class Schedule:
         def step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro_batch = next(batches)
             watch.progress("micro-batches")
-            output = chunk(micro_batch.tokens, micro_batch.position_ids, None)
+            output = chunk(
+                micro_batch.tokens,
+                micro_batch.position_ids,
+                None,
+                packed_seq_params=micro_batch.packing,
+            )
             return output, partial(loss, micro_batch)
 
         rows, length = micro_batches[0].tokens.shape

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OVERRIDDEN = {"megatron.core.models.gpt.gpt_model.GPTModel": ("_postprocess",)}
+OVERRIDDEN = {"megatron.core.models.gpt.gpt_model.GPTModel": ("_preprocess", "_postprocess")}
 """Class -> methods that `HiddenStateModel` replaces and that Megatron does not promise to keep."""
 
 # Megatron 0.19's only warning there is that the class is deprecated, once per process: nothing that
@@ -75,7 +75,8 @@ class ValueHead(nn.Module):
 class HiddenStateModel(GPTModel):
     """Megatron's GPTModel without its logits.
 
-    Call as `chunk(input_ids, position_ids, attention_mask=None)`. The last stage returns the hidden
+    Call as `chunk(input_ids, position_ids, attention_mask=None, packed_seq_params=...)`, the last
+    null where a row is one sample. The last stage returns the hidden
     states after the final norm, [rows, length, hidden], whole on every tensor-parallel rank; other
     stages return what Megatron's schedule sends on. value_head: on the last stage, where the
     objective has one.
@@ -84,6 +85,23 @@ class HiddenStateModel(GPTModel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.value_head: ValueHead | None = None
+
+    def _preprocess(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        hidden, rotary, *rest = super()._preprocess(
+            input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        if packed_seq_params is not None:
+            # Megatron's angles are those of 0, 1, ... up to the longest sample; each token of the
+            # row takes its own here, once for all layers.
+            rotary = rotary.index_select(0, position_ids[0])
+        return (hidden, rotary, *rest)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:

@@ -36,6 +36,7 @@ from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradien
 from megatron_async_rl.policy.parameter_state import assembled, cut
 from megatron_async_rl.policy.precompute import Fill, PrecomputeTable, passes
 from megatron_async_rl.policy.reference_policies import ReferencePolicies
+from megatron_async_rl.policy.sequence_layout import sequence_layout
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from megatron_async_rl.policy.step_table import RecordedLoss, StepTable, step_metrics
 from megatron_async_rl.policy.weight_copies import HeldMasters, Snapshots, weight_displacement
@@ -134,7 +135,10 @@ class Policy:
             Batcher(
                 layout,
                 policy_config.tokens_per_micro_batch,
-                layout.tp_size if model.config.sequence_parallel else 1,
+                sequence_layout(
+                    policy_config.sequence,
+                    layout.tp_size if model.config.sequence_parallel else 1,
+                ),
             ),
         )
 

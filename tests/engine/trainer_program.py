@@ -34,9 +34,7 @@ def main() -> None:
         schedule = Schedule(
             model.chunks, model, layout, temperature=float(sys.argv[2]), logprob_chunk_tokens=1024
         )
-        alone = [
-            build_micro_batch(samples, (row,), layout.device, 1) for row in range(len(samples))
-        ]
+        alone = [build_micro_batch(samples, (row,), layout.device) for row in range(len(samples))]
         found[checkpoint] = [outputs.logp.numpy() for _, outputs in schedule.forward(alone)]
     Path(sys.argv[3]).write_bytes(pickle.dumps(found))
 

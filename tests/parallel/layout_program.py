@@ -64,6 +64,7 @@ class Rank:
         dtype="float32",
         on_anomaly="report",
         anomalies=None,
+        sequence="padded",
         **optimizer,
     ):
         # A large epsilon keeps Adam smooth: with a tiny one the update of a near-zero gradient is
@@ -74,6 +75,7 @@ class Rank:
             PolicyConfig(
                 parallel=self.parallel,
                 optimizer=OptimizerConfig(**optimizer),
+                sequence=sequence,
                 tokens_per_micro_batch=budget,
                 logprob_chunk_tokens=16,
                 on_anomaly=on_anomaly,

@@ -32,6 +32,7 @@ from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_ba
 from megatron_async_rl.policy.model import PolicyModel, build_model
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise
+from megatron_async_rl.policy.sequence_layout import sequence_layout
 from megatron_async_rl.weights.convert import export_hf
 from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.transport import tensor_digest
@@ -43,20 +44,22 @@ def load_model(path: Path, parallel: ParallelConfig, layout: Layout, dtype: str)
     return build_model(ModelConfig(path=path, dtype=dtype), PolicyConfig(parallel=parallel), layout)
 
 
-def logprobs(model: PolicyModel, samples, layout: Layout) -> list[torch.Tensor] | None:
+def logprobs(
+    model: PolicyModel, samples, layout: Layout, sequence: str = "padded"
+) -> list[torch.Tensor] | None:
     """Per sample the log-probs of its response, on the last stage."""
     schedule = Schedule(
         model.chunks, model, layout, temperature=TEMPERATURE, logprob_chunk_tokens=7
     )
     samples = columns_of(samples)
-    multiple = layout.tp_size if model.config.sequence_parallel else 1
+    sequences = sequence_layout(sequence, layout.tp_size if model.config.sequence_parallel else 1)
     rounds = layout.pp_size if layout.virtual_stages > 1 else 1
     plan = plan_micro_batches(
-        samples, data_parallel=1, budget=100, multiple=multiple, in_groups_of=rounds
+        samples, data_parallel=1, budget=100, sequences=sequences, in_groups_of=rounds
     )
     found = {}
     for micro_batch, outputs in schedule.forward(
-        [build_micro_batch(samples, rows, layout.device, multiple) for rows in plan.ranks[0]]
+        [build_micro_batch(samples, rows, layout.device, sequences) for rows in plan.ranks[0]]
     ):
         for row, index in enumerate(micro_batch.samples):
             found[index] = outputs.logp[micro_batch.sequence == row]
@@ -358,6 +361,7 @@ def main() -> None:
         whole = exported(model, 1 << 30)
         results["models"][path.name] = {
             "logprobs": logprobs(model, samples, layout),
+            "logprobs_packed": logprobs(model, samples, layout, "packed"),
             "exported": whole,
             "exported_seconds": time.perf_counter() - started,
             "exported_in_small_buckets": exported(model, 5000),

@@ -108,10 +108,9 @@ def test_tokens_go_to_the_data_parallel_rank_that_trains_them_alone(layout):
     assert all(own for own in of_each.values())
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
-def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layout):
-    """The whole objective by hand in float64: group advantages, PPO clip, token mean, failed reward
-    left out."""
+def first_step_by_hand():
+    """Loss, gradient norm and entropy of the whole objective in float64: group advantages, PPO
+    clip, token mean, failed reward left out."""
     model = layouts.reference_model("tied")
     targets = Objective(ObjectiveConfig()).prepare(columns(layouts.batch("a")), {})
     samples = [sample for sample in samples_in(layouts.batch("a")) if sample.valid]
@@ -127,10 +126,16 @@ def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layou
     loss = total / sum(int(sample.loss_mask.sum()) for sample in samples)
     loss.backward()
     norm = float(sum(p.grad.square().sum() for p in model.parameters()) ** 0.5)
+    return float(loss), norm, float(torch.cat(entropies).mean())
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layout):
+    loss, norm, entropy = first_step_by_hand()
     first = layouts.results(layout)["tied"]["steps"][0]
-    assert first["policy/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert first["policy/loss"] == pytest.approx(loss, rel=1e-5)
     assert first["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert first["policy/entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-5)
+    assert first["policy/entropy"] == pytest.approx(entropy, rel=1e-5)
     assert norm > 0.5, "clipping at 0.5 was meant to act"
 
 

@@ -6,12 +6,16 @@ import torch
 
 from megatron_async_rl.policy.batches import split
 from megatron_async_rl.policy.microbatch import (
-    MICRO_BATCH_COSTS,
     SampleTooLong,
     assign_owners,
     build_micro_batch,
-    cheapest_cut,
     plan_micro_batches,
+)
+from megatron_async_rl.policy.sequence_layout import (
+    MICRO_BATCH_COSTS,
+    Packed,
+    Padded,
+    cheapest_cut,
 )
 from tests.train_batches import columns_of, grouped, make_sample, ragged_batch, samples_in
 
@@ -43,16 +47,18 @@ def geometric(count, seed):
 
 @pytest.mark.parametrize("data_parallel", [1, 2, 3, 8])
 @pytest.mark.parametrize(("budget", "multiple"), [(32, 1), (100, 4), (100000, 2)])
+@pytest.mark.parametrize("layout", [Padded, Packed])
 def test_every_sample_is_in_exactly_one_micro_batch_and_no_budget_is_exceeded(
-    data_parallel, budget, multiple
+    data_parallel, budget, multiple, layout
 ):
-    plan, views = planned(SAMPLES, data_parallel, budget=budget, multiple=multiple)
+    sequences = layout(multiple)
+    plan, views = planned(SAMPLES, data_parallel, budget=budget, sequences=sequences)
     assert sorted(i for rank in plan.ranks for rows in rank for i in rows) == list(
         range(len(SAMPLES))
     )
     assert {len(rank) for rank in plan.ranks} == {plan.micro_batches}
     sizes = [
-        build_micro_batch(view, rows, CPU, multiple).tokens.numel()
+        build_micro_batch(view, rows, CPU, sequences).tokens.numel()
         for view, rank in zip(views, plan.ranks, strict=True)
         for rows in rank
     ]
@@ -178,24 +184,27 @@ def test_a_sample_longer_than_the_budget_is_named_with_the_key_to_raise():
         planned([SAMPLES[0], longest], budget=budget)
 
 
-def test_each_response_token_is_predicted_from_the_position_before_it():
-    plan, views = planned(SAMPLES, 2, budget=128, multiple=2)
+@pytest.mark.parametrize("layout", [Padded, Packed])
+def test_each_response_token_is_predicted_from_the_position_before_it(layout):
+    sequences = layout(2)
+    plan, views = planned(SAMPLES, 2, budget=128, sequences=sequences)
     for view, rank in zip(views, plan.ranks, strict=True):
         for rows in rank:
-            batch = build_micro_batch(view, rows, CPU, 2)
-            fed = batch.tokens.flatten()[batch.rows].numpy()
+            batch = build_micro_batch(view, rows, CPU, sequences)
+            tokens, positions = batch.tokens.flatten().numpy(), batch.position_ids.flatten()
             for row, index in enumerate(rows):
                 sample, mine = SAMPLES[index], (batch.sequence == row).numpy()
+                prompt, at = sample.prompt.token_ids, batch.rows.numpy()[mine]
                 np.testing.assert_array_equal(batch.targets.numpy()[mine], sample.response_ids)
-                np.testing.assert_array_equal(
-                    fed[mine], [sample.prompt.token_ids[-1], *sample.response_ids[:-1]]
-                )
+                np.testing.assert_array_equal(tokens[at], [prompt[-1], *sample.response_ids[:-1]])
                 np.testing.assert_array_equal(batch.versions.numpy()[mine], sample.versions)
-                np.testing.assert_array_equal(
-                    batch.tokens[row, : len(sample.prompt.token_ids)], sample.prompt.token_ids
+                start = at[0] - len(prompt) + 1
+                np.testing.assert_array_equal(tokens[start : at[0] + 1], prompt)
+                assert torch.equal(
+                    positions[start : at[-1] + 1], torch.arange(sample.total_length - 1)
                 )
+            assert batch.tokens.shape == batch.position_ids.shape
             assert batch.tokens.shape[1] % 2 == 0
-            assert torch.equal(batch.position_ids[0], torch.arange(batch.tokens.shape[1]))
 
 
 def test_a_rank_cannot_feed_tokens_that_another_one_has():

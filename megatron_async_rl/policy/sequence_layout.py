@@ -1,0 +1,194 @@
+"""How samples lie in the rows of a micro-batch: one in each, padded (`Padded`), or all in one, end to
+end (`Packed`).
+
+Invariants:
+- nobody else knows: planning, building and the attention of a micro-batch ask the layout, and what
+  comes after the hidden states sees response tokens alone;
+- a sample is never cut, and no token sees one of another sample;
+- positions count from 0 in every sample;
+- rows x length of a micro-batch never exceeds the token budget, and the length is a multiple of
+  `multiple`, which sequence parallelism asks for;
+- what fills a row up comes after its last sample, so that no real token sees it (attention is
+  causal).
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_async_rl.policy.attention import PackedSequences
+from megatron_async_rl.samples.columns import spans
+
+MICRO_BATCH_COSTS = (256, 128, 64, 32, 16)
+"""Fixed cost of a padded micro-batch, in tokens: see `Padded.cut`."""
+
+MAX_PADDING = 0.1
+"""Share of the computed tokens from which on padding is worth more micro-batches than by their
+cost."""
+
+
+@dataclass(frozen=True)
+class SequenceLayout(ABC):
+    """`fed` below: [S] int64, the tokens that each sample of a micro-batch feeds to the model, in
+    order; empty for a micro-batch of nobody, which is one row of `multiple` tokens."""
+
+    multiple: int = 1
+
+    @abstractmethod
+    def cut(
+        self, share: NDArray[np.int64], fed: NDArray[np.int64], budget: int
+    ) -> list[tuple[int, ...]]:
+        """The samples `share` (indices into `fed`) as micro-batches, each longest first. Each of
+        them alone fits into the budget."""
+
+    @abstractmethod
+    def shape(self, fed: NDArray[np.int64]) -> tuple[int, int]:
+        """(rows, length)."""
+
+    @abstractmethod
+    def starts(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[S]: where each sample begins in the flattened rows."""
+
+    @abstractmethod
+    def position_ids(self, fed: NDArray[np.int64], device: torch.device) -> Tensor:
+        """[rows, length] int64."""
+
+    def packing(self, fed: NDArray[np.int64], device: torch.device) -> PackedSequences | None:
+        """The attention's boundaries within the row; null where a row is one sample."""
+        return None
+
+    def round_up(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        return -(-lengths // self.multiple) * self.multiple
+
+
+@dataclass(frozen=True)
+class Padded(SequenceLayout):
+    """A row for each sample, right-padded to the longest of the micro-batch. Under the causal mask
+    no real token can see the padding, so no attention mask is needed."""
+
+    def cut(
+        self, share: NDArray[np.int64], fed: NDArray[np.int64], budget: int
+    ) -> list[tuple[int, ...]]:
+        """On one CPU core a micro-batch takes by itself (however small it is: kernels are started,
+        gradients are added up) as long as some 250 tokens do for a model of 0.3 million parameters,
+        150 for one of 1 million, fewer for larger ones. So the cut is the cheapest at the first of
+        MICRO_BATCH_COSTS, unless more than MAX_PADDING of it is padding; then at the next one. The
+        last bounds how many micro-batches a few samples are cut into.
+        """
+        lengths = self.round_up(fed)
+        real, found = int(lengths[share].sum()), []
+        for fixed in MICRO_BATCH_COSTS:
+            found = cheapest_cut(share, lengths, budget, fixed)
+            computed = sum(len(rows) * int(lengths[rows[0]]) for rows in found)
+            if real >= (1.0 - MAX_PADDING) * computed:
+                break
+        return found
+
+    def shape(self, fed: NDArray[np.int64]) -> tuple[int, int]:
+        return max(1, len(fed)), int(self.round_up(fed).max(initial=self.multiple))
+
+    def starts(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.arange(len(fed)) * self.shape(fed)[1]
+
+    def position_ids(self, fed: NDArray[np.int64], device: torch.device) -> Tensor:
+        rows, length = self.shape(fed)
+        return torch.arange(length, device=device).expand(rows, length)
+
+
+@dataclass(frozen=True)
+class Packed(SequenceLayout):
+    """One row: the samples end to end. What fills it up to `multiple` belongs to the last of
+    them."""
+
+    def cut(
+        self, share: NDArray[np.int64], fed: NDArray[np.int64], budget: int
+    ) -> list[tuple[int, ...]]:
+        """As few micro-batches as the budget permits, of nearly equal numbers of tokens. Samples of
+        one length stand together, which the attention computes at once."""
+        ordered = share[np.lexsort((share, -fed[share]))]
+        tokens, room = fed[ordered], budget // self.multiple * self.multiple
+        count = -(-int(tokens.sum()) // room)
+        while True:
+            part = balanced(tokens, count)
+            if np.bincount(part, tokens).max(initial=0) <= room:
+                return [tuple(ordered[part == number].tolist()) for number in range(count)]
+            count += 1
+
+    def shape(self, fed: NDArray[np.int64]) -> tuple[int, int]:
+        return 1, int(self._lengths(fed).sum())
+
+    def starts(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.cumsum(fed) - fed
+
+    def position_ids(self, fed: NDArray[np.int64], device: torch.device) -> Tensor:
+        lengths = self._lengths(fed)
+        return torch.from_numpy(spans(np.zeros_like(lengths), lengths)[None]).to(device)
+
+    def packing(self, fed: NDArray[np.int64], device: torch.device) -> PackedSequences:
+        return PackedSequences.of(self._lengths(fed), device)
+
+    def _lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of the row's samples, the last one with what fills up the row."""
+        lengths = fed.astype(np.int64) if len(fed) else np.array([self.multiple])
+        lengths[-1] += -int(lengths.sum()) % self.multiple
+        return lengths
+
+
+LAYOUTS: dict[str, type[SequenceLayout]] = {"padded": Padded, "packed": Packed}
+"""By `policy.sequence`."""
+
+
+def sequence_layout(name: Literal["padded", "packed"], multiple: int) -> SequenceLayout:
+    return LAYOUTS[name](multiple)
+
+
+def balanced(tokens: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+    """[S] in 0..parts-1: longest first into the part with fewest tokens."""
+    part = np.zeros(len(tokens), dtype=np.int64)
+    lightest = [(0, number) for number in range(parts)]
+    for unit in np.argsort(-tokens, kind="stable").tolist():
+        load, number = lightest[0]
+        part[unit] = number
+        heapq.heapreplace(lightest, (load + int(tokens[unit]), number))
+    return part
+
+
+def cheapest_cut(
+    share: NDArray[np.int64], lengths: NDArray[np.int64], budget: int, fixed: int
+) -> list[tuple[int, ...]]:
+    """The padded micro-batches, longest samples first, that cost least: each the tokens it
+    computes, padding included, and `fixed` more.
+
+    Rows of a micro-batch are neighbours in length, so the cheapest cut is found from the longest
+    on: the cheapest cut before a run of samples, plus the run.
+    """
+    ordered = share[np.lexsort((share, -lengths[share]))]
+
+    # Samples of one length are cut apart only where the budget asks for it.
+    distinct, counts = np.unique(lengths[ordered], return_counts=True)
+    longest, ends = distinct[::-1], np.concatenate(([0], np.cumsum(counts[::-1])))
+    cheapest, came_from = np.zeros(len(ends)), np.zeros(len(ends), dtype=np.int64)
+    for end in range(1, len(ends)):
+        rows = ends[end] - ends[:end]
+        micro_batches = -(-rows // (budget // longest[:end]))
+        costs = cheapest[:end] + rows * longest[:end] + fixed * micro_batches
+        came_from[end] = costs.argmin()
+        cheapest[end] = costs[came_from[end]]
+
+    found: list[tuple[int, ...]] = []
+    end = len(ends) - 1
+    while end:
+        start = int(came_from[end])
+        rows = ordered[ends[start] : ends[end]]
+        pieces = -(-len(rows) // (budget // int(longest[start])))
+        found += [tuple(piece.tolist()) for piece in np.array_split(rows, pieces)[::-1]]
+        end = start
+    return found[::-1]

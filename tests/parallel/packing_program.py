@@ -1,0 +1,107 @@
+"""One rank of the packing tests: a tiny policy takes the same steps on packed rows on every layout,
+and on padded ones where there is one rank; arguments as those of layout_program.
+
+Layouts named `mixture...` or `expert...` run the model with experts, the others the tied dense one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from megatron_async_rl.config.objective import ObjectiveConfig, ValueConfig
+from megatron_async_rl.config.schema import ParallelConfig
+from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
+from tests.parallel.layouts import BLANK, replaced
+
+OBJECTIVES = {
+    "gspo": ObjectiveConfig(loss="gspo"),
+    "recompute": ObjectiveConfig(proximal="recompute", aggregation="seq-mean-token-mean"),
+}
+DENSE_OBJECTIVES = {
+    "trajectory_balance": ObjectiveConfig(
+        loss="trajectory_balance", advantage="none", reference={}
+    ),
+    "oapl": ObjectiveConfig(loss="oapl", advantage="none"),
+    "value": ObjectiveConfig(advantage="gae", loss="reinforce", value=ValueConfig()),
+    "opob": ObjectiveConfig(
+        advantage={"name": "opob", "mode": "exact"},
+        loss="reinforce",
+        aggregation="seq-mean-token-mean",
+    ),
+}
+RUNS = ("controls", "one_by_one", "all_at_once", *OBJECTIVES)
+DENSE_RUNS = (*RUNS, *DENSE_OBJECTIVES)
+
+
+def runs_of(layout: str, virtual_stages: int) -> tuple[str, ...]:
+    """Interleaved stages do not measure a sequence's gradient."""
+    if layout.startswith(("mixture", "expert")):
+        return RUNS
+    return DENSE_RUNS if virtual_stages == 1 else DENSE_RUNS[:-1]
+
+
+def among_others(rank: Rank, policy, name: str) -> dict:
+    """Scores of the batch's first sample, beside the others and beside others of the same lengths
+    and other tokens."""
+    batch = scorable(rank.batches[name])
+    first = batch.samples.column("id")[0].as_py()
+
+    def changed(sample):
+        if sample.id == first:
+            return {}
+        other = (sample.response_ids + 1) % BLANK
+        ids = tuple((token + 1) % BLANK for token in sample.prompt.token_ids)
+        return {
+            "prompt": dataclasses.replace(sample.prompt, id=f"{sample.id}-changed", token_ids=ids),
+            "response_ids": other.astype(np.int32),
+        }
+
+    scores = [policy.score(received(policy, each)) for each in (batch, replaced(batch, changed))]
+    return {"own": [found[0] for found in scores], "others": [found[-1] for found in scores]}
+
+
+def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
+    rank = Rank(material, parallel, output.with_suffix(".scratch"))
+    mixture = output.stem.startswith(("mixture", "expert"))
+    model, prefix = ("mixture", "mixture_") if mixture else ("tied", "")
+    a, b = f"{prefix}a", f"{prefix}b"
+    budgets = {"one_by_one": 26, "all_at_once": 4096}
+
+    def trained(name: str, sequence: str) -> dict:
+        plain = name in ("controls", *budgets)
+        objective = None if plain else (OBJECTIVES | DENSE_OBJECTIVES)[name]
+        policy = rank.policy(
+            model,
+            objective=objective,
+            controls=CONTROLS if plain else (),
+            budget=budgets.get(name, 96),
+            sequence=sequence,
+        )
+        return rank.train(policy, [a, b])
+
+    policy = rank.policy(model, sequence="packed")
+    results = {
+        "scores": policy.score(received(policy, scorable(rank.batches[a]))),
+        "shapes": [
+            tuple(each.tokens.shape)
+            for each in policy.batcher.of(received(policy, scorable(rank.batches[a])))[1]
+        ],
+        "among_others": among_others(rank, policy, a),
+        **{
+            name: trained(name, "packed")
+            for name in runs_of(output.stem, rank.layout.virtual_stages)
+        },
+    }
+    if rank.layout.world_size == 1:
+        results["padded"] = {name: trained(name, "padded") for name in runs_of(output.stem, 1)}
+        padded = rank.policy(model)
+        results["padded_scores"] = padded.score(received(padded, scorable(rank.batches[a])))
+    steps = [results[name]["steps"] for name in runs_of(output.stem, rank.layout.virtual_stages)]
+    save(rank, results, steps, output)
+
+
+if __name__ == "__main__":
+    run_each(run_layout)

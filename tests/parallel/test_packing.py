@@ -1,0 +1,111 @@
+"""Samples packed into one row train as samples in rows of their own, on every parallel layout."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parallel import layouts
+from tests.parallel.packing_program import DENSE_RUNS, runs_of
+from tests.parallel.test_layout_invariance import (
+    compare_steps,
+    compare_weights,
+    first_step_by_hand,
+)
+from tests.train_batches import samples_in
+
+pytestmark = pytest.mark.parallel
+
+RUNS = [
+    (layout, run)
+    for layout, settings in layouts.ALL_LAYOUTS.items()
+    for run in runs_of(layout, settings.get("virtual_pipeline", 1))
+]
+
+
+def results(layout):
+    return layouts.results(layout, "packing_program")
+
+
+def padded(layout):
+    return results("mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single")["padded"]
+
+
+@pytest.mark.parametrize(("layout", "run"), RUNS)
+def test_steps_and_weights_are_those_of_padded_rows_on_one_rank(layout, run):
+    found, expected = results(layout)[run], padded(layout)[run]
+    compare_steps(found["steps"], expected["steps"], rel=1e-5 if run == "opob" else 1e-6)
+    compare_weights(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+def test_all_ranks_of_a_layout_are_told_the_same_numbers(layout):
+    assert results(layout)["ranks_agree"]
+
+
+@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+def test_scores_are_those_of_padded_rows(layout):
+    single = "mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single"
+    for found, expected in zip(
+        results(layout)["scores"], results(single)["padded_scores"], strict=True
+    ):
+        np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_scores_are_transformers_log_probs(layout):
+    reference = layouts.reference_model("tied")
+    for sample, score in zip(
+        samples_in(layouts.batch("a")), results(layout)["scores"], strict=True
+    ):
+        with torch.no_grad():
+            expected = layouts.reference_logprobs(reference, sample)[0].numpy()
+        np.testing.assert_allclose(score, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layout):
+    loss, norm, entropy = first_step_by_hand()
+    first = results(layout)["controls"]["steps"][0]
+    assert first["policy/loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert first["policy/entropy"] == pytest.approx(entropy, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_a_samples_log_probs_do_not_change_by_a_bit_with_its_neighbours_tokens(layout):
+    found = results(layout)["among_others"]
+    np.testing.assert_array_equal(*found["own"])
+    assert not np.array_equal(*found["others"]), "the neighbours were meant to change"
+
+
+@pytest.mark.parametrize("layout", layouts.MIXTURE_LAYOUTS)
+def test_nor_do_those_of_experts_which_get_other_tokens_beside_them(layout):
+    """An expert's product has as many rows as it has tokens, so its sums may round otherwise."""
+    found = results(layout)["among_others"]
+    np.testing.assert_allclose(*found["own"], atol=2e-6, rtol=0.0)
+    assert not np.array_equal(*found["others"])
+
+
+@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+def test_a_micro_batch_is_one_row_with_no_more_padding_than_sequence_parallelism_asks_for(layout):
+    settings = layouts.ALL_LAYOUTS[layout]
+    multiple = settings.get("tensor", 1) if settings.get("sequence") else 1
+    shapes = results(layout)["shapes"]
+    assert {rows for rows, _ in shapes} == {1}
+    assert all(length % multiple == 0 and length <= 96 for _, length in shapes)
+    assert max(length for _, length in shapes) > 60, "several samples were meant to share a row"
+    if multiple == 1 and "virtual_pipeline" not in settings:
+        assert {step["policy/padding_share"] for step in results(layout)["controls"]["steps"]} == {
+            0.0
+        }
+
+
+def test_the_cuts_compared_were_really_different():
+    counts = [
+        results("single")[run]["steps"][0]["policy/micro_batches"]
+        for run in ("all_at_once", "controls", "one_by_one")
+    ]
+    assert counts[0] == 1
+    assert counts[0] < counts[1] < counts[2]
+    assert padded("single")["controls"]["steps"][0]["policy/padding_share"] > 0.0
+    assert set(DENSE_RUNS) <= set(padded("single"))
