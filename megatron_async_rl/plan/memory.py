@@ -223,7 +223,10 @@ def _layer_activations(
     )
     scores = 2 * shape.heads * longest if stores_scores(config, shape, on_gpu=on_gpu) else 0
     divided = attention + gate + scores
-    per_token = (
+    # Cosine and sine of each token's position, for queries and for keys; rows of one sample each
+    # share them.
+    rotation = 4 * shape.head_dim if config.policy.sequence == "packed" else 0
+    per_token = rotation + (
         (whole + divided) // parallel.tensor
         if parallel.sequence
         else whole + divided // parallel.tensor

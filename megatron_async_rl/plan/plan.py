@@ -143,6 +143,8 @@ def _batch(config: Config, data_parallel: int, longest: int, lengths: Lengths | 
     budget = config.policy.tokens_per_micro_batch
 
     def micro_batches(length: int) -> int:
+        if config.policy.sequence == "packed":
+            return math.ceil(samples / data_parallel * length / budget)
         return math.ceil(samples / data_parallel / max(1, budget // max(1, length)))
 
     half = longest // 2

@@ -4,15 +4,17 @@
 scores, by torch's scaled dot product attention. Invariants: causal, no dropout, no mask (right
 padding is invisible to real tokens under the causal mask); a token of a packed row sees its own
 sample alone; grouped-query heads share keys and values in order, as Megatron lays them out.
+`ThdAttention` leaves packed rows to Transformer Engine's kernel, where there is one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -124,6 +126,45 @@ class CoreAttention(MegatronModule):
     ) -> dict[str, Any]:
         """No parameters."""
         return {}
+
+
+class ThdAttention(CoreAttention):
+    """Transformer Engine's attention over packed rows, in its format [tokens, heads, head] ("thd"):
+    one kernel for samples of any length."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.kernel = TEDotProductAttention(config, *args, **kwargs)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        if packed_seq_params is None:
+            return super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias
+            )
+        context: Tensor = self.kernel(
+            *(each.squeeze(1) for each in (query, key, value)),
+            attention_mask,
+            # Of the row, whatever the layer was asked for: Transformer Engine takes no other here.
+            AttnMaskType.causal,
+            attention_bias,
+            replace(packed_seq_params, qkv_format="thd"),
+        )
+        return context.reshape(query.shape[0], 1, -1)
+
+
+def core_attention(device_type: str, dtype: torch.dtype, *, packed: bool) -> type[CoreAttention]:
+    """The attention for these rows. Transformer Engine's packed kernels are bfloat16's."""
+    thd = packed and HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
+    return ThdAttention if thd else CoreAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 
-from megatron_async_rl.policy.attention import CoreAttention, RMSNorm
+from megatron_async_rl.policy.attention import RMSNorm, core_attention
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.supported import unsupported
 
@@ -70,6 +70,7 @@ class LocalBridge(LLMBridge):
 
     layout: Layout
     tied: bool
+    packed: bool
     _DIRECT_MAPPING: dict[str, str]
 
     def _adjust_mapping_for_shared_weights(self) -> None:
@@ -152,7 +153,9 @@ class LocalBridge(LLMBridge):
         parts.input_layernorm = RMSNorm
         parts.pre_mlp_layernorm = RMSNorm
         attention = parts.self_attention.submodules
-        attention.core_attention = ModuleSpec(module=CoreAttention)
+        attention.core_attention = ModuleSpec(
+            module=core_attention(self.layout.device_type, self.dtype, packed=self.packed)
+        )
         if self.config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
@@ -235,9 +238,14 @@ BRIDGES: dict[str, type[LocalBridge]] = {
 
 
 def build_bridge(
-    model_path: Path, *, dtype: torch.dtype, layout: Layout, sequence_parallel: bool
+    model_path: Path,
+    *,
+    dtype: torch.dtype,
+    layout: Layout,
+    sequence_parallel: bool,
+    packed: bool = False,
 ) -> LocalBridge:
-    """The bridge of the model in `model_path`. Raises UnsupportedModel, or OSError/ValueError for
+    """The bridge of the model in `model_path`. packed: for packed rows. Raises UnsupportedModel, or OSError/ValueError for
     an unreadable config."""
     from transformers import AutoConfig
 
@@ -248,6 +256,7 @@ def build_bridge(
     )
     bridge.set_extra_args(sequence_parallel=sequence_parallel and layout.tp_size > 1)
     bridge.layout = layout
+    bridge.packed = packed
     bridge.tied = bool(hf_config.tie_word_embeddings)
     bridge.vocab_size = hf_config.vocab_size
     bridge.padded_vocab_size = math.ceil(hf_config.vocab_size / layout.tp_size) * layout.tp_size

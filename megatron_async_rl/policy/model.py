@@ -175,6 +175,7 @@ def assemble_model(
         dtype=DTYPES[model.dtype],
         layout=layout,
         sequence_parallel=policy.parallel.sequence,
+        packed=policy.sequence == "packed",
     )
     chunks = []
     for index in range(layout.virtual_stages):

@@ -27,12 +27,16 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     rank = Rank(Path(material), ParallelConfig(), Path(output).with_suffix(".scratch"), kind)
     results = {}
-    for model, a, b in (("tied", "a", "b"), ("mixture", "mixture_a", "mixture_b")):
-        policy = rank.policy(model, dtype=dtype, lr=1e-3)
+    for name, model, sequence, a, b in (
+        ("tied", "tied", "padded", "a", "b"),
+        ("packed", "tied", "packed", "a", "b"),
+        ("mixture", "mixture", "padded", "mixture_a", "mixture_b"),
+    ):
+        policy = rank.policy(model, dtype=dtype, lr=1e-3, sequence=sequence)
         gradient = cpu(ReducedGradient(rank, policy, a).whole())
         scores = policy.score(received(policy, scorable(rank.batches[a])))
         trained = rank.train(policy, [a, a, b])
-        results[model] = {
+        results[name] = {
             "gradient": gradient,
             "scores": scores,
             "steps": trained["steps"],

@@ -94,10 +94,11 @@ def test_a_micro_batch_is_one_row_with_no_more_padding_than_sequence_parallelism
     assert {rows for rows, _ in shapes} == {1}
     assert all(length % multiple == 0 and length <= 96 for _, length in shapes)
     assert max(length for _, length in shapes) > 60, "several samples were meant to share a row"
-    if multiple == 1 and "virtual_pipeline" not in settings:
-        assert {step["policy/padding_share"] for step in results(layout)["controls"]["steps"]} == {
-            0.0
-        }
+    alone = settings["ranks"] == settings.get("tensor", 1) * settings.get("pipeline", 1)
+    if alone and multiple == 1 and "virtual_pipeline" not in settings:
+        # Elsewhere micro-batches of nobody fill up the ranks' numbers of them.
+        shares = [step["policy/padding_share"] for step in results(layout)["controls"]["steps"]]
+        assert shares == [0.0, 0.0]
 
 
 def test_the_cuts_compared_were_really_different():

@@ -207,6 +207,43 @@ def test_each_response_token_is_predicted_from_the_position_before_it(layout):
             assert batch.tokens.shape[1] % 2 == 0
 
 
+@pytest.mark.parametrize("samples", [SAMPLES, geometric(300, 1)], ids=["uniform", "geometric"])
+@pytest.mark.parametrize("budget", [200, 1024])
+def test_packed_samples_are_not_padded_and_fill_few_micro_batches_evenly(samples, budget):
+    plan, (batch,) = planned(samples, budget=budget, sequences=Packed())
+    assert plan.padding_share == 0.0
+    sizes = [int(batch.fed[list(rows)].sum()) for rows in plan.ranks[0]]
+    assert len(sizes) <= 1.1 * sum(sizes) / budget + 1
+    assert max(sizes) - min(sizes) <= batch.fed.max()
+    for rows in plan.ranks[0]:
+        assert list(batch.fed[list(rows)]) == sorted(batch.fed[list(rows)], reverse=True)
+
+
+def test_what_fills_a_packed_row_up_belongs_to_its_last_sample():
+    batch = columns_of(
+        [make_sample(SAMPLES[0].prompt, str(i), [3] * n) for i, n in enumerate((4, 2))]
+    )
+    fed = batch.fed.tolist()
+    micro = build_micro_batch(batch, (0, 1), CPU, Packed(8))
+    length = micro.tokens.shape[1]
+    assert length % 8 == 0
+    assert length > sum(fed)
+    last = length - fed[0]
+    assert micro.position_ids.tolist() == [[*range(fed[0]), *range(last)]]
+    assert micro.packing.cu_seqlens_q.tolist() == [0, fed[0], length]
+    assert micro.packing.max_seqlen_q == max(fed[0], last)
+    nobody = build_micro_batch(batch, (), CPU, Packed(8))
+    assert nobody.tokens.shape == (1, 8)
+    assert nobody.packing.cu_seqlens_q.tolist() == [0, 8]
+    assert (nobody.samples, len(nobody.rows)) == ((), 1)
+
+
+def test_a_sample_that_fits_alone_is_packed_under_any_multiple():
+    longest = max(sample.total_length for sample in SAMPLES)
+    plan, _ = planned(SAMPLES, budget=longest + 3, sequences=Packed(4))
+    assert sorted(i for rows in plan.ranks[0] for i in rows) == list(range(len(SAMPLES)))
+
+
 def test_a_rank_cannot_feed_tokens_that_another_one_has():
     plan, (first, second) = planned(SAMPLES, 2, budget=128)
     others = plan.ranks[1][0]
