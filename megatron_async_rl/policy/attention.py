@@ -9,7 +9,7 @@ sample alone; grouped-query heads share keys and values in order, as Megatron la
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -156,7 +156,13 @@ class ThdAttention(CoreAttention):
             # Of the row, whatever the layer was asked for: Transformer Engine takes no other here.
             AttnMaskType.causal,
             attention_bias,
-            replace(packed_seq_params, qkv_format="thd"),
+            PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=packed_seq_params.cu_seqlens_q,
+                cu_seqlens_kv=packed_seq_params.cu_seqlens_kv,
+                max_seqlen_q=packed_seq_params.max_seqlen_q,
+                max_seqlen_kv=packed_seq_params.max_seqlen_kv,
+            ),
         )
         return context.reshape(query.shape[0], 1, -1)
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.plan.layout import rank_coordinates
 from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
 from megatron_async_rl.plan.memory import rank_memory, stage_parameters, stores_scores
@@ -170,6 +171,42 @@ def test_virtual_stages_keep_more_layers_in_flight(tmp_path):
     plain, interleaved = activations(), activations("policy.parallel.virtual_pipeline=2")
     assert plain[0] == 2 * plain[1]
     assert [4 * found // plain[0] for found in interleaved] == [5, 3]
+
+
+def test_packed_rows_keep_the_rotations_of_every_token(tmp_path):
+    file = write_run(tmp_path)
+    shape, _ = read_model(file.parent / "model")
+    padded, packed = (
+        rank_memory(
+            load(file, [f"policy.sequence={name}", "policy.tokens_per_micro_batch=64"]),
+            shape,
+            stage=0,
+            data_parallel=1,
+            longest=16,
+        )
+        for name in ("padded", "packed")
+    )
+    rotations = 64 * shape.layers * 4 * shape.head_dim * 4
+    assert packed.activations - padded.activations == rotations
+    assert packed.total - padded.total == rotations
+
+
+def test_packed_micro_batches_are_counted_by_tokens(file):
+    """Padded rows of which a micro-batch holds one alone leave the rest of it empty."""
+    found = []
+    for name in ("padded", "packed"):
+        planned = plan(file, f"policy.sequence={name}", "policy.tokens_per_micro_batch=100000")
+        longest = planned.batch.longest
+        budget = longest + longest // 2
+        settings = f"policy.tokens_per_micro_batch={budget}"
+        found.append(plan(file, f"policy.sequence={name}", settings).batch.micro_batches_full)
+        samples = planned.batch.samples
+    assert found == [samples, math.ceil(samples * longest / budget)]
+
+
+def test_a_sequence_layout_that_there_is_not_is_refused_with_those_there_are(file):
+    with pytest.raises(ConfigError, match=r"policy\.sequence.*(?s:.)*padded.*packed"):
+        load(file, ["policy.sequence=pcked"])
 
 
 MIXTURE = {

@@ -82,6 +82,7 @@ def test_what_defines_the_run_stays(config: Path, override: str, key: str) -> No
         "rollout.reward.memory_mib=4096",
         "samples.keep_mib=0",
         "policy.on_anomaly=skip",
+        "policy.sequence=packed",
         "policy.optimizer.log_update_norm=true",
     ],
 )
