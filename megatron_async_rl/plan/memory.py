@@ -223,9 +223,12 @@ def _layer_activations(
     )
     scores = 2 * shape.heads * longest if stores_scores(config, shape, on_gpu=on_gpu) else 0
     divided = attention + gate + scores
-    # Cosine and sine of each token's position, for queries and for keys; rows of one sample each
-    # share them.
-    rotation = 4 * shape.head_dim if config.policy.sequence == "packed" else 0
+    rotation = 0
+    if config.policy.sequence == "packed":
+        # Cosine and sine of each token's position, for queries and for keys, which rows of one
+        # sample each share; and the samples' attention once more, put together to a row.
+        rotation = 4 * shape.head_dim
+        divided += shape.heads * shape.head_dim
     per_token = rotation + (
         (whole + divided) // parallel.tensor
         if parallel.sequence

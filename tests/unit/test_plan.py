@@ -173,7 +173,7 @@ def test_virtual_stages_keep_more_layers_in_flight(tmp_path):
     assert [4 * found // plain[0] for found in interleaved] == [5, 3]
 
 
-def test_packed_rows_keep_the_rotations_of_every_token(tmp_path):
+def test_packed_rows_keep_each_tokens_rotations_and_its_attention_twice(tmp_path):
     file = write_run(tmp_path)
     shape, _ = read_model(file.parent / "model")
     padded, packed = (
@@ -186,9 +186,9 @@ def test_packed_rows_keep_the_rotations_of_every_token(tmp_path):
         )
         for name in ("padded", "packed")
     )
-    rotations = 64 * shape.layers * 4 * shape.head_dim * 4
-    assert packed.activations - padded.activations == rotations
-    assert packed.total - padded.total == rotations
+    more = 64 * shape.layers * (4 * shape.head_dim + shape.heads * shape.head_dim) * 4
+    assert packed.activations - padded.activations == more
+    assert packed.total - padded.total == more
 
 
 def test_packed_micro_batches_are_counted_by_tokens(file):
