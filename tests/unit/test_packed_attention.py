@@ -52,10 +52,10 @@ def by_hand(query, key, value):
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
 
-def built(kind):
+def built(kind, width=WIDTH):
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=HEADS * WIDTH,
+        hidden_size=HEADS * width,
         num_attention_heads=HEADS,
         num_query_groups=GROUPS,
         attention_dropout=0.0,
