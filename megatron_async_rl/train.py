@@ -45,7 +45,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank) -> None:
             config.controls,
             layout=layout,
             temperature=config.rollout.sampling.temperature if config.rollout else 1.0,
-            total_steps=config.run.steps,
+            total_steps=config.optimizer_steps,
             anomalies=directory / ANOMALIES,
         )
         exporter = WeightExporter(policy.model.bridge, policy.model.chunks)

@@ -47,10 +47,14 @@ _PROMPTS = Alias(
     keys=("flow.prompts_per_step",), note="in prompts; each has `flow.group_size` responses"
 )
 _MICRO_BATCH = Alias(
-    keys=("policy.tokens_per_micro_batch",), note="in tokens; one batch is one optimizer step"
+    keys=("policy.tokens_per_micro_batch",), note="in tokens; it changes no gradient"
 )
+_MINIBATCH = Alias(
+    keys=("objective.minibatches",), note="their number, not a size: each is an optimizer step"
+)
+_EPOCHS = Alias(keys=("objective.epochs",), note="times that each batch is gone through")
 _GROUP = Alias(keys=("flow.group_size",), note="responses of one prompt")
-_STEPS = Alias(keys=("run.steps",), note="optimizer steps; epochs are not counted")
+_STEPS = Alias(keys=("run.steps",), note="batches; epochs over the prompts are not counted")
 _STALENESS = Alias(keys=("flow.async_ratio",), note="no sample trains more versions late")
 _CLIP = Alias(keys=("objective.loss.clip_low", "objective.loss.clip_high"))
 _KL = Alias(keys=("objective.kl.coef",))
@@ -99,7 +103,6 @@ ALIASES = {
     "max_steps": _STEPS,
     "total_steps": _STEPS,
     "total_training_steps": _STEPS,
-    "epochs": _STEPS,
     "total_epochs": _STEPS,
     "num_train_epochs": _STEPS,
     "save_steps": Alias(keys=("checkpoint.every",)),
@@ -121,8 +124,12 @@ ALIASES = {
     "global_batch_size": _PROMPTS,
     "rollout_batch_size": _PROMPTS,
     "micro_batch_size": _MICRO_BATCH,
-    "mini_batch_size": _MICRO_BATCH,
-    "ppo_mini_batch_size": _MICRO_BATCH,
+    "mini_batch_size": _MINIBATCH,
+    "ppo_mini_batch_size": _MINIBATCH,
+    "num_mini_batches": _MINIBATCH,
+    "ppo_epochs": _EPOCHS,
+    "num_ppo_epochs": _EPOCHS,
+    "num_iterations": _EPOCHS,
     "per_device_train_batch_size": _MICRO_BATCH,
     "gradient_accumulation_steps": _MICRO_BATCH,
     "num_generations": _GROUP,

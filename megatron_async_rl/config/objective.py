@@ -59,9 +59,9 @@ class ValueConfig(Strict):
     coef: PositiveFloat = 0.5
     """Factor of its squared error, averaged over trained tokens, in the loss."""
     clip: PositiveFloat | None = None
-    """The value moves at most this far from its estimate before the step (PPO's value clipping);
-    null does not clip. With one optimizer step per batch the two are the same, and nothing is
-    clipped."""
+    """The value moves at most this far from its estimate at the batch's start (PPO's value
+    clipping); null does not clip. With one optimizer step per batch the two are the same, and
+    nothing is clipped."""
     detach: bool = False
     """True: the head learns from the hidden states without changing them."""
 
@@ -81,6 +81,11 @@ class OverlongConfig(Strict):
 class ObjectiveConfig(Strict):
     """What the loss is."""
 
+    minibatches: PositiveInt = 1
+    """Parts that a batch is divided into, each one optimizer step, of whole groups drawn at random
+    by the version; at most flow.prompts_per_step. Weights are published after the last."""
+    epochs: PositiveInt = 1
+    """Times that each batch is gone through, the same minibatches in the same order."""
     advantage: Advantage = GrpoAdvantage()
     loss: Loss = PpoClipLoss()
     corrections: tuple[Correction, ...] = ()
@@ -91,8 +96,8 @@ class ObjectiveConfig(Strict):
     tokens of each sequence, and then the sequences that keep any, for `seq-mean-token-mean`."""
     proximal: Proximal = "behavior"
     """The policy a ratio r is taken against. `behavior`: the one that sampled. `recompute`: the
-    trainer's weights at the start of the step (with one step per batch the current ones, so r is
-    1). `loglinear`: between the two in log space, by the token's lag d, at 1 - 1/d (A-3PO). `ewma`:
+    trainer's weights at the start of the batch (with one optimizer step per batch the current ones,
+    so r is 1). `loglinear`: between the two in log space, by the token's lag d, at 1 - 1/d (A-3PO). `ewma`:
     an exponential average of the trainer's weights. `snapshot`: the trainer's own log-probs under
     the version that sampled the token (arXiv 2605.12070)."""
     ewma_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
@@ -114,6 +119,11 @@ class ObjectiveConfig(Strict):
     """The value head; only with advantage `gae`, which needs it."""
     overlong: OverlongConfig | None = None
     """Shapes the reward by length, before advantages."""
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps from one version of the weights to the next."""
+        return self.minibatches * self.epochs
 
     @property
     def aggregation_used(self) -> Aggregation:

@@ -129,10 +129,11 @@ def _corrections(objective: ObjectiveConfig) -> Iterator[str]:
         for correction in objective.corrections
         if correction.compares_current_with_prox
     ]
-    if idle and objective.proximal == "recompute":
+    if idle and objective.proximal == "recompute" and objective.steps_per_batch == 1:
         yield (
             f"corrections {idle} look at pi / pi_prox, which is 1 with proximal: recompute, as each"
-            " batch is one step; set proximal: behavior (or another), or remove the corrections"
+            " batch is one step; set proximal: behavior (or another), minibatches or epochs above"
+            " 1, or remove the corrections"
         )
     for correction in objective.corrections:
         if correction.weighs and loss.against_behavior:
@@ -152,6 +153,11 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from _controls(config)
     yield from flow_conflicts(config)
     objective, flow = config.objective, config.flow
+    if objective.minibatches > flow.prompts_per_step:
+        yield (
+            f"objective.minibatches: {objective.minibatches} is more than the groups of a batch,"
+            f" which stay whole; set it to at most flow.prompts_per_step: {flow.prompts_per_step}"
+        )
     loss, advantage = objective.loss, objective.advantage
     if config.supervised:
         if config.rollout is not None or config.eval is not None:
@@ -225,6 +231,14 @@ def _controls(config: Config) -> Iterator[str]:
                 f" {name} alone with policy.optimizer.log_update_norm: true, read the mean of its"
                 " `update/norm`, and give it to matched_lr in a run of its own"
             )
+    objective = config.objective
+    if judging and objective.minibatches == 1 and objective.epochs > 1:
+        yield (
+            f"controls: {judging[0]} compares the gradients of consecutive optimizer steps, and"
+            f" with objective.minibatches: 1 and objective.epochs: {objective.epochs} those are"
+            " gradients of the same samples; set objective.minibatches to at least 2, or"
+            " objective.epochs: 1"
+        )
     setting = [control.name for control in controls if control.sets_beta1]
     if len(setting) > 1:
         yield (
@@ -248,11 +262,11 @@ def _controls(config: Config) -> Iterator[str]:
                 f"controls: {control.name} compares with the weights that sampled the batch, and"
                 " objective.loss: sft learns from given responses, which nobody sampled; remove it"
             )
-        if control.fresh_steps >= config.run.steps:
+        if control.fresh_steps >= config.optimizer_steps:
             yield (
                 f"controls: {control.name} would calibrate over the first {control.fresh_steps}"
-                f" steps, and run.steps is {config.run.steps}, so it would never act; lower"
-                " calibrate.steps, or give c_low and no calibrate"
+                f" steps, and run.steps: {config.run.steps} makes {config.optimizer_steps}, so it"
+                " would never act; lower calibrate.steps, or give c_low and no calibrate"
             )
         yield from _beta1(config, control)
 

@@ -6,6 +6,7 @@ run does not depend on where it was started.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,7 +34,8 @@ class RunConfig(Strict):
     dir: Path
     """Holds metrics, logs, checkpoints and the report."""
     steps: PositiveInt
-    """Optimizer steps in the whole run, resumes included."""
+    """Batches in the whole run, resumes included; each makes objective.minibatches x
+    objective.epochs optimizer steps and one version of the weights."""
     seed: NonNegativeInt = 1234
     """Of the data order, sampling and initialisation."""
     resume: Literal["auto", "never"] = "auto"
@@ -101,9 +103,10 @@ class OptimizerConfig(Strict):
     clip_grad: PositiveFloat | None = 1.0
     """Global gradient norm; null never clips."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How lr goes from its value to min_lr by run.steps; `constant` stays."""
+    """How lr goes from its value to min_lr by the run's last optimizer step; `constant` stays."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear increase from 0."""
+    """Optimizer steps of linear increase from 0: a batch makes objective.minibatches x
+    objective.epochs of them."""
     min_lr: NonNegativeFloat = 0.0
     """Where `linear` and `cosine` end."""
     log_update_norm: bool = False
@@ -203,7 +206,8 @@ class FlowConfig(Strict):
     """Which samples train when."""
 
     prompts_per_step: PositiveInt
-    """Prompts whose groups one optimizer step consumes."""
+    """Prompts whose groups one batch holds: what is trained from one version of the weights to the
+    next."""
     group_size: PositiveInt
     """Responses per prompt."""
     async_ratio: NonNegativeFloat = 1.0
@@ -334,10 +338,16 @@ class Config(Strict):
         return self.objective.loss.name == "sft"
 
     @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run, skipped ones included."""
+        return self.run.steps * self.objective.steps_per_batch
+
+    @property
     def fresh_steps(self) -> int:
-        """Optimizer steps at the run's beginning that are synchronous whatever flow.async_ratio
-        says: controls calibrate."""
-        return max((control.fresh_steps for control in self.controls), default=0)
+        """Batches at the run's beginning that are synchronous whatever flow.async_ratio says:
+        controls calibrate on their optimizer steps."""
+        wanted = max((control.fresh_steps for control in self.controls), default=0)
+        return math.ceil(wanted / self.objective.steps_per_batch)
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> Config:

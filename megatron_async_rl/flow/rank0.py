@@ -197,7 +197,7 @@ class Rank0(OtherRank):
         seen = summarise(
             batch,
             max_lag(self.config.flow.async_ratio),
-            norm if isinstance(norm, float) else None,
+            norm * self.config.objective.steps_per_batch if isinstance(norm, float) else None,
         )
         self._log.log(self.version, {**metrics, **seen, **self._flow_metrics, **self._step_times()})
         self.say("training")

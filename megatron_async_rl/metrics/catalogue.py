@@ -20,6 +20,10 @@ Kind = Literal["number", "total", "counts", "doubling counts", "per engine"]
 Value = float | list[int] | list[float]
 """A number, counts, or a number for each engine."""
 
+OverSteps = Literal["mean", "sum", "largest", "first", "last"]
+"""Number of a batch from those of its optimizer steps, where objective.minibatches x
+objective.epochs make several."""
+
 _EXPECTED: Mapping[Kind, str] = {
     "number": "a number",
     "total": "a number",
@@ -38,6 +42,11 @@ class Metric:
     unit: str
     meaning: str
     kind: Kind = "number"
+    steps: OverSteps = "mean"
+
+    @property
+    def over_steps(self) -> OverSteps:
+        return "last" if self.kind == "total" else self.steps
 
     def check(self, name: str, value: object) -> Value:
         """`value` as plain Python. Raises MetricsError, naming the metric, for another kind."""
@@ -87,7 +96,11 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         },
     ),
     "Policy": (
-        "The optimizer step.",
+        (
+            "The optimizer step. Where a batch makes several (`objective.minibatches`,"
+            " `objective.epochs`), a number of this page is their mean, unless it is given with"
+            " its own rule."
+        ),
         {
             "policy/loss": Metric("loss", "The minimised objective, over the whole batch."),
             "policy/grad_norm": Metric(
@@ -98,6 +111,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "factor",
                 "Gradient norm before the controls over the median of the last 50 steps, where it"
                 " is more than 20; else 0. What made it is in `anomalies.jsonl`.",
+                steps="largest",
             ),
             "policy/lr": Metric("per step", "Learning rate of the scheduler."),
             "policy/lr_scale": Metric(
@@ -105,12 +119,14 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "What the gradient controls multiplied the learning rate by, this step only.",
             ),
             "policy/beta1": Metric("factor", "Decay of Adam's first moment, this step."),
-            "policy/micro_batches": Metric("micro-batches", "Of one data-parallel rank."),
+            "policy/micro_batches": Metric(
+                "micro-batches", "Of one data-parallel rank.", steps="sum"
+            ),
             "policy/padding_share": Metric("share", "Padding among all tokens computed."),
             "policy/skipped": Metric(
                 "0 or 1",
                 "1: no optimizer step (a control said so, the gradient was not finite, or the batch"
-                " was empty).",
+                " was empty). Of several steps the share that was not made.",
             ),
             "policy/nonfinite": Metric(
                 "steps", "Skipped so far because the loss or the gradient was not finite.", "total"
@@ -142,11 +158,14 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "ratio/chi2": Metric("per token", "Chi-squared divergence: mean of w² - 1."),
             "ratio/logp_diff_mean": Metric("nats", "Mean |logp - logp_behavior| over tokens."),
-            "ratio/logp_diff_max": Metric("nats", "Largest |logp - logp_behavior| of a token."),
+            "ratio/logp_diff_max": Metric(
+                "nats", "Largest |logp - logp_behavior| of a token.", steps="largest"
+            ),
             "ratio/logp_diff_lag0_max": Metric(
                 "nats",
                 "The same over responses sampled wholly by the version trained: it should be"
                 " rounding.",
+                steps="first",
             ),
             "ratio/prox_diff_max": Metric(
                 "nats",
@@ -225,16 +244,21 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "gac/cosine": Metric(
                 "cosine", "Between this step's gradient and the previous one, over the whole model."
             ),
-            "gac/regime": Metric("code", "What was done: 0 kept, 1 projected, 2 skipped."),
+            "gac/regime": Metric(
+                "code", "What was done: 0 kept, 1 projected, 2 skipped.", steps="largest"
+            ),
             "gac/skips": Metric("steps", "Skipped so far in the run.", "total"),
             "gac/removed": Metric(
                 "share",
                 "Length of what projection took away, over the gradient's own: |g - g'| / |g|.",
             ),
-            "gac/c_low": Metric("cosine", "Threshold in force; absent until calibrated."),
+            "gac/c_low": Metric(
+                "cosine", "Threshold in force; absent until calibrated.", steps="last"
+            ),
             "gac/calibrated": Metric(
                 "0 or 1",
                 "1: the threshold comes from the run's own fresh data (with `calibrate` only).",
+                steps="last",
             ),
             "gac/to_zero": Metric(
                 "0 or 1",
@@ -243,9 +267,13 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "gac/kept": Metric("steps", "Kept so far in the run.", "total"),
             "gac/projected": Metric("steps", "Projected so far in the run.", "total"),
-            "gac/cosine_kept": Metric("cosine", "Mean so far over the steps kept."),
-            "gac/cosine_projected": Metric("cosine", "Mean so far over the steps projected."),
-            "gac/cosine_skipped": Metric("cosine", "Mean so far over the steps skipped."),
+            "gac/cosine_kept": Metric("cosine", "Mean so far over the steps kept.", steps="last"),
+            "gac/cosine_projected": Metric(
+                "cosine", "Mean so far over the steps projected.", steps="last"
+            ),
+            "gac/cosine_skipped": Metric(
+                "cosine", "Mean so far over the steps skipped.", steps="last"
+            ),
         },
     ),
     "Other controls": (
@@ -302,8 +330,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "staleness/drift": Metric(
                 "L2 norm",
                 "S·η·G of the planning rule (arXiv 2607.01083): `lag/start_max` times"
-                " `update/norm`, which is η·G. How far the policy went since the oldest sample, had"
-                " every update been as long as this one and gone the same way.",
+                " `update/norm`, which is η·G, times the optimizer steps of a batch. How far the"
+                " policy went since the oldest sample, had every update been as long as this one"
+                " and gone the same way.",
             ),
         },
     ),
@@ -321,17 +350,18 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         "Of rank 0.",
         {
             "time/wait_batch_s": Metric("s", "Waiting for the batch."),
-            "time/train_s": Metric("s", "Forward, backward and optimizer step."),
+            "time/train_s": Metric("s", "Forward, backward and optimizer steps."),
             "time/precompute_s": Metric(
                 "s",
                 "Part of `time/train_s`: log-probs and other numbers of the whole batch, where"
                 " needed.",
+                steps="sum",
             ),
             "time/forward_backward_s": Metric(
-                "s", "Part of `time/train_s`: the micro-batches, gradients reduced."
+                "s", "Part of `time/train_s`: the micro-batches, gradients reduced.", steps="sum"
             ),
             "time/optimizer_s": Metric(
-                "s", "Part of `time/train_s`: controls, clipping and the optimizer."
+                "s", "Part of `time/train_s`: controls, clipping and the optimizer.", steps="sum"
             ),
             "time/publish_s": Metric(
                 "s", "Handing the new weights over: gathering, sending, checking."
@@ -471,7 +501,8 @@ def find_metric(name: str) -> Metric | None:
 
 HEADER = """# Metrics
 
-`RUN/metrics.jsonl` has one JSON object per optimizer step. TensorBoard shows the same keys
+`RUN/metrics.jsonl` has one JSON object per batch, which is one optimizer step unless
+`objective.minibatches` or `objective.epochs` makes it several. TensorBoard shows the same keys
 (`RUN/tensorboard`), and `mar report RUN` draws the main ones. With `observe.prometheus_port`
 Prometheus can scrape the newest line: `lag/start_max` is the gauge `mar_lag_start_max`, a list has
 a label, `engine` or `bin`, and what is counted so far in the run, such as `flow/consumed`, is the
@@ -482,7 +513,7 @@ Every line has:
 
 | key | unit | meaning |
 | --- | --- | --- |
-| `step` | steps | Optimizer steps done, this one included: the first line has 1. |
+| `step` | steps | Batches trained on, this one included: the first line has 1. |
 | `version` | | Weight version this step produced; it trained on the one before. |
 | `time` | Unix seconds | When the line was written: after the step, and after an evaluation that training waited for. |
 
@@ -493,6 +524,16 @@ the lines after its checkpoint to `RUN/metrics.cut.jsonl`.
 """
 
 
+def _several(key: Metric) -> str:
+    """A metric's own rule for several optimizer steps, as a sentence."""
+    return {
+        "sum": " Over several steps: their sum.",
+        "largest": " Over several steps: the largest.",
+        "first": " Over several steps: the first one's.",
+        "last": " Over several steps: the last one's.",
+    }.get(key.steps, "")
+
+
 def page() -> str:
     """docs/metrics.md."""
     parts = [HEADER]
@@ -501,7 +542,7 @@ def page() -> str:
         if about:
             parts.append(f"{about}\n")
         rows = "\n".join(
-            f"| `{name}` | {key.unit} | {key.meaning.replace('|', chr(92) + '|')} |"
+            f"| `{name}` | {key.unit} | {key.meaning.replace('|', chr(92) + '|')}{_several(key)} |"
             for name, key in keys.items()
         )
         parts.append(f"| key | unit | meaning |\n| --- | --- | --- |\n{rows}\n")

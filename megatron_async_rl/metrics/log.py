@@ -1,4 +1,4 @@
-"""`RUN/metrics.jsonl`: one JSON object per optimizer step; `RUN/eval.jsonl`: one per evaluated
+"""`RUN/metrics.jsonl`: one JSON object per batch; `RUN/eval.jsonl`: one per evaluated
 version, with the result of each held-out prompt. Written by rank 0 and read by all.
 
 Invariants:

@@ -1,17 +1,19 @@
 """A configured objective: what it must be told about a batch, what it decides from it, and the loss
 of any part of it.
 
-One optimizer step:
     needs        which per-token columns of the whole batch are precomputed before training (often
                  none)
-    prepare      on every rank alike: reward shaping, advantages, corrections that need the whole
-                 batch, global decisions
+    prepare      once per batch: reward shaping, the proximal policy, advantages
+    needs_again  which of the columns an optimizer step wants under its own weights, where others
+                 have moved them since the batch began
+    decide       once per optimizer step, from its whole minibatch: corrections that need all of it,
+                 the loss's decisions, denominators
     loss         per micro-batch, with gradient: loss, KL penalty, entropy bonus, value loss
 
 Invariants:
-- everything that depends on more than one sequence is decided in `prepare`, from the whole batch,
-  in float64;
-- the sum of `loss` over any cut of the batch into micro-batches is the same loss with the same
+- everything that depends on more than one sequence is decided in `prepare` and `decide`, on every
+  rank alike, in float64;
+- the sum of `loss` over any cut of a minibatch into micro-batches is the same loss with the same
   gradient.
 """
 
@@ -33,7 +35,12 @@ from megatron_async_rl.objectives.off_policy import (
     proximal_metrics,
 )
 from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
-from megatron_async_rl.objectives.targets import StepTargets, valid_samples, whole_batch
+from megatron_async_rl.objectives.targets import (
+    BatchTargets,
+    StepTargets,
+    valid_samples,
+    whole_batch,
+)
 from megatron_async_rl.objectives.terms import (
     kl_estimate,
     kl_penalty,
@@ -46,6 +53,11 @@ from megatron_async_rl.samples.rank_batch import RankBatch
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
+
+
+MOVING: frozenset[Column] = frozenset({"logp", "sum_p_squared"})
+"""Columns of the weights in training that an optimizer step changes. `values` stay those that the
+batch began with: value clipping is from there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +85,10 @@ class Objective:
             method.whole(c) for method, c in self._corrections
         )
         self.needs = self._needs()
+        self.needs_again = self._of_a_step() & MOVING
 
-    def prepare(self, batch: RankBatch, precomputed: Mapping[str, Tensor]) -> StepTargets:
-        """Everything about this optimizer step that does not need gradients; the same on every
-        rank.
+    def prepare(self, batch: RankBatch, precomputed: Mapping[str, Tensor]) -> BatchTargets:
+        """Everything that stays the same while a batch is trained on; the same on every rank.
 
         precomputed: the columns of `needs`, [N] each, over the tokens of the valid samples in the
         batch's order.
@@ -96,20 +108,35 @@ class Objective:
             whole = whole.replace(advantages=advantages.tokens)
             if advantages.returns is not None:
                 whole = whole.replace(returns=advantages.returns)
+        return BatchTargets(
+            samples,
+            whole,
+            {**value_metrics(whole), **proximal_metrics(whole, precomputed.get("logp_prox"))},
+        )
+
+    def decide(
+        self, batch: BatchTargets, current: Mapping[str, Tensor] | None = None
+    ) -> StepTargets:
+        """Everything about an optimizer step on `batch`, a minibatch or all of one, that does not
+        need gradients; the same on every rank.
+
+        current: the columns of `needs_again` under the step's own weights, in the place of those
+        that the batch began with.
+        """
+        whole = batch.whole.replace(
+            **{name: column.double() for name, column in (current or {}).items()}
+        )
+        if len(batch.samples):
             if self._correct_whole:
                 whole = self._corrected(whole)
             if self._loss.decide is not None:
-                whole = whole.replace(decided=self._loss.decide(whole, config.loss))
+                whole = whole.replace(decided=self._loss.decide(whole, self.config.loss))
         return StepTargets(
-            samples=samples,
+            samples=batch.samples,
             whole=whole,
-            denominators=Denominators.of(whole, renormalize=config.renormalize),
+            denominators=Denominators.of(whole, renormalize=self.config.renormalize),
             corrected=self._correct_whole,
-            metrics={
-                **whole.decided.scalars,
-                **value_metrics(whole),
-                **proximal_metrics(whole, precomputed.get("logp_prox")),
-            },
+            metrics=whole.decided.scalars,
         )
 
     @property
@@ -132,12 +159,12 @@ class Objective:
     ) -> BatchLoss:
         """Of one micro-batch whose `logp` carries the gradient.
 
-        `logp_prox` may still be nan where it was not precomputed: it is filled in here, exactly,
-        from the detached `logp`. corrected: the batch's weights already hold the corrections.
-        with_terms: false leaves out what is added to the loss.
+        `logp_prox` may still be nan where a batch is one optimizer step: it is filled in here,
+        exactly, from the detached `logp`. corrected: the batch's weights already hold the
+        corrections. with_terms: false leaves out what is added to the loss.
         """
         config = self.config
-        if config.proximal in ("recompute", "loglinear"):
+        if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
             current = batch.replace(logp=batch.logp.detach())
             batch = batch.replace(logp_prox=proximal_logp(current, config.proximal, None))
         if not corrected:
@@ -183,20 +210,23 @@ class Objective:
             )
         return batch.replace(weights=detached.weights)
 
+    def _of_a_step(self) -> set[Column]:
+        """Columns that corrections and loss read, besides the proximal policy's."""
+        wanted: set[Column] = set(self._loss.needs(self.config.loss))
+        if self._correct_whole:
+            wanted.update(*(method.needs(c) for method, c in self._corrections))
+        return wanted
+
     def _needs(self) -> frozenset[Column]:
         config = self.config
-        wanted: set[Column] = {
-            *self._advantage.needs(config.advantage),
-            *self._loss.needs(config.loss),
-        }
+        wanted: set[Column] = {*self._advantage.needs(config.advantage), *self._of_a_step()}
         if self._correct_whole:
             wanted.add("logp_prox")
-            wanted.update(*(method.needs(c) for method, c in self._corrections))
         if config.kl is not None:
             wanted |= {"logp_ref", "logp"} if config.kl.where == "reward" else {"logp_ref"}
-        if config.proximal in ("snapshot", "ewma") and (
-            config.loss.uses_proximal or self._corrections
-        ):
+        # With one optimizer step the other proximal policies follow from the step's own log-probs.
+        precomputed = config.proximal in ("snapshot", "ewma") or config.steps_per_batch > 1
+        if precomputed and (config.loss.uses_proximal or self._corrections):
             wanted.add("logp_prox")
         if "logp_prox" in wanted:
             wanted = (wanted - {"logp_prox"}) | columns_for_proximal(config.proximal)

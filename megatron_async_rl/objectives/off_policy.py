@@ -4,9 +4,9 @@ functions.
 The proximal policy is what the ratio r = pi / pi_prox is taken against:
 
     behavior    logp_prox = logp_behavior
-    recompute   the trainer's weights at the start of the step. A batch is consumed by one optimizer
-                step, so these are the weights that `logp` is computed with: its detached value is
-                exact and needs no second pass
+    recompute   the trainer's weights at the start of the batch; precomputed. Where a batch is one
+                optimizer step these are the weights that `logp` is computed with: its detached
+                value is exact and needs no second pass
     loglinear   logp_behavior + a (sg(logp) - logp_behavior), a = 1 - 1/d, d the token's lag; a = 0
                 at lag 0 (A-3PO, arXiv 2512.06547)
     ewma        log-probs under an exponential average of the trainer's weights; precomputed
@@ -53,7 +53,7 @@ def columns_for_proximal(proximal: Proximal) -> set[Column]:
 
 
 def proximal_logp(batch: TokenBatch, proximal: Proximal, precomputed: Tensor | None) -> Tensor:
-    """[N]. `batch.logp`: detached, under the weights at the start of the step (nan gives nan).
+    """[N]. `batch.logp`: detached, under the weights at the start of the batch (nan gives nan).
 
     precomputed: [N], for ewma and snapshot.
     """

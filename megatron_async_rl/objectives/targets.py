@@ -1,4 +1,5 @@
-"""What one optimizer step learns from: the whole batch as tensors, and its parts for micro-batches.
+"""What a batch teaches: the whole batch as tensors, its minibatches, each one optimizer step, and
+their parts for micro-batches.
 
 Invariants:
 - samples whose reward failed take no part: no group statistic, no denominator, no token;
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,32 @@ have."""
 
 
 @dataclass(frozen=True, eq=False)
+class BatchTargets:
+    """samples: the valid ones. whole: their tokens, in order, with rewards, proximal policy and
+    advantages. metrics: of the batch, for the log."""
+
+    samples: RankBatch
+    whole: TokenBatch
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def select(self, rows: NDArray[np.int64]) -> BatchTargets:
+        """The minibatch of these samples, whole groups. Metrics stay the batch's own."""
+        if len(rows) == len(self.samples):
+            return self
+        tokens = torch.from_numpy(spans(self.samples.starts[rows], self.samples.lengths[rows]))
+        chosen = torch.from_numpy(rows)
+        samples = self.samples.select(rows)
+        taken: dict[str, Any] = {
+            name: value[chosen if name in (*PER_SEQUENCE, "group") else tokens]
+            for name, value in _tensors(self.whole)
+        }
+        taken |= {"sequence": torch.from_numpy(samples.rows), "sequences": len(rows)}
+        return BatchTargets(samples, TokenBatch(**taken))
+
+
+@dataclass(frozen=True, eq=False)
 class StepTargets:
-    """samples: the valid ones. whole: their tokens, in order.
+    """One optimizer step. samples: the valid ones of its minibatch. whole: their tokens, in order.
 
     corrected: `whole.weights` already hold the corrections; otherwise each micro-batch computes its
     own. metrics: what was decided, for the log.
@@ -77,10 +102,10 @@ class StepTargets:
 
 
 def _tensors(batch: TokenBatch) -> Iterator[tuple[str, Tensor]]:
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
+    for each in dataclasses.fields(batch):
+        value = getattr(batch, each.name)
         if isinstance(value, Tensor):
-            yield field.name, value
+            yield each.name, value
 
 
 def valid_samples(batch: RankBatch) -> RankBatch:

@@ -6,7 +6,7 @@ The value head learns the returns that the advantage estimator made from its own
     loss      0.5 (V - R)^2                                  (PPO, arXiv 1707.06347, eq. 9)
     clipped   0.5 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)
 
-V_old comes from the weights at the start of the step. With one optimizer step per batch V equals
+V_old comes from the weights at the start of the batch. With one optimizer step per batch V equals
 it, so clipping does nothing there, as PPO's clip of a ratio to the own start weights does nothing.
 """
 

@@ -115,7 +115,8 @@ def rank_memory(
         else count
     )
     state = 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
-    samples = -(-config.flow.prompts_per_step * config.flow.group_size // data_parallel)
+    prompts = -(-config.flow.prompts_per_step // config.objective.minibatches)
+    samples = -(-prompts * config.flow.group_size // data_parallel)
     tokens = min(config.policy.tokens_per_micro_batch, samples * longest)
     chunk = (
         min(tokens, config.policy.logprob_chunk_tokens)

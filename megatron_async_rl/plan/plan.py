@@ -41,8 +41,8 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One optimizer step. Micro-batch counts are per data-parallel rank, for responses of half and
-    of full length."""
+    """The samples of one version. Micro-batch counts are per data-parallel rank, for going through
+    it once, with responses of half and of full length."""
 
     samples: int
     data_parallel: int
@@ -140,12 +140,13 @@ def longest_sample(config: Config, shape: ModelShape | None, lengths: Lengths | 
 
 def _batch(config: Config, data_parallel: int, longest: int, lengths: Lengths | None) -> Batch:
     samples = config.flow.prompts_per_step * config.flow.group_size
-    budget = config.policy.tokens_per_micro_batch
+    budget, parts = config.policy.tokens_per_micro_batch, config.objective.minibatches
 
     def micro_batches(length: int) -> int:
+        share = samples / parts / data_parallel
         if config.policy.sequence == "packed":
-            return math.ceil(samples / data_parallel * length / budget)
-        return math.ceil(samples / data_parallel / max(1, budget // max(1, length)))
+            return parts * math.ceil(share * length / budget)
+        return parts * math.ceil(share / max(1, budget // max(1, length)))
 
     half = longest // 2
     if lengths is not None and config.rollout is not None:
@@ -175,6 +176,21 @@ def _batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
                 fix=(
                     f"make prompts_per_step x group_size a multiple of {data_parallel}, or change"
                     " policy.parallel.ranks"
+                ),
+            )
+        )
+    smallest = flow.prompts_per_step // config.objective.minibatches * flow.group_size
+    if 0 < smallest < data_parallel <= samples:
+        found.append(
+            Problem(
+                key="objective.minibatches",
+                what=(
+                    f"{config.objective.minibatches} minibatches of {flow.prompts_per_step} prompts"
+                    f" leave {smallest} samples in one for {data_parallel} data-parallel ranks"
+                ),
+                fix=(
+                    f"set it to at most {samples // data_parallel}, raise flow.prompts_per_step, or"
+                    " lower policy.parallel.ranks"
                 ),
             )
         )
@@ -277,10 +293,12 @@ def _warnings(
 ) -> list[str]:
     found = []
     optimizer, rollout, parallel = config.policy.optimizer, config.rollout, config.policy.parallel
-    if optimizer.warmup_steps >= config.run.steps:
+    if optimizer.warmup_steps >= config.optimizer_steps:
+        several = config.objective.steps_per_batch > 1
         found.append(
-            f"policy.optimizer.warmup_steps ({optimizer.warmup_steps}) is not below run.steps"
-            f" ({config.run.steps}): lr never reaches its value"
+            f"policy.optimizer.warmup_steps ({optimizer.warmup_steps}) is not below"
+            + (" run.steps x minibatches x epochs" if several else " run.steps")
+            + f" ({config.optimizer_steps}): lr never reaches its value"
         )
     if rollout is not None and engine is not None and engine.cache_tokens is not None:
         at_once = engine.cache_tokens // longest

@@ -36,7 +36,7 @@ def show_plan(
     if plan.processes:
         console.print(_processes(plan))
     if plan.batch is not None:
-        _heading(console, "one optimizer step")
+        _heading(console, "one batch")
         _print(console, _batch(plan, config))
     if plan.ranks:
         _heading(console, "memory")
@@ -222,7 +222,8 @@ def sizes_of(tree: Mapping[str, Any]) -> dict[str, int]:
 def planning_rule(config: Config, measured: float | None) -> str:
     """S·η·G and T·η·G of arXiv 2607.01083, with `measured` for G; stable while they stay below the
     two radii of the rule."""
-    lag, steps, lr = max_lag(config.flow.async_ratio), config.run.steps, config.policy.optimizer.lr
+    lag, lr = max_lag(config.flow.async_ratio), config.policy.optimizer.lr
+    steps, per_version = config.optimizer_steps, config.objective.steps_per_batch
     if isinstance(config.flow.selection, Replay):
         return "drift      S·η·G has no bound: with replay the largest lag S has none"
     text = (
@@ -232,7 +233,7 @@ def planning_rule(config: Config, measured: float | None) -> str:
     if measured is None:
         return f"{text}not measured (a run with any control logs it: mar plan --from RUN)"
     return (
-        f"{text}{measured:.3g}: {lag * lr * measured:.3g} from the oldest sample to the policy,"
+        f"{text}{measured:.3g}: {lag * per_version * lr * measured:.3g} from the oldest sample to the policy,"
         f" against T·η·G = {steps * lr * measured:.3g} in all {steps} steps"
     )
 
@@ -267,9 +268,22 @@ def _batch(plan: Plan, config: Config) -> str:
     return (
         f"{flow.prompts_per_step} prompts x {flow.group_size} responses = {batch.samples} samples,"
         f" {batch.samples_per_rank} on each of {batch.data_parallel} data-parallel ranks, up to"
-        f" {batch.longest} tokens each (prompt + response)\nmicro-batches of"
+        f" {batch.longest} tokens each (prompt + response)\n{_steps(config)}micro-batches of"
         f" {config.policy.tokens_per_micro_batch} tokens: {batch.micro_batches_half} per rank at"
         f" half length, {batch.micro_batches_full} at full length"
+    )
+
+
+def _steps(config: Config) -> str:
+    """A line where a batch is several optimizer steps."""
+    objective, prompts = config.objective, config.flow.prompts_per_step
+    if objective.steps_per_batch == 1:
+        return ""
+    fewest = prompts // objective.minibatches
+    groups = f"{fewest}" if prompts % objective.minibatches == 0 else f"{fewest} or {fewest + 1}"
+    return (
+        f"{objective.steps_per_batch} optimizer steps: {objective.minibatches} minibatches of"
+        f" {groups} prompts x {objective.epochs} epochs; each epoch's "
     )
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async_rl.policy.microbatch import assign_owners
+from megatron_async_rl.policy.minibatches import divide
 from megatron_async_rl.samples.columns import as_stream, flat, from_stream
 from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, tokens_of
 from megatron_async_rl.samples.rows import TrainBatch
@@ -40,16 +41,21 @@ class Parts:
         return RankBatch.of(self.version, self.numbers, self.tokens[data_parallel_rank])
 
 
-def split(batch: TrainBatch, data_parallel: int, *, whole_groups: bool = False) -> Parts:
-    """whole_groups: all of a group belongs to one rank. A sample whose reward failed belongs to
-    nobody."""
+def split(
+    batch: TrainBatch, data_parallel: int, *, minibatches: int = 1, whole_groups: bool = False
+) -> Parts:
+    """Each minibatch is divided by itself. whole_groups: all of a group belongs to one rank. A
+    sample whose reward failed belongs to nobody."""
     samples = batch.samples
     owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
     trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
     prompts, responses = (flat(samples.column(name))[1] for name in ("prompt_ids", "response_ids"))
     lengths = (prompts + responses)[trained]
-    group = samples.column("group").to_numpy()[trained] if whole_groups else None
-    owner[trained] = assign_owners(lengths, data_parallel, group)
+    group = samples.column("group").to_numpy()[trained]
+    for rows in divide(group, batch.version, minibatches):
+        owner[trained[rows]] = assign_owners(
+            lengths[rows], data_parallel, group[rows] if whole_groups else None
+        )
     return Parts(
         batch.version,
         numbers_of(samples, owner),
@@ -58,7 +64,11 @@ def split(batch: TrainBatch, data_parallel: int, *, whole_groups: bool = False) 
 
 
 def receive(
-    take: Callable[[], TrainBatch | None], layout: Layout, *, whole_groups: bool = False
+    take: Callable[[], TrainBatch | None],
+    layout: Layout,
+    *,
+    minibatches: int = 1,
+    whole_groups: bool = False,
 ) -> RankBatch | None:
     """Collective. `take` runs on rank 0 alone, as long as it takes; every rank returns its view of
     the batch, or None where there is none.
@@ -73,7 +83,7 @@ def receive(
         batch = take()
         if batch is None:
             return None
-        parts = split(batch, layout.dp_size, whole_groups=whole_groups)
+        parts = split(batch, layout.dp_size, minibatches=minibatches, whole_groups=whole_groups)
         if layout.world_size > 1:
             buffers.extend(_tensor(part) for part in (parts.numbers, *parts.tokens))
         return batch.version, [len(buffer) for buffer in buffers]

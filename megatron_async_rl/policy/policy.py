@@ -2,7 +2,8 @@
 
 Invariants:
 - every rank is handed the same batch and returns the same metrics (times are the rank's own);
-- one batch is one optimizer step: log-probs, loss, gradient, controls, step;
+- a batch makes minibatches x epochs optimizer steps: log-probs of the batch once; then for each
+  minibatch loss, gradient, controls, step;
 - the loss and its gradient do not depend on the parallel layout, on the token budget or on the
   order of samples.
 """
@@ -24,12 +25,13 @@ from torch import Tensor
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import StepTargets, valid_samples
+from megatron_async_rl.objectives.targets import BatchTargets, StepTargets, valid_samples
 from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.anomaly import AnomalyReport, Spike
 from megatron_async_rl.policy.batches import receive
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import Batcher, MicroBatch
+from megatron_async_rl.policy.minibatches import Minibatch, divide, over_steps
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
@@ -89,7 +91,8 @@ class Policy:
         responses are sampled at.
 
         `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. Nothing in
-        the policy is random. `anomalies`: the file that anomalous gradients are traced to.
+        the policy is random but how a batch is divided into minibatches, which its version decides.
+        `anomalies`: the file that anomalous gradients are traced to.
         """
         model = build_model(model_config, policy_config, layout, objective_config.value)
         wrapped = wrap_for_gradients(model.chunks, policy_config)
@@ -144,23 +147,60 @@ class Policy:
 
     def receive(self, take: Callable[[], TrainBatch | None]) -> RankBatch | None:
         """Hands each rank its part of what rank 0 takes: see `batches.receive`."""
-        return receive(take, self.layout, whole_groups=self.baseline is not None)
+        return receive(
+            take,
+            self.layout,
+            minibatches=self.objective.config.minibatches,
+            whole_groups=self.baseline is not None,
+        )
 
     def train_step(self, batch: RankBatch) -> dict[str, float]:
-        """One optimizer step on `batch`. Keys are those of metrics/catalogue.py.
+        """The optimizer steps on `batch`, which end in the next version of the weights. Keys are
+        those of metrics/catalogue.py.
 
-        A batch without a single trainable token makes no step. Raises SampleTooLong and
+        A minibatch without a single trainable token makes no step. Raises SampleTooLong and
         SnapshotMissing.
         """
-        samples = valid_samples(batch)
+        samples, settings = valid_samples(batch), self.objective.config
         self.references.begin(batch.version)
         if not samples.loss_mask.any():
-            return self.step.skip()
+            return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
+        started, updates = time.perf_counter(), self.step.updates
+        minibatches = [
+            Minibatch(rows, *self.batcher.of(samples.select(rows)))
+            for rows in divide(samples.group, batch.version, settings.minibatches)
+        ]
+        targets = self.objective.prepare(samples, self._precompute(samples, minibatches))
+        precomputed = time.perf_counter()
+        steps = [
+            self._optimizer_step(
+                minibatch,
+                targets.select(minibatch.rows),
+                lag_max=int((batch.version - batch.versions).max(initial=0)),
+                moved=self.step.updates > updates,
+            )
+            for _ in range(settings.epochs)
+            for minibatch in minibatches
+        ]
+        metrics = {**over_steps(steps), **targets.metrics}
+        metrics["time/precompute_s"] += precomputed - started
+        return metrics
+
+    def _optimizer_step(
+        self, minibatch: Minibatch, batch: BatchTargets, *, lag_max: int, moved: bool
+    ) -> dict[str, float]:
+        """moved: the weights are no longer those that the batch began with."""
+        samples, plan, mine = batch.samples, minibatch.plan, minibatch.own
+        if not samples.loss_mask.any():
+            return {"time/precompute_s": 0.0, **self.step.skip()}
         started = time.perf_counter()
         past = self.references.past_masters
-        displaced = weight_displacement(samples, past, self.optimizer) if past is not None else None
-        plan, mine = self.batcher.of(samples)
-        targets = self.objective.prepare(samples, self._precompute(samples, mine))
+        displaced = (
+            weight_displacement(samples, past, self.optimizer, moved=moved)
+            if past is not None
+            else None
+        )
+        targets = self.objective.decide(batch, self._again(samples, mine) if moved else None)
         precomputed = time.perf_counter()
         table = StepTable(len(samples), self.layout.device)
         # Without the distributed optimizer a parameter's grad is its gradient buffer: left in
@@ -177,7 +217,7 @@ class Policy:
         facts = StepFacts(
             loss=measured["policy/loss"],
             log_weights=table.log_weights(samples),
-            lag_max=int((batch.version - batch.versions).max(initial=0)),
+            lag_max=lag_max,
         )
 
         def report(spike: Spike, gradients: Gradients) -> None:
@@ -185,7 +225,7 @@ class Policy:
             self.anomalies.write(
                 spike,
                 gradients,
-                step=batch.version + 1,
+                step=samples.version + 1,
                 samples=samples,
                 rows=plan.ranks[self.layout.dp_rank],
                 build=lambda rows: self.batcher.build(samples, rows),
@@ -216,9 +256,14 @@ class Policy:
         table.run(self.schedule, self.batcher.of(samples)[1], [Fill("logp", "logp")])
         return np.split(table.finish()["logp"].numpy(), samples.starts[1:-1])
 
-    def _precompute(self, samples: RankBatch, mine: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    def _precompute(
+        self, samples: RankBatch, minibatches: Sequence[Minibatch]
+    ) -> dict[str, Tensor]:
         """The columns the objective needs, over the tokens of `samples`. Collective. Raises
-        SnapshotMissing."""
+        SnapshotMissing.
+
+        A pass over all samples runs the micro-batches that training runs, so that at a batch's
+        first step pi and a recomputed pi_prox are the same numbers."""
         table = PrecomputeTable(samples, sorted(self.objective.needs), self.layout)
         planned = passes(table.columns, samples, self.references)
         with self.references.trained_restored(
@@ -227,10 +272,19 @@ class Policy:
             for each in planned:
                 if each.weights is not None:
                     each.weights.place()
-                batches = (
-                    mine if each.rows is None else self.batcher.of(samples.select(each.rows))[1]
-                )
-                table.run(self.schedule, batches, each.fills, each.rows)
+                if each.rows is not None:
+                    own = self.batcher.of(samples.select(each.rows))[1]
+                    table.run(self.schedule, own, each.fills, each.rows)
+                    continue
+                for minibatch in minibatches:
+                    table.run(self.schedule, minibatch.own, each.fills, minibatch.rows)
+        return table.finish()
+
+    def _again(self, samples: RankBatch, mine: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """The columns that an optimizer step wants under its own weights. Collective."""
+        table = PrecomputeTable(samples, sorted(self.objective.needs_again), self.layout)
+        if table.columns:
+            table.run(self.schedule, mine, [Fill(name, name) for name in table.columns])
         return table.finish()
 
     def _loss(

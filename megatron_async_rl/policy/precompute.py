@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.policy.forward import Schedule
@@ -106,7 +107,7 @@ class PrecomputeTable:
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         fills: Sequence[Fill],
-        rows: Sequence[int] | None = None,
+        rows: Sequence[int] | NDArray[np.int64] | None = None,
     ) -> None:
         """One forward pass under the weights in place. rows: the samples that the micro-batches
         number; null for all."""

@@ -264,11 +264,15 @@ def weight_displacement(
     samples: RankBatch,
     past: Snapshots[HeldMasters],
     optimizer: MegatronOptimizer,
+    *,
+    moved: bool = False,
 ) -> WeightDisplacement | None:
-    """The displacement of a batch; null where all its samples began under the version it trains.
+    """The displacement of an optimizer step's samples; null where all of them began under the
+    present weights. moved: the present weights are no longer those of the version that is trained.
     Raises SnapshotMissing."""
     shares, version = start_shares(samples), samples.version
-    shares.pop(version, None)
+    if not moved:
+        shares.pop(version, None)
     weights = [(share, past.of(each, current=version)) for each, share in sorted(shares.items())]
     return WeightDisplacement(weights, optimizer) if weights else None
 

@@ -137,9 +137,10 @@ def _engine(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
 
 
 def _skipped(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
-    if not number(row, "policy/skipped") or number(row, "gac/regime") == _SKIPPED_BY_GAC:
+    skipped = number(row, "policy/skipped")
+    if not skipped or number(row, "gac/regime") == _SKIPPED_BY_GAC or _nonfinite(before, row, {}):
         return None
-    return None if _nonfinite(before, row, {}) else "no optimizer step"
+    return "no optimizer step" if skipped == 1 else f"{skipped:.0%} of the optimizer steps"
 
 
 def _reward(_: Row, row: Row, __: Mapping[str, Any]) -> str | None:

@@ -63,15 +63,15 @@ layout by those that GAC skips."""
 
 
 class Recorder:
-    """Keeps what the objective of a policy decided about each batch."""
+    """Keeps what the objective of a policy decided about each optimizer step."""
 
     def __init__(self, policy) -> None:
-        self.prepare = policy.objective.prepare
+        self.decide = policy.objective.decide
         self.decisions: list[dict] = []
-        policy.objective.prepare = self
+        policy.objective.decide = self
 
     def __call__(self, *args, **kwargs):
-        targets = self.prepare(*args, **kwargs)
+        targets = self.decide(*args, **kwargs)
         decided = targets.whole.decided
         self.decisions.append(
             {

@@ -109,9 +109,8 @@ def test_a_group_in_which_nothing_is_trained_on_is_finite():
 
 
 def targets(advantage, groups):
-    return Objective(ObjectiveConfig(advantage=advantage)).prepare(
-        columns(rewards_batch(groups)), {}
-    )
+    objective = Objective(ObjectiveConfig(advantage=advantage))
+    return objective.decide(objective.prepare(columns(rewards_batch(groups)), {}))
 
 
 @pytest.mark.parametrize("advantage", [GrpoAdvantage(), RlooAdvantage(), NoAdvantage()])

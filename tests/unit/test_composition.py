@@ -84,7 +84,7 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
         batch = columns(ragged_batch(groups=2, group_size=3, seed=seed, max_response=6))
         objective = Objective(config.objective)
         found, logp = surveyed(batch, objective, seed)
-        targets = objective.prepare(batch, found)
+        targets = objective.decide(objective.prepare(batch, found))
         found = [loss_and_gradient(objective, targets, logp, cut, torch.float64) for cut in CUTS]
         for value, gradient in [
             *found,

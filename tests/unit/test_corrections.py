@@ -248,11 +248,11 @@ def test_sequence_masking_compares_with_the_sampling_policy_where_that_is_the_pr
     batch = ragged_batch()
     samples = [s for s in samples_in(batch) if s.valid]
     behavior = torch.from_numpy(np.concatenate([s.behavior_logprobs for s in samples])).double()
-    targets = objective.prepare(columns(batch), {"logp": behavior - 0.02})
-    whole = targets.whole
+    moved = objective.prepare(columns(batch), {"logp": behavior - 0.02})
+    whole = objective.decide(moved).whole
     trained = whole.mask > 0
     assert torch.equal((whole.weights == 0)[trained], (whole.advantages < 0)[trained])
-    unmoved = objective.prepare(columns(batch), {"logp": behavior}).whole
+    unmoved = objective.decide(objective.prepare(columns(batch), {"logp": behavior})).whole
     assert torch.all(unmoved.weights[trained] == 1)
 
 

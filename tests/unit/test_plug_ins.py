@@ -124,7 +124,7 @@ def test_each_kind_of_method_is_added_by_one_file_and_one_line(folder):
     tree["controls"] = [{"name": "mine:SlowerSettings", "scale": 0.25}]
     chosen = Config.model_validate(tree)
     objective, batch = Objective(chosen.objective), columns(ragged_batch())
-    targets = objective.prepare(batch, {})
+    targets = objective.decide(objective.prepare(batch, {}))
     part = targets.part(
         range(len(targets.samples)), dtype=torch.float64, device=torch.device("cpu")
     )

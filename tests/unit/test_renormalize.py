@@ -92,7 +92,7 @@ def loss_and_gradient(objective, batch, cut):
     """The batch's loss, and its gradient with respect to each sample's log-probs, in micro-batches
     of `cut` samples."""
     given = precomputed(batch, objective.needs)
-    targets = objective.prepare(batch, given)
+    targets = objective.decide(objective.prepare(batch, given))
     current, total = given["logp"].clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
     for first in range(0, len(targets.samples), cut):
         rows = list(range(first, min(first + cut, len(targets.samples))))
@@ -128,7 +128,7 @@ def test_a_penalty_which_nothing_rejects_keeps_its_denominators(aggregation):
         names = chosen.needs | {"logp", "logp_ref"}
         given = precomputed(batch, names)
         given["logp_ref"] = given["logp_ref"] - 0.5
-        targets = chosen.prepare(batch, given)
+        targets = chosen.decide(chosen.prepare(batch, given))
         rows = range(len(targets.samples))
         part = targets.part(rows, dtype=torch.float64, device=torch.device("cpu"))
         part = part.replace(logp=given["logp"].requires_grad_())
