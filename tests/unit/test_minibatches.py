@@ -1,0 +1,180 @@
+"""A batch is divided into minibatches of whole groups, and what does not go with several optimizer
+steps per batch is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.problem import ConfigError
+from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.plan.machine import Machine
+from megatron_async_rl.plan.plan import make_plan
+from megatron_async_rl.policy.batches import split
+from megatron_async_rl.policy.minibatches import divide, over_steps
+from tests.train_batches import columns, ragged_batch
+from tests.written_run import write_run
+
+GROUP = np.repeat(np.arange(10), 3)
+
+
+def test_one_minibatch_is_the_batch_in_its_order():
+    (rows,) = divide(GROUP, version=7, minibatches=1)
+    assert rows.tolist() == list(range(30))
+
+
+def test_every_sample_is_in_one_minibatch_with_its_whole_group():
+    parts = divide(GROUP, version=7, minibatches=4)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(30))
+    groups = [set(GROUP[rows].tolist()) for rows in parts]
+    assert sum(map(len, groups)) == 10
+    assert sorted(map(len, groups)) == [2, 2, 3, 3]
+
+
+def test_the_version_alone_draws_the_division():
+    again = [[rows.tolist() for rows in divide(GROUP, version=7, minibatches=4)] for _ in range(2)]
+    other = [rows.tolist() for rows in divide(GROUP, version=8, minibatches=4)]
+    assert again[0] == again[1] != other
+    assert [part for part in again[0] if part != sorted(part)] == []
+
+
+def test_fewer_groups_than_minibatches_leave_some_empty():
+    parts = divide(np.array([4, 4, 9]), version=0, minibatches=3)
+    assert sorted(len(rows) for rows in parts) == [0, 1, 2]
+
+
+def test_each_minibatch_is_balanced_over_the_data_parallel_ranks():
+    batch = ragged_batch(groups=8, group_size=4, seed=2)
+    mine = split(batch, 2, minibatches=4).of(0)
+    valid = np.flatnonzero(mine.valid)
+    for rows in divide(mine.group[valid], batch.version, 4):
+        tokens = (mine.prompt_lengths + mine.lengths)[valid[rows]]
+        shares = np.bincount(mine.owner[valid[rows]], tokens, minlength=2)
+        assert abs(shares[0] - shares[1]) <= tokens.max()
+
+
+def test_metrics_of_steps_are_put_together_as_the_catalogue_says():
+    steps = [
+        {"policy/loss": 1.0, "policy/grad_anomaly": 30.0, "gac/skips": 1.0, "time/optimizer_s": 2.0},
+        {"policy/loss": 3.0, "policy/grad_anomaly": 0.0, "gac/skips": 2.0, "time/optimizer_s": 3.0,
+         "gac/cosine": 0.25, "ratio/logp_diff_lag0_max": 1.0},
+        {"policy/loss": 2.0, "policy/grad_anomaly": 0.0, "gac/skips": 2.0, "time/optimizer_s": 1.0,
+         "gac/cosine": 0.75, "ratio/logp_diff_lag0_max": 5.0},
+    ]  # fmt: skip
+    assert over_steps(steps) == {
+        "policy/loss": 2.0,
+        "policy/grad_anomaly": 30.0,
+        "gac/skips": 2.0,
+        "time/optimizer_s": 6.0,
+        "gac/cosine": 0.5,
+        "ratio/logp_diff_lag0_max": 1.0,
+    }
+    assert over_steps(steps[:1]) == steps[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["objective.minibatches=5"], ("objective.minibatches: 5", "flow.prompts_per_step: 4")),
+        (
+            ["objective.epochs=2", "controls=[gac]"],
+            ("gac", "same samples", "objective.minibatches to at least 2", "objective.epochs: 1"),
+        ),
+        (["objective.epochs=0"], ("above 0",)),
+        (["objective.epochs=2", "controls=[{name: gac, calibrate: {steps: 400}}]",
+          "objective.minibatches=2", "run.steps=100"], ("400",)),
+        (["objective.corrections=[opsm]", "objective.proximal=recompute"], ("epochs above 1",)),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_with_key_and_fix(
+    tmp_path: Path, overrides: list[str], says: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write_run(tmp_path), ["flow.prompts_per_step=4", *overrides])
+    text = " ".join(f"{one.key} {one.what} {one.fix}" for one in caught.value.problems)
+    assert [word for word in says if word not in text] == []
+
+
+def test_several_steps_make_opsm_and_gac_sensible(tmp_path: Path) -> None:
+    config = load(
+        write_run(tmp_path),
+        [
+            "flow.prompts_per_step=4",
+            "objective={minibatches: 2, epochs: 3, corrections: [opsm], proximal: recompute}",
+            "controls=[{name: gac, calibrate: {steps: 10}}]",
+            "run.steps=7",
+        ],
+    )
+    assert config.optimizer_steps == 42
+    assert config.fresh_steps == 2, "11 optimizer steps are in two batches of six"
+
+
+def test_the_plan_refuses_minibatches_that_leave_ranks_without_a_sample(tmp_path: Path) -> None:
+    settings = ["flow.prompts_per_step=4", "flow.group_size=2", "policy.parallel.ranks=4"]
+    found = {}
+    for minibatches in (2, 4):
+        config = load(write_run(tmp_path), [*settings, f"objective.minibatches={minibatches}"])
+        plan = make_plan(config, Machine(cores=8, memory=2**36, shared_memory=2**33, gpus=()), None)
+        found[minibatches] = [p for p in plan.problems if p.key == "objective.minibatches"]
+    assert found[2] == []
+    (problem,) = found[4]
+    assert "2 samples in one for 4 data-parallel ranks" in problem.what
+    assert "at most 2" in problem.fix
+
+
+def ppo(**more) -> Objective:
+    return Objective(ObjectiveConfig(proximal="recompute", **more))
+
+
+def test_the_proximal_policy_is_precomputed_once_a_batch_makes_several_steps():
+    assert ppo().needs == frozenset()
+    assert ppo(epochs=2).needs == ppo(minibatches=2).needs == {"logp"}
+    assert ppo(epochs=2).needs_again == frozenset()
+    again = Objective(ObjectiveConfig(loss="m2po", epochs=2))
+    assert again.needs_again == {"logp"}
+
+
+def test_a_ratio_is_to_the_batchs_start_and_ppo_clips_it():
+    objective, batch = ppo(epochs=2), columns(ragged_batch())
+    start = torch.from_numpy(batch.behavior_logprobs).double()[
+        np.isin(batch.rows, np.flatnonzero(batch.valid))
+    ]
+    targets = objective.decide(objective.prepare(batch, {"logp": start - 1.0}))
+    part = targets.part(
+        range(len(targets.samples)), dtype=torch.float64, device=torch.device("cpu")
+    )
+    logp = (start - 1.0 + 0.5).requires_grad_()
+    loss = objective.loss(part.replace(logp=logp), targets.denominators, corrected=False)
+    up = (part.advantages > 0) & (part.mask > 0)
+    assert torch.equal(loss.clipped & (part.mask > 0), up), "r is e^0.5 everywhere"
+
+
+def test_a_minibatch_has_its_own_denominators_and_the_batchs_advantages():
+    objective, batch = ppo(minibatches=2), columns(ragged_batch())
+    count = int(batch.lengths[batch.valid].sum())
+    whole = objective.prepare(batch, {"logp": torch.zeros(count)})
+    first, second = divide(whole.samples.group, batch.version, 2)
+    parts = [objective.decide(whole.select(rows)) for rows in (first, second)]
+    tokens = [part.denominators.tokens for part in parts]
+    assert sum(tokens) == objective.decide(whole).denominators.tokens
+    assert tokens[0] == int(whole.samples.trained[first].sum())
+    for rows, part in zip((first, second), parts, strict=True):
+        place = np.isin(whole.samples.rows, rows)
+        assert torch.equal(part.whole.advantages, whole.whole.advantages[place])
+        assert part.samples.ids.to_pylist() == whole.samples.ids.take(rows).to_pylist()
+
+
+def test_decisions_are_made_again_from_the_steps_own_log_probs():
+    objective, batch = Objective(ObjectiveConfig(loss="m2po", epochs=2)), columns(ragged_batch())
+    behavior = torch.from_numpy(batch.behavior_logprobs)[
+        np.isin(batch.rows, np.flatnonzero(batch.valid))
+    ]
+    whole = objective.prepare(batch, {"logp": behavior})
+    assert objective.decide(whole).metrics["objective/second_moment"] == 0.0
+    moved = objective.decide(whole, {"logp": behavior + 0.3})
+    assert moved.metrics["objective/second_moment"] == pytest.approx(0.09)
