@@ -128,6 +128,10 @@ class PolicyConfig(Strict):
     """Budget of prompt + response tokens, padding included, of one micro-batch on one rank."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary logits exist at one time."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass computes again instead of keeping them, as Megatron does
+    it: of attention between its projections (`selective`), or of each whole layer (`full`, one
+    more forward pass). No gradient changes."""
     on_anomaly: Literal["report", "skip"] = "report"
     """A gradient norm over 20 times the median of the last 50 steps is logged and kept in
     RUN/anomalies.jsonl, with the parameter that holds most of it and the samples that made it, for

@@ -133,8 +133,7 @@ def rank_memory(
         controls=control_bytes(
             config, own, largest=largest_parameter(shape, tensor=parallel.tensor), on_gpu=on_gpu
         ),
-        activations=_layers_in_flight(config, shape, stage)
-        * _layer_activations(config, shape, tokens, longest, on_gpu=on_gpu),
+        activations=_activations(config, shape, stage, tokens, longest, on_gpu=on_gpu),
         logprobs=chunk if stage == parallel.pipeline - 1 else 0,
         held=count * held_bytes(config) + own * past_master_bytes(config),
     )
@@ -186,6 +185,24 @@ def control_bytes(config: Config, own: int, *, largest: int, on_gpu: bool) -> in
 def largest_parameter(shape: ModelShape, *, tensor: int) -> int:
     """Elements of the largest weight on one rank, the embedding or the gated half of an MLP."""
     return max(-(-shape.vocabulary // tensor), 2 * shape.intermediate // tensor) * shape.hidden
+
+
+def _activations(
+    config: Config, shape: ModelShape, stage: int, tokens: int, longest: int, *, on_gpu: bool
+) -> int:
+    """Bytes of a rank's layers in flight. With policy.recompute: full each keeps its input alone,
+    and one at a time is computed again; `selective` keeps what attention keeps, but no scores, and
+    one layer's at a time."""
+    layers = _layers_in_flight(config, shape, stage)
+    recompute, parallel = config.policy.recompute, config.policy.parallel
+    whole = _layer_activations(config, shape, tokens, longest, on_gpu=on_gpu)
+    if recompute == "none":
+        return layers * whole
+    if recompute == "selective":
+        without = _layer_activations(config, shape, tokens, longest, on_gpu=False)
+        return layers * without + (whole - without)
+    parts = parallel.tensor if parallel.sequence else 1
+    return layers * tokens * shape.hidden // parts * value_bytes(config) + whole
 
 
 def _layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:

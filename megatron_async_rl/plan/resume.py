@@ -54,6 +54,7 @@ ALLOWED = (
     "policy.sequence",
     "policy.tokens_per_micro_batch",
     "policy.logprob_chunk_tokens",
+    "policy.recompute",
     "rollout.placement",
     "rollout.engines",
     "rollout.tensor",

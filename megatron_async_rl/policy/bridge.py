@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +237,19 @@ BRIDGES: dict[str, type[LocalBridge]] = {
 }
 
 
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    # Megatron's own choice of modules is the core attention.
+    "selective": {"recompute_granularity": "selective"},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+"""Megatron's settings for each value of policy.recompute."""
+
+
 def build_bridge(
     model_path: Path,
     *,
@@ -244,6 +257,7 @@ def build_bridge(
     layout: Layout,
     sequence_parallel: bool,
     packed: bool = False,
+    recompute: str = "none",
 ) -> LocalBridge:
     """The bridge of the model in `model_path`. packed: for packed rows. Raises UnsupportedModel, or OSError/ValueError for
     an unreadable config."""
@@ -254,7 +268,9 @@ def build_bridge(
     bridge = BRIDGES[hf_config.model_type](
         hf_config, dtype=dtype, make_vocab_size_divisible_by=layout.tp_size
     )
-    bridge.set_extra_args(sequence_parallel=sequence_parallel and layout.tp_size > 1)
+    bridge.set_extra_args(
+        sequence_parallel=sequence_parallel and layout.tp_size > 1, **RECOMPUTE[recompute]
+    )
     bridge.layout = layout
     bridge.packed = packed
     bridge.tied = bool(hf_config.tie_word_embeddings)

@@ -176,6 +176,7 @@ def assemble_model(
         layout=layout,
         sequence_parallel=policy.parallel.sequence,
         packed=policy.sequence == "packed",
+        recompute=policy.recompute,
     )
     chunks = []
     for index in range(layout.virtual_stages):

@@ -65,6 +65,7 @@ class Rank:
         on_anomaly="report",
         anomalies=None,
         sequence="padded",
+        recompute="none",
         **optimizer,
     ):
         # A large epsilon keeps Adam smooth: with a tiny one the update of a near-zero gradient is
@@ -79,6 +80,7 @@ class Rank:
                 tokens_per_micro_batch=budget,
                 logprob_chunk_tokens=16,
                 on_anomaly=on_anomaly,
+                recompute=recompute,
             ),
             objective or ObjectiveConfig(),
             controls,

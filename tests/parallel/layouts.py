@@ -43,7 +43,12 @@ MIXTURE_LAYOUTS = {
     "expert_tensor": {"ranks": 4, "expert": 2, "tensor": 2, "sequence": True},
 }
 """For the model with experts; for the programs of `WITH_MIXTURES` alone."""
-WITH_MIXTURES = ("objective_program", "displacement_program", "packing_program")
+WITH_MIXTURES = (
+    "objective_program",
+    "displacement_program",
+    "packing_program",
+    "recompute_program",
+)
 ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
 GRADIENT_LAYOUTS = {
     "data_tensor_replicated": {"ranks": 4, "tensor": 2, "distributed_optimizer": False},

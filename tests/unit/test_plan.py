@@ -515,6 +515,19 @@ def test_attention_scores_count_only_where_torch_keeps_them(tmp_path: Path) -> N
     assert activations_of_8b(tmp_path) > 200 * GIB, "float32, grouped queries, GPU: no fused kernel"
 
 
+def test_recomputation_keeps_inputs_of_layers_or_no_scores(tmp_path: Path) -> None:
+    """32 layers of 16k tokens over eight ranks, of which one layer at a time is whole."""
+    layer = activations_of_8b(tmp_path) // 32
+    full = activations_of_8b(tmp_path, "policy.recompute=full")
+    assert full == 32 * 16384 * 4096 * 4 + layer
+    sequence = ["policy.recompute=full", "policy.parallel.sequence=true"]
+    whole = activations_of_8b(tmp_path, "policy.parallel.sequence=true") // 32
+    assert activations_of_8b(tmp_path, *sequence) == 32 * 16384 * 4096 * 4 // 8 + whole
+    selective = activations_of_8b(tmp_path, "policy.recompute=selective")
+    without = activations_of_8b(tmp_path, on_gpu=False)
+    assert selective == without + (layer - without // 32)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_our_attention_keeps_no_scores_on_the_cpu(tmp_path, dtype, kv_heads):

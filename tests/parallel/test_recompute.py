@@ -1,0 +1,49 @@
+"""Recomputed activations change no gradient, no weight and no metric by a bit, and take less
+memory, on every layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.plan.memory import rank_memory
+from megatron_async_rl.plan.model_files import read_model
+from tests.parallel import layouts
+from tests.written_run import write_run
+
+pytestmark = pytest.mark.parallel
+
+
+def results(layout, dtype="float32"):
+    return layouts.results(layout, "recompute_program")[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+def test_gradients_weights_and_metrics_are_the_same_bits(layout, dtype):
+    for rank in results(layout, dtype)["ranks"]:
+        assert [kind for kind, (same, _, _) in rank.items() if not same] == []
+    assert results(layout, dtype)["steps"][1]["gac/cosine"] != 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+def test_less_is_kept_on_every_rank_and_nothing_after_the_step(layout, dtype):
+    for rank in results(layout, dtype)["ranks"]:
+        peaks = {kind: peak for kind, (_, peak, _) in rank.items()}
+        assert peaks["full"] < peaks["selective"] < peaks["none"]
+        assert {left for _, _, left in rank.values()} == {0}
+    # Each of four layers keeps its input; one at a time is computed again.
+    if layout == "single":
+        assert peaks["full"] < 0.3 * peaks["none"]
+
+
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_the_plan_knows_what_is_kept(tmp_path, kind):
+    (rank,) = results("single")["ranks"]
+    settings = [f"model.path={layouts.material() / 'tied'}", "model.dtype=float32"]
+    settings += ["policy.tokens_per_micro_batch=160", "policy.logprob_chunk_tokens=16"]
+    config = load(write_run(tmp_path), [*settings, f"policy.recompute={kind}"])
+    shape, _ = read_model(config.model.path)
+    planned = rank_memory(config, shape, stage=0, data_parallel=1, longest=26)
+    assert planned.activations + planned.logprobs == pytest.approx(rank[kind][1], rel=0.2)
