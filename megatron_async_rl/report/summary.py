@@ -65,7 +65,6 @@ def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
         for name, key in IN_A_STEP.items()
     }
     shares["other"] = max(0.0, 1.0 - sum(shares.values())) if in_steps > 0 else 0.0
-    codes = [int(code) for row in rows if (code := number(row, "gac/regime")) is not None]
     counts = summed(rows, "lag/histogram")
     busy = column(rows, "engine/busy_share")[1]
     largest = numbers(rows, "lag/max")
@@ -75,7 +74,7 @@ def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
         generated=int(total(rows, "tokens/generated")),
         trained=int(total(rows, "tokens/trained")),
         shares=shares,
-        regimes={name: codes.count(code) for code, name in enumerate(REGIMES)} if codes else {},
+        regimes=_regimes(rows),
         busy_share=float(busy.mean()) if len(busy) else None,
         alive=_alive(rows),
         restarts=int(
@@ -93,6 +92,17 @@ def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
         before=status.before if status else None,
         after=status.after if status else None,
     )
+
+
+def _regimes(rows: Sequence[Row]) -> dict[str, int]:
+    """Optimizer steps so far in each of GAC's regimes, of which a line may hold several; lines by
+    their regime where a log has no such counts. Empty without the control."""
+    last = next((row for row in reversed(rows) if "gac/kept" in row), None)
+    if last is not None:
+        keys = ("gac/kept", "gac/projected", "gac/skips")
+        return {name: int(number(last, key) or 0) for name, key in zip(REGIMES, keys, strict=True)}
+    codes = [int(code) for row in rows if (code := number(row, "gac/regime")) is not None]
+    return {name: codes.count(code) for code, name in enumerate(REGIMES)} if codes else {}
 
 
 def _alive(rows: Sequence[Row]) -> tuple[int, int] | None:

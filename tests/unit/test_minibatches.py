@@ -17,6 +17,7 @@ from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.policy.batches import split
 from megatron_async_rl.policy.minibatches import divide, over_steps
+from megatron_async_rl.report.summary import summarise_run
 from tests.train_batches import columns, ragged_batch
 from tests.written_run import write_run
 
@@ -178,3 +179,10 @@ def test_decisions_are_made_again_from_the_steps_own_log_probs():
     assert objective.decide(whole).metrics["objective/second_moment"] == 0.0
     moved = objective.decide(whole, {"logp": behavior + 0.3})
     assert moved.metrics["objective/second_moment"] == pytest.approx(0.09)
+
+
+def test_the_summary_counts_gacs_optimizer_steps_not_lines():
+    counts = [{"gac/kept": 4.0, "gac/projected": 4.0, "gac/skips": 0.0, "gac/regime": 1.0}]
+    counts.append({"gac/kept": 9.0, "gac/projected": 6.0, "gac/skips": 1.0, "gac/regime": 2.0})
+    summary = summarise_run(counts, None)
+    assert summary.regimes == {"kept": 9, "projected": 6, "skipped": 1}
