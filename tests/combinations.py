@@ -44,6 +44,7 @@ def factors() -> dict[str, list[Any]]:
         "first control": [None, *_names("controls")],
         "second control": [None, *_names("controls")],
         "kl": [None, "loss", "reward"],
+        "steps per batch": [None, 4],
     }
 
 
@@ -66,6 +67,8 @@ def config_of(chosen: dict[str, Any]) -> Config | None:
     }
     if chosen["aggregation"] == "seq-mean-token-sum-norm":
         objective["norm_length"] = 16
+    if chosen["steps per batch"]:
+        objective |= {"minibatches": 2, "epochs": 2}
     if chosen["kl"]:
         objective["kl"] = {"coef": 0.01, "where": chosen["kl"]}
     loss = next(
@@ -141,4 +144,5 @@ def label(config: Config) -> str:
         objective.proximal,
     ]
     parts += [objective.aggregation_used, *(c.name for c in config.controls)]
+    parts += [f"{objective.steps_per_batch}_steps"] if objective.steps_per_batch > 1 else []
     return "-".join(parts + ([f"kl_{objective.kl.where}"] if objective.kl else []))
