@@ -259,8 +259,8 @@ def build_bridge(
     packed: bool = False,
     recompute: str = "none",
 ) -> LocalBridge:
-    """The bridge of the model in `model_path`. packed: for packed rows. Raises UnsupportedModel, or OSError/ValueError for
-    an unreadable config."""
+    """The bridge of the model in `model_path`. packed: for packed rows. Raises UnsupportedModel, or
+    OSError/ValueError for an unreadable config."""
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
