@@ -19,7 +19,7 @@ FLOAT32 = 4
 REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
 """Per parameter, by `reference_dtype`; fp8 has a float32 scale for 128 numbers."""
 LOGIT_COPIES = 3
-"""Logits, their exponentials and their gradient exist together for one chunk."""
+"""Chunks of float32 logits whose memory the log-probs take: policy/logprobs.py keeps to it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,17 +165,27 @@ class Schedule:
         # nothing else.
         position = micro_batch.rows % length * batch + micro_batch.rows // length
         selected = hidden.transpose(0, 1).reshape(length * batch, width).index_select(0, position)
+        weight = self.model.output_weight()
         logp, entropy, sum_p_squared = vocab_parallel_logprobs(
             selected,
-            self.model.output_weight(),
+            weight,
             micro_batch.targets,
             temperature=self.temperature,
             chunk=self.logprob_chunk_tokens,
             group=self.layout.tp_group,
             vocab_size=self.model.vocab_size,
+            weight_gradient=self._gradient_of(weight),
         )
         head = self.model.value_head
         return TokenOutputs(logp, entropy, sum_p_squared, None if head is None else head(selected))
+
+    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Megatron's gradient buffer, where it may be added to directly: while it is reduced beside
+        the backward, Megatron wants every gradient from autograd."""
+        settings = getattr(self.chunks[-1], "ddp_config", None)
+        if settings is None or settings.overlap_grad_reduce:
+            return None
+        return getattr(parameter, "main_grad", None)
 
 
 class StageMessages(P2PCommunicator):

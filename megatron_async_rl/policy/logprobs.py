@@ -1,32 +1,56 @@
 """Log-probs and entropy of target tokens from hidden states, with the vocabulary cut over
 tensor-parallel ranks.
 
-For logits z = W h / temperature over the true vocabulary, L = log sum_v exp z_v:
+For logits z = W h / temperature over the true vocabulary, L = log sum_v exp z_v, p_v = exp(z_v - L):
 
     logp          = z_target - L
-    entropy       = L - sum_v exp(z_v - L) z_v
-    sum_p_squared = exp(log sum_v exp(2 z_v) - 2 L), the probability that two draws agree
+    entropy       = - sum_v p_v log p_v
+    sum_p_squared = sum_v p_v^2, the probability that two draws agree
 
-    d logp / d z_v    = [v = target] - exp(z_v - L)
-    d entropy / d z_v = -exp(z_v - L) (z_v - L + entropy)
+    d logp / d z_v    = [v = target] - p_v
+    d entropy / d z_v = -p_v (log p_v + entropy)
     sum_p_squared has no gradient.
 
+A rank r that holds part of the vocabulary has its own L_r, H_r and S_r of the same three kinds under
+its own softmax; with w_r = exp(L_r - L) they add up: entropy = sum_r w_r (H_r + L - L_r), and
+sum_p_squared = sum_r w_r^2 S_r.
+
+The gradient's matrix is made in the forward pass, where p is at hand: p_v - [v = target] of the
+first tokens is kept for the backward, which is two products then. Of the tokens that find no room
+the backward makes the logits again, a third product.
+
 Invariants:
-- logits exist for `chunk` tokens and this rank's rows at a time, [chunk, V/tp] float32, forward and
-  backward; backward makes them again. No rank sees another's logits;
+- logits exist for `chunk` tokens at a time, [chunk, V/tp] float32, and no rank sees another's. With
+  what is kept they take no more memory than LOGIT_COPIES of these: room for two chunks' tokens of
+  float32 models, for three of bfloat16 ones;
+- logits are not rounded to the model's type before the softmax; the weight's gradient is summed in
+  float32, and no other tensor of the weight's size is made;
 - one collective forward (four numbers per token and rank) and one backward (the sum of the hidden
-  states' gradient), however many chunks there are;
-- logits are float32 from the product of hidden states and weight on, whatever their own dtype;
+  states' gradient), however many chunks there are, and nothing that waits for the device;
 - padding rows of the vocabulary enter no sum and get no gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_async_rl.policy.logit_chunk import (
+    add_weight_gradient,
+    local_softmax,
+    logits_into,
+    row_blocks,
+    set_targets,
+    subtract_targets,
+)
+
+LOGIT_COPIES = 3
+"""Chunks of float32 logits whose memory is used; the plan of memory counts on it."""
 
 
 def vocab_parallel_logprobs(
@@ -38,6 +62,7 @@ def vocab_parallel_logprobs(
     group: Any = None,
     *,
     vocab_size: int,
+    weight_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logp [N], entropy [N], sum_p_squared [N]), float32 (float64 for float64 hidden states), in
     nats; the first two with gradient.
@@ -45,61 +70,102 @@ def vocab_parallel_logprobs(
     hidden: [N, H], equal on all ranks of `group`; its gradient is summed over them. weight: [V/tp,
     H], this rank's rows of the output layer, ranks in order of the vocabulary; its gradient is
     local. targets: [N] int64 in 0..vocab_size-1. group: the tensor-parallel group; None for an
-    undivided vocabulary. vocab_size: true rows; those beyond are padding.
+    undivided vocabulary. vocab_size: true rows; those beyond are padding. weight_gradient: [V/tp,
+    H], to which the backward adds the weight's gradient; autograd then sees none.
     """
+    rows = weight.shape[0]
+    ranks = 1 if group is None else dist.get_world_size(group)
+    first = 0 if group is None else dist.get_rank(group) * rows
+    precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    settings = _Settings(
+        temperature=temperature,
+        chunk=chunk,
+        group=group,
+        ranks=ranks,
+        first=first,
+        valid=max(0, min(rows, vocab_size - first)),
+        precision=precision,
+        kept=min(chunk * _kept_chunks(hidden.dtype, precision), len(hidden))
+        if with_gradient
+        else 0,
+        weight_gradient=weight_gradient,
+    )
     result: tuple[Tensor, Tensor, Tensor] = _VocabParallelLogprobs.apply(
-        hidden, weight, targets, temperature, chunk, group, vocab_size
+        hidden, weight, targets, settings
     )
     return result
+
+
+def _kept_chunks(dtype: torch.dtype, precision: torch.dtype) -> int:
+    """Beside a chunk of logits, and one of `dtype` where that is another type."""
+    work = precision.itemsize + (dtype.itemsize if dtype != precision else 0)
+    return (LOGIT_COPIES * precision.itemsize - work) // dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class _Settings:
+    """first, valid: this rank's rows of the vocabulary. kept: tokens whose softmax is kept."""
+
+    temperature: float
+    chunk: int
+    group: Any
+    ranks: int
+    first: int
+    valid: int
+    precision: torch.dtype
+    kept: int
+    weight_gradient: Tensor | None
+
+    def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, 1]: which targets lie in this rank's rows, and their row (clamped elsewhere)."""
+        rows = targets[:, None] - self.first
+        return (rows >= 0) & (rows < self.valid), rows.clamp(0, self.valid - 1)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        chunk: int,
-        group: Any,
-        vocab_size: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ranks = 1 if group is None else dist.get_world_size(group)
-        rows = weight.shape[0]
-        first = 0 if group is None else dist.get_rank(group) * rows
-        valid = max(0, min(rows, vocab_size - first))
-        # Per token: this rank's log-sum-exp, the mean of its logits under its own softmax, the
-        # target's logit (0 elsewhere), and the log-sum-exp of twice the logits.
-        precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        local = torch.zeros(4, hidden.shape[0], dtype=precision, device=hidden.device)
+        tokens, valid, precision = hidden.shape[0], settings.valid, settings.precision
+        # Per token, under this rank's own softmax: L_r, H_r, S_r, and the target's log-prob (0
+        # elsewhere).
+        local = torch.zeros(4, tokens, dtype=precision, device=hidden.device)
         if valid == 0:
-            local[0] = local[3] = float("-inf")
-        for start in range(0, hidden.shape[0] if valid else 0, chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight[:valid], temperature, precision)
-            total = torch.logsumexp(logits, dim=1)
-            here, rowwise = _local_targets(targets[part], first, valid)
-            local[0, part] = total
-            local[2, part] = torch.where(here, logits.gather(1, rowwise[:, None])[:, 0], 0.0)
-            probabilities = torch.exp(logits - total[:, None])
-            local[1, part] = torch.linalg.vecdot(probabilities, logits)
-            local[3, part] = torch.linalg.vecdot(probabilities, probabilities).log() + 2 * total
-        if ranks > 1:
-            gathered = torch.empty(ranks, *local.shape, dtype=precision, device=hidden.device)
-            dist.all_gather(list(gathered), local, group=group)
-            totals, means, target_logits, doubled = gathered.unbind(1)
-            log_total = torch.logsumexp(totals, dim=0)
-            mean = (torch.exp(totals - log_total) * means).sum(0)
-            target = target_logits.sum(0)
-            log_doubled = torch.logsumexp(doubled, dim=0)
+            local[0] = float("-inf")
+        kept = hidden.new_empty(settings.kept if valid else 0, valid)
+        work = _Work(settings, hidden)
+        for part in _chunks(0, tokens, settings):
+            held = kept[part] if part.start < settings.kept else None
+            logits = work.of(part, precision) if held is None or held.dtype != precision else held
+            logits_into(logits, hidden[part], weight[:valid])
+            here, row = settings.local_targets(targets[part])
+            local_softmax(logits, settings.temperature, here, row, local[:, part], held)
+
+        if settings.ranks == 1:
+            # Tensors of their own: views of one would share what autograd knows of it.
+            log_total, entropy, sum_p_squared, logp = (row.clone() for row in local)
         else:
-            log_total, mean, target, log_doubled = local
-        logp = target - log_total
-        entropy = log_total - mean
-        sum_p_squared = torch.exp(log_doubled - 2 * log_total)
-        ctx.save_for_backward(hidden, weight, targets, log_total, entropy)
-        ctx.settings = (temperature, chunk, group, ranks, first, valid, precision)
+            gathered = local.new_empty(settings.ranks, *local.shape)
+            dist.all_gather(list(gathered), local, group=settings.group)
+            totals, entropies, squares, target_logps = gathered.unbind(1)
+            log_total = torch.logsumexp(totals, dim=0)
+            away = totals - log_total
+            shares = away.exp()
+            # A rank of padding rows alone has a share of 0 and is infinitely far away.
+            entropy = torch.where(shares > 0, shares * (entropies - away), 0.0).sum(0)
+            sum_p_squared = (shares.square() * squares).sum(0)
+            owner = targets // weight.shape[0]
+            logp = target_logps.sum(0) + away.gather(0, owner[None])[0]
+        if kept.numel():
+            some = slice(0, settings.kept)
+            if settings.ranks > 1:
+                kept.mul_((local[0] - log_total)[some, None].exp())
+            subtract_targets(kept, logp[some], *settings.local_targets(targets[some]))
+
+        ctx.save_for_backward(hidden, weight, targets, log_total, entropy, logp, kept)
+        ctx.settings = settings
         ctx.mark_non_differentiable(sum_p_squared)
         ctx.set_materialize_grads(False)
         return logp, entropy, sum_p_squared
@@ -109,65 +175,93 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, grad_sum_p_squared: None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_total, entropy = ctx.saved_tensors
-        if grad_logp is None:
-            grad_logp = torch.zeros_like(log_total)
-        temperature, chunk, group, ranks, first, valid, precision = ctx.settings
+        hidden, weight = ctx.saved_tensors[:2]
+        settings: _Settings = ctx.settings
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        # Chunks are summed in full precision: in bfloat16 each addition would round.
-        grad_weight = (
-            torch.zeros(weight.shape, dtype=precision, device=weight.device)
-            if wants_weight
-            else None
-        )
-        for start in range(0, hidden.shape[0] if valid else 0, chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight[:valid], temperature, precision)
-            scale = grad_logp[part].to(precision) / temperature
-            here, rowwise = _local_targets(targets[part], first, valid)
-            logits.sub_(log_total[part, None])
-            factor = -scale[:, None]
-            if grad_entropy is not None:
-                bonus = grad_entropy[part].to(precision) / temperature
-                factor = factor - bonus[:, None] * (logits + entropy[part, None])
-            grad_logits = logits.exp_().mul_(factor)
-            grad_logits.scatter_add_(1, rowwise[:, None], torch.where(here, scale, 0.0)[:, None])
-            grad_logits = grad_logits.to(hidden.dtype)
+        total = settings.weight_gradient
+        if wants_weight and total is None:
+            # Chunks are summed in full precision: in bfloat16 each addition would round.
+            total = torch.zeros(weight.shape, dtype=settings.precision, device=weight.device)
+
+        rows = weight[: settings.valid]
+        for part, matrix, factor in _logit_gradients(ctx, grad_logp, grad_entropy):
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight[:valid], out=grad_hidden[part])
-            if grad_weight is not None:
-                if grad_weight.dtype == hidden.dtype:
-                    grad_weight[:valid].addmm_(grad_logits.t(), hidden[part])
-                else:
-                    grad_weight[:valid].add_(torch.mm(grad_logits.t(), hidden[part]))
-        if grad_hidden is not None and ranks > 1:
-            dist.all_reduce(grad_hidden, group=group)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+                torch.mm(matrix, rows, out=grad_hidden[part])
+                if factor is not None:
+                    grad_hidden[part].mul_(factor)
+            if wants_weight:
+                assert total is not None
+                inputs = hidden[part] if factor is None else (hidden[part] * factor).to(rows.dtype)
+                add_weight_gradient(total[: settings.valid], matrix, inputs)
+
+        if grad_hidden is not None and settings.ranks > 1:
+            dist.all_reduce(grad_hidden, group=settings.group)
+        if total is None or settings.weight_gradient is not None:
+            return grad_hidden, None, None, None
+        return grad_hidden, total.to(weight.dtype), None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, precision: torch.dtype) -> Tensor:
-    """In `precision` from the product on: logits rounded to bfloat16 before the softmax would put
-    log-probs off by up to 0.05."""
-    if hidden.dtype == precision:
-        product = torch.mm(hidden, weight.t())
-    elif hidden.is_cuda:
-        product = torch.mm(hidden, weight.t(), out_dtype=precision)
-    else:
-        # torch's CPU product has no other output type; products of bfloat16 are exact in float32.
-        product = torch.mm(hidden.to(precision), weight.t().to(precision))
-    return product.div_(temperature)
+def _logit_gradients(
+    ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """(tokens, matrix [n, V/tp] of the hidden states' type, factor [n, 1] or None): the gradient of
+    these tokens' products of hidden state and weight is factor * matrix. The matrix is valid until
+    the next one."""
+    hidden, weight, targets, log_total, entropy, logp, kept = ctx.saved_tensors
+    settings: _Settings = ctx.settings
+    tokens = hidden.shape[0] if settings.valid else 0
+    if grad_logp is None:
+        grad_logp = torch.zeros_like(log_total)
+    scale = -grad_logp.to(settings.precision)[:, None] / settings.temperature
+    if grad_entropy is None and len(kept):
+        yield slice(0, len(kept)), kept, scale[: len(kept)]
+
+    work = _Work(settings, hidden)
+    for part in _chunks(len(kept) if grad_entropy is None else 0, tokens, settings):
+        here, row = settings.local_targets(targets[part])
+        if part.start < len(kept):
+            source = kept[part]
+        else:
+            source = work.of(part, settings.precision)
+            logits_into(source, hidden[part], weight[: settings.valid])
+            for block in row_blocks(source):
+                shift = log_total[part][block, None]
+                source[block].div_(settings.temperature).sub_(shift).exp_()
+            subtract_targets(source, logp[part], here, row)
+        matrix = work.of(part, hidden.dtype)
+        if grad_entropy is None:
+            if matrix.dtype != source.dtype:
+                matrix.copy_(source)
+            yield part, matrix, scale[part]
+            continue
+
+        at_target = logp[part, None].exp()
+        bonus = -grad_entropy[part, None].to(settings.precision) / settings.temperature
+        for block in row_blocks(source):
+            less = source[block].to(settings.precision)
+            p = less.clone()
+            set_targets(p, at_target[block], here[block], row[block])
+            surprise = torch.xlogy(p, p).addcmul_(p, entropy[part][block, None])
+            less = less * scale[part][block]
+            matrix[block] = less.addcmul_(surprise, bonus[block])
+        yield part, matrix, None
 
 
-def _local_targets(targets: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:
-    """Which targets lie in this rank's rows, and their row (clamped into range elsewhere)."""
-    rows = targets - first
-    return (rows >= 0) & (rows < valid), rows.clamp(0, valid - 1)
+class _Work:
+    """Memory for one chunk [n, V/tp] of each type, made when first asked for and used again."""
+
+    def __init__(self, settings: _Settings, hidden: Tensor) -> None:
+        self._shape = min(settings.chunk, len(hidden)), settings.valid
+        self._hidden = hidden
+        self._buffers: dict[torch.dtype, Tensor] = {}
+
+    def of(self, part: slice, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._buffers:
+            self._buffers[dtype] = self._hidden.new_empty(self._shape, dtype=dtype)
+        return self._buffers[dtype][: part.stop - part.start]
+
+
+def _chunks(start: int, stop: int, settings: _Settings) -> Iterator[slice]:
+    for first in range(start, stop if settings.valid else start, settings.chunk):
+        yield slice(first, min(first + settings.chunk, stop))
