@@ -10,7 +10,7 @@ sharded beyond float32 rounding of the gradient itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,46 +102,7 @@ def squared_norm_of(gradients: Gradients, values: Iterable[Tensor]) -> float:
     return float(gradients.all_reduce_sum(total)[0])
 
 
-def products_with(
-    gradients: Gradients, reference: Iterable[Tensor], *, reference_square: float | None = None
-) -> tuple[float, float, float]:
-    """(<g, r>, |g|^2, |r|^2) over the model; one all-reduce of three scalars.
-
-    reference: one tensor per shard, of the shard's size; read once, in order. reference_square:
-    |r|^2, where it is known already.
-    """
-    return products_of(
-        gradients, (shard.grad for shard in gradients.shards), reference, reference_square
-    )
-
-
-def products_of(
-    gradients: Gradients,
-    left: Iterable[Tensor],
-    right: Iterable[Tensor],
-    right_square: float | None = None,
-) -> tuple[float, float, float]:
-    """(<l, r>, |l|^2, |r|^2) of tensors like the shards of `gradients`, each counted where its
-    shard is; one all-reduce of three scalars. Both are read once, in order. right_square: |r|^2,
-    where it is known already."""
-    known = right_square is not None
-    totals = torch.zeros(3, dtype=torch.float64, device=gradients.device)
-    for shard, one, other in zip(gradients.shards, left, right, strict=True):
-        if shard.counted:
-            totals += _three_products(one, other, known)
-    product, left_norm, right_norm = gradients.all_reduce_sum(totals).tolist()
-    return product, left_norm, right_norm if right_square is None else right_square
-
-
-def scale(gradients: Gradients, factor: float) -> None:
-    """Multiplies every shard in place, copies alike. A rank may hold none: the distributed
-    optimizer slices by bytes, and a small model's slices can all lie elsewhere."""
-    shards = [shard.grad for shard in gradients.shards]
-    if shards and factor != 1.0:
-        torch._foreach_mul_(shards, factor)
-
-
-def _three_products(gradient: Tensor, reference: Tensor, known: bool) -> Tensor:
+def three_products(gradient: Tensor, reference: Tensor, known: bool) -> Tensor:
     """[3] float64: (<g, r>, |g|^2, |r|^2) in one sweep, block by block, so that each element comes
     from memory once. known: |r|^2 is left at 0."""
     products: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
@@ -152,3 +113,46 @@ def _three_products(gradient: Tensor, reference: Tensor, known: bool) -> Tensor:
         if not known:
             products[2].append(torch.dot(r, r))
     return torch.stack([_summed(part, gradient.device) for part in products])
+
+
+def products_with(
+    gradients: Gradients,
+    reference: Iterable[Any],
+    *,
+    reference_square: float | None = None,
+    products: Callable[[Tensor, Any, bool], Tensor] = three_products,
+) -> tuple[float, float, float]:
+    """(<g, r>, |g|^2, |r|^2) over the model; one all-reduce of three scalars.
+
+    reference: for every shard what `products` takes for it, else a tensor of the shard's size; read
+    once, in order. reference_square: |r|^2, where it is known already.
+    """
+    grads = (shard.grad for shard in gradients.shards)
+    return products_of(gradients, grads, reference, reference_square, products)
+
+
+def products_of(
+    gradients: Gradients,
+    left: Iterable[Tensor],
+    right: Iterable[Any],
+    right_square: float | None = None,
+    products: Callable[[Tensor, Any, bool], Tensor] = three_products,
+) -> tuple[float, float, float]:
+    """(<l, r>, |l|^2, |r|^2) of tensors like the shards of `gradients`, each counted where its
+    shard is; one all-reduce of three scalars. Both are read once, in order. right_square: |r|^2,
+    where it is known already. products: the three of one shard, (left, right, |r|^2 is known)."""
+    known = right_square is not None
+    totals = torch.zeros(3, dtype=torch.float64, device=gradients.device)
+    for shard, one, other in zip(gradients.shards, left, right, strict=True):
+        if shard.counted:
+            totals += products(one, other, known)
+    product, left_norm, right_norm = gradients.all_reduce_sum(totals).tolist()
+    return product, left_norm, right_norm if right_square is None else right_square
+
+
+def scale(gradients: Gradients, factor: float) -> None:
+    """Multiplies every shard in place, copies alike. A rank may hold none: the distributed
+    optimizer slices by bytes, and a small model's slices can all lie elsewhere."""
+    shards = [shard.grad for shard in gradients.shards]
+    if shards and factor != 1.0:
+        torch._foreach_mul_(shards, factor)

@@ -38,7 +38,7 @@ from torch import Tensor
 from megatron_async_rl.controls.calibration import Calibration
 from megatron_async_rl.controls.decision import Control, Decision, StepView
 from megatron_async_rl.controls.reference import Copies, GradientReference, copies_for
-from megatron_async_rl.gradients import block_elements, products_with, squared_norm
+from megatron_async_rl.gradients import products_with, squared_norm
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.controls import AlignmentSettings
@@ -141,17 +141,17 @@ class AlignmentControl(Control, ABC):
         exact = self.settings.reference_dtype == "fp32" and (raw or not change)
         self.reference_square = verdict.square if exact else None
         shards = zip(
-            gradients.shards, self.reference if change else repeat(None), strict=bool(change)
+            gradients.shards,
+            self.reference.written() if change else repeat(None),
+            strict=bool(change),
         )
-        for index, (shard, reference) in enumerate(shards):
-            if reference is None:
-                self.reference.put(index, shard.grad.detach())
-            elif raw and self.reference.in_place:
-                _add_and_exchange(shard.grad, reference, change * verdict.length)
+        for index, (shard, written) in enumerate(shards):
+            gradient = shard.grad.detach()
+            if written is None:
+                self.reference.put(index, gradient)
             else:
-                before = shard.grad.detach().clone() if raw else shard.grad.detach()
-                shard.grad.add_(reference, alpha=change * verdict.length)
-                self.reference.put(index, before)
+                factor = change * verdict.length
+                self.reference.project(index, gradient, written, factor, raw=raw)
 
     def _judge(self, step: StepView) -> Verdict:
         gradients, fresh = step.gradients, step.lag_max == 0
@@ -164,7 +164,10 @@ class AlignmentControl(Control, ABC):
                 self._begin(gradients, fresh, square)
             return kept
         product, square, reference_square = products_with(
-            gradients, self.reference, reference_square=self.reference_square
+            gradients,
+            self.reference.written(),
+            reference_square=self.reference_square,
+            products=self.reference.products,
         )
         kept = Verdict(regime=KEEP, square=square)
         if not math.isfinite(square):
@@ -291,13 +294,3 @@ def component_left(
     if target == "zero" or c_low is None:
         return 0.0
     return c_low * math.sqrt(max(0.0, 1.0 - cosine * cosine)) / math.sqrt(1.0 - c_low**2)
-
-
-def _add_and_exchange(gradient: Tensor, reference: Tensor, factor: float) -> None:
-    """gradient += factor reference, and reference = the gradient as it was: one sweep, without a
-    copy of either in whole."""
-    size = block_elements(gradient.device)
-    for g, r in zip(gradient.view(-1).split(size), reference.view(-1).split(size), strict=True):
-        before = g.clone()
-        g.add_(r, alpha=factor)
-        r.copy_(before)

@@ -17,6 +17,9 @@ over the root of the number of elements). A block's scale is the smallest power 
 its largest element within e4m3's 448. Scaling is then exact, and writing again what was read gives
 the same bits.
 
+Sweeps. On CUDA, products, projection and writing are Triton's kernels (gac_kernels.py), which read
+and write each number once; elsewhere torch's operations, block by block.
+
 Memory. On CUDA a stream of its own copies between device and host beside the work that is running,
 after the work that made the source; elsewhere a copy is a copy, at once. Copies are made in the
 order they were started, so one that reads a place another writes comes after it.
@@ -25,10 +28,13 @@ order they were started, so one that reads a place another writes comes after it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_async_rl.gradients import block_elements, three_products
 
 ReferenceDtype = Literal["fp32", "bf16", "fp8"]
 BLOCK = 128
@@ -131,6 +137,18 @@ def _nothing() -> None:
     pass
 
 
+def kernels_for(device: torch.device, dtype: ReferenceDtype) -> Any:
+    """The module gac_kernels where it can run, else None. 8-bit floats need compute capability
+    8.9."""
+    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
+        return None
+    if dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+        return None
+    from megatron_async_rl.controls import gac_kernels
+
+    return gac_kernels
+
+
 class GradientReference:
     """copies: null keeps the reference where the gradient is. `device`: the gradient's."""
 
@@ -138,30 +156,65 @@ class GradientReference:
         self._dtype = dtype
         self._device = device
         self._copies = copies
+        self._kernels = kernels_for(device, dtype)
         self._kept: list[tuple[Tensor, ...]] = []
         self._shapes: list[torch.Size] = []
-
-    @property
-    def in_place(self) -> bool:
-        """True where iterating yields the memory that is kept, not copies."""
-        return self._dtype == "fp32" and self._copies is None
 
     def put(self, index: int, gradient: Tensor) -> None:
         """Shard `index` becomes `gradient` (finite, copied). A new reference is put in order, from
         0."""
+        if index < len(self._kept) and self._in_place:
+            self._kept[index][0].copy_(gradient)
+            return
+        written = self._quantized(gradient)
         if index == len(self._kept):
             self._shapes.append(gradient.shape)
-            written = quantize(gradient, self._dtype)
             self._kept.append(
                 written
                 if self._copies is None
                 else tuple(self._copies.host_memory(part) for part in written)
             )
+        self._write_out(index, written)
+
+    def products(self, gradient: Tensor, written: tuple[Tensor, ...], known: bool) -> Tensor:
+        """[3] float64: (<g, r>, |g|^2, |r|^2) of one shard; known: |r|^2 is left at 0. written: of
+        `written`."""
+        if self._kernels is not None:
+            return self._kernels.three_products(gradient, written, known)
+        return three_products(gradient, dequantize(written, gradient.shape), known)
+
+    def project(
+        self, index: int, gradient: Tensor, written: tuple[Tensor, ...], factor: float, *, raw: bool
+    ) -> None:
+        """gradient += factor reference, in place, and the reference becomes the gradient: as it was
+        (raw), or as it is then. written: of shard `index`."""
+        if self._kernels is not None:
+            self._kernels.project(gradient, written, factor, raw=raw)
             self._write_out(index, written)
-        elif self.in_place:
-            self._kept[index][0].copy_(gradient)
-        else:
-            self._write_out(index, quantize(gradient, self._dtype))
+            return
+        reference = dequantize(written, gradient.shape)
+        if raw and self._in_place:
+            _add_and_exchange(gradient, reference, factor)
+            return
+        before = gradient.clone() if raw else gradient
+        gradient.add_(reference, alpha=factor)
+        self.put(index, before)
+
+    @property
+    def _in_place(self) -> bool:
+        """True where reading yields the memory that is kept, not copies."""
+        return self._dtype == "fp32" and self._copies is None
+
+    def _quantized(self, gradient: Tensor) -> tuple[Tensor, ...]:
+        if self._kernels is None or self._dtype != "fp8":
+            return quantize(gradient, self._dtype)
+        blocks = -(-gradient.numel() // BLOCK)
+        written = (
+            gradient.new_empty(blocks, BLOCK, dtype=torch.float8_e4m3fn),
+            gradient.new_empty(blocks, 1, dtype=torch.float32),
+        )
+        self._kernels.keep(gradient, written)
+        return written
 
     def _write_out(self, index: int, written: tuple[Tensor, ...]) -> None:
         if self._copies is None:
@@ -173,18 +226,23 @@ class GradientReference:
     def __iter__(self) -> Iterator[Tensor]:
         """float32 shards; with `fp32` kept on the device they are the reference itself, not
         copies."""
+        for written, shape in zip(self.written(), self._shapes, strict=True):
+            yield dequantize(written, shape)
+
+    def written(self) -> Iterator[tuple[Tensor, ...]]:
+        """Shards on the gradient's device, in the numbers they are kept in; the reference itself
+        where it is kept there."""
         if self._copies is None:
-            for written, shape in zip(self._kept, self._shapes, strict=True):
-                yield dequantize(written, shape)
+            yield from self._kept
             return
         ahead = self._fetch(0) if self._kept else None
-        for index, shape in enumerate(self._shapes):
+        for index in range(len(self._kept)):
             assert ahead is not None
             written, waits = ahead
             ahead = self._fetch(index + 1) if index + 1 < len(self._kept) else None
             for wait in waits:
                 wait()
-            yield dequantize(written, shape)
+            yield written
 
     def _fetch(self, index: int) -> tuple[tuple[Tensor, ...], list[Wait]]:
         assert self._copies is not None
@@ -204,3 +262,13 @@ class GradientReference:
             dequantize(written, shape)
             for written, shape in zip(self._kept, self._shapes, strict=True)
         ]
+
+
+def _add_and_exchange(gradient: Tensor, reference: Tensor, factor: float) -> None:
+    """gradient += factor reference, and reference = the gradient as it was: one sweep, without a
+    copy of either in whole."""
+    size = block_elements(gradient.device)
+    for g, r in zip(gradient.view(-1).split(size), reference.view(-1).split(size), strict=True):
+        before = g.clone()
+        g.add_(r, alpha=factor)
+        r.copy_(before)
