@@ -181,7 +181,9 @@ class GradientReference:
         `written`."""
         if self._kernels is not None:
             return self._kernels.three_products(gradient, written, known)
-        return three_products(gradient, dequantize(written, gradient.shape), known)
+        # A bfloat16 reference is made float32 block by block, in the cache.
+        plain = written[0] if len(written) == 1 else dequantize(written, gradient.shape)
+        return three_products(gradient, plain, known)
 
     def project(
         self, index: int, gradient: Tensor, written: tuple[Tensor, ...], factor: float, *, raw: bool
@@ -192,18 +194,18 @@ class GradientReference:
             self._kernels.project(gradient, written, factor, raw=raw)
             self._write_out(index, written)
             return
-        reference = dequantize(written, gradient.shape)
         if raw and self._in_place:
-            _add_and_exchange(gradient, reference, factor)
+            _add_and_exchange(gradient, written[0], factor)
             return
+        reference = dequantize(written, gradient.shape)
         before = gradient.clone() if raw else gradient
         gradient.add_(reference, alpha=factor)
         self.put(index, before)
 
     @property
     def _in_place(self) -> bool:
-        """True where reading yields the memory that is kept, not copies."""
-        return self._dtype == "fp32" and self._copies is None
+        """True where the reference is kept in one tensor on the gradient's device."""
+        return self._dtype != "fp8" and self._copies is None
 
     def _quantized(self, gradient: Tensor) -> tuple[Tensor, ...]:
         if self._kernels is None or self._dtype != "fp8":

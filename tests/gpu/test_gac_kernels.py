@@ -1,0 +1,141 @@
+"""GAC's kernels on one CUDA device: the CPU's numbers, and the time of their bytes.
+
+The floor is the bytes that have to move (gac_kernels.py) at the rate of a copy measured beside it.
+MAR_GPU_FIGURES names a JSON file that takes the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_async_rl.controls.reference import GradientReference, quantize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
+GOAL = 1.25
+TURNS = 11
+
+
+def supported(number_format: str) -> None:
+    if number_format == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("8-bit floats need compute capability 8.9")
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """The median of TURNS runs on the device, after two."""
+    times = []
+    for turn in range(TURNS + 2):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        run()
+        ended.record()
+        ended.synchronize()
+        if turn >= 2:
+            times.append(begun.elapsed_time(ended) / 1e3)
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("raw", [True, False])
+def test_kernels_give_the_cpus_numbers(number_format, dtype, raw):
+    supported(number_format)
+    draw = torch.Generator().manual_seed(0)
+    for size in (3_000_001, 16_384, 7):
+        g = torch.randn(size, generator=draw).to(dtype)
+        base = torch.randn(size, generator=draw)
+        found = {}
+        for device in ("cpu", "cuda"):
+            held = GradientReference(number_format, torch.device(device), None)
+            # The CPU's is compressed there; writing again what was read gives the same bits.
+            held.put(0, base.to(device))
+            gradient = g.to(device, copy=True)
+            (written,) = held.written()
+            products = held.products(gradient, written, False).cpu()
+            held.project(0, gradient, written, -0.37, raw=raw)
+            (kept,) = held.written()
+            found[device] = products, gradient.cpu(), [part.cpu() for part in kept]
+        cpu, cuda = found["cpu"], found["cuda"]
+        unit = torch.stack([(cpu[0][1] * cpu[0][2]).sqrt(), cpu[0][1], cpu[0][2]])
+        assert ((cuda[0] - cpu[0]).abs() <= 1e-6 * unit).all()
+        kind = torch.int32 if dtype == torch.float32 else torch.int16
+        apart = (cuda[1].view(kind).int() - cpu[1].view(kind).int()).abs()
+        assert apart.max() <= 1
+        wanted = quantize(g if raw else cuda[1], number_format)
+        for one, other in zip(cuda[2], wanted, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_sums_repeat_in_every_bit():
+    g, r = (torch.randn(50_000_003, device="cuda") for _ in range(2))
+    held = GradientReference("fp32", g.device, None)
+    held.put(0, r)
+    (written,) = held.written()
+    first = held.products(g, written, False)
+    for _ in range(5):
+        assert torch.equal(held.products(g, written, False), first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("billions", [1, 4, 8])
+@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
+def test_sweeps_take_the_time_of_their_bytes(number_format, billions):
+    supported(number_format)
+    elements = billions << 30
+    needed = elements * (4 + REFERENCE_BYTES[number_format]) + (1 << 30)
+    free = torch.cuda.mem_get_info()[0]
+    if free < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free")
+    g = torch.empty(elements, device="cuda").normal_()
+    held = GradientReference(number_format, g.device, None)
+    if number_format == "bf16":
+        written: tuple[torch.Tensor, ...] = (torch.empty_like(g, dtype=torch.bfloat16),)
+    else:
+        held.put(0, g)
+        (written,) = held.written()
+    assert held._kernels is not None, "Triton is not here: the torch path would be timed"
+
+    # Half of the gradient onto the other half: as many bytes read as written.
+    half = elements // 2
+    rate = 4 * elements / seconds(lambda: g[:half].copy_(g[half:]))
+    kernels = held._kernels
+    reference_bytes = REFERENCE_BYTES[number_format]
+    sweeps = {
+        "products": (4 + reference_bytes, lambda: kernels.three_products(g, written, True)),
+        "project": (
+            2 * (4 + reference_bytes),
+            lambda: kernels.project(g, written, -1e-3, raw=True),
+        ),
+        "keep": (4 + reference_bytes, lambda: kernels.keep(g, written)),
+    }
+    over_floor = {}
+    for name, (each, run) in sweeps.items():
+        over_floor[name] = seconds(run) / (elements * each / rate)
+    record(
+        {
+            "what": "GAC's sweeps, time over their bytes at a copy's rate",
+            "reference": number_format,
+            "elements": elements,
+            "copy_GB_per_s": rate / 1e9,
+            **over_floor,
+        }
+    )
+    assert max(over_floor.values()) <= GOAL, over_floor
+
+
+def record(figures: dict[str, object]) -> None:
+    print(json.dumps(figures))
+    if path := os.environ.get("MAR_GPU_FIGURES"):
+        with Path(path).open("a") as file:
+            file.write(json.dumps(figures | {"device": torch.cuda.get_device_name()}) + "\n")
