@@ -93,7 +93,9 @@ class CoreAttention(MegatronModule):
             raise ValueError("CoreAttention takes no mask and no bias")
         length, rows = query.shape[:2]
         if packed_seq_params is None:
-            context = self._causal(*(each.transpose(0, 1) for each in (query, key, value)))
+            context = causal_attention(
+                *(each.transpose(0, 1) for each in (query, key, value)), self.softmax_scale
+            )
             return context.transpose(0, 1).reshape(length, rows, -1)
 
         # Samples of one length lie next to each other: each run of them is a batch of rows, and no
@@ -104,28 +106,31 @@ class CoreAttention(MegatronModule):
             for each in (query, key, value)
         ]
         contexts = [
-            self._causal(*(part.unflatten(0, run) for part in run_parts)).flatten(0, 1)
+            causal_attention(
+                *(part.unflatten(0, run) for part in run_parts), self.softmax_scale
+            ).flatten(0, 1)
             for run, *run_parts in zip(runs, *parts, strict=True)
         ]
         return torch.cat(contexts).reshape(length, 1, -1)
-
-    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [rows, length, heads, head], key and value [rows, length, groups, head] -> query's
-        shape."""
-        return F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-        ).transpose(1, 2)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """No parameters."""
         return {}
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """query [rows, length, heads, head], key and value [rows, length, groups, head] -> query's
+    shape. scale: of the scores; null for 1 / sqrt(head)."""
+    return F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query.shape[2] != key.shape[2],
+    ).transpose(1, 2)
 
 
 class ThdAttention(CoreAttention):

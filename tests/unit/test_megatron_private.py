@@ -98,6 +98,9 @@ def private_uses(path: Path) -> list[str]:
             uses += [alias.name for alias in node.names if alias.name.startswith("_")]
         if isinstance(node, ast.Attribute) and node.attr in LISTED:
             owner = node.value
+            if isinstance(owner, ast.Call):
+                # super() in an override.
+                owner = owner.func
             if not (isinstance(owner, ast.Name) and owner.id in own):
                 uses.append(node.attr)
     return uses
