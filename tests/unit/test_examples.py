@@ -1,10 +1,14 @@
-"""The models that the examples prepare."""
+"""The models that the examples prepare, and the run that stands beside the demo."""
 
 import runpy
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.report.run_data import read_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -17,3 +21,22 @@ def test_every_token_an_engine_may_sample_has_an_embedding(example, tmp_path):
     embeddings = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     lengths = embeddings.norm(dim=1)
     assert float(lengths.min()) > 0.5 * float(lengths.median())
+
+
+def holds(settings, kept):
+    """Settings that were added since the run was kept are not in it."""
+    if not isinstance(kept, dict):
+        return settings == kept
+    return all(key in settings and holds(settings[key], kept[key]) for key in kept)
+
+
+def test_the_run_beside_the_demo_differs_from_it_in_the_loss_alone():
+    demo = load(EXAMPLES / "arithmetic_cpu.yaml").model_dump(mode="json")
+    folder = EXAMPLES / "arithmetic" / "without_correction"
+    kept = yaml.safe_load((folder / "config.yaml").read_text())
+    assert kept["objective"].pop("loss") == {"name": "reinforce"}
+    assert demo["objective"].pop("loss")["name"] == "ppo_clip"
+    assert holds(demo, kept)
+    run = read_run(folder)
+    assert [row["step"] for row in run.rows] == list(range(1, demo["run"]["steps"] + 1))
+    assert run.summary.after < 0.5 * run.summary.before

@@ -27,7 +27,7 @@ AXES = ("lag", "method", "rate", "seed")
 @pytest.fixture(autouse=True)
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(STUDY))
-    for name in ("runs", "rates", "questions", "tables", "choose", "figures", "results"):
+    for name in ("measures", "rates", "questions", "tables", "choose", "figures", "page", "results"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -447,6 +447,40 @@ def test_the_stored_tables_follow_from_the_stored_csv(folder: Path) -> None:
     with open(folder / "curves.csv", newline="") as file:
         curves = {point["run"] for point in csv.DictReader(file)}
     assert curves == {run["run"] for run in read_csv(folder / "runs.csv") if run["area"]}
+
+
+def test_the_page_follows_from_the_stored_csv() -> None:
+    from page import PAGE, page
+
+    assert page(STUDY / "results" / "round1") == PAGE.read_text(), (
+        "run: python examples/stability/results.py page examples/stability/results/round1"
+    )
+
+
+def test_the_page_asks_for_no_run_that_is_missing(tmp_path: Path) -> None:
+    from page import page
+
+    rows = [row("none", 1e-4, 1, 0.5), row("gac", 1e-4, 11, 0.75)]
+    for name, lines in (("runs.csv", rows), ("curves.csv", [{"run": "", "accuracy": ""}])):
+        with open(tmp_path / name, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(lines[0]))
+            writer.writeheader()
+            writer.writerows(lines if name == "runs.csv" else [])
+
+    def rendered(text: str) -> str:
+        (tmp_path / "page.md").write_text(text)
+        return page(tmp_path, tmp_path / "page.md")
+
+    assert (
+        rendered("{{ best('s8 none').area|n }} {{ decided('s8 gac').area|n(3) }}") == "0.50 0.750"
+    )
+    assert (
+        rendered("{{ count() }} {{ width('s8 none') }} {{ collapse_rate('s8 none') }}")
+        == "2 1 none"
+    )
+    for missing in ("best('s8 tis')", "at('s8 none', 4e-4)", "decided('s8 none')", "table('None')"):
+        with pytest.raises(UserError):
+            rendered("{{ " + missing + " }}")
 
 
 def test_figures_are_the_same_for_the_same_csv(tmp_path: Path) -> None:
