@@ -94,7 +94,7 @@ class CoreAttention(MegatronModule):
         length, rows = query.shape[:2]
         if packed_seq_params is None:
             context = causal_attention(
-                *(each.transpose(0, 1) for each in (query, key, value)), self.softmax_scale
+                *(each.transpose(0, 1) for each in (query, key, value)), scale=self.softmax_scale
             )
             return context.transpose(0, 1).reshape(length, rows, -1)
 
@@ -107,7 +107,7 @@ class CoreAttention(MegatronModule):
         ]
         contexts = [
             causal_attention(
-                *(part.unflatten(0, run) for part in run_parts), self.softmax_scale
+                *(part.unflatten(0, run) for part in run_parts), scale=self.softmax_scale
             ).flatten(0, 1)
             for run, *run_parts in zip(runs, *parts, strict=True)
         ]
@@ -120,7 +120,9 @@ class CoreAttention(MegatronModule):
         return {}
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None
+) -> Tensor:
     """query [rows, length, heads, head], key and value [rows, length, groups, head] -> query's
     shape. scale: of the scores; null for 1 / sqrt(head)."""
     return F.scaled_dot_product_attention(
