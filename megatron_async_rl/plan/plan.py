@@ -181,6 +181,7 @@ def _batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
         )
     smallest = flow.prompts_per_step // config.objective.minibatches * flow.group_size
     if 0 < smallest < data_parallel <= samples:
+        most_minibatches = flow.prompts_per_step // math.ceil(data_parallel / flow.group_size)
         found.append(
             Problem(
                 key="objective.minibatches",
@@ -189,7 +190,7 @@ def _batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
                     f" leave {smallest} samples in one for {data_parallel} data-parallel ranks"
                 ),
                 fix=(
-                    f"set it to at most {samples // data_parallel}, raise flow.prompts_per_step, or"
+                    f"set it to at most {most_minibatches}, raise flow.prompts_per_step, or"
                     " lower policy.parallel.ranks"
                 ),
             )

@@ -128,6 +128,22 @@ def test_the_plan_refuses_minibatches_that_leave_ranks_without_a_sample(tmp_path
     assert "at most 2" in problem.fix
 
 
+def test_the_refusals_advice_is_not_refused_in_its_turn(tmp_path: Path) -> None:
+    """12 samples on 6 ranks: two minibatches of whole groups would leave one with a single
+    group of 4."""
+    settings = ["flow.prompts_per_step=3", "flow.group_size=4", "policy.parallel.ranks=6"]
+    machine = Machine(cores=8, memory=2**36, shared_memory=2**33, gpus=())
+
+    def refused(minibatches: int) -> list[str]:
+        config = load(write_run(tmp_path), [*settings, f"objective.minibatches={minibatches}"])
+        problems = make_plan(config, machine, None).problems
+        return [p.fix for p in problems if p.key == "objective.minibatches"]
+
+    (fix,) = refused(3)
+    assert "at most 1," in fix
+    assert refused(2) and not refused(1)
+
+
 def ppo(**more) -> Objective:
     return Objective(ObjectiveConfig(proximal="recompute", **more))
 
