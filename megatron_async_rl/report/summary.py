@@ -240,9 +240,11 @@ def update_per_lr(rows: Sequence[Row]) -> float | None:
             number(row, "update/norm"),
             (number(row, "policy/lr") or 0.0) * (number(row, "policy/lr_scale") or 1.0),
         )
-        # Skipped steps have no update to learn from.
-        if norm and lr > 0:
-            ratios.append(norm / lr)
+        # Steps not made have no update to learn from; among a batch's several they are zeros in the
+        # mean.
+        made = 1.0 - (number(row, "policy/skipped") or 0.0)
+        if norm and lr > 0 and made > 0:
+            ratios.append(norm / made / lr)
     return median(ratios) if ratios else None
 
 

@@ -140,6 +140,11 @@ def test_the_update_per_learning_rate_is_that_of_the_steps_made() -> None:
     )
 
 
+def test_the_update_per_learning_rate_leaves_out_the_steps_of_a_batch_that_were_not_made() -> None:
+    row = {"step": 1, "policy/lr": 1e-3, "policy/skipped": 0.75, "update/norm": 0.02 / 4}
+    assert update_per_lr([row]) == pytest.approx(20.0)
+
+
 def test_rates_of_a_smaller_batch_are_scaled_to_this_one(tmp_path: Path) -> None:
     run = tmp_path / "measured"
     run.mkdir()
