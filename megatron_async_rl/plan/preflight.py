@@ -234,6 +234,7 @@ def _run_directory(config: Config) -> list[Problem]:
 
 
 def _beside(config: Config) -> list[Problem]:
+    """A run that cannot be read has a file in fault; one that is none, or has no step yet, has not."""
     beside = config.observe.beside
     if beside is None:
         return []
@@ -243,8 +244,10 @@ def _beside(config: Config) -> list[Problem]:
         return [
             Problem(
                 key="observe.beside",
-                what=problem.what,
-                fix="name the directory of a run that has made steps, or leave it out",
+                what=problem.what if problem.key == "RUN" else f"{problem.key}: {problem.what}",
+                fix="name the directory of a run that has made steps, or leave it out"
+                if problem.key == "RUN"
+                else f"{problem.fix}, or leave observe.beside out",
             )
             for problem in error.problems
         ]

@@ -225,6 +225,18 @@ def test_a_run_to_stand_beside_that_made_no_step(config):
     refused(config, "observe.beside=nowhere", says=("observe.beside", "nowhere is not a", "fix: "))
 
 
+def test_a_run_to_stand_beside_whose_metrics_are_spoilt(config):
+    other = config.parent / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text("spoilt\n")
+    refused(
+        config,
+        "observe.beside=other",
+        says=("observe.beside", "other/metrics.jsonl:1: ", "remove that line"),
+        command="plan",
+    )
+
+
 def test_a_run_directory_that_is_a_file(config):
     refused(config, "run.dir=train.jsonl", says=("run.dir", "is a file"))
 
