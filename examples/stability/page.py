@@ -8,7 +8,7 @@ and seed)
 - decided(setting)        its runs on the seeds that decide
 - width(setting)          highest over lowest rate of its plateau, in words
 - collapse_rate(setting)  in words
-- count(STATE, ...), hours, seeds
+- count(STATE, ...)       runs in these states; hours, of all runs
 - table(NAME)             a section of tables.md, by its title
 A setting without runs is an error, not a gap.
 """

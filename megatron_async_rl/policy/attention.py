@@ -120,9 +120,7 @@ class CoreAttention(MegatronModule):
         return {}
 
 
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None
-) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
     """query [rows, length, heads, head], key and value [rows, length, groups, head] -> query's
     shape. scale: of the scores; null for 1 / sqrt(head)."""
     return F.scaled_dot_product_attention(

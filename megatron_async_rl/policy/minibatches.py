@@ -2,8 +2,8 @@
 
 A batch is gone through `objective.epochs` times, each time as the same `objective.minibatches`
 parts in the same order. So a data-parallel rank keeps its samples throughout, each minibatch is
-balanced over the ranks, and two consecutive optimizer steps never share a sample unless there is
-one minibatch only.
+balanced over the ranks, and two consecutive optimizer steps never share a sample unless one
+minibatch only has anything to train on.
 
 Invariants:
 - a group stays whole: its responses are in one minibatch;

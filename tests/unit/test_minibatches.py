@@ -141,7 +141,8 @@ def test_the_refusals_advice_is_not_refused_in_its_turn(tmp_path: Path) -> None:
 
     (fix,) = refused(3)
     assert "at most 1," in fix
-    assert refused(2) and not refused(1)
+    assert refused(2)
+    assert not refused(1)
 
 
 def ppo(**more) -> Objective:
