@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async_rl.controls.reference import BLOCK
+from megatron_async_rl.controls.quantize import BLOCK
 
 ROWS = 8
 """Blocks of a reference that a program works on at a time; it holds them in registers."""

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_async_rl.controls.reference import GradientReference, quantize
+from megatron_async_rl.controls.quantize import quantize
+from megatron_async_rl.controls.reference import GradientReference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.controls import gac_kernels, reference
 from megatron_async_rl.controls.gac import Gac
-from megatron_async_rl.controls.reference import dequantize, quantize
+from megatron_async_rl.controls.quantize import BLOCK, dequantize, quantize
 from tests.gradients import OneRank, Shard, step
 
 FORMATS = ("fp32", "bf16", "fp8")
@@ -117,7 +117,7 @@ def spans() -> dict[str, Any]:
     first = gac_kernels.three_products(g, written, False)
     again = gac_kernels.three_products(g, written, False)
     for gac_kernels.STEPS in (1, 4, 64):
-        gac_kernels.SPAN = gac_kernels.ROWS * gac_kernels.STEPS * reference.BLOCK
+        gac_kernels.SPAN = gac_kernels.ROWS * gac_kernels.STEPS * BLOCK
         other = gac_kernels.three_products(g, written, False)
         unit = torch.stack([(first[1] * first[2]).sqrt(), first[1], first[2]])
         spread = max(spread, float(((other - first).abs() / unit).max()))

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - after the check that it is there
 from triton.compiler import ASTSource  # noqa: E402
 
-from megatron_async_rl.controls import gac_kernels, reference  # noqa: E402
+from megatron_async_rl.controls import gac_kernels, quantize, reference  # noqa: E402
 
 KIND = {"fp32": "*fp32", "bf16": "*bf16", "fp8": "*fp8e4nv"}
 
@@ -115,7 +115,7 @@ def compiled(kernel: Any, gradient: str, kept: str, constants: dict[str, Any]) -
     ],
 )
 def test_kernels_compile_for_sm_90(number_format: str, gradient: str, masked: bool) -> None:
-    shape = {"columns": reference.BLOCK, "rows": gac_kernels.ROWS, "masked": masked}
+    shape = {"columns": quantize.BLOCK, "rows": gac_kernels.ROWS, "masked": masked}
     scaled = {"scaled": number_format == "fp8"}
     products = compiled(
         gac_kernels.products_kernel,

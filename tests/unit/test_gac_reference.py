@@ -6,7 +6,8 @@ import torch
 from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.controls import alignment
 from megatron_async_rl.controls.gac import Gac
-from megatron_async_rl.controls.reference import BLOCK, PlainCopies, dequantize, quantize
+from megatron_async_rl.controls.quantize import BLOCK, dequantize, quantize
+from megatron_async_rl.controls.reference import PlainCopies
 from tests.gradients import OneRank, Shard, aligned, flat, step
 
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / BLOCK}

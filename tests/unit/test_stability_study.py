@@ -27,7 +27,16 @@ AXES = ("lag", "method", "rate", "seed")
 @pytest.fixture(autouse=True)
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(STUDY))
-    for name in ("measures", "rates", "questions", "tables", "choose", "figures", "page", "results"):
+    for name in (
+        "measures",
+        "rates",
+        "questions",
+        "tables",
+        "choose",
+        "figures",
+        "page",
+        "results",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
