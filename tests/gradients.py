@@ -68,7 +68,13 @@ def aligned(c, size=300, seed=0, scale=7.0):
 
 
 def step(
-    gradients=None, *, log_weights=(), lag_max=0, optimizer=None, is_anomaly=lambda norm: False
+    gradients=None,
+    *,
+    log_weights=(),
+    lag_max=0,
+    optimizer=None,
+    is_anomaly=lambda norm: False,
+    moved=False,
 ):
     return StepView(
         gradients=gradients,
@@ -77,4 +83,5 @@ def step(
         lag_max=lag_max,
         lr=1.0,
         is_anomaly=is_anomaly,
+        moved=moved,
     )

@@ -59,8 +59,9 @@ class StepView:
 
     log_weights: [S] float64, sum over each trained sequence's tokens of log(pi / mu), untruncated,
     the same on every rank; empty for given responses. lag_max: versions, of the batch's oldest
-    token. lr: the scheduler's, for this step. is_anomaly: True for a gradient norm far outside the
-    run's history; such a gradient is nothing to compare the next one with.
+    token. moved: an earlier optimizer step of the batch has changed the weights, so that a lag of 0
+    is not on-policy. lr: the scheduler's, for this step. is_anomaly: True for a gradient norm far
+    outside the run's history; such a gradient is nothing to compare the next one with.
     """
 
     gradients: Gradients
@@ -69,6 +70,7 @@ class StepView:
     lag_max: int
     lr: float
     is_anomaly: Callable[[float], bool] = never
+    moved: bool = False
 
 
 @dataclass(frozen=True)

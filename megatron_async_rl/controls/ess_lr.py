@@ -57,7 +57,7 @@ def lr_scale(
 
 class EssLr(Control):
     """State, for `reference_ratio: auto`: sum and number of the ESS / B of on-policy steps, whose
-    batch has lag 0 throughout.
+    batch has lag 0 throughout and has changed no weights yet.
 
     A run's first step is one, so `auto` is known from then on.
     """
@@ -81,7 +81,7 @@ class EssLr(Control):
         if self.settings.use_truncated:
             log_weights = np.minimum(log_weights, math.log(self.settings.cap))
         ratio = effective_sample_size(log_weights) / len(log_weights)
-        if step.lag_max == 0 and ratio > 0.0:
+        if step.lag_max == 0 and not step.moved and ratio > 0.0:
             self.on_policy_sum += ratio
             self.on_policy_steps += 1
         reference = self.reference_ratio

@@ -218,6 +218,7 @@ class Policy:
             loss=measured["policy/loss"],
             log_weights=table.log_weights(samples),
             lag_max=lag_max,
+            moved=moved,
         )
 
         def report(spike: Spike, gradients: Gradients) -> None:

@@ -43,6 +43,7 @@ class StepFacts:
     loss: float
     log_weights: NDArray[np.float64]
     lag_max: int
+    moved: bool = False
 
 
 class OptimizerStep:
@@ -159,6 +160,7 @@ class OptimizerStep:
             optimizer=self._view(),
             log_weights=facts.log_weights,
             lag_max=facts.lag_max,
+            moved=facts.moved,
             lr=lr,
             is_anomaly=lambda norm: self.norms.spike(norm) is not None,
         )

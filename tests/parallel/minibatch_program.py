@@ -111,7 +111,7 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         )
     controlled = rank.policy(
         objective=ppo(snapshots=5),
-        controls=(GacControl(), EssLrControl(), DisplacementControl()),
+        controls=(GacControl(), EssLrControl(reference_ratio="auto"), DisplacementControl()),
         **SMALL,
     )
     fresh = received(controlled, at_version(rank.batches["a"], 0))

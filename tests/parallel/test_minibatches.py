@@ -197,4 +197,11 @@ def test_displacement_sees_the_way_gone_within_a_fresh_batch():
     assert all("displacement/cosine" in step for step in steps[1:])
 
 
+def test_only_the_first_step_of_a_fresh_batch_is_on_policy_for_the_learning_rate_by_ess():
+    steps = results("single")["controlled"]["steps"]
+    references = {step["ess_lr/reference_ratio"] for step in steps}
+    assert references == {steps[0]["ess_lr/ess_ratio"]}
+    assert len({step["ess_lr/ess_ratio"] for step in steps}) == len(steps)
+
+
 assert TEMPERATURE != 1.0, "the ratios of the loop by hand are at the sampling temperature"

@@ -83,6 +83,14 @@ def test_truncation_cuts_each_sequence_s_weight_to_the_cap_first():
     assert scale_of(log_weights) < 0.61
 
 
+def test_auto_leaves_out_a_fresh_batch_that_has_changed_the_weights():
+    control = EssLr(EssLrControl(reference_ratio="auto"))
+    control.apply(step(log_weights=[0.0, 0.0], lag_max=0))
+    later = control.apply(step(log_weights=[math.log(3.0), 0.0], lag_max=0, moved=True))
+    assert later.metrics["ess_lr/reference_ratio"] == 1.0
+    assert later.lr_scale == pytest.approx(math.sqrt(0.8))
+
+
 def test_auto_compares_with_the_mean_of_the_on_policy_steps_so_far():
     control = EssLr(EssLrControl(reference_ratio="auto"))
     uneven, even, poor = [math.log(4.0), 0.0, 0.0], [0.0, 0.0, 0.0], [60.0, 0.0, 0.0]
