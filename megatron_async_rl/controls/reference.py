@@ -242,5 +242,6 @@ def _add_and_exchange(gradient: Tensor, reference: Tensor, factor: float) -> Non
     size = block_elements(gradient.device)
     for g, r in zip(gradient.view(-1).split(size), reference.view(-1).split(size), strict=True):
         before = g.clone()
-        g.add_(r, alpha=factor)
+        # In float32: of two bfloat16 tensors torch would round the product, too.
+        g.add_(r.float(), alpha=factor)
         r.copy_(before)
