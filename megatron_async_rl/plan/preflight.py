@@ -238,6 +238,9 @@ def _beside(config: Config) -> list[Problem]:
     beside = config.observe.beside
     if beside is None:
         return []
+    if beside == config.run.dir:
+        what = "is this run's own directory"
+        return [Problem(key="observe.beside", what=what, fix="name another run's, or leave it out")]
     try:
         read_run(beside)
     except UserError as error:

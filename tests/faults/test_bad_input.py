@@ -237,6 +237,11 @@ def test_a_run_to_stand_beside_whose_metrics_are_spoilt(config):
     )
 
 
+def test_a_run_to_stand_beside_itself(config):
+    own = f"observe.beside={config.parent / 'out'}"
+    refused(config, own, says=("observe.beside", "is this run's own", "fix: "))
+
+
 def test_a_run_directory_that_is_a_file(config):
     refused(config, "run.dir=train.jsonl", says=("run.dir", "is a file"))
 
