@@ -76,7 +76,8 @@ def local_softmax(
         if temperature != 1.0:
             z.div_(temperature)
         log_q = torch.log_softmax(z, 1, out=log_p[: len(z)])
-        local[0, block] = z.amax(1) - log_q.amax(1)
+        # Of float64 the difference is exact, and so are shares of ranks that follow from it.
+        local[0, block] = z.amax(1).to(local.dtype) - log_q.amax(1).to(local.dtype)
         local[3, block] = torch.where(here[block], log_q.gather(1, row[block]), 0.0)[:, 0]
         p = torch.exp(log_q, out=z)
         local[1, block] = -torch.linalg.vecdot(p, log_q)

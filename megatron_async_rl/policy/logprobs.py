@@ -131,7 +131,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         tokens, valid, precision = hidden.shape[0], settings.valid, settings.precision
         # Per token, under this rank's own softmax: L_r, H_r, S_r, and the target's log-prob (0
         # elsewhere).
-        local = torch.zeros(4, tokens, dtype=precision, device=hidden.device)
+        kind = precision if settings.ranks == 1 else torch.float64
+        local = torch.zeros(4, tokens, dtype=kind, device=hidden.device)
         if valid == 0:
             local[0] = float("-inf")
         kept = hidden.new_empty(settings.kept if valid else 0, valid)
@@ -158,12 +159,16 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             sum_p_squared = (shares.square() * squares).sum(0)
             owner = targets // weight.shape[0]
             logp = target_logps.sum(0) + away.gather(0, owner[None])[0]
+            entropy, sum_p_squared, logp = (
+                one.to(precision) for one in (entropy, sum_p_squared, logp)
+            )
         if kept.numel():
             some = slice(0, settings.kept)
             if settings.ranks > 1:
-                kept.mul_((local[0] - log_total)[some, None].exp())
+                kept.mul_((local[0] - log_total)[some, None].exp().to(precision))
             subtract_targets(kept, logp[some], *settings.local_targets(targets[some]))
 
+        log_total = log_total.to(precision)
         ctx.save_for_backward(hidden, weight, targets, log_total, entropy, logp, kept)
         ctx.settings = settings
         ctx.mark_non_differentiable(sum_p_squared)

@@ -49,15 +49,9 @@ def join_ray(
     this terminal only what went wrong. Raises TrainerDevicesTaken.
     """
     import ray
-    from ray._private.authentication.authentication_token_setup import (
-        maybe_enable_token_auth_if_token_available,
-    )
 
     level = logging.ERROR if quiet else logging.INFO
     if os.environ.get("RAY_ADDRESS"):
-        # `ray start` asks for the user's token wherever there is one; `ray.init` sends it only when
-        # told to. A cluster without tokens takes no notice.
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         # Actors on a cluster that was there before inherit nothing: by these they are watched, and
         # found at the end.
         inherited = {
