@@ -343,7 +343,7 @@ class Config(Strict):
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run, skipped ones included."""
+        """Optimizer steps of the whole run, skipped ones included."""
         return self.run.steps * self.objective.steps_per_batch
 
     @property

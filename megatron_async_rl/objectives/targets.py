@@ -1,4 +1,4 @@
-"""What a batch teaches: the whole batch as tensors, its minibatches, each one optimizer step, and
+"""Targets of a batch: the whole batch as tensors, its minibatches, each one optimizer step, and
 their parts for micro-batches.
 
 Invariants:

@@ -136,7 +136,7 @@ class Packed(SequenceLayout):
         return PackedSequences.of(self._lengths(fed), device)
 
     def _lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of the row's samples, the last one with what fills up the row."""
+        """Lengths of the row's samples, the last one with what fills up the row."""
         lengths = fed.astype(np.int64) if len(fed) else np.array([self.multiple])
         lengths[-1] += -int(lengths.sum()) % self.multiple
         return lengths
