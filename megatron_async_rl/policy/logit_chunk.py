@@ -75,11 +75,15 @@ def local_softmax(
         z = logits[block]
         if temperature != 1.0:
             z.div_(temperature)
+        largest, at_target = z.amax(1).double(), z.gather(1, row[block])[:, 0].double()
         log_q = torch.log_softmax(z, 1, out=log_p[: len(z)])
-        # Of float64 the difference is exact, and so are shares of ranks that follow from it.
-        local[0, block] = z.amax(1).to(local.dtype) - log_q.amax(1).to(local.dtype)
-        local[3, block] = torch.where(here[block], log_q.gather(1, row[block]), 0.0)[:, 0]
         p = torch.exp(log_q, out=z)
+        # log_softmax rounds L to the logits' type; how far p misses 1 in sum says by how much.
+        missed = p.sum(1, keepdim=True)
+        p.div_(missed)
+        total = largest - log_q.amax(1).double() + missed[:, 0].double().log()
+        local[0, block] = total
+        local[3, block] = torch.where(here[block][:, 0], at_target - total, 0.0)
         local[1, block] = -torch.linalg.vecdot(p, log_q)
         local[2, block] = torch.linalg.vecdot(p, p)
         if kept is not None and kept is not logits:

@@ -131,8 +131,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         tokens, valid, precision = hidden.shape[0], settings.valid, settings.precision
         # Per token, under this rank's own softmax: L_r, H_r, S_r, and the target's log-prob (0
         # elsewhere).
-        kind = precision if settings.ranks == 1 else torch.float64
-        local = torch.zeros(4, tokens, dtype=kind, device=hidden.device)
+        local = torch.zeros(4, tokens, dtype=torch.float64, device=hidden.device)
         if valid == 0:
             local[0] = float("-inf")
         kept = hidden.new_empty(settings.kept if valid else 0, valid)
@@ -146,7 +145,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
         if settings.ranks == 1:
             # Tensors of their own: views of one would share what autograd knows of it.
-            log_total, entropy, sum_p_squared, logp = (row.clone() for row in local)
+            log_total, entropy, sum_p_squared, logp = (
+                row.to(precision, copy=True) for row in local
+            )
         else:
             gathered = local.new_empty(settings.ranks, *local.shape)
             dist.all_gather(list(gathered), local, group=settings.group)
