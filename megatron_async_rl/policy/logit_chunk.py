@@ -70,22 +70,22 @@ def local_softmax(
 ) -> None:
     """Makes `local` [4, n] and, in the place of the logits [n, V/tp] of temperature 1, their
     softmax; copies that into `kept`, where it is other memory."""
-    log_p = torch.empty_like(logits[next(row_blocks(logits))])
+    below = torch.empty_like(logits[next(row_blocks(logits))])
     for block in row_blocks(logits):
         z = logits[block]
         if temperature != 1.0:
             z.div_(temperature)
-        largest, at_target = z.amax(1).double(), z.gather(1, row[block])[:, 0].double()
-        log_q = torch.log_softmax(z, 1, out=log_p[: len(z)])
-        p = torch.exp(log_q, out=z)
-        # log_softmax rounds L to the logits' type; how far p misses 1 in sum says by how much.
-        missed = p.sum(1, keepdim=True)
-        p.div_(missed)
-        total = largest - log_q.amax(1).double() + missed[:, 0].double().log()
-        local[0, block] = total
-        local[3, block] = torch.where(here[block][:, 0], at_target - total, 0.0)
-        local[1, block] = -torch.linalg.vecdot(p, log_q)
+        largest, at_target = z.amax(1, keepdim=True), z.gather(1, row[block])[:, 0]
+        less = torch.sub(z, largest, out=below[: len(z)])
+        p = torch.exp(less, out=z)
+        total = p.sum(1, keepdim=True)
+        p.div_(total)
+        # L in float64: it is large beside what is asked of it, differences of logits and of ranks.
+        log_sum = total[:, 0].double().log()
+        local[0, block] = largest[:, 0].double() + log_sum
+        local[1, block] = log_sum - torch.linalg.vecdot(p, less)
         local[2, block] = torch.linalg.vecdot(p, p)
+        local[3, block] = torch.where(here[block][:, 0], at_target - local[0, block], 0.0)
         if kept is not None and kept is not logits:
             kept[block] = p
 

@@ -190,7 +190,7 @@ def test_nothing_waits_for_a_device():
         logp, entropy, _ = vocab_parallel_logprobs(h, w, targets, 0.7, 4, vocab_size=11)
         (logp.sum() + entropy.sum()).backward()
     waiting = {"_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero", "equal"}
-    assert "aten::log_softmax" in " ".join(seen.names).replace("_log", "log")
+    assert seen.names >= {"aten::mm", "aten::exp"}, "the operations were not seen"
     assert not {name.removeprefix("aten::") for name in seen.names} & waiting
 
 
