@@ -39,6 +39,7 @@ def save_tiny_model(
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     }
     if family == "qwen3_moe":
         config = {

@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import Problem
-from megatron_async_rl.policy.supported import unsupported
+from megatron_async_rl.policy.supported import FAMILIES, unsupported
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-MIXTURES = ("Qwen3MoeForCausalLM",)
-"""Those with a mixture of experts in every layer."""
 KEY = "model.path"
 
 
@@ -110,28 +107,21 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
         ]
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        names = content.get("architectures") or ["none named"]
-        if names[0] not in ARCHITECTURES:
-            return None, [
-                _problem(
-                    f"{path}: architecture {names[0]} is not supported",
-                    f"use one of: {', '.join(ARCHITECTURES)}",
-                )
-            ]
         ruled_out = unsupported(content)
         if ruled_out is not None:
             return None, [
                 _problem(
                     f"{path}: {ruled_out.key} is {ruled_out.value!r}, which this trainer does not"
                     " compute exactly",
-                    f"use a model with {ruled_out.supported}",
+                    f"use a model with {ruled_out.key}: {ruled_out.supported}",
                 )
             ]
+        family = FAMILIES[content["model_type"]]
         heads = int(content["num_attention_heads"])
         hidden = int(content["hidden_size"])
-        mixture = names[0] in MIXTURES
+        mixture = family.mixture
         shape = ModelShape(
-            architecture=names[0],
+            architecture=family.architecture,
             hidden=hidden,
             layers=int(content["num_hidden_layers"]),
             heads=heads,
@@ -141,7 +131,7 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
             vocabulary=int(content["vocab_size"]),
             context=int(content["max_position_embeddings"]),
             tied=bool(content.get("tie_word_embeddings", False)),
-            attention_bias=names[0] == "Qwen2ForCausalLM"
+            attention_bias=family.model_type == "qwen2"
             or bool(content.get("attention_bias", False)),
             # transformers 5 writes the second name.
             experts=(

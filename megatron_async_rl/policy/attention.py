@@ -3,13 +3,15 @@
 `CoreAttention` replaces Megatron's unfused softmax, which holds [rows, heads, length, length]
 scores, by torch's scaled dot product attention. Invariants: causal, no dropout, no mask (right
 padding is invisible to real tokens under the causal mask); a token of a packed row sees its own
-sample alone; grouped-query heads share keys and values in order, as Megatron lays them out.
+sample alone, and in a layer with a sliding window the last tokens of it; grouped-query heads share
+keys and values in order, as Megatron lays them out.
 `ThdAttention` leaves packed rows to Transformer Engine's kernel, where there is one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+
+WINDOWED_QUERIES = 512
+"""Queries that attend at one time where there is a sliding window."""
 
 
 @dataclass
@@ -76,6 +82,7 @@ class CoreAttention(MegatronModule):
                 f" {config.context_parallel_size}"
             )
         self.softmax_scale = softmax_scale
+        self.window = window_of(config, layer_number)
 
     def forward(
         self,
@@ -94,7 +101,9 @@ class CoreAttention(MegatronModule):
         length, rows = query.shape[:2]
         if packed_seq_params is None:
             context = causal_attention(
-                *(each.transpose(0, 1) for each in (query, key, value)), scale=self.softmax_scale
+                *(each.transpose(0, 1) for each in (query, key, value)),
+                scale=self.softmax_scale,
+                window=self.window,
             )
             return context.transpose(0, 1).reshape(length, rows, -1)
 
@@ -107,7 +116,9 @@ class CoreAttention(MegatronModule):
         ]
         contexts = [
             causal_attention(
-                *(part.unflatten(0, run) for part in run_parts), scale=self.softmax_scale
+                *(part.unflatten(0, run) for part in run_parts),
+                scale=self.softmax_scale,
+                window=self.window,
             ).flatten(0, 1)
             for run, *run_parts in zip(runs, *parts, strict=True)
         ]
@@ -120,22 +131,69 @@ class CoreAttention(MegatronModule):
         return {}
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
+def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Tokens that each token of a layer sees, itself among them; null for all before it.
+    layer_number: from 1, over the whole model, as `config.window_attn_skip_freq` counts."""
+    if not is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    ):
+        return None
+    return int(config.window_size[0]) + 1
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None = None
+) -> Tensor:
     """query [rows, length, heads, head], key and value [rows, length, groups, head] -> query's
-    shape. scale: of the scores; null for 1 / sqrt(head)."""
-    return F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=query.shape[2] != key.shape[2],
-    ).transpose(1, 2)
+    shape. scale: of the scores; null for 1 / sqrt(head). window: as `window_of`."""
+    grouped = query.shape[2] != key.shape[2]
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    length = query.shape[2]
+    if window is None or window >= length:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        ).transpose(1, 2)
+
+    if grouped and query.device.type != "cpu":
+        # The only kernel of a GPU that takes grouped heads takes no mask.
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
+        grouped = False
+    band = _band(window, query.dtype, query.device)
+    contexts = []
+    for start in range(0, length, WINDOWED_QUERIES):
+        stop, first = min(start + WINDOWED_QUERIES, length), max(0, start - window + 1)
+        # The band's first column is the first token that the first query sees, if there is one.
+        left = window - 1 - (start - first)
+        mask = band[: stop - start, left : left + stop - first]
+        contexts.append(
+            F.scaled_dot_product_attention(
+                query[:, :, start:stop],
+                key[:, :, first:stop],
+                value[:, :, first:stop],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(contexts, 2).transpose(1, 2)
+
+
+@lru_cache(maxsize=2)
+def _band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[queries, queries + window - 1] for neighbouring queries: 0 where one sees a token, minus
+    infinity elsewhere. One for all layers: what is kept for the backward pass is a view of it."""
+    seen = torch.ones(
+        WINDOWED_QUERIES, WINDOWED_QUERIES + window - 1, dtype=torch.bool, device=device
+    )
+    seen = seen.triu().tril(window - 1)
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
 
 class ThdAttention(CoreAttention):
     """Transformer Engine's attention over packed rows, in its format [tokens, heads, head] ("thd"):
-    one kernel for samples of any length."""
+    one kernel for samples of any length. It reads the layer's window from the configuration, as
+    `window_of` does."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -2,9 +2,8 @@
 our overrides.
 
 mbridge assumes Transformer Engine layers and transformers 4. The overrides here use Megatron's
-local layers with our attention and normalisation, take `rope_theta` from `rope_parameters`
-(transformers 5), pad the vocabulary to the tensor-parallel size, and refuse what this path cannot
-compute exactly.
+local layers with our attention and normalisation, take rotary frequencies from transformers (5),
+pad the vocabulary to the tensor-parallel size, and refuse what this path cannot compute exactly.
 
 Invariants:
 - a model whose forward pass would differ from transformers' is refused by name, not approximated;
@@ -26,6 +25,7 @@ from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -35,10 +35,11 @@ from torch import Tensor
 
 from megatron_async_rl.policy.attention import RMSNorm, core_attention
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.supported import unsupported
+from megatron_async_rl.policy.supported import FAMILIES, unsupported
 
 MBRIDGE_METHODS = {
     "mbridge.core.bridge.Bridge": (
+        "_ATTENTION_MAPPING",
         "_DIRECT_MAPPING",
         "_OTHER_MAPPING",
         "_adjust_mapping_for_shared_weights",
@@ -65,17 +66,34 @@ class UnsupportedModel(ValueError):
         super().__init__(f"{path / 'config.json'}: {key} is {value!r}; supported: {supported}")
 
 
+class BiasedRowParallelLinear(RowParallelLinear):
+    """A row-parallel product with a bias, in a layer whose other products of this kind have none.
+    Each tensor-parallel rank has the whole bias, and adds it once, after the sum over ranks."""
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
 class LocalBridge(LLMBridge):
     """mbridge's bridge on Megatron's local layers. Mixed in before the bridge of one model type."""
 
     layout: Layout
     tied: bool
     packed: bool
+    output_bias = False
+    """The output projection of attention has a bias."""
     _DIRECT_MAPPING: dict[str, str]
+    _ATTENTION_MAPPING: dict[str, list[str]]
 
     def _adjust_mapping_for_shared_weights(self) -> None:
         # The parent writes into dictionaries shared by all its instances.
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)
+        self._ATTENTION_MAPPING = {
+            **self._ATTENTION_MAPPING,
+            "self_attention.linear_proj.bias": [
+                "model.layers.{layer_number}.self_attn.o_proj.bias"
+            ],
+        }
         if self.hf_config.tie_word_embeddings:
             self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
         self._OTHER_MAPPING = {
@@ -113,7 +131,42 @@ class LocalBridge(LLMBridge):
             persist_layer_norm=False,
             overlap_p2p_comm=False,
             attention_softmax_in_fp32=True,
+            softmax_scale=self._softmax_scale(),
+            window_size=self._window_size(),
         )
+
+    def _window_size(self) -> tuple[int, int] | None:
+        """Tokens before and behind a token that it sees beside itself, in Megatron's form."""
+        window = getattr(self.hf_config, "sliding_window", None)
+        return None if window is None else (window - 1, 0)
+
+    def _softmax_scale(self) -> float | None:
+        """Of the scores; null for 1 / sqrt(head). yarn lengthens queries and keys alike, which
+        Megatron's rotation does not."""
+        factor = self._rotation()[1]
+        if factor == 1.0:
+            return None
+        hf = self.hf_config
+        width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+        return factor * factor / math.sqrt(width)
+
+    def _rotation(self) -> tuple[Tensor | None, float]:
+        """(frequencies of a head's pairs of coordinates, [head / 2] float32, or null for Megatron's
+        own; length of a rotated vector for 1), as transformers has them."""
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        kind = self.hf_config.rope_parameters["rope_type"]
+        if kind == "default":
+            return None, 1.0
+        return ROPE_INIT_FUNCTIONS[kind](self.hf_config, torch.device("cpu"))
+
+    def set_rotation(self, rotary: torch.nn.Module) -> None:
+        """Gives Megatron's rotary embedding, which has not been used yet, the model's
+        frequencies."""
+        frequencies, _ = self._rotation()
+        if frequencies is not None:
+            assert rotary.inv_freq.shape == frequencies.shape
+            rotary.inv_freq = frequencies.to(rotary.inv_freq)
 
     def global_names(self, chunk: torch.nn.Module) -> dict[str, str]:
         """A parameter's name in the chunk -> its name with layers numbered over the whole model."""
@@ -156,6 +209,8 @@ class LocalBridge(LLMBridge):
         attention.core_attention = ModuleSpec(
             module=core_attention(self.layout.device_type, self.dtype, packed=self.packed)
         )
+        if self.output_bias:
+            attention.linear_proj = BiasedRowParallelLinear
         if self.config.qk_layernorm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
@@ -164,23 +219,25 @@ class LocalBridge(LLMBridge):
 
     def gpt_arguments(self) -> dict[str, Any]:
         """Arguments of Megatron's language model that are not in its configuration."""
-        rope = self.hf_config.rope_parameters
-        arguments: dict[str, Any] = {
+        return {
             "vocab_size": self.padded_vocab_size,
             "max_sequence_length": self.hf_config.max_position_embeddings,
             "position_embedding_type": "rope",
-            "rotary_base": rope["rope_theta"],
+            "rotary_base": self.hf_config.rope_parameters["rope_theta"],
             "share_embeddings_and_output_weights": self.tied,
         }
-        if rope["rope_type"] == "linear":
-            arguments["seq_len_interpolation_factor"] = rope["factor"]
-        if rope["rope_type"] == "llama3":
-            arguments |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-        return arguments
 
 
 class Llama(LocalBridge, LLaMABridge):
-    """Llama 2 and 3."""
+    """Llama 2 and 3. With `attention_bias` all four projections of attention have one."""
+
+    @property
+    def output_bias(self) -> bool:  # type: ignore[override]
+        return bool(self.hf_config.attention_bias)
+
+
+class Mistral(LocalBridge, LLaMABridge):
+    """Mistral, with a sliding window in every layer or in none. Its files have Llama's names."""
 
 
 class Qwen2(LocalBridge, Qwen2Bridge):
@@ -234,8 +291,9 @@ BRIDGES: dict[str, type[LocalBridge]] = {
     "qwen2": Qwen2,
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3Moe,
+    "mistral": Mistral,
 }
-
+assert BRIDGES.keys() == FAMILIES.keys()
 
 RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
     "none": {},
@@ -281,8 +339,6 @@ def build_bridge(
 
 def refuse_unsupported(path: Path, hf_config: Any) -> None:
     """Raises UnsupportedModel naming the key of config.json that rules the model out."""
-    if hf_config.model_type not in BRIDGES:
-        raise UnsupportedModel(path, "model_type", hf_config.model_type, ", ".join(BRIDGES))
     found = unsupported(hf_config.to_dict())
     if found is not None:
         raise UnsupportedModel(path, found.key, found.value, found.supported)

@@ -189,6 +189,7 @@ def assemble_model(
             vp_stage=vp_stage,
             **bridge.gpt_arguments(),
         )
+        bridge.set_rotation(chunk.rotary_pos_emb)
         if value is not None and layout.is_last_chunk(index):
             chunk.value_head = ValueHead(bridge.config, detach=value.detach, device=layout.device)
         # The router alone is made on the CPU.

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_async_rl.policy.parameters import load_hf
+from megatron_async_rl.policy.supported import used_window
 from megatron_async_rl.policy.weight_copies import HeldMasters, HeldWeights, Snapshots
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ SAME_ARCHITECTURE = (
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+    "sliding_window",
     "tie_word_embeddings",
 )
 """Keys of config.json that change what the same tensors compute."""
@@ -192,4 +194,4 @@ def _refuse_other_architecture(path: Path, source: Path) -> None:
 
 def _architecture(directory: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    return content
+    return content | {"sliding_window": used_window(content)}

@@ -33,10 +33,10 @@ from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION, reg
 from megatron_async_rl.weights.reload import LayerwiseReload
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
+from tests.engine.reference import PROMPT
 
 OWN = [(1, False), (0, False), (1, False)]
 LAYERWISE = [(0, True), (1, True)]
-PROMPT = [5, 17, 80, 3, 42, 9]
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""vLLM's model after an update against the same model freshly read: bit for bit, for dense models
-and a mixture of experts."""
+"""vLLM's model after an update against the same model freshly read: bit for bit, for each way in
+which families of models differ; and against the policy, whose log-probs are the same."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_async_rl.samples import Prompt
+from tests.engine.reference import PROMPT
+from tests.parallel.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
+from tests.train_batches import make_sample
 
 pytestmark = pytest.mark.engine
 
@@ -22,6 +27,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied-with-bias": {"family": "qwen2", "tied": True},
     "untied": {"family": "llama"},
     "experts": {"family": "qwen3_moe", "tied": True},
+    "window": {"family": "mistral", "sliding_window": 7},
+    "output-bias": {"family": "llama", "attention_bias": True},
+    "yarn-window": {
+        "family": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.3,
+        },
+    },
 }
 LAYERWISE_TOO = ("tied-with-bias", "untied")
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,9 +49,16 @@ ROOT = Path(__file__).resolve().parents[2]
 State = tuple[str, int, list[float]]
 
 
+TOLERANCE = 1e-5
+
+
 @pytest.fixture(scope="module")
-def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[State]]:
-    root = tmp_path_factory.mktemp("reload")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reload")
+
+
+@pytest.fixture(scope="module")
+def states(root: Path) -> dict[str, list[State]]:
     asked = []
     for name, model in MODELS.items():
         first, second = (
@@ -65,3 +92,26 @@ def test_after_an_update_it_computes_what_the_same_checkpoint_freshly_read_does(
     )
     for _, which, logprobs in layerwise:
         assert logprobs == (first if which else fresh)
+
+
+@pytest.fixture(scope="module")
+def trainers(root: Path, states: dict[str, list[State]]) -> dict[str, np.ndarray]:
+    """The policy's log-probs of the prompt's tokens after its first, by model."""
+    sample = make_sample(Prompt(id="p", text="", token_ids=(PROMPT[0],)), "p-0", PROMPT[1:])
+    (root / "samples").write_bytes(pickle.dumps([sample]))
+    checkpoints = [root / "a" / name for name in MODELS]
+    arguments = [root / "samples", "1.0", root / "logprobs", *checkpoints]
+    run_ranks(1, "tests.engine.trainer_program", arguments)
+    found = pickle.loads((root / "logprobs").read_bytes())
+    return {path.name: found[str(path)][0] for path in checkpoints}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_its_log_probs_are_the_policys(
+    states: dict[str, list[State]], trainers: dict[str, np.ndarray], model: str
+) -> None:
+    _, which, logprobs = states[model][0]
+    assert which == 0
+    np.testing.assert_allclose(
+        logprobs[: len(PROMPT) - 1], trainers[model], atol=TOLERANCE, rtol=0.0
+    )

@@ -183,7 +183,7 @@ def loaded(model_path: Path):
     do not take."""
     import transformers
 
-    experts = {"experts_implementation": "eager"} if model_path.name == "mixture" else {}
+    experts = {"experts_implementation": "eager"} if model_path.name.startswith("mixture") else {}
     return transformers.AutoModelForCausalLM.from_pretrained(
         model_path, dtype=torch.float64, **experts
     )

@@ -303,7 +303,7 @@ def refusals(source: Path, layout: Layout, output: Path) -> dict[str, str]:
         return change
 
     name = "model.layers.1.mlp.down_proj.weight"
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     breakages = {
         "missing tensor": weights(lambda tensors: tensors.pop(name)),
         "foreign tensor": weights(
@@ -326,7 +326,7 @@ def refusals(source: Path, layout: Layout, output: Path) -> dict[str, str]:
         "no weights": lambda directory: (directory / "model.safetensors").unlink(),
         "model type": config(model_type="gpt2"),
         "rope": config(rope_parameters=rope),
-        "sliding window": config(use_sliding_window=True, sliding_window=16, max_window_layers=0),
+        "sliding window": config(use_sliding_window=True, sliding_window=16, max_window_layers=1),
     }
     found = {}
     for what, breakage in breakages.items():

@@ -47,6 +47,18 @@ def one_group(batch: TrainBatch) -> TrainBatch:
     return TrainBatch.of(batch.version, groups_of(batch)[:1])
 
 
+def exported_gradient(rank: Rank, policy) -> dict[str, torch.Tensor]:
+    """The gradient, under the names of Hugging Face's files."""
+    parameters = [parameter for chunk in policy.model.chunks for parameter in chunk.parameters()]
+    weights = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.copy_(parameter.main_grad)
+    found = rank.weights(policy)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data.copy_(weight)
+    return found
+
+
 class Watched:
     """A policy that keeps what it measured and its gradient before the step, under the names of
     Hugging Face's files."""
@@ -65,23 +77,11 @@ class Watched:
             return self.measured
 
         def watched_take(*arguments):
-            self.gradient = self.exported_gradient()
+            self.gradient = exported_gradient(self.rank, self.policy)
             return take(*arguments)
 
         self.policy.baseline.accumulate = watched_accumulate
         self.policy.step.take = watched_take
-
-    def exported_gradient(self) -> dict[str, torch.Tensor]:
-        parameters = [
-            parameter for chunk in self.policy.model.chunks for parameter in chunk.parameters()
-        ]
-        weights = [parameter.detach().clone() for parameter in parameters]
-        for parameter in parameters:
-            parameter.data.copy_(parameter.main_grad)
-        found = self.rank.weights(self.policy)
-        for parameter, weight in zip(parameters, weights, strict=True):
-            parameter.data.copy_(weight)
-        return found
 
     def train(self, batch: TrainBatch) -> dict:
         step = self.policy.train_step(received(self.policy, batch))

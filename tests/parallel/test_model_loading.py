@@ -27,9 +27,9 @@ TENSOR = "model.layers.1.mlp.down_proj.weight"
         (
             "rope",
             "UnsupportedModel",
-            "rope_parameters.rope_type is 'yarn'; supported: default, linear, llama3",
+            "rope_parameters.rope_type is 'dynamic'; supported: default, linear, llama3, yarn",
         ),
-        ("sliding window", "UnsupportedModel", "use_sliding_window is True"),
+        ("sliding window", "UnsupportedModel", "layer_types is ['full_attention']; "),
     ],
 )
 def test_a_model_directory_that_does_not_fit_is_refused_and_the_reason_named(breakage, kind, named):

@@ -13,7 +13,9 @@ from megatron_async_rl.policy.attention import (
     CoreAttention,
     PackedSequences,
     ThdAttention,
+    causal_attention,
     core_attention,
+    window_of,
 )
 
 CPU = torch.device("cpu")
@@ -28,6 +30,7 @@ class ThdKernel(torch.nn.Module):
 
     def __init__(self, config, layer_number, attn_mask_type, *args, **kwargs):
         super().__init__()
+        self.window = window_of(config, layer_number)
 
     def forward(self, query, key, value, mask, mask_type, bias, packed):
         assert (packed.qkv_format, mask, mask_type, bias) == (
@@ -40,25 +43,27 @@ class ThdKernel(torch.nn.Module):
         ends = packed.cu_seqlens_q.tolist()
         assert packed.max_seqlen_q == packed.max_seqlen_kv == max(np.diff(ends))
         spans = [slice(*span) for span in pairwise(ends)]
-        return torch.cat([by_hand(query[s], key[s], value[s]) for s in spans])
+        return torch.cat([by_hand(query[s], key[s], value[s], self.window) for s in spans])
 
 
-def by_hand(query, key, value):
+def by_hand(query, key, value, window=None):
     """[length, heads, head] of one sample -> [length, heads * head], by the definition."""
     key, value = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) / WIDTH**0.5
-    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+    behind = torch.arange(len(query))[:, None] - torch.arange(len(query))
+    unseen = (behind < 0) | (behind >= (window or len(query)))
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
 
-def built(kind, width=WIDTH):
+def built(kind, width=WIDTH, window=None):
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HEADS * width,
         num_attention_heads=HEADS,
         num_query_groups=GROUPS,
         attention_dropout=0.0,
+        window_size=None if window is None else (window - 1, 0),
     )
     return kind(config, 1, AttnMaskType.causal, "self")
 
@@ -71,19 +76,24 @@ def drawn(seed=0):
     ]
 
 
+@pytest.fixture(params=[None, 1, 4])
+def window(request):
+    return request.param
+
+
 @pytest.fixture(params=[CoreAttention, ThdAttention])
-def attend(request, monkeypatch):
+def attend(request, monkeypatch, window):
     monkeypatch.setattr(attention, "TEDotProductAttention", ThdKernel)
-    module = built(request.param)
+    module = built(request.param, window=window)
     packing = PackedSequences.of(np.array(LENGTHS), CPU)
     return lambda *tensors: module(*tensors, None, packed_seq_params=packing)
 
 
-def test_outputs_and_gradients_are_those_of_each_sample_alone(attend):
+def test_outputs_and_gradients_are_those_of_each_sample_alone(attend, window):
     ours, theirs = ([each.requires_grad_() for each in drawn()] for _ in range(2))
     found = attend(*ours)
     parts = zip(*(each[:, 0].split(LENGTHS) for each in theirs), strict=True)
-    expected = torch.cat([by_hand(*part) for part in parts])[:, None]
+    expected = torch.cat([by_hand(*part, window) for part in parts])[:, None]
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0.0)
     weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
     for output in (found, expected):
@@ -139,3 +149,61 @@ def test_rows_of_one_sample_are_not_transformer_engines(monkeypatch):
     tensors = drawn()
     rows = [each.view(4, -1, *each.shape[2:]) for each in tensors]
     assert torch.equal(built(ThdAttention)(*rows, None), built(CoreAttention)(*rows, None))
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 9, 30, 31, 40])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 31])
+def test_a_token_sees_the_last_tokens_however_many_queries_attend_at_once(
+    monkeypatch, window, length
+):
+    monkeypatch.setattr(attention, "WINDOWED_QUERIES", 8)
+    attention._band.cache_clear()
+    draw = torch.Generator().manual_seed(length)
+    tensors = [
+        torch.randn(1, length, heads, WIDTH, generator=draw, dtype=torch.float64)
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
+    found = causal_attention(*tensors, scale=None, window=window)
+    attention._band.cache_clear()
+    expected = by_hand(*(each[0] for each in tensors), window)
+    torch.testing.assert_close(found[0].flatten(1), expected, atol=1e-12, rtol=0.0)
+
+
+def test_layers_keep_one_mask_of_a_window_and_no_scores():
+    length, window = 1500, 16
+    query, key = (torch.randn(1, length, heads, WIDTH) for heads in (HEADS, GROUPS))
+    query.requires_grad_()
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes() // tensor.itemsize
+        return tensor
+
+    alive = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for _ in range(2):
+            alive.append(causal_attention(query, key, key, scale=None, window=window))
+    masks = [size for size in kept.values() if size > length * HEADS * WIDTH]
+    assert masks == [attention.WINDOWED_QUERIES * (attention.WINDOWED_QUERIES + window - 1)]
+
+
+def test_a_gpu_gets_a_window_without_grouped_heads(monkeypatch):
+    """Its kernels take a mask or grouped heads."""
+    asked = []
+
+    def kernel(query, key, value, attn_mask, enable_gqa, **rest):
+        asked.append((query.shape == key.shape, enable_gqa))
+        return torch.empty_like(query)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    tensors = [torch.empty(1, 9, heads, WIDTH, device="meta") for heads in (HEADS, GROUPS, GROUPS)]
+    assert causal_attention(*tensors, scale=None, window=4).shape == tensors[0].shape
+    assert asked == [(True, False)]
+
+
+def test_layers_with_and_without_a_window_are_told_apart_by_their_number():
+    config = TransformerConfig(num_layers=3, hidden_size=8, num_attention_heads=1)
+    assert window_of(config, 1) is None
+    config.window_size, config.window_attn_skip_freq = (4, 0), [1, 0, 1]
+    assert [window_of(config, layer) for layer in (1, 2, 3)] == [5, None, 5]

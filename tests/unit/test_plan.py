@@ -27,6 +27,7 @@ from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import staleness_law
+from megatron_async_rl.policy.supported import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_model, write_run
@@ -56,9 +57,12 @@ def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_the_counted_parameters_are_those_in_the_checkpoint(tmp_path, family, tied):
-    folder = save_tiny_model(tmp_path / family, family, tied=tied)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [*((family, {}) for family in FAMILIES), ("llama", {"attention_bias": True})],
+)
+def test_the_counted_parameters_are_those_in_the_checkpoint(tmp_path, family, settings, tied):
+    folder = save_tiny_model(tmp_path / family, family, tied=tied, **settings)
     shape, _ = read_model(folder)
     counted = 0
     for file in folder.glob("*.safetensors"):
@@ -211,6 +215,7 @@ def test_a_sequence_layout_that_there_is_not_is_refused_with_those_there_are(fil
 
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -488,6 +493,7 @@ def test_held_out_prompts_that_are_trained_on_are_told(file: Path) -> None:
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -542,11 +548,16 @@ def test_our_attention_keeps_no_scores_on_the_cpu(tmp_path, dtype, kv_heads):
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: (kept.append(tensor.numel()), tensor)[1], lambda tensor: tensor
     ):
-        CoreAttention.forward(SimpleNamespace(softmax_scale=None), query, key, key, None)
+        layer = SimpleNamespace(softmax_scale=None, window=None)
+        CoreAttention.forward(layer, query, key, key, None)
     assert max(kept) < length * length
     shape = shape_of(tmp_path, num_key_value_heads=kv_heads)
     config = load(write_run(tmp_path))
     assert not stores_scores(config, shape, on_gpu=False)
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 
 
 @pytest.mark.parametrize(
@@ -554,7 +565,7 @@ def test_our_attention_keeps_no_scores_on_the_cpu(tmp_path, dtype, kv_heads):
     [
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_scaling.rope_type is 'yarn'",
+            "rope_scaling.original_max_position_embeddings is None",
         ),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -563,10 +574,27 @@ def test_our_attention_keeps_no_scores_on_the_cpu(tmp_path, dtype, kv_heads):
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope'"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
-            "rope_scaling.low_freq_factor is 2.0",
+            "rope_scaling.high_freq_factor is None",
         ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope_scaling.factor is '2'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        (WINDOWED, "max_window_layers is 28"),
+        (WINDOWED | {"max_window_layers": 1}, "max_window_layers is 1"),
+        (
+            WINDOWED | {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is ['full_attention', 'sliding_attention']",
+        ),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types is ['sliding_attention']"),
+        (WINDOWED | {"sliding_window": 0}, "sliding_window is 0"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        (MISTRAL | {"attention_bias": True}, "attention_bias is True"),
+        (MISTRAL | {"sliding_window": "8"}, "sliding_window is '8'"),
+        (MISTRAL | {"model_type": "qwen3"}, "architectures is 'MistralForCausalLM'"),
+        (LLAMA_8B | {"sliding_window": 8}, "sliding_window is 8"),
+        (LLAMA_8B | {"mlp_bias": True}, "mlp_bias is True"),
+        ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss'"),
+        ({"model_type": None}, "model_type is None"),
+        ({"model_type": ["qwen3"]}, "model_type is ['qwen3']"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is "),
     ],
 )
@@ -576,10 +604,27 @@ def test_a_model_that_the_ranks_would_refuse_is_refused_by_the_plan(tmp_path, ch
     assert words in problem.what
 
 
-def test_linear_rope_and_no_scaling_are_fine(tmp_path):
-    scaling = {"rope_type": "linear", "factor": 2.0}
-    assert plan(write_run(tmp_path, rope_scaling=scaling, mlp_bias=None)).problems == ()
-    assert plan(write_run(tmp_path, rope_scaling=None)).problems == ()
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "mlp_bias": None},
+        {"rope_scaling": None},
+        {"rope_scaling": YARN},
+        {"sliding_window": 8, "max_window_layers": 28},
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+        WINDOWED | {"max_window_layers": 0},
+        WINDOWED | {"max_window_layers": 28, "layer_types": ["sliding_attention"] * 2},
+        MISTRAL,
+        MISTRAL | {"sliding_window": None},
+        MISTRAL | {"sliding_window": 8, "head_dim": None},
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True},
+    ],
+)
+def test_a_model_that_the_ranks_take_is_planned(tmp_path, changes):
+    assert plan(write_run(tmp_path, **changes)).problems == ()
 
 
 CLUSTER = ("--gpus", "8", "--gpu-memory", "80", "--nodes", "4")
