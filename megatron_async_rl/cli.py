@@ -349,11 +349,22 @@ def conform(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    models: Annotated[
+        bool,
+        typer.Option(
+            "--models", help="List the model families instead: what each may have, what is refused."
+        ),
+    ] = False,
+) -> None:
     """Check this installation and say what each missing part would bring; exit code 1 if a needed
     one is missing."""
     from megatron_async_rl.plan.doctor import examine, show
+    from megatron_async_rl.plan.model_families import show_families
 
+    if models:
+        show_families(console())
+        return
     findings = examine()
     raise typer.Exit(show(findings, console()))
 

@@ -40,6 +40,7 @@ def save_tiny_model(
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     }
     if family == "qwen3_moe":
         config = {
@@ -62,7 +63,7 @@ def save_tiny_model(
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=None,
-        **({"head_dim": hidden_size // heads} if family.startswith("qwen3") else {}),
+        **({"head_dim": hidden_size // heads} if family.startswith(("qwen3", "gemma")) else {}),
         **config,
     )
     with torch.random.fork_rng():
@@ -75,6 +76,7 @@ def save_tiny_model(
                 elif name.endswith("bias"):
                     parameter.normal_(0, 0.1)
                 else:
-                    parameter.normal_(1, 0.1)
+                    # Gemma's norms hold their distance from 1.
+                    parameter.normal_(0 if family.startswith("gemma") else 1, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     return Path(directory)

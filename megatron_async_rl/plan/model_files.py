@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import Problem
-from megatron_async_rl.policy.supported import FAMILIES, unsupported
+from megatron_async_rl.policy.supported import FAMILIES, Family, unsupported
 
 KEY = "model.path"
 
@@ -22,7 +22,7 @@ class ModelShape:
     of one expert, or of the MLP.
     """
 
-    architecture: str
+    family: Family
     hidden: int
     layers: int
     heads: int
@@ -54,11 +54,11 @@ class ModelShape:
     def layer_replicated(self) -> int:
         """Parameters of one layer that every tensor-parallel rank holds."""
         output_bias = (
-            self.hidden if self.attention_bias and self.architecture == "LlamaForCausalLM" else 0
+            self.hidden if self.attention_bias and self.family.model_type == "llama" else 0
         )
-        head_norms = 2 * self.head_dim if self.architecture.startswith("Qwen3") else 0
+        norms = self.family.layer_norms * self.hidden + self.family.head_norms * self.head_dim
         router = self.experts * self.hidden
-        return 2 * self.hidden + head_norms + output_bias + router
+        return norms + output_bias + router
 
     @property
     def parameters(self) -> int:
@@ -121,7 +121,7 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
         hidden = int(content["hidden_size"])
         mixture = family.mixture
         shape = ModelShape(
-            architecture=family.architecture,
+            family=family,
             hidden=hidden,
             layers=int(content["num_hidden_layers"]),
             heads=heads,
@@ -130,7 +130,7 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
             intermediate=int(content["moe_intermediate_size" if mixture else "intermediate_size"]),
             vocabulary=int(content["vocab_size"]),
             context=int(content["max_position_embeddings"]),
-            tied=bool(content.get("tie_word_embeddings", False)),
+            tied=bool(content.get("tie_word_embeddings", family.tied)),
             attention_bias=family.model_type == "qwen2"
             or bool(content.get("attention_bias", False)),
             # transformers 5 writes the second name.

@@ -10,6 +10,7 @@ keys and values in order, as Megatron lays them out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -251,3 +252,29 @@ class RMSNorm(torch.nn.RMSNorm):
         )
         self.config = config
         self.weight.sequence_parallel = config.sequence_parallel
+
+
+class GemmaNorm(RMSNorm):
+    """Gemma's, in float32 and with weights that stand for their distance from 1."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found = F.rms_norm(
+            hidden.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps
+        )
+        return found.to(hidden.dtype)
+
+
+class NormedAdd(GemmaNorm):
+    """The norm of what attention or the MLP gave, and then the residual sum: in the place, and with
+    the interface, of Megatron's sum with bias and dropout, of which Gemma has neither."""
+
+    def forward(  # type: ignore[override]
+        self, training: bool, fused: bool
+    ) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+        def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+            output, _ = output_and_bias
+            # Megatron turns gradients on around this sum, also where scoring has them off.
+            with torch.set_grad_enabled(output.requires_grad):
+                return residual + GemmaNorm.forward(self, output)
+
+        return add

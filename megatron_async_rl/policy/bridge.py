@@ -3,10 +3,9 @@ our overrides.
 
 mbridge assumes Transformer Engine layers and transformers 4. The overrides here use Megatron's
 local layers with our attention and normalisation, take rotary frequencies from transformers (5),
-pad the vocabulary to the tensor-parallel size, and refuse what this path cannot compute exactly.
+and pad the vocabulary to the tensor-parallel size. families.py has what differs between families.
 
 Invariants:
-- a model whose forward pass would differ from transformers' is refused by name, not approximated;
 - padded vocabulary rows are zero and known (`vocab_size` against `padded_vocab_size`);
 - no class attribute of mbridge is changed: two models in one process do not see each other.
 """
@@ -14,16 +13,11 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from mbridge.core.llm_bridge import LLMBridge
-from mbridge.models.llama import LLaMABridge
-from mbridge.models.qwen2 import Qwen2Bridge
-from mbridge.models.qwen3 import Qwen3Bridge
-from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,11 +25,11 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_async_rl.policy.attention import RMSNorm, core_attention
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.supported import FAMILIES, unsupported
 
 MBRIDGE_METHODS = {
     "mbridge.core.bridge.Bridge": (
@@ -59,13 +53,6 @@ MBRIDGE_METHODS = {
 other module uses one. A unit test looks that each exists."""
 
 
-class UnsupportedModel(ValueError):
-    """The model directory describes something this trainer would not compute exactly."""
-
-    def __init__(self, path: Path, key: str, value: Any, supported: str) -> None:
-        super().__init__(f"{path / 'config.json'}: {key} is {value!r}; supported: {supported}")
-
-
 class BiasedRowParallelLinear(RowParallelLinear):
     """A row-parallel product with a bias, in a layer whose other products of this kind have none.
     Each tensor-parallel rank has the whole bias, and adds it once, after the sum over ranks."""
@@ -80,9 +67,13 @@ class LocalBridge(LLMBridge):
     layout: Layout
     tied: bool
     packed: bool
+    norm: type[torch.nn.Module] = RMSNorm
     output_bias = False
     """The output projection of attention has a bias."""
+    embedding_scale = 1.0
+    """What the embedding of a token is multiplied by."""
     _DIRECT_MAPPING: dict[str, str]
+    _OTHER_MAPPING: dict[str, list[str]]
     _ATTENTION_MAPPING: dict[str, list[str]]
 
     def _adjust_mapping_for_shared_weights(self) -> None:
@@ -104,8 +95,8 @@ class LocalBridge(LLMBridge):
         }
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
-        # "pre_mlp_layernorm" contains "mlp", which the parent takes for a weight of the MLP.
-        if ".pre_mlp_layernorm." in mcore_weights_name:
+        # The parent takes any name that contains "mlp" for a weight of the MLP.
+        if any(f".{part}" in mcore_weights_name for part in self._OTHER_MAPPING):
             return self._weight_name_mapping_other(mcore_weights_name)
         return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
 
@@ -203,8 +194,8 @@ class LocalBridge(LLMBridge):
             normalization="RMSNorm",
         )
         parts = layer.submodules
-        parts.input_layernorm = RMSNorm
-        parts.pre_mlp_layernorm = RMSNorm
+        parts.input_layernorm = self.norm
+        parts.pre_mlp_layernorm = self.norm
         attention = parts.self_attention.submodules
         attention.core_attention = ModuleSpec(
             module=core_attention(self.layout.device_type, self.dtype, packed=self.packed)
@@ -212,10 +203,14 @@ class LocalBridge(LLMBridge):
         if self.output_bias:
             attention.linear_proj = BiasedRowParallelLinear
         if self.config.qk_layernorm:
-            attention.q_layernorm = RMSNorm
-            attention.k_layernorm = RMSNorm
+            attention.q_layernorm = self.norm
+            attention.k_layernorm = self.norm
+        self.adapt(parts)
         layers = get_num_layers_to_build(self.config, vp_stage)
-        return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=self.norm)
+
+    def adapt(self, layer: TransformerLayerSubmodules) -> None:
+        """Puts parts of the family's own into the layer's."""
 
     def gpt_arguments(self) -> dict[str, Any]:
         """Arguments of Megatron's language model that are not in its configuration."""
@@ -223,122 +218,7 @@ class LocalBridge(LLMBridge):
             "vocab_size": self.padded_vocab_size,
             "max_sequence_length": self.hf_config.max_position_embeddings,
             "position_embedding_type": "rope",
-            "rotary_base": self.hf_config.rope_parameters["rope_theta"],
+            # Of the frequencies that `set_rotation` may replace.
+            "rotary_base": self.hf_config.rope_parameters.get("rope_theta", 10_000.0),
             "share_embeddings_and_output_weights": self.tied,
         }
-
-
-class Llama(LocalBridge, LLaMABridge):
-    """Llama 2 and 3. With `attention_bias` all four projections of attention have one."""
-
-    @property
-    def output_bias(self) -> bool:  # type: ignore[override]
-        return bool(self.hf_config.attention_bias)
-
-
-class Mistral(LocalBridge, LLaMABridge):
-    """Mistral, with a sliding window in every layer or in none. Its files have Llama's names."""
-
-
-class Qwen2(LocalBridge, Qwen2Bridge):
-    """Qwen 2 and 2.5, dense."""
-
-
-class Qwen3(LocalBridge, Qwen3Bridge):
-    """Qwen 3, dense."""
-
-
-class Qwen3Moe(LocalBridge, Qwen3MoEBridge):
-    """Qwen 3 with a mixture of experts in every layer.
-
-    Routing is the checkpoint's, in float32, and nothing else touches it: every token reaches its
-    experts (no capacity), and the load-balancing loss is off whatever config.json says
-    (`router_aux_loss_coef` belongs to pre-training: it would add a gradient that no objective asked
-    for). Experts run one after the other: grouped products need Transformer Engine.
-    """
-
-    def _build_config(self) -> Any:
-        hf = self.hf_config
-        return self._build_base_config(
-            qk_layernorm=True,
-            num_moe_experts=hf.num_experts,
-            moe_ffn_hidden_size=hf.moe_intermediate_size,
-            moe_router_topk=hf.num_experts_per_tok,
-            # Softmax before the choice leaves the chosen weights as they are, after it they add up
-            # to one.
-            moe_router_pre_softmax=not hf.norm_topk_prob,
-            moe_router_dtype="fp32",
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            moe_grouped_gemm=False,
-            # Ranks have micro-batches of different sizes, which an all-gather of tokens would not
-            # allow.
-            moe_token_dispatcher_type="alltoall",
-        )
-
-    def _weight_name_mapping_mlp(self, name: str) -> list[str]:
-        layer, part = name.removeprefix("decoder.layers.").split(".mlp.")
-        prefix = f"model.layers.{layer}.mlp"
-        if part == "router.weight":
-            return [f"{prefix}.gate.weight"]
-        expert, product, _ = part.removeprefix("experts.local_experts.").split(".")
-        matrices = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}[product]
-        return [f"{prefix}.experts.{expert}.{matrix}.weight" for matrix in matrices]
-
-
-BRIDGES: dict[str, type[LocalBridge]] = {
-    "llama": Llama,
-    "qwen2": Qwen2,
-    "qwen3": Qwen3,
-    "qwen3_moe": Qwen3Moe,
-    "mistral": Mistral,
-}
-assert BRIDGES.keys() == FAMILIES.keys()
-
-RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
-    "none": {},
-    # Megatron's own choice of modules is the core attention.
-    "selective": {"recompute_granularity": "selective"},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
-"""Megatron's settings for each value of policy.recompute."""
-
-
-def build_bridge(
-    model_path: Path,
-    *,
-    dtype: torch.dtype,
-    layout: Layout,
-    sequence_parallel: bool,
-    packed: bool = False,
-    recompute: str = "none",
-) -> LocalBridge:
-    """The bridge of the model in `model_path`. packed: for packed rows. Raises UnsupportedModel, or
-    OSError/ValueError for an unreadable config."""
-    from transformers import AutoConfig
-
-    hf_config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
-    refuse_unsupported(model_path, hf_config)
-    bridge = BRIDGES[hf_config.model_type](
-        hf_config, dtype=dtype, make_vocab_size_divisible_by=layout.tp_size
-    )
-    bridge.set_extra_args(
-        sequence_parallel=sequence_parallel and layout.tp_size > 1, **RECOMPUTE[recompute]
-    )
-    bridge.layout = layout
-    bridge.packed = packed
-    bridge.tied = bool(hf_config.tie_word_embeddings)
-    bridge.vocab_size = hf_config.vocab_size
-    bridge.padded_vocab_size = math.ceil(hf_config.vocab_size / layout.tp_size) * layout.tp_size
-    return bridge
-
-
-def refuse_unsupported(path: Path, hf_config: Any) -> None:
-    """Raises UnsupportedModel naming the key of config.json that rules the model out."""
-    found = unsupported(hf_config.to_dict())
-    if found is not None:
-        raise UnsupportedModel(path, found.key, found.value, found.supported)

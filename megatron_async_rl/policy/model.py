@@ -27,7 +27,8 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from megatron_async_rl.policy.bridge import LocalBridge, build_bridge
+from megatron_async_rl.policy.bridge import LocalBridge
+from megatron_async_rl.policy.families import build_bridge
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import load_hf
 
@@ -85,6 +86,7 @@ class HiddenStateModel(GPTModel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.value_head: ValueHead | None = None
+        self.embedding_scale = 1.0
 
     def _preprocess(
         self,
@@ -97,6 +99,8 @@ class HiddenStateModel(GPTModel):
         hidden, rotary, *rest = super()._preprocess(
             input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs
         )
+        if self.pre_process and self.embedding_scale != 1.0:
+            hidden = hidden * self.embedding_scale
         if packed_seq_params is not None:
             # Megatron's angles are those of 0, 1, ... up to the longest sample; each token of the
             # row takes its own here, once for all layers.
@@ -190,6 +194,7 @@ def assemble_model(
             **bridge.gpt_arguments(),
         )
         bridge.set_rotation(chunk.rotary_pos_emb)
+        chunk.embedding_scale = bridge.embedding_scale
         if value is not None and layout.is_last_chunk(index):
             chunk.value_head = ValueHead(bridge.config, detach=value.detach, device=layout.device)
         # The router alone is made on the CPU.

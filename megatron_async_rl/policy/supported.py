@@ -17,14 +17,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Window = Literal["none", "all layers", "all layers or none"]
+Window = Literal["none", "every layer", "chosen layers"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """`models`: in words. window: which layers may have a sliding window; "all layers or none" where
-    the family can name single ones. biases: in words. mixture: of experts. only: this family's own
-    rules, as `EXPECTED`."""
+    """One model_type of config.json.
+
+    models, biases: in words. window: which layers have `sliding_window`, where it is used. mixture:
+    of experts, in every layer. tied: what a missing `tie_word_embeddings` means. layer_norms,
+    head_norms: of each layer, over the hidden state and over a head. ropes: the values of
+    rope_type. only: the family's own rules, as `EXPECTED`.
+    """
 
     model_type: str
     architecture: str
@@ -32,6 +36,10 @@ class Family:
     window: Window = "none"
     biases: str = "none"
     mixture: bool = False
+    tied: bool = False
+    layer_norms: int = 2
+    head_norms: int = 0
+    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
@@ -52,6 +60,12 @@ QWEN3_BIAS = {
     )
 }
 FULL_ATTENTION = {"sliding_window": (None, "null: the family has full attention")}
+GEMMA = {
+    "hidden_activation": ("gelu_pytorch_tanh", "gelu_pytorch_tanh"),
+    "attn_logit_softcapping": (None, "null"),
+    "final_logit_softcapping": (None, "null"),
+    "use_bidirectional_attention": (False, "false"),
+}
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -67,7 +81,7 @@ FAMILIES: Mapping[str, Family] = {
             "qwen2",
             "Qwen2ForCausalLM",
             "Qwen 2 and 2.5",
-            window="all layers or none",
+            window="every layer",
             biases="query, key, value",
             only=QWEN2_BIAS,
         ),
@@ -75,29 +89,59 @@ FAMILIES: Mapping[str, Family] = {
             "qwen3",
             "Qwen3ForCausalLM",
             "Qwen 3",
-            window="all layers or none",
+            window="every layer",
+            head_norms=2,
             only=QWEN3_BIAS,
         ),
         Family(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             "Qwen 3 MoE",
-            window="all layers",
+            window="every layer",
             mixture=True,
+            head_norms=2,
             only=QWEN3_BIAS,
         ),
         Family(
             "mistral",
             "MistralForCausalLM",
             "Mistral 7B, Nemo, Small (text)",
-            window="all layers",
+            window="every layer",
             only=NO_BIAS,
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            "Gemma 3 (text: 270M, 1B)",
+            window="chosen layers",
+            tied=True,
+            layer_norms=4,
+            head_norms=2,
+            ropes=("default", "linear"),
+            only=NO_BIAS | GEMMA,
         ),
     )
 }
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Values in `layer_types`."""
+FIRST_LAYERS_FULL = ("qwen2", "qwen3")
+"""Families in which `max_window_layers` is the number of layers before the first window."""
 DEFAULT_FULL_LAYERS = 28
-"""What a missing `max_window_layers` means in Qwen's families: layers before the first window."""
+"""What a missing `max_window_layers` means."""
+REFUSED: Mapping[str, str] = {
+    "gemma2": "scores and logits are capped by a tanh",
+    "gemma3": "a vision tower; the text models are gemma3_text",
+    "deepseek_v3": "attention through a latent vector, and experts after some dense layers",
+    "glm4_moe": "experts after some dense layers, chosen with a bias that no gradient moves",
+    "gpt_oss": "experts with biases and a clamped gate, and an attention sink in every head",
+    "llama4": "experts in some layers, and attention in chunks",
+    "mixtral": "its router's softmax and expert names are not mapped",
+    "phi3": "fused query, key, value and gate matrices in its files",
+    "qwen2_moe": "shared experts",
+    "qwen3_next": "linear attention in most layers",
+}
+"""model_type -> what the policy does not have of it. Any other is refused without a reason."""
 ROPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -129,7 +173,10 @@ def unsupported(config: Mapping[str, Any]) -> Unsupported | None:
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        return Unsupported("model_type", kind, ", ".join(FAMILIES))
+        why = REFUSED.get(kind) if isinstance(kind, str) else None
+        return Unsupported(
+            "model_type", kind, ", ".join(FAMILIES) + (f" ({kind}: {why})" if why else "")
+        )
     named = (config.get("architectures") or [None])[0]
     if named != family.architecture:
         return Unsupported(
@@ -139,7 +186,7 @@ def unsupported(config: Mapping[str, Any]) -> Unsupported | None:
         found = config.get(key, value)
         if found != value and not (found is None and not value):
             return Unsupported(key, found, supported)
-    return _window(config, family) or _rope(config)
+    return _window(config, family) or _rope(config, family)
 
 
 def used_window(config: Mapping[str, Any]) -> Any:
@@ -155,28 +202,44 @@ def _window(config: Mapping[str, Any], family: Family) -> Unsupported | None:
     if window is not None and not _positive(window):
         return Unsupported("sliding_window", window, "null or a positive number of tokens")
 
-    wanted = "full_attention" if window is None else "sliding_attention"
+    kinds = config.get("layer_types")
+    if family.window == "chosen layers":
+        unknown = sorted(set(kinds or ()) - {FULL, SLIDING})
+        if unknown:
+            return Unsupported("layer_types", unknown, f"{FULL} and {SLIDING}")
+        if window is None and (kinds is None or SLIDING in kinds):
+            return Unsupported("sliding_window", None, "a positive number of tokens")
+        return None
+
     words = (
         "a window in every layer, or in none with use_sliding_window false: vLLM knows nothing"
         " between them here"
     )
-    kinds = config.get("layer_types")
     if kinds is not None:
-        other = [kind for kind in kinds if kind != wanted]
-        return Unsupported("layer_types", sorted(set(kinds)), words) if other else None
-    if window is not None and family.window == "all layers or none":
+        alike = set(kinds) == {FULL if window is None else SLIDING}
+        return None if alike else Unsupported("layer_types", sorted(set(kinds)), words)
+    if window is not None and family.model_type in FIRST_LAYERS_FULL:
         full = config.get("max_window_layers", DEFAULT_FULL_LAYERS)
-        if full > 0:
+        if full != 0:
             return Unsupported("max_window_layers", full, f"0: {words}")
     return None
 
 
-def _rope(config: Mapping[str, Any]) -> Unsupported | None:
+def _rope(config: Mapping[str, Any], family: Family) -> Unsupported | None:
     section = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(section) or {}
+    found = None
+    for kind in (FULL, SLIDING) if FULL in rope else ():
+        found = found or _rope_of(f"{section}.{kind}", rope.get(kind) or {}, config, family)
+    return found if FULL in rope else _rope_of(section, rope, config, family)
+
+
+def _rope_of(
+    section: str, rope: Mapping[str, Any], config: Mapping[str, Any], family: Family
+) -> Unsupported | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPES:
-        return Unsupported(f"{section}.rope_type", kind, ", ".join(ROPES))
+    if kind not in family.ropes:
+        return Unsupported(f"{section}.rope_type", kind, ", ".join(family.ropes))
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if share != 1.0:
         return Unsupported("partial_rotary_factor", share, "1.0")

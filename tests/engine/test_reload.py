@@ -28,6 +28,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied": {"family": "llama"},
     "experts": {"family": "qwen3_moe", "tied": True},
     "window": {"family": "mistral", "sliding_window": 7},
+    "some-windows": {
+        "family": "gemma3_text",
+        "tied": True,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "output-bias": {"family": "llama", "attention_bias": True},
     "yarn-window": {
         "family": "qwen3",

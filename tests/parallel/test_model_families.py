@@ -84,6 +84,18 @@ MODELS = {
         "rope_parameters": YARN | {"truncate": False, "mscale": 1.2, "mscale_all_dim": 0.4},
     },
 }
+MODELS["gemma3"] = {
+    "family": "gemma3_text",
+    "tied": True,
+    "layers": 4,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
 CASES = [
     (layout, model)
     for model in MODELS
@@ -219,10 +231,13 @@ def test_the_setting_that_a_model_tries_changes_its_log_probs(model):
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
     changed = {key: plain[key] for key in plain if settings.get(key, plain[key]) != plain[key]}
-    if not changed:
+    changed["layer_types"] = None
+    if settings["family"] == "gemma3_text":
+        changed = {"layer_types": ["full_attention"] * 4}
+    if changed == {"layer_types": None}:
         return
     loaded = layouts.loaded(material() / model)
-    config = loaded.config.to_dict() | changed | {"layer_types": None}
+    config = loaded.config.to_dict() | changed
     other = type(loaded)(type(loaded.config)(**config))
     other.load_state_dict(loaded.state_dict(), strict=False)
     apart = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from rich.console import Console
 
 from megatron_async_rl.plan import doctor
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
+from megatron_async_rl.plan.model_families import show_families
+from megatron_async_rl.policy.supported import EXPECTED, FAMILIES, REFUSED, unsupported
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 LAPTOP = Machine(cores=2, memory=16 * GIB, shared_memory=2 * GIB, gpus=())
 NODE = Machine(cores=64, memory=512 * GIB, shared_memory=64 * GIB, gpus=(Gpu("A", 80 * GIB),))
 
@@ -86,3 +90,26 @@ def test_the_tried_versions_are_those_of_the_lock():
     for part in doctor.PARTS:
         if "cpu" in part.on:
             assert locked[part.distribution].split("+")[0] == part.version
+
+
+def test_the_models_are_told_on_one_screen_from_what_refuses_them():
+    console = Console(width=100, record=True, file=StringIO())
+    show_families(console)
+    lines = console.export_text().splitlines()
+    assert "\n".join(line.rstrip() for line in lines) in (DOCS / "models.md").read_text()
+    assert len(lines) <= 50
+    assert max(len(line.rstrip()) for line in lines) <= 100
+    told = " ".join(" ".join(lines).split())
+    for name in (*FAMILIES, *REFUSED):
+        assert name in told
+    bound = [EXPECTED, *(family.only for family in FAMILIES.values())]
+    for key, (_, words) in ((key, rule) for rules in bound for key, rule in rules.items()):
+        assert f"{key}: {words}" in told or f"{key} {words}" in told
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_refused_family_is_refused_with_the_reason_that_is_listed(model_type):
+    found = unsupported({"model_type": model_type})
+    assert found is not None
+    assert found.key == "model_type"
+    assert REFUSED[model_type] in found.supported

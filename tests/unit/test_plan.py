@@ -557,6 +557,13 @@ def test_our_attention_keeps_no_scores_on_the_cpu(tmp_path, dtype, kv_heads):
 
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
+GEMMA = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 8,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 
 
@@ -592,6 +599,17 @@ MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
         (MISTRAL | {"model_type": "qwen3"}, "architectures is 'MistralForCausalLM'"),
         (LLAMA_8B | {"sliding_window": 8}, "sliding_window is 8"),
         (LLAMA_8B | {"mlp_bias": True}, "mlp_bias is True"),
+        (GEMMA | {"sliding_window": None}, "sliding_window is None"),
+        (
+            GEMMA | {"layer_types": ["chunked_attention"] * 2},
+            "layer_types is ['chunked_attention']",
+        ),
+        (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        (GEMMA | {"rope_scaling": YARN}, "rope_scaling.rope_type is 'yarn'"),
+        (
+            GEMMA | {"rope_parameters": {"full_attention": {}, "sliding_attention": YARN}},
+            "rope_parameters.sliding_attention.rope_type is 'yarn'",
+        ),
         ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss'"),
         ({"model_type": None}, "model_type is None"),
         ({"model_type": ["qwen3"]}, "model_type is ['qwen3']"),
@@ -602,9 +620,6 @@ def test_a_model_that_the_ranks_would_refuse_is_refused_by_the_plan(tmp_path, ch
     (problem,) = plan(write_run(tmp_path, **changes)).problems
     assert problem.key == "model.path"
     assert words in problem.what
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize(
@@ -618,6 +633,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         WINDOWED | {"max_window_layers": 0},
         WINDOWED | {"max_window_layers": 28, "layer_types": ["sliding_attention"] * 2},
         MISTRAL,
+        GEMMA,
+        GEMMA | {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4, "rope_scaling": None},
         MISTRAL | {"sliding_window": None},
         MISTRAL | {"sliding_window": 8, "head_dim": None},
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True},
