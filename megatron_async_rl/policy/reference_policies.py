@@ -54,6 +54,8 @@ SAME_ARCHITECTURE = (
     "rope_scaling",
     "rope_parameters",
     "sliding_window",
+    "layer_types",
+    "query_pre_attn_scalar",
     "tie_word_embeddings",
 )
 """Keys of config.json that change what the same tensors compute."""
@@ -194,4 +196,7 @@ def _refuse_other_architecture(path: Path, source: Path) -> None:
 
 def _architecture(directory: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    return content | {"sliding_window": used_window(content)}
+    window = used_window(content)
+    # Releases of transformers differ in whether they write `layer_types`; without a window they say
+    # nothing.
+    return content | {"sliding_window": window} | ({} if window else {"layer_types": None})

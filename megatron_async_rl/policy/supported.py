@@ -136,6 +136,7 @@ REFUSED: Mapping[str, str] = {
     "glm4_moe": "experts after some dense layers, chosen with a bias that no gradient moves",
     "gpt_oss": "experts with biases and a clamped gate, and an attention sink in every head",
     "llama4": "experts in some layers, and attention in chunks",
+    "mistral3": "a vision tower; the text models are mistral",
     "mixtral": "its router's softmax and expert names are not mapped",
     "phi3": "fused query, key, value and gate matrices in its files",
     "qwen2_moe": "shared experts",
@@ -177,11 +178,10 @@ def unsupported(config: Mapping[str, Any]) -> Unsupported | None:
         return Unsupported(
             "model_type", kind, ", ".join(FAMILIES) + (f" ({kind}: {why})" if why else "")
         )
-    named = (config.get("architectures") or [None])[0]
-    if named != family.architecture:
-        return Unsupported(
-            "architectures", named, f"{family.architecture}, as model_type {kind} says"
-        )
+    named = config.get("architectures")
+    if named != [family.architecture]:
+        words = f"[{family.architecture}], as model_type {kind} says"
+        return Unsupported("architectures", named, words)
     for key, (value, supported) in {**EXPECTED, **family.only}.items():
         found = config.get(key, value)
         if found != value and not (found is None and not value):
@@ -207,6 +207,9 @@ def _window(config: Mapping[str, Any], family: Family) -> Unsupported | None:
         unknown = sorted(set(kinds or ()) - {FULL, SLIDING})
         if unknown:
             return Unsupported("layer_types", unknown, f"{FULL} and {SLIDING}")
+        layers = config.get("num_hidden_layers")
+        if kinds is not None and len(kinds) != layers:
+            return Unsupported("layer_types", kinds, f"one for each of {layers} layers")
         if window is None and (kinds is None or SLIDING in kinds):
             return Unsupported("sliding_window", None, "a positive number of tokens")
         return None

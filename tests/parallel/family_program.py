@@ -1,5 +1,6 @@
-"""One rank of the model families' tests: each tiny model's log-probs, exported weights and gradient
-of one supervised step; arguments as those of layout_program."""
+"""One rank of the model families' tests: each tiny model's log-probs and exported weights, the
+gradient of one supervised step, and the weights of a checkpoint; arguments as those of
+layout_program."""
 
 from __future__ import annotations
 
@@ -11,28 +12,47 @@ from tests.parallel.layout_program import Rank, received, run_each, save, scorab
 from tests.parallel.opob_program import exported_gradient
 
 
-def measured(rank: Rank, model: str) -> dict:
-    policy = rank.policy(
+def supervised(rank: Rank, model: str, **settings):
+    return rank.policy(
         model,
         controls=(),
         objective=ObjectiveConfig(loss="sft", advantage="none"),
         clip_grad=None,
         weight_decay=0.0,
+        **settings,
     )
-    found = {
-        "scores": policy.score(received(policy, scorable(rank.batches["a"]))),
-        "weights": rank.weights(policy),
-    }
-    packed = rank.policy(model, sequence="packed")
-    found["packed_scores"] = packed.score(received(packed, scorable(rank.batches["a"])))
+
+
+def trained(rank: Rank, policy) -> tuple[dict, dict]:
+    """A step's metrics and its gradient."""
+    gradient = {}
     take = policy.step.take
 
     def watched_take(*arguments):
-        found["gradient"] = exported_gradient(rank, policy)
+        gradient.update(exported_gradient(rank, policy))
         return take(*arguments)
 
     policy.step.take = watched_take
-    found["steps"] = [policy.train_step(received(policy, rank.batches["given"]))]
+    return policy.train_step(received(policy, rank.batches["given"])), gradient
+
+
+def measured(rank: Rank, model: str) -> dict:
+    policy, packed = supervised(rank, model), rank.policy(model, sequence="packed")
+    batch = scorable(rank.batches["a"])
+    found = {
+        "scores": policy.score(received(policy, batch)),
+        "packed_scores": packed.score(received(packed, batch)),
+        "weights": rank.weights(policy),
+    }
+    step, found["gradient"] = trained(rank, policy)
+    found["steps"] = [step]
+    _, found["recomputed_gradient"] = trained(rank, supervised(rank, model, recompute="full"))
+
+    policy.save(rank.scratch / model, 1, {"version": 1}, keep=1)
+    found["trained"] = rank.weights(policy)
+    resumed = supervised(rank, model)
+    resumed.load(rank.scratch / model)
+    found["resumed"] = rank.weights(resumed)
     return found
 
 

@@ -175,9 +175,10 @@ def test_log_probs_are_those_of_transformers(layout, model, what):
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-5, rtol=0.0)
 
 
+@pytest.mark.parametrize("what", ["gradient", "recomputed_gradient"])
 @pytest.mark.parametrize(("layout", "model"), CASES)
-def test_every_parameter_has_the_gradient_that_transformers_gives_it(layout, model):
-    found, (_, expected) = measured(layout, model)["gradient"], reference(model)
+def test_every_parameter_has_the_gradient_that_transformers_gives_it(layout, model, what):
+    found, (_, expected) = measured(layout, model)[what], reference(model)
     largest = max(float(each.abs().max()) for each in expected.values())
     for name, theirs in in_files(expected, found).items():
         torch.testing.assert_close(
@@ -195,6 +196,15 @@ def test_exported_weights_are_the_files_bit_for_bit(layout, model):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(("layout", "model"), CASES)
+def test_a_checkpoint_brings_back_the_trained_weights(layout, model):
+    found = measured(layout, model)
+    assert found["resumed"].keys() == found["trained"].keys()
+    for name, tensor in found["trained"].items():
+        assert torch.equal(found["resumed"][name], tensor), name
+        assert not torch.equal(found["weights"][name], tensor), name
 
 
 def in_files(

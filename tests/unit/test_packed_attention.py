@@ -11,6 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_async_rl.policy import attention
 from megatron_async_rl.policy.attention import (
     CoreAttention,
+    GemmaNorm,
+    NormedAdd,
     PackedSequences,
     ThdAttention,
     causal_attention,
@@ -207,3 +209,24 @@ def test_layers_with_and_without_a_window_are_told_apart_by_their_number():
     assert window_of(config, 1) is None
     config.window_size, config.window_attn_skip_freq = (4, 0), [1, 0, 1]
     assert [window_of(config, layer) for layer in (1, 2, 3)] == [5, None, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gemmas_norm_is_transformers_and_comes_before_the_residual_sum(monkeypatch, dtype):
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    config.params_dtype = dtype
+    theirs, ours = Gemma3RMSNorm(WIDTH, 1e-6).to(dtype), GemmaNorm(config, WIDTH, 1e-6)
+    add = NormedAdd(config, WIDTH, 1e-6)
+    for norm in (theirs, ours, add):
+        torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
+    hidden, residual = torch.randn(2, 5, WIDTH, dtype=dtype)
+    expected = theirs(hidden)
+    torch.testing.assert_close(ours(hidden), expected)
+    with torch.no_grad(), torch.enable_grad():  # as Megatron calls it while scoring
+        found = add(True, False)((hidden, None), residual, 0.0)
+    torch.testing.assert_close(found, residual + expected)
+    assert not found.requires_grad
+    assert add(True, False)((hidden.requires_grad_(), None), residual, 0.0).requires_grad

@@ -596,7 +596,7 @@ MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
         ({"attention_bias": True}, "attention_bias is True"),
         (MISTRAL | {"attention_bias": True}, "attention_bias is True"),
         (MISTRAL | {"sliding_window": "8"}, "sliding_window is '8'"),
-        (MISTRAL | {"model_type": "qwen3"}, "architectures is 'MistralForCausalLM'"),
+        (MISTRAL | {"model_type": "qwen3"}, "architectures is ['MistralForCausalLM']"),
         (LLAMA_8B | {"sliding_window": 8}, "sliding_window is 8"),
         (LLAMA_8B | {"mlp_bias": True}, "mlp_bias is True"),
         (GEMMA | {"sliding_window": None}, "sliding_window is None"),
@@ -604,6 +604,9 @@ MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
             GEMMA | {"layer_types": ["chunked_attention"] * 2},
             "layer_types is ['chunked_attention']",
         ),
+        (GEMMA | {"layer_types": ["full_attention"]}, "layer_types is ['full_attention']"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures is 'Qwen3ForCausalLM'"),
+        ({"architectures": None}, "architectures is None"),
         (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         (GEMMA | {"rope_scaling": YARN}, "rope_scaling.rope_type is 'yarn'"),
         (

@@ -1,5 +1,6 @@
 """Copies of a model's weights: put in place for a pass and taken away without a trace."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.policy import reference_policies
 from megatron_async_rl.policy.precompute import Fill, passes
 from megatron_async_rl.policy.reference_policies import ArchitectureMismatch, ReferencePolicies
 from megatron_async_rl.policy.weight_copies import HeldWeights, SnapshotMissing, Snapshots
@@ -187,6 +189,20 @@ def test_a_reference_whose_tensors_would_be_computed_with_otherwise_is_refused(t
         ArchitectureMismatch, match=r"objective\.reference\.path.*rope_parameters.*1000000"
     ):
         others(kl(path=theirs), source=own)
+
+
+def test_a_reference_with_another_window_is_refused_and_one_with_an_unused_window_is_not(tmp_path):
+    own = save_tiny_model(tmp_path / "own", "mistral", sliding_window=8)
+    theirs = save_tiny_model(tmp_path / "theirs", "mistral", sliding_window=None)
+    with pytest.raises(ArchitectureMismatch, match="sliding_window: None, the model has 8"):
+        others(kl(path=theirs), source=own)
+
+    unused = [save_tiny_model(tmp_path / name, "qwen2") for name in ("a", "b")]
+    for folder, width in zip(unused, (8, 16), strict=True):
+        file = folder / "config.json"
+        content = json.loads(file.read_text()) | {"sliding_window": width}
+        file.write_text(json.dumps(content | ({"layer_types": None} if width == 8 else {})))
+    reference_policies._refuse_other_architecture(*unused)
 
 
 def mixed(*versions):
