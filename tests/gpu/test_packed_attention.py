@@ -19,8 +19,9 @@ pytestmark = [
 HEADS, GROUPS, WIDTH = 4, 2, 64
 
 
+@pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize("lengths", [LENGTHS, (300,), (128,) * 5, (513, 7, 7, 1)])
-def test_outputs_and_gradients_are_those_of_our_attention(lengths):
+def test_outputs_and_gradients_are_those_of_our_attention(lengths, window):
     packing = PackedSequences.of(np.array(lengths), torch.device("cuda"))
     draw = torch.Generator().manual_seed(0)
     drawn = [
@@ -30,7 +31,7 @@ def test_outputs_and_gradients_are_those_of_our_attention(lengths):
     found = []
     for kind in (ThdAttention, CoreAttention):
         tensors = [each.clone().requires_grad_() for each in drawn]
-        output = built(kind, WIDTH)(*tensors, None, packed_seq_params=packing)
+        output = built(kind, WIDTH, window)(*tensors, None, packed_seq_params=packing)
         output.float().square().sum().backward()
         found.append([output, *(each.grad for each in tensors)])
     for theirs, ours in zip(*found, strict=True):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.parallel import models
+from tests.parallel import models, test_model_families
 from tests.parallel.test_export import assert_same
 
 pytestmark = [
@@ -29,7 +29,7 @@ from tests.parallel.model_program import checkpoints, exported, load_model, logp
 from tests.parallel.models import CHECKPOINTED
 
 torch.backends.cuda.matmul.allow_tf32 = False
-material, output = Path(sys.argv[1]), Path(sys.argv[2])
+material, families, output = (Path(argument) for argument in sys.argv[1:])
 layout = initialise(ParallelConfig(), device.install("cuda"), timeout_s=60)
 samples = torch.load(material / "samples.pt", weights_only=False)
 found = {}
@@ -40,6 +40,13 @@ for path in sorted(p for p in material.iterdir() if p.is_dir()):
     found[path.name] = {
         "logprobs": [logp.cpu() for logp in logprobs(model, samples, layout)],
         "exported": {name: tensor.cpu() for name, tensor in exported(model, 1 << 30).items()},
+    }
+samples = torch.load(families / "samples.pt", weights_only=False)
+for path in sorted(p for p in families.iterdir() if p.is_dir()):
+    model = load_model(path, ParallelConfig(), layout, "float32")
+    found[path.name] = {
+        sequence: [logp.cpu() for logp in logprobs(model, samples, layout, sequence)]
+        for sequence in ("padded", "packed")
     }
 source = material / CHECKPOINTED["dense"]
 found["checkpoint"] = checkpoints(source, ParallelConfig(), layout, output, "")
@@ -58,7 +65,14 @@ def found(tmp_path_factory):
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     subprocess.run(
-        [sys.executable, "-c", PROGRAM, models.material("dense"), output],
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            models.material("dense"),
+            test_model_families.material(),
+            output,
+        ],
         check=True,
         timeout=300,
         env=environment,
@@ -80,6 +94,14 @@ def test_log_probs_agree_with_transformers(found, model, tolerance):
         found[model]["logprobs"], models.reference_logprobs(model), strict=True
     ):
         torch.testing.assert_close(ours, reference, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("sequence", ["padded", "packed"])
+@pytest.mark.parametrize("model", test_model_families.MODELS)
+def test_log_probs_of_every_family_agree_with_transformers(found, model, sequence):
+    expected, _ = test_model_families.reference(model)
+    for ours, theirs in zip(found[model][sequence], expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("model", ["llama-untied", "qwen3-tied-odd", "qwen3-bfloat16"])

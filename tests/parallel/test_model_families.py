@@ -120,6 +120,7 @@ def material() -> Path:
         save_tiny_model(directory / name, **shape, **settings)
     batches = {name: batch(name) for name in ("a", "given")}
     (directory / "batches.pickle").write_bytes(pickle.dumps(batches))
+    torch.save(list(samples_in(batches["given"])), directory / "samples.pt")
     return directory
 
 
