@@ -230,7 +230,7 @@ def _layer_activations(
     """Bytes one layer keeps of a micro-batch of `tokens`: the inputs of its norms, products,
     attention and gate."""
     parallel = config.policy.parallel
-    whole = 4 * shape.hidden
+    whole = (2 + shape.family.layer_norms) * shape.hidden
     attention = (
         2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.heads * shape.head_dim
     )

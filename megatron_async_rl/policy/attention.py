@@ -29,6 +29,8 @@ from torch.nn import functional as F
 
 WINDOWED_QUERIES = 512
 """Queries that attend at one time where there is a sliding window."""
+ALIGNED = 16
+"""Tokens that the edge of a mask is rounded to."""
 
 
 @dataclass
@@ -145,14 +147,27 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None = None
 ) -> Tensor:
-    """query [rows, length, heads, head], key and value [rows, length, groups, head] -> query's
-    shape. scale: of the scores; null for 1 / sqrt(head). window: as `window_of`."""
+    """query [rows, length, heads, head], the last tokens of those of key and value [rows, at least
+    length, groups, head] -> query's shape. scale: of the scores; null for 1 / sqrt(head). window:
+    as `window_of`."""
     grouped = query.shape[2] != key.shape[2]
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    length = query.shape[2]
+    length, before = key.shape[2], key.shape[2] - query.shape[2]
     if window is None or window >= length:
+        # torch's own causal mask takes the queries for the first tokens.
+        mask = (
+            torch.ones(query.shape[2], length, dtype=torch.bool, device=query.device).tril(before)
+            if before
+            else None
+        )
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=grouped,
         ).transpose(1, 2)
 
     if grouped and query.device.type != "cpu":
@@ -161,18 +176,19 @@ def causal_attention(
         key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
         grouped = False
     band = _band(window, query.dtype, query.device)
+    behind = band.shape[1] - WINDOWED_QUERIES
     contexts = []
-    for start in range(0, length, WINDOWED_QUERIES):
-        stop, first = min(start + WINDOWED_QUERIES, length), max(0, start - window + 1)
-        # The band's first column is the first token that the first query sees, if there is one.
-        left = window - 1 - (start - first)
-        mask = band[: stop - start, left : left + stop - first]
+    for start in range(before, length, WINDOWED_QUERIES):
+        stop = min(start + WINDOWED_QUERIES, length)
+        # The band's first column is the token `behind` its first query, if there is one.
+        left = max(0, behind - start)
+        first = start - behind + left
         contexts.append(
             F.scaled_dot_product_attention(
-                query[:, :, start:stop],
+                query[:, :, start - before : stop - before],
                 key[:, :, first:stop],
                 value[:, :, first:stop],
-                attn_mask=mask,
+                attn_mask=band[: stop - start, left : left + stop - first],
                 scale=scale,
                 enable_gqa=grouped,
             )
@@ -182,12 +198,12 @@ def causal_attention(
 
 @lru_cache(maxsize=2)
 def _band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[queries, queries + window - 1] for neighbouring queries: 0 where one sees a token, minus
-    infinity elsewhere. One for all layers: what is kept for the backward pass is a view of it."""
-    seen = torch.ones(
-        WINDOWED_QUERIES, WINDOWED_QUERIES + window - 1, dtype=torch.bool, device=device
-    )
-    seen = seen.triu().tril(window - 1)
+    """[queries, tokens] of neighbouring queries and the tokens up to the last query's: 0 where a
+    query sees a token, minus infinity elsewhere. One for all layers: what is kept for the backward
+    pass is a view of it, aligned as kernels of a GPU want it."""
+    behind = -(-(window - 1) // ALIGNED) * ALIGNED
+    seen = torch.ones(WINDOWED_QUERIES, WINDOWED_QUERIES + behind, dtype=torch.bool, device=device)
+    seen = seen.triu(behind - window + 1).tril(behind)
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
 

@@ -153,8 +153,8 @@ def test_rows_of_one_sample_are_not_transformer_engines(monkeypatch):
     assert torch.equal(built(ThdAttention)(*rows, None), built(CoreAttention)(*rows, None))
 
 
-@pytest.mark.parametrize("window", [1, 3, 8, 9, 30, 31, 40])
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 31])
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 9, 17, 18, 30, 31, 40])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 50])
 def test_a_token_sees_the_last_tokens_however_many_queries_attend_at_once(
     monkeypatch, window, length
 ):
@@ -166,9 +166,11 @@ def test_a_token_sees_the_last_tokens_however_many_queries_attend_at_once(
         for heads in (HEADS, GROUPS, GROUPS)
     ]
     found = causal_attention(*tensors, scale=None, window=window)
+    last = causal_attention(tensors[0][:, -3:], *tensors[1:], scale=None, window=window)
     attention._band.cache_clear()
     expected = by_hand(*(each[0] for each in tensors), window)
     torch.testing.assert_close(found[0].flatten(1), expected, atol=1e-12, rtol=0.0)
+    torch.testing.assert_close(last[0].flatten(1), expected[-3:], atol=1e-12, rtol=0.0)
 
 
 def test_layers_keep_one_mask_of_a_window_and_no_scores():
@@ -187,7 +189,7 @@ def test_layers_keep_one_mask_of_a_window_and_no_scores():
         for _ in range(2):
             alive.append(causal_attention(query, key, key, scale=None, window=window))
     masks = [size for size in kept.values() if size > length * HEADS * WIDTH]
-    assert masks == [attention.WINDOWED_QUERIES * (attention.WINDOWED_QUERIES + window - 1)]
+    assert masks == [attention.WINDOWED_QUERIES * (attention.WINDOWED_QUERIES + window)]
 
 
 def test_a_gpu_gets_a_window_without_grouped_heads(monkeypatch):

@@ -93,6 +93,19 @@ def test_a_tied_embedding_is_kept_on_the_first_and_on_the_last_stage(tmp_path):
     assert stage_parameters(shape, stage=0, pipeline=1, tensor=1) == shape.parameters
 
 
+@pytest.mark.parametrize(("family", "tied"), [("gemma", True), ("qwen3", False)])
+def test_embeddings_are_tied_as_the_family_means_it_where_the_file_says_nothing(
+    tmp_path, family, tied
+):
+    folder = write_model(tmp_path / "model", **(GEMMA if family == "gemma" else {}))
+    content = json.loads((folder / "config.json").read_text())
+    del content["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(content))
+    shape, _ = read_model(folder)
+    assert shape is not None
+    assert shape.tied == tied
+
+
 @pytest.mark.parametrize(
     ("dtype", "sharded", "bytes_per_parameter"),
     [
@@ -519,6 +532,22 @@ def test_attention_scores_count_only_where_torch_keeps_them(tmp_path: Path) -> N
     assert activations_of_8b(tmp_path, bfloat16) < 40 * GIB
     assert activations_of_8b(tmp_path, bfloat16, on_gpu=False) < 40 * GIB
     assert activations_of_8b(tmp_path) > 200 * GIB, "float32, grouped queries, GPU: no fused kernel"
+
+
+def test_norms_behind_attention_and_mlp_keep_their_inputs_too(tmp_path: Path) -> None:
+    """Two more of them in each of 32 layers of 16k tokens, bfloat16, on every rank."""
+    shapes = (shape_of(tmp_path, **LLAMA_8B | also) for also in ({}, GEMMA))
+    plain, gemma = (
+        rank_memory(
+            load(write_run(tmp_path), ["model.dtype=bfloat16"]),
+            shape,
+            stage=0,
+            data_parallel=1,
+            longest=16384,
+        ).activations
+        for shape in shapes
+    )
+    assert gemma - plain == 32 * 16384 * 2 * 4096 * 2
 
 
 def test_recomputation_keeps_inputs_of_layers_or_no_scores(tmp_path: Path) -> None:
