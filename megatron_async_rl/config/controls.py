@@ -208,6 +208,9 @@ class DisplacementControl(ControlSettings):
     """Up to this cosine of update and displacement the update is left alone."""
     target: Literal["threshold", "zero"] = "zero"
     """Shrink the component along the displacement until the cosine is c_low, or remove it."""
+    tolerated_kl: Annotated[float, Field(ge=0.0)] = 0.0
+    """Divergence from the policy that sampled, `ratio/kl_k2`, up to which nothing is removed; above
+    it the share 1 - tolerated_kl / divergence is. 0: always all of it."""
 
 
 Control = Annotated[

@@ -102,12 +102,15 @@ class UpdateView:
     without weight decay. displacement: the weights as they are minus those that the batch's samples
     began under (the mean over trained tokens where they differ); null on every rank where those are
     the same, or the run keeps no past weights. Tensors of both are computed when they are read,
-    each time anew. gradients: after clipping, not to be changed any more.
+    each time anew. gradients: after clipping, not to be changed any more. kl: estimate k2 of the
+    divergence of the policy from the one that sampled, mean over trained tokens of (log(pi / mu))^2
+    / 2, nats per token, the same on every rank; 0 for given responses.
     """
 
     gradients: Gradients
     update: Iterable[Tensor]
     displacement: Iterable[Tensor] | None
+    kl: float = 0.0
 
 
 @dataclass(frozen=True)

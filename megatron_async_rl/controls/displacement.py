@@ -9,6 +9,11 @@ cos(u, D):
     c > c_low     u' = u + a D      target "zero":       a = -c |u| / |D|, so u' is orthogonal to D
                                     target "threshold":  a so that cos(u', D) = c_low
 
+Of what is taken away so, tolerated_kl spares a part, where it is above 0: what is taken is
+max(0, 1 - tolerated_kl / KL) of it, KL the divergence of the policy from the one that sampled the
+batch (estimate k2, nats per token). So a policy that has hardly moved goes on as without the
+control, at rates at which the control alone would be slow.
+
 A batch that the present weights sampled has D = 0, and nothing happens. Nothing is stored: past
 weights come from the store that `proximal: snapshot` uses too. One all-reduce of three scalars per
 step with D; D is read twice where it acts, once otherwise.
@@ -46,9 +51,17 @@ class Displacement(Control):
             return UpdateCorrection(
                 metrics={"displacement/cosine": cosine, "displacement/removed": 0.0}
             )
-        left = component_left(cosine, self.settings.target, self.settings.c_low)
+        target = component_left(cosine, self.settings.target, self.settings.c_low)
+        left = cosine - self._share(update.kl) * (cosine - target)
         return UpdateCorrection(
             along=(left - cosine) * math.sqrt(norm / distance),
             length=math.sqrt(max(0.0, 1.0 - cosine * cosine) + left * left),
             metrics={"displacement/cosine": cosine, "displacement/removed": cosine - left},
         )
+
+    def _share(self, kl: float) -> float:
+        """Part of the component to be taken away that is, in [0, 1]."""
+        tolerated = self.settings.tolerated_kl
+        if tolerated == 0.0:
+            return 1.0
+        return max(0.0, 1.0 - tolerated / kl) if kl > 0.0 else 0.0

@@ -150,6 +150,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "nats per token",
                 "k1 estimate of the KL divergence from behaviour to policy: mean of -log w.",
             ),
+            "ratio/kl_k2": Metric(
+                "nats per token", "k2 estimate of the same: mean of (log w)^2 / 2, never negative."
+            ),
             "ratio/kl_k3": Metric(
                 "nats per token", "k3 estimate of the same: mean of w - 1 - log w, never negative."
             ),

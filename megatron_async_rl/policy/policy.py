@@ -219,6 +219,7 @@ class Policy:
             log_weights=table.log_weights(samples),
             lag_max=lag_max,
             moved=moved,
+            kl=measured.get("ratio/kl_k2", 0.0),
         )
 
         def report(spike: Spike, gradients: Gradients) -> None:

@@ -38,12 +38,13 @@ CLIP_EPSILON = 1e-6
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepFacts:
     """Facts about the batch from the forward passes, the same on every rank; fields as in
-    StepView."""
+    StepView and UpdateView."""
 
     loss: float
     log_weights: NDArray[np.float64]
     lag_max: int
     moved: bool = False
+    kl: float = 0.0
 
 
 class OptimizerStep:
@@ -119,7 +120,7 @@ class OptimizerStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * decision.lr_scale
                 group["betas"] = (beta1, self.settings.betas[1])
-            lengthened = self._correct(gradients, displacement, metrics)
+            lengthened = self._correct(gradients, facts.kl, displacement, metrics)
             self.optimizer.step_with_ready_grads()
             self.updates += 1
             self.last = TakenStep(lr * decision.lr_scale, beta1)
@@ -169,6 +170,7 @@ class OptimizerStep:
     def _correct(
         self,
         gradients: Gradients,
+        kl: float,
         displacement: WeightDisplacement | None,
         metrics: dict[str, float],
     ) -> float:
@@ -181,6 +183,7 @@ class OptimizerStep:
                     gradients=gradients,
                     update=self._view().next_update(),
                     displacement=displacement,
+                    kl=kl,
                 )
             )
             metrics |= correction.metrics

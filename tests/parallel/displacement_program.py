@@ -26,6 +26,7 @@ CONTROLS = {
     "zero": DisplacementControl(),
     "threshold": DisplacementControl(target="threshold", c_low=0.05),
     "idle": DisplacementControl(c_low=0.99),
+    "spared": DisplacementControl(tolerated_kl=0.005),
 }
 
 

@@ -75,6 +75,7 @@ def test_metrics_equal_their_definitions_over_trained_tokens():
         "ratio/ess": sequence_weights.sum() ** 2 / (sequence_weights**2).sum(),
         "ratio/ess_ratio": sequence_weights.sum() ** 2 / (sequence_weights**2).sum() / len(SAMPLES),
         "ratio/kl_k1": -shift.mean(),
+        "ratio/kl_k2": (shift**2 / 2).mean(),
         "ratio/kl_k3": (w - 1 - shift).mean(),
         "ratio/chi2": (w**2 - 1).mean(),
         "ratio/logp_diff_mean": np.abs(shift).mean(),

@@ -1,6 +1,8 @@
 """The update keeps from the way the weights have gone since they sampled the batch: numbers on
 torch's AdamW, in float64."""
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -104,7 +106,7 @@ class Run:
         )
         self.version = 0
 
-    def take(self, *starts):
+    def take(self, *starts, kl=0.0):
         """One step on a batch whose samples began under these versions, equally long; of the
         present one when none is given."""
         self.others.begin(self.version)
@@ -113,7 +115,7 @@ class Run:
         )
         displaced = weight_displacement(samples, self.others.past_masters, self.megatron)
         self.version += 1
-        return self.step.take(FACTS, displaced)
+        return self.step.take(replace(FACTS, kl=kl), displaced)
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +176,34 @@ def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_i
         float((made - update).norm() / update.norm()), rel=1e-10
     )
     assert metrics["update/norm"] == pytest.approx(float(made.norm()), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kl", "share"),
+    [
+        ({"tolerated_kl": 0.02}, 0.08, 0.75),
+        ({"tolerated_kl": 0.02}, 0.02, 0.0),
+        ({"tolerated_kl": 0.02}, 0.001, 0.0),
+        ({"tolerated_kl": 0.02}, 0.0, 0.0),
+        ({"tolerated_kl": 0.02}, math.inf, 1.0),
+        ({}, 0.0, 1.0),
+        ({"tolerated_kl": 0.02, "target": "threshold", "c_low": 0.2}, 0.08, 0.75),
+    ],
+)
+def test_what_is_removed_is_the_share_of_the_divergence_above_the_tolerated(settings, kl, share):
+    whole = {name: value for name, value in settings.items() if name != "tolerated_kl"}
+    runs = [Run(noisy(3), DisplacementControl(**each)) for each in (settings, whole)]
+    for run in runs:
+        run.take()
+    spared, all_of_it = (run.take(0, kl=kl) for run in runs)
+    assert spared["displacement/cosine"] == all_of_it["displacement/cosine"]
+    expected = share * all_of_it["displacement/removed"]
+    assert spared["displacement/removed"] == pytest.approx(expected, rel=1e-12)
+    if share == 0.0:
+        free = Run(noisy(3))
+        free.take()
+        free.take(0)
+        assert torch.equal(runs[0].model.flat(), free.model.flat())
 
 
 def test_adam_s_moments_are_those_it_has_without_the_control():
