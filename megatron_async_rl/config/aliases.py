@@ -64,7 +64,6 @@ _MODEL = Alias(keys=("model.path",), note="a local directory")
 _DTYPE = Alias(keys=("model.dtype",))
 _REWARD = Alias(keys=("rollout.reward.name",), note="a built-in one or module:function")
 _TENSOR = Alias(keys=("policy.parallel.tensor", "rollout.tensor"), note="policy, and engines")
-_CONTEXT_PARALLEL = Alias(note="context parallelism is not supported")
 
 ALIASES = {
     # Methods.
@@ -172,8 +171,8 @@ ALIASES = {
     "expert_parallel_size": Alias(keys=("policy.parallel.expert",)),
     "expert_model_parallel_size": Alias(keys=("policy.parallel.expert",)),
     "ep": Alias(keys=("policy.parallel.expert",)),
-    "context_parallel_size": _CONTEXT_PARALLEL,
-    "cp": _CONTEXT_PARALLEL,
+    "context_parallel_size": Alias(keys=("policy.parallel.context",)),
+    "cp": Alias(keys=("policy.parallel.context",)),
 }
 
 

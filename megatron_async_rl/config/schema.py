@@ -70,11 +70,14 @@ class ParallelConfig(Strict):
     """How the policy's ranks divide the model. Data parallelism takes the ranks that are left."""
 
     ranks: PositiveInt = 1
-    """Trainer processes in all: tensor x pipeline x data."""
+    """Trainer processes in all: tensor x context x pipeline x data."""
     tensor: PositiveInt = 1
     """Ranks that share every layer; divides heads, key-value heads and MLP columns."""
     pipeline: PositiveInt = 1
     """Stages the layers are cut into; divides the number of layers."""
+    context: PositiveInt = 1
+    """Ranks that share every sequence: each holds 1/context of its tokens, and attends to the keys
+    and values of all. For long sequences; lengths are rounded up to a multiple of 2 x context."""
     virtual_pipeline: PositiveInt = 1
     """Model chunks of each pipeline rank, which take turns (Megatron's interleaved schedule): less
     idle time, more messages. Needs pipeline > 1; pipeline x virtual_pipeline divides the number of
@@ -86,7 +89,26 @@ class ParallelConfig(Strict):
     sequence: bool = False
     """Megatron's sequence parallelism (needs tensor > 1)."""
     distributed_optimizer: bool = True
-    """Shard optimizer state over data-parallel ranks."""
+    """Shard optimizer state over data- and context-parallel ranks."""
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that hold and run one copy of the model."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def row_multiple(self) -> int:
+        """Tokens that the length of a micro-batch's rows is rounded up to a multiple of: each
+        context-parallel rank holds two pieces of a sequence, and sequence parallelism divides what
+        it holds."""
+        if self.context == 1:
+            return self.tensor if self.sequence else 1
+        return self.context * math.lcm(2, self.tensor if self.sequence else 1)
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size: copies of the model."""
+        return self.ranks // self.replica_ranks
 
 
 class OptimizerConfig(Strict):
@@ -125,7 +147,8 @@ class PolicyConfig(Strict):
     all in one row, end to end, with no attention from one to another; nothing is padded. The same
     numbers come out, up to rounding."""
     tokens_per_micro_batch: PositiveInt = 16384
-    """Budget of prompt + response tokens, padding included, of one micro-batch on one rank."""
+    """Budget of prompt + response tokens, padding included, of one micro-batch, which the ranks of
+    parallel.context share."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose vocabulary logits exist at one time."""
     recompute: Literal["none", "selective", "full"] = "none"

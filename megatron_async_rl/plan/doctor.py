@@ -69,7 +69,7 @@ PARTS = (
         "transformer-engine-torch",
         "2.20.2",
         (),
-        "fused and FP8 layers, context parallelism (GPU only)",
+        "fused and FP8 layers, attention of packed rows and context parallelism (GPU only)",
     ),
     Part("apex", "", (), "fused gradient accumulation (GPU only; built from source)"),
 )

@@ -1,5 +1,5 @@
-"""Places of the processes, and the check that the layout divides the model: tensor x pipeline x
-data, as Megatron-Core orders ranks."""
+"""Places of the processes, and the check that the layout divides the model: tensor x context x
+pipeline x data, as Megatron-Core orders ranks."""
 
 from __future__ import annotations
 
@@ -31,32 +31,31 @@ def device_of(config: Config, machine: Machine) -> Device:
     return config.policy.device
 
 
-def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int]:
-    """(tensor, data, pipeline) coordinates: tensor varies fastest, pipeline slowest."""
+def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int, int]:
+    """(tensor, context, data, pipeline) coordinates: tensor varies fastest, pipeline slowest."""
     parallel = config.policy.parallel
-    data = parallel.ranks // (parallel.tensor * parallel.pipeline)
-    return rank % parallel.tensor, rank // parallel.tensor % data, rank // (parallel.tensor * data)
+    rank, tensor = divmod(rank, parallel.tensor)
+    rank, context = divmod(rank, parallel.context)
+    pipeline, data = divmod(rank, parallel.data)
+    return tensor, context, data, pipeline
 
 
 def processes(config: Config, device: Device, machine: Machine) -> tuple[Process, ...]:
     """Every process of a run, in the order in which they start; empty for a layout that does not
     divide."""
     parallel, rollout = config.policy.parallel, config.rollout
-    if parallel.ranks % (parallel.tensor * parallel.pipeline) or parallel.ranks % machine.nodes:
+    if parallel.ranks % parallel.replica_ranks or parallel.ranks % machine.nodes:
         return ()
     listed = []
     share = parallel.ranks // machine.nodes
     for rank in range(parallel.ranks):
-        tensor, data, pipeline = rank_coordinates(config, rank)
+        tensor, context, data, pipeline = rank_coordinates(config, rank)
+        kind = f"torchrun: tensor {tensor}, "
+        kind += f"context {context}, " if parallel.context > 1 else ""
+        kind += f"pipeline {pipeline}, data {data}"
         place = f"GPU {rank % share}" if device == "cuda" else "1 thread"
         place += f" of node {rank // share}" if machine.nodes > 1 else ""
-        listed.append(
-            Process(
-                f"rank {rank}",
-                f"torchrun: tensor {tensor}, pipeline {pipeline}, data {data}",
-                place,
-            )
-        )
+        listed.append(Process(f"rank {rank}", kind, place))
     if rollout is not None:
         listed.append(Process("controller", "Ray actor: prompts, admission, batches", "1 thread"))
         for engine in range(_engines(config)):
@@ -88,17 +87,20 @@ def _engine_place(config: Config, device: Device, engine: int, ranks: int) -> st
 def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) -> list[Problem]:
     parallel = config.policy.parallel
     found: list[Problem] = []
-    tensor, pipeline = parallel.tensor, parallel.pipeline
-    cell = tensor * pipeline
+    tensor, context, pipeline = parallel.tensor, parallel.context, parallel.pipeline
+    cell, shared = parallel.replica_ranks, context > 1
     if parallel.ranks % cell:
+        product = (
+            f"tensor {tensor} x {f'context {context} x ' if shared else ''}pipeline {pipeline}"
+        )
         found.append(
             Problem(
                 key=f"{PARALLEL}.ranks",
-                what=(
-                    f"{parallel.ranks} ranks do not divide into tensor {tensor} x pipeline"
-                    f" {pipeline} = {cell}"
+                what=f"{parallel.ranks} ranks do not divide into {product} = {cell}",
+                fix=(
+                    f"set ranks to a multiple of {cell}, or lower tensor"
+                    f"{', context' if shared else ''} or pipeline"
                 ),
-                fix=f"set ranks to a multiple of {cell}, or lower tensor or pipeline",
             )
         )
     if parallel.ranks % machine.nodes:

@@ -24,8 +24,8 @@ LOGIT_COPIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank of pipeline stage `stage`; its data- and tensor-parallel neighbours need
-    the same.
+    """Bytes on one rank of pipeline stage `stage`; its data-, context- and tensor-parallel
+    neighbours need the same.
 
     held: copies of the weights in host memory (reference, proximal policies), not part of `total`.
     """
@@ -104,20 +104,15 @@ def rank_memory(
     dense = stage_parameters(shape, stage=stage, pipeline=parallel.pipeline, tensor=parallel.tensor)
     experts = stage_experts(shape, pipeline=parallel.pipeline, expert=parallel.expert)
     count = dense + experts
+    copies = data_parallel * parallel.context
     replicas = (
-        max(1, data_parallel * parallel.tensor // parallel.expert)
-        if parallel.expert > 1
-        else data_parallel
+        max(1, copies * parallel.tensor // parallel.expert) if parallel.expert > 1 else copies
     )
-    own = (
-        -(-dense // data_parallel) + -(-experts // replicas)
-        if parallel.distributed_optimizer
-        else count
-    )
+    own = -(-dense // copies) + -(-experts // replicas) if parallel.distributed_optimizer else count
     state = 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
     prompts = -(-config.flow.prompts_per_step // config.objective.minibatches)
     samples = -(-prompts * config.flow.group_size // data_parallel)
-    tokens = min(config.policy.tokens_per_micro_batch, samples * longest)
+    tokens = -(-min(config.policy.tokens_per_micro_batch, samples * longest) // parallel.context)
     chunk = (
         min(tokens, config.policy.logprob_chunk_tokens)
         * shape.vocabulary
@@ -199,7 +194,7 @@ def _activations(
     if recompute == "none":
         return layers * whole
     if recompute == "selective":
-        without = _layer_activations(config, shape, tokens, longest, on_gpu=False)
+        without = _layer_activations(config, shape, tokens, longest, on_gpu=on_gpu, core=False)
         return layers * without + (whole - without)
     parts = parallel.tensor if parallel.sequence else 1
     return layers * tokens * shape.hidden // parts * value_bytes(config) + whole
@@ -225,10 +220,16 @@ def stores_scores(config: Config, shape: ModelShape, *, on_gpu: bool) -> bool:
 
 
 def _layer_activations(
-    config: Config, shape: ModelShape, tokens: int, longest: int, *, on_gpu: bool
+    config: Config,
+    shape: ModelShape,
+    tokens: int,
+    longest: int,
+    *,
+    on_gpu: bool,
+    core: bool = True,
 ) -> int:
-    """Bytes one layer keeps of a micro-batch of `tokens`: the inputs of its norms, products,
-    attention and gate."""
+    """Bytes one layer keeps of a micro-batch of `tokens` of this rank: the inputs of its norms,
+    products, attention and gate. core: with what attention keeps between its projections."""
     parallel = config.policy.parallel
     whole = (2 + shape.family.layer_norms) * shape.hidden
     attention = (
@@ -239,7 +240,8 @@ def _layer_activations(
         max(1, shape.experts_per_token) * 4 * shape.intermediate
         + 2 * shape.experts_per_token * shape.hidden
     )
-    scores = 2 * shape.heads * longest if stores_scores(config, shape, on_gpu=on_gpu) else 0
+    stores = core and stores_scores(config, shape, on_gpu=on_gpu)
+    scores = 2 * shape.heads * longest if stores else 0
     divided = attention + gate + scores
     rotation = 0
     if config.policy.sequence == "packed":
@@ -247,6 +249,11 @@ def _layer_activations(
         # sample each share; and the samples' attention once more, put together to a row.
         rotation = 4 * shape.head_dim
         divided += shape.heads * shape.head_dim
+    if parallel.context > 1 and core:
+        # Keys and values of all ranks (Transformer Engine keeps this rank's alone), queries in
+        # reverse, and the attention of two pieces once more, put together.
+        divided += 2 * parallel.context * shape.kv_heads * shape.head_dim
+        divided += 2 * shape.heads * shape.head_dim
     per_token = rotation + (
         (whole + divided) // parallel.tensor
         if parallel.sequence

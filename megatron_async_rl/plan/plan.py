@@ -87,7 +87,7 @@ def make_plan(
         found += _context_problems(config, shape)
     device = device_of(config, machine)
     parallel = config.policy.parallel
-    data_parallel = parallel.ranks // (parallel.tensor * parallel.pipeline)
+    data_parallel = parallel.data
     fits = shape is not None and data_parallel > 0 and shape.layers % parallel.pipeline == 0
     longest = longest_sample(config, shape, lengths)
     ranks: tuple[RankMemory, ...] = ()
@@ -164,7 +164,7 @@ def _batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
     found = []
     parallel, flow = config.policy.parallel, config.flow
     samples = flow.prompts_per_step * flow.group_size
-    data_parallel = max(1, parallel.ranks // (parallel.tensor * parallel.pipeline))
+    data_parallel = max(1, parallel.data)
     if samples % data_parallel:
         found.append(
             Problem(
@@ -197,7 +197,9 @@ def _batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
         )
     if config.rollout is not None:
         most = (lengths.longest if lengths else 1) + config.rollout.sampling.max_tokens
-        if most > config.policy.tokens_per_micro_batch:
+        # The last token is not fed, and rows are rounded up.
+        needed = max(most, -(-(most - 1) // parallel.row_multiple) * parallel.row_multiple)
+        if needed > config.policy.tokens_per_micro_batch:
             found.append(
                 Problem(
                     key="policy.tokens_per_micro_batch",
@@ -205,7 +207,7 @@ def _batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
                         f"{config.policy.tokens_per_micro_batch} tokens cannot hold one sample of"
                         f" up to {most} tokens (prompt + rollout.sampling.max_tokens)"
                     ),
-                    fix=f"set it to at least {most}",
+                    fix=f"set it to at least {needed}",
                 )
             )
     return found

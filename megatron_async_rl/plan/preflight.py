@@ -105,7 +105,12 @@ def _read(
     """Raises DataError at the first line that cannot be used."""
     if config.rollout is None:
         prompts = read_prompts(path, tokenizer, limit=limit, required=("prompt", "response"))
-        most = min(shape.context, config.policy.tokens_per_micro_batch)
+        budget, multiple = (
+            config.policy.tokens_per_micro_batch,
+            config.policy.parallel.row_multiple,
+        )
+        # The last token is not fed, and rows are rounded up.
+        most = min(shape.context, budget, budget // multiple * multiple + 1)
         SupervisedSource(
             prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=most
         )

@@ -4,8 +4,10 @@
 scores, by torch's scaled dot product attention. Invariants: causal, no dropout, no mask (right
 padding is invisible to real tokens under the causal mask); a token of a packed row sees its own
 sample alone, and in a layer with a sliding window the last tokens of it; grouped-query heads share
-keys and values in order, as Megatron lays them out.
-`ThdAttention` leaves packed rows to Transformer Engine's kernel, where there is one.
+keys and values in order, as Megatron lays them out; under context parallelism every rank gathers
+the keys and values of all (`context_parallel.py`).
+`TransformerEngineAttention` leaves packed rows and context parallelism to Transformer Engine's
+kernel, where there is one.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_async_rl.policy.context_parallel import Context, gather_sequences
+
 WINDOWED_QUERIES = 512
 """Queries that attend at one time where there is a sliding window."""
 ALIGNED = 16
@@ -38,14 +42,18 @@ class PackedSequences(PackedSeqParams):
     """Where the samples of a packed row begin and end: for Megatron and Transformer Engine on the
     device, and for attention on torch's kernels as `runs` on the host.
 
-    runs: (samples, length) of each run of neighbours of equal length, in order.
+    runs: (samples, tokens of each on this rank) of each run of neighbours of equal length, in
+    order. Everything else counts whole samples.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, lengths: NDArray[np.int64], device: torch.device) -> PackedSequences:
-        """lengths: [S], S > 0, of the row's samples in order; they add up to the row's."""
+    def of(
+        cls, lengths: NDArray[np.int64], device: torch.device, context_size: int = 1
+    ) -> PackedSequences:
+        """lengths: [S], S > 0, of the row's samples in order; they add up to the row's.
+        context_size: ranks that share each of them."""
         ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         offsets, longest = torch.from_numpy(ends).to(device), int(lengths.max())
         first = np.flatnonzero(np.diff(lengths, prepend=-1))
@@ -57,7 +65,9 @@ class PackedSequences(PackedSeqParams):
             cu_seqlens_kv=offsets,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            runs=tuple(zip(counts.tolist(), lengths[first].tolist(), strict=True)),
+            runs=tuple(
+                zip(counts.tolist(), (lengths[first] // context_size).tolist(), strict=True)
+            ),
         )
 
 
@@ -74,18 +84,14 @@ class CoreAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        if (
-            attn_mask_type != AttnMaskType.causal
-            or config.context_parallel_size != 1
-            or config.attention_dropout
-        ):
+        if attn_mask_type != AttnMaskType.causal or config.attention_dropout:
             raise ValueError(
-                "CoreAttention is causal, without dropout and without context parallelism; got"
-                f" {attn_mask_type}, dropout {config.attention_dropout}, context parallel size"
-                f" {config.context_parallel_size}"
+                f"CoreAttention is causal and without dropout; got {attn_mask_type}, dropout"
+                f" {config.attention_dropout}"
             )
         self.softmax_scale = softmax_scale
         self.window = window_of(config, layer_number)
+        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -103,10 +109,11 @@ class CoreAttention(MegatronModule):
             raise ValueError("CoreAttention takes no mask and no bias")
         length, rows = query.shape[:2]
         if packed_seq_params is None:
-            context = causal_attention(
+            context = attention_of_part(
                 *(each.transpose(0, 1) for each in (query, key, value)),
                 scale=self.softmax_scale,
                 window=self.window,
+                group=self.context_group,
             )
             return context.transpose(0, 1).reshape(length, rows, -1)
 
@@ -118,10 +125,11 @@ class CoreAttention(MegatronModule):
             for each in (query, key, value)
         ]
         contexts = [
-            causal_attention(
+            attention_of_part(
                 *(part.unflatten(0, run) for part in run_parts),
                 scale=self.softmax_scale,
                 window=self.window,
+                group=self.context_group,
             ).flatten(0, 1)
             for run, *run_parts in zip(runs, *parts, strict=True)
         ]
@@ -144,37 +152,73 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
     return int(config.window_size[0]) + 1
 
 
+def attention_of_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    group: Any,
+) -> Tensor:
+    """`causal_attention` where `group` shares the sequences: all three are this rank's part of them,
+    and so is the result. group: null where nobody shares them. Collective."""
+    if group is None:
+        return causal_attention(query, key, value, scale=scale, window=window)
+    context = Context(group.rank(), group.size())
+    widths = key.shape[-1], value.shape[-1]
+    keys, values = gather_sequences(torch.cat((key, value), dim=-1), group).split(widths, dim=-1)
+    chunk = query.shape[1] // 2
+    ends = ((number + 1) * chunk for number in context.chunks)
+    return torch.cat(
+        [
+            causal_attention(part, keys[:, :end], values[:, :end], scale=scale, window=window)
+            for part, end in zip(query.split(chunk, dim=1), ends, strict=True)
+        ],
+        dim=1,
+    )
+
+
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None = None
 ) -> Tensor:
     """query [rows, length, heads, head], the last tokens of those of key and value [rows, at least
     length, groups, head] -> query's shape. scale: of the scores; null for 1 / sqrt(head). window:
     as `window_of`."""
-    grouped = query.shape[2] != key.shape[2]
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    length, before = key.shape[2], key.shape[2] - query.shape[2]
-    if window is None or window >= length:
-        # torch's own causal mask takes the queries for the first tokens.
-        mask = (
-            torch.ones(query.shape[2], length, dtype=torch.bool, device=query.device).tril(before)
-            if before
-            else None
-        )
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=grouped,
-        ).transpose(1, 2)
-
-    if grouped and query.device.type != "cpu":
+    total, before = key.shape[1], key.shape[1] - query.shape[1]
+    windowed = window is not None and window < total
+    if (before or windowed) and query.shape[2] != key.shape[2] and query.device.type != "cpu":
         # The only kernel of a GPU that takes grouped heads takes no mask.
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
-        grouped = False
+        repeats = query.shape[2] // key.shape[2]
+        key, value = (each.repeat_interleave(repeats, 2) for each in (key, value))
+    if window is not None and windowed:
+        return _windowed_attention(query, key, value, scale, window)
+    if before:
+        # torch's own causal mask takes the queries for the first tokens.
+        mask = mask_of_last(query, total)
+        return _attend(query.flip(1), key, value, scale, mask).flip(1)
+    return _attend(query, key, value, scale, None)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None
+) -> Tensor:
+    """mask: [queries, tokens], added to the scores; null for torch's causal one."""
+    return F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[2] != key.shape[2],
+    ).transpose(1, 2)
+
+
+def _windowed_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int
+) -> Tensor:
+    length, before = key.shape[1], key.shape[1] - query.shape[1]
     band = _band(window, query.dtype, query.device)
     behind = band.shape[1] - WINDOWED_QUERIES
     contexts = []
@@ -184,16 +228,15 @@ def causal_attention(
         left = max(0, behind - start)
         first = start - behind + left
         contexts.append(
-            F.scaled_dot_product_attention(
-                query[:, :, start - before : stop - before],
-                key[:, :, first:stop],
-                value[:, :, first:stop],
-                attn_mask=band[: stop - start, left : left + stop - first],
-                scale=scale,
-                enable_gqa=grouped,
+            _attend(
+                query[:, start - before : stop - before],
+                key[:, first:stop],
+                value[:, first:stop],
+                scale,
+                band[: stop - start, left : left + stop - first],
             )
         )
-    return torch.cat(contexts, 2).transpose(1, 2)
+    return torch.cat(contexts, 1)
 
 
 @lru_cache(maxsize=2)
@@ -207,10 +250,25 @@ def _band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
 
-class ThdAttention(CoreAttention):
+def mask_of_last(query: Tensor, total: int) -> Tensor:
+    """[length, total], added to the scores of a sequence's last tokens, the very last one first.
+
+    Each of them sees one token less than the one before, so that a row is the row above from its
+    second number on: on the CPU all rows lie in one line of length + total - 1 numbers, which is
+    all that the backward pass keeps. Kernels on a GPU want rows of their own.
+    """
+    length = query.shape[1]
+    line = query.new_zeros(length + total - 1)
+    line[total:] = -torch.inf
+    mask = line.as_strided((length, total), (1, 1))
+    return mask if query.device.type == "cpu" else mask.contiguous()
+
+
+class TransformerEngineAttention(CoreAttention):
     """Transformer Engine's attention over packed rows, in its format [tokens, heads, head] ("thd"):
-    one kernel for samples of any length. It reads the layer's window from the configuration, as
-    `window_of` does."""
+    one kernel for samples of any length; and under context parallelism, where it passes keys and
+    values on from rank to rank while it computes. It reads the layer's window from the
+    configuration, as `window_of` does."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -226,31 +284,49 @@ class ThdAttention(CoreAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        if packed_seq_params is None:
+        if packed_seq_params is None and self.context_group is None:
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias
             )
+        packed = packed_seq_params is not None
         context: Tensor = self.kernel(
-            *(each.squeeze(1) for each in (query, key, value)),
+            *(each.squeeze(1) if packed else each for each in (query, key, value)),
             attention_mask,
-            # Of the row, whatever the layer was asked for: Transformer Engine takes no other here.
+            # Whatever the layer was asked for: Transformer Engine takes no other here.
             AttnMaskType.causal,
             attention_bias,
-            PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=packed_seq_params.cu_seqlens_q,
-                cu_seqlens_kv=packed_seq_params.cu_seqlens_kv,
-                max_seqlen_q=packed_seq_params.max_seqlen_q,
-                max_seqlen_kv=packed_seq_params.max_seqlen_kv,
-            ),
+            self._offsets(packed_seq_params) if packed_seq_params is not None else None,
         )
-        return context.reshape(query.shape[0], 1, -1)
+        return context.reshape(*query.shape[:2], -1)
+
+    def _offsets(self, packing: PackedSequences) -> PackedSeqParams:
+        offsets = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=packing.cu_seqlens_q,
+            cu_seqlens_kv=packing.cu_seqlens_kv,
+            max_seqlen_q=packing.max_seqlen_q,
+            max_seqlen_kv=packing.max_seqlen_kv,
+        )
+        if self.context_group is not None:
+            # Transformer Engine asks for both kinds then; what fills a sample up belongs to it.
+            offsets.cu_seqlens_q_padded = packing.cu_seqlens_q
+            offsets.cu_seqlens_kv_padded = packing.cu_seqlens_kv
+        return offsets
 
 
-def core_attention(device_type: str, dtype: torch.dtype, *, packed: bool) -> type[CoreAttention]:
-    """The attention for these rows. Transformer Engine's packed kernels are bfloat16's."""
-    thd = packed and HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
-    return ThdAttention if thd else CoreAttention
+def core_attention(
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    packed: bool,
+    context_parallel: bool = False,
+    windowed: bool = False,
+) -> type[CoreAttention]:
+    """The attention for these rows. Transformer Engine's kernels for them are bfloat16's, and pass
+    no keys on for a sliding window."""
+    theirs = HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
+    wanted = not windowed if context_parallel else packed
+    return TransformerEngineAttention if theirs and wanted else CoreAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):

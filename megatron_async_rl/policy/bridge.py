@@ -198,7 +198,13 @@ class LocalBridge(LLMBridge):
         parts.pre_mlp_layernorm = self.norm
         attention = parts.self_attention.submodules
         attention.core_attention = ModuleSpec(
-            module=core_attention(self.layout.device_type, self.dtype, packed=self.packed)
+            module=core_attention(
+                self.layout.device_type,
+                self.dtype,
+                packed=self.packed,
+                context_parallel=self.layout.cp_size > 1,
+                windowed=self.config.window_size is not None,
+            )
         )
         if self.output_bias:
             attention.linear_proj = BiasedRowParallelLinear

@@ -222,7 +222,8 @@ def load(
         elif layout.rank == 0:
             log.warning("%s holds no %s: the optimizer starts without it", path, name)
     set_adam_steps(optimizer, content.get("adam_steps", 0))
-    if content["layout"] == _layout_key(optimizer, layout):
+    # Checkpoints of earlier versions do not name the context-parallel size.
+    if {"context": 1, **content["layout"]} == _layout_key(optimizer, layout):
         rank_state = torch.load(
             path / f"rank_{layout.rank}.pt", weights_only=True, map_location=layout.device
         )
@@ -274,6 +275,7 @@ def _chunk_key(index: int) -> str:
 def _layout_key(optimizer: MegatronOptimizer, layout: Layout) -> dict[str, Any]:
     return {
         "tensor": layout.tp_size,
+        "context": layout.cp_size,
         "pipeline": layout.pp_size,
         "virtual_pipeline": layout.virtual_stages,
         "expert": layout.ep_size,

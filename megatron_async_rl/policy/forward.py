@@ -6,7 +6,8 @@ Invariants:
   only on the last pipeline stage;
 - the schedule (plain, or 1F1B over pipeline stages, interleaved over virtual ones) is Megatron's
   own; losses are summed over micro-batches, undivided;
-- every rank of a pipeline runs the same micro-batches in the same order.
+- every rank of a pipeline runs the same micro-batches in the same order;
+- what consumes outputs sees those of all response tokens, on every context-parallel rank.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megatron_async_rl.policy.context_parallel import gather_outputs
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.watchdog import watch
@@ -146,7 +148,7 @@ class Schedule:
             num_microbatches=len(micro_batches),
             # Of the first micro-batch; with variable_seq_lengths stages tell each other every
             # shape, or know it (`StageMessages`).
-            seq_length=length,
+            seq_length=length * self.layout.cp_size,
             micro_batch_size=rows,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -159,17 +161,18 @@ class Schedule:
         return results
 
     def _outputs(self, micro_batch: MicroBatch, hidden: Tensor) -> TokenOutputs:
-        """From hidden [B, L, H] of the last stage."""
+        """From hidden [B, L, H] of the last stage. Collective over tensor- and context-parallel
+        ranks."""
         batch, length, width = hidden.shape
         # Rows in the memory order of the stage's output, [L, B, H], so that the selection copies
         # nothing else.
         position = micro_batch.rows % length * batch + micro_batch.rows // length
         selected = hidden.transpose(0, 1).reshape(length * batch, width).index_select(0, position)
-        weight = self.model.output_weight()
+        weight, places = self.model.output_weight(), micro_batch.places
         logp, entropy, sum_p_squared = vocab_parallel_logprobs(
             selected,
             weight,
-            micro_batch.targets,
+            micro_batch.targets if places is None else micro_batch.targets[places],
             temperature=self.temperature,
             chunk=self.logprob_chunk_tokens,
             group=self.layout.tp_group,
@@ -177,7 +180,13 @@ class Schedule:
             weight_gradient=self._gradient_of(weight),
         )
         head = self.model.value_head
-        return TokenOutputs(logp, entropy, sum_p_squared, None if head is None else head(selected))
+        values = None if head is None else head(selected)
+        if places is None:
+            return TokenOutputs(logp, entropy, sum_p_squared, values)
+        own = torch.stack((logp, entropy, sum_p_squared, *([] if values is None else [values])))
+        tokens = len(micro_batch.targets)
+        logp, entropy, squares, *rest = gather_outputs(own, places, tokens, self.layout.cp_group)
+        return TokenOutputs(logp, entropy, squares.detach(), *rest)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Megatron's gradient buffer, where it may be added to directly: while it is reduced beside

@@ -2,7 +2,8 @@
 
 Invariants:
 - the plan is a pure function of lengths and owners, computed alike on every rank;
-- every sample lies in exactly one micro-batch of exactly one data-parallel rank, whole;
+- every sample lies in exactly one micro-batch of exactly one data-parallel rank, whole; the
+  context-parallel ranks of that rank hold a part of each row, and all of what is known of it;
 - a response's last token is a target only: it predicts nothing and is not fed to the model;
 - every data-parallel rank runs the same number of micro-batches (an all-masked one fills up), since
   the collectives of the schedule and of the gradient reduction are counted by micro-batch; the
@@ -72,6 +73,9 @@ class MicroBatch:
     int64, the place in `samples` of the token's. versions: [N] int64. packing: where samples begin
     and end in a row that has several; null where a row is one. An all-masked micro-batch has
     samples == () and one token of nobody.
+
+    Under context parallelism L is the length of this rank's part, `rows` is [n] and of its own
+    positions, and `places`, [n] int64, says which of the N tokens they predict; else null.
     """
 
     samples: tuple[int, ...]
@@ -82,6 +86,7 @@ class MicroBatch:
     sequence: Tensor
     versions: Tensor
     packing: PackedSequences | None = None
+    places: Tensor | None = None
 
 
 def assign_owners(
@@ -142,8 +147,8 @@ def build_micro_batch(
             f"sample {missing!r} is another data-parallel rank's: no tokens of it here"
         )
 
-    shape, line = sequences.shape(fed), sequences.starts(fed)
-    tokens = np.zeros(math.prod(shape), dtype=np.int64)
+    (count, length), line = sequences.shape(fed), sequences.starts(fed)
+    tokens = np.zeros(count * length, dtype=np.int64)
     tokens[spans(line, fed)] = batch.token_ids[spans(starts, fed)]
     prompts = batch.prompt_lengths[chosen]
     per_token: dict[str, NDArray[Any]] = {
@@ -154,14 +159,20 @@ def build_micro_batch(
     }
     if not rows:
         per_token = dict.fromkeys(per_token, np.zeros(1, dtype=np.int64))
+    own = sequences.own(fed)
+    if sequences.context.size > 1:
+        here = np.full(len(tokens), -1)
+        here[own] = np.arange(len(own))
+        at = here[per_token["rows"]]
+        per_token |= {"rows": at[at >= 0], "places": np.flatnonzero(at >= 0)}
 
     def on_device(values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
 
     return MicroBatch(
         samples=rows,
-        tokens=on_device(tokens.reshape(shape)),
-        position_ids=sequences.position_ids(fed, device),
+        tokens=on_device(tokens[own].reshape(count, -1)),
+        position_ids=on_device(sequences.positions(fed)[own].reshape(count, -1)),
         packing=sequences.packing(fed, device),
         **{name: on_device(values) for name, values in per_token.items()},
     )

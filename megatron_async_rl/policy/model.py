@@ -77,9 +77,9 @@ class HiddenStateModel(GPTModel):
     """Megatron's GPTModel without its logits.
 
     Call as `chunk(input_ids, position_ids, attention_mask=None, packed_seq_params=...)`, the last
-    null where a row is one sample. The last stage returns the hidden
-    states after the final norm, [rows, length, hidden], whole on every tensor-parallel rank; other
-    stages return what Megatron's schedule sends on. value_head: on the last stage, where the
+    null where a row is one sample. Under context parallelism rows are this rank's part of them. The
+    last stage returns the hidden states after the final norm, [rows, length, hidden], whole on
+    every tensor-parallel rank; other stages return what Megatron's schedule sends on. value_head: on the last stage, where the
     objective has one.
     """
 
@@ -87,6 +87,8 @@ class HiddenStateModel(GPTModel):
         super().__init__(*args, **kwargs)
         self.value_head: ValueHead | None = None
         self.embedding_scale = 1.0
+        # Megatron would cut the angles over context-parallel ranks in every pass.
+        self.rotary_pos_emb.cp_group = None
 
     def _preprocess(
         self,
@@ -101,9 +103,9 @@ class HiddenStateModel(GPTModel):
         )
         if self.pre_process and self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
-        if packed_seq_params is not None:
+        if packed_seq_params is not None or self.config.context_parallel_size > 1:
             # Megatron's angles are those of 0, 1, ... up to the longest sample; each token of the
-            # row takes its own here, once for all layers.
+            # row takes its own here, once for all layers. Padded rows have the same positions.
             rotary = rotary.index_select(0, position_ids[0])
         return (hidden, rotary, *rest)
 

@@ -19,8 +19,9 @@ it is W_i = min(w_i, cap)^2 |s_i|^2 of the paper, `cap` being the correction's. 
 Invariants:
 - a group lies on one data-parallel rank, whole. Within the loop only ranks of the same model
   replica talk to each other, so replicas may have different numbers of sequences;
-- W_i counts every parameter once: gradients of sequence-parallel norms and of embeddings tied over
-  stages are summed first, and of copies one counts;
+- W_i counts every parameter once: gradients of sequence-parallel norms, of embeddings tied over
+  stages and of the sequence's parts on context-parallel ranks are summed first, and of copies one
+  counts;
 - what is accumulated is each rank's own, unsummed gradient: it ends in Megatron's buffers, and one
   ordinary reduction follows;
 - equal rewards in a group give a gradient of exactly zero.
@@ -118,11 +119,6 @@ class ExactBaseline:
         self.schedule = schedule
         self.layout = layout
         self.normalize_std = normalize_std
-        if layout.world_size != layout.tp_size * layout.pp_size * layout.dp_size:
-            raise OpobUnsupported(
-                "advantage opob, mode exact, sums a sequence's gradient over tensor and pipeline"
-                " ranks alone; set mode: cheap with context or expert parallelism"
-            )
         if layout.virtual_stages > 1:
             raise OpobUnsupported(
                 "advantage opob, mode exact, runs one sequence at a time, and the interleaved"
@@ -157,7 +153,7 @@ class ExactBaseline:
             ).to(rows.device)
         for buffer, accumulated in zip(self._buffers(), total, strict=True):
             buffer.copy_(accumulated)
-        if self.layout.tp_rank or not self.layout.is_last_stage:
+        if not (self.layout.records_outputs and self.layout.is_last_stage):
             rows.zero_()
         dist.all_reduce(rows, group=self.layout.world_group)
         norms, shifts, advantages = rows.cpu()
@@ -187,6 +183,9 @@ class ExactBaseline:
             gradients = self._buffers()
             torch._foreach_add_(list(total), gradients, alpha=scale * reward)
             torch._foreach_add_(list(scores), gradients)
+            if self.layout.cp_size > 1:
+                for buffer in gradients:
+                    dist.all_reduce(buffer, group=self.layout.cp_group)
             megatron_private.sum_over_replica(self.schedule.chunks, self.schedule.model.config)
             squares[place] = self._own_square()
         for process_group in (self.layout.tp_group, self.layout.pp_group):

@@ -2,8 +2,8 @@
 rate of a step.
 
 Invariants:
-- gradients are float32 and are summed, never averaged, over data-parallel ranks and micro-batches:
-  the loss already carries the denominators of the whole batch;
+- gradients are float32 and are summed, never averaged, over data- and context-parallel ranks and
+  micro-batches: the loss already carries the denominators of the whole batch;
 - weight decay applies to matrices only, not to norms or biases;
 - the learning rate is a pure function of the step number: what a control multiplies it by lasts one
   step;
@@ -64,7 +64,7 @@ def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> f
 
 def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[DistributedDataParallel]:
     """Each model chunk inside Megatron's DDP, with float32 gradient buffers that are summed over
-    data-parallel ranks."""
+    data- and context-parallel ranks."""
 
     def finalize(model: list[Any], num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
         # Megatron would divide by the tokens it counted; the loss has its denominators already.
@@ -127,7 +127,7 @@ def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
     and its step.
 
     With the distributed optimizer each rank holds its slices and every slice counts; without it
-    data-parallel replicas hold the same gradients, which count on the first: of experts, whose
+    data- and context-parallel replicas hold the same gradients, which count on the first: of experts, whose
     replicas are the stage's ranks with the same experts, on the first of those. Tensor-parallel
     copies count on tensor rank 0, tied embeddings on the first pipeline stage. Sums go over the
     world, so that every rank sees the same bits and decides alike.
@@ -138,7 +138,7 @@ def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
             grad=parameter.grad,
             counted=(
                 sliced
-                or (layout.expert_replica if group["is_expert_parallel"] else layout.dp_rank) == 0
+                or (layout.expert_replica if group["is_expert_parallel"] else layout.replica) == 0
             )
             and param_is_not_shared(parameter)
             and param_is_not_tensor_parallel_duplicate(parameter),

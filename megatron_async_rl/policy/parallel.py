@@ -4,11 +4,13 @@ gradient.
 Invariants:
 - every collective of the policy runs in a group of this layout, with the deadline given to
   `initialise`;
-- ranks are ordered tensor fastest, then data, then pipeline (Megatron's order); a pipeline rank
-  holds `virtual_stages` model chunks, chunk v of rank p being stage v * pp_size + p of the model;
+- ranks are ordered tensor fastest, then context, data and pipeline (Megatron's order); a pipeline
+  rank holds `virtual_stages` model chunks, chunk v of rank p being stage v * pp_size + p of the model;
 - experts are whole (never cut by tensor parallelism): a stage's ranks in order form expert-parallel
-  groups of `ep_size`, and what tensor- and data-parallel ranks are to other parameters, the other
+  groups of `ep_size`, and what context- and data-parallel ranks are to other parameters, the other
   groups are to experts: replicas;
+- context-parallel ranks train the samples of one data-parallel rank, each its part of every
+  sequence; their gradients add up as those of data-parallel ranks do;
 - an element of the model's gradient is counted by exactly one rank of the world
   (`GradientShard.counted`).
 """
@@ -59,6 +61,8 @@ class Layout:
     world_size: int
     tp_rank: int
     tp_size: int
+    cp_rank: int
+    cp_size: int
     pp_rank: int
     pp_size: int
     virtual_stages: int
@@ -67,6 +71,7 @@ class Layout:
     ep_rank: int
     ep_size: int
     tp_group: Any
+    cp_group: Any
     pp_group: Any
     dp_group: Any
     ep_group: Any
@@ -81,13 +86,24 @@ class Layout:
 
     def dp_rank_of(self, rank: int) -> int:
         """The data-parallel rank of a rank of the world."""
-        return rank // self.tp_size % self.dp_size
+        return rank // (self.tp_size * self.cp_size) % self.dp_size
+
+    @property
+    def replica(self) -> int:
+        """Which copy of its parameters, experts apart, this rank holds, from 0: its rank among the
+        data- and context-parallel ranks."""
+        return self.dp_rank * self.cp_size + self.cp_rank
 
     @property
     def expert_replica(self) -> int:
         """Which copy of its experts this rank holds, from 0: its rank among the stage's ranks with
         the same experts."""
-        return (self.dp_rank * self.tp_size + self.tp_rank) // self.ep_size
+        return (self.replica * self.tp_size + self.tp_rank) // self.ep_size
+
+    @property
+    def records_outputs(self) -> bool:
+        """True on one of the ranks of a stage that compute the same outputs of the same samples."""
+        return self.tp_rank == 0 and self.cp_rank == 0
 
     def is_first_chunk(self, virtual_stage: int) -> bool:
         """The chunk that holds the embedding."""
@@ -154,10 +170,10 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
             f"policy.parallel.ranks is {parallel.ranks}, but {world_size} ranks were started; they"
             " must be equal"
         )
-    if world_size % (parallel.tensor * parallel.pipeline):
+    if world_size % parallel.replica_ranks:
         raise ValueError(
-            f"policy.parallel: tensor ({parallel.tensor}) x pipeline ({parallel.pipeline}) must"
-            f" divide ranks ({world_size})"
+            f"policy.parallel: tensor ({parallel.tensor}) x context ({parallel.context}) x pipeline"
+            f" ({parallel.pipeline}) must divide ranks ({world_size})"
         )
     if world_size // parallel.pipeline % parallel.expert:
         raise ValueError(
@@ -178,6 +194,7 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
+        context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=(
             parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
@@ -193,6 +210,8 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         world_size=world_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel.tensor,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel.context,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel.pipeline,
         virtual_stages=parallel.virtual_pipeline,
@@ -201,6 +220,7 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=parallel.expert,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),

@@ -67,16 +67,16 @@ def assembled(
     shards: Sequence[Tensor], model: PolicyModel, optimizer: MegatronOptimizer
 ) -> list[dict[str, Tensor]]:
     """float32 model tensors on the CPU from this rank's shards (on any device). Collective over
-    data-parallel ranks.
+    data- and context-parallel ranks.
 
-    Whole on the first data-parallel rank, which is the one that a checkpoint is written by; on the
+    Whole on the first of those ranks, which is the one that a checkpoint is written by; on the
     others zeros of the right shapes that take no memory.
     """
     held: dict[int, list[tuple[_Place, Tensor]]] = {}
     for place, shard in zip(_places(optimizer), shards, strict=True):
         held.setdefault(id(place.parameter), []).append((place, shard))
     groups = slicing_groups(optimizer)
-    first = model.bridge.layout.dp_rank == 0
+    first = model.bridge.layout.replica == 0
     chunks = []
     for chunk in model.chunks:
         tensors = {}

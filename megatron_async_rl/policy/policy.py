@@ -29,6 +29,7 @@ from megatron_async_rl.objectives.targets import BatchTargets, StepTargets, vali
 from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.anomaly import AnomalyReport, Spike
 from megatron_async_rl.policy.batches import receive
+from megatron_async_rl.policy.context_parallel import Context
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import Batcher, MicroBatch
 from megatron_async_rl.policy.minibatches import Minibatch, divide, over_steps
@@ -140,7 +141,8 @@ class Policy:
                 policy_config.tokens_per_micro_batch,
                 sequence_layout(
                     policy_config.sequence,
-                    layout.tp_size if model.config.sequence_parallel else 1,
+                    policy_config.parallel.row_multiple,
+                    Context(layout.cp_rank, layout.cp_size),
                 ),
             ),
         )
@@ -300,7 +302,7 @@ class Policy:
         return RecordedLoss(
             self.objective,
             targets,
-            table if self.layout.tp_rank == 0 else None,
+            table if self.layout.records_outputs else None,
             advantage=advantage,
             with_terms=with_terms,
         )

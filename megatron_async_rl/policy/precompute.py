@@ -112,7 +112,7 @@ class PrecomputeTable:
         """One forward pass under the weights in place. rows: the samples that the micro-batches
         number; null for all."""
         for micro_batch, outputs in schedule.forward(micro_batches):
-            if self.layout.tp_rank != 0 or not micro_batch.samples:
+            if not self.layout.records_outputs or not micro_batch.samples:
                 continue
             numbers = np.array([i if rows is None else rows[i] for i in micro_batch.samples])
             places = spans(self.samples.starts[numbers], self.samples.lengths[numbers])

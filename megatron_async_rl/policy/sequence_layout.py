@@ -7,7 +7,8 @@ Invariants:
 - a sample is never cut, and no token sees one of another sample;
 - positions count from 0 in every sample;
 - rows x length of a micro-batch never exceeds the token budget, and the length is a multiple of
-  `multiple`, which sequence parallelism asks for;
+  `multiple`, which sequence and context parallelism ask for;
+- context-parallel ranks cut each sample alike, so its length in a row is a multiple of its chunks;
 - what fills a row up comes after its last sample, so that no real token sees it (attention is
   causal).
 """
@@ -22,9 +23,9 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megatron_async_rl.policy.attention import PackedSequences
+from megatron_async_rl.policy.context_parallel import WHOLE, Context
 from megatron_async_rl.samples.columns import spans
 
 MICRO_BATCH_COSTS = (256, 128, 64, 32, 16)
@@ -38,9 +39,14 @@ cost."""
 @dataclass(frozen=True)
 class SequenceLayout(ABC):
     """`fed` below: [S] int64, the tokens that each sample of a micro-batch feeds to the model, in
-    order; empty for a micro-batch of nobody, which is one row of `multiple` tokens."""
+    order; empty for a micro-batch of nobody, which is one row of `multiple` tokens.
+
+    multiple: of a row's length, a multiple of `context.multiple`. context: this rank's place among
+    those that share the rows; all else describes whole rows.
+    """
 
     multiple: int = 1
+    context: Context = WHOLE
 
     @abstractmethod
     def cut(
@@ -58,8 +64,19 @@ class SequenceLayout(ABC):
         """[S]: where each sample begins in the flattened rows."""
 
     @abstractmethod
-    def position_ids(self, fed: NDArray[np.int64], device: torch.device) -> Tensor:
-        """[rows, length] int64."""
+    def lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of the sequences that attention sees, in order, with what fills them up; they are all of
+        the rows."""
+
+    def own(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places in the flattened rows of this rank's tokens, row by row."""
+        lengths = self.lengths(fed)
+        return self.context.own(np.cumsum(lengths) - lengths, lengths)
+
+    def positions(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
+        """In its sequence, of each token of the flattened rows."""
+        lengths = self.lengths(fed)
+        return spans(np.zeros_like(lengths), lengths)
 
     def packing(self, fed: NDArray[np.int64], device: torch.device) -> PackedSequences | None:
         """The attention's boundaries within the row; null where a row is one sample."""
@@ -98,15 +115,15 @@ class Padded(SequenceLayout):
     def starts(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.arange(len(fed)) * self.shape(fed)[1]
 
-    def position_ids(self, fed: NDArray[np.int64], device: torch.device) -> Tensor:
+    def lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
         rows, length = self.shape(fed)
-        return torch.arange(length, device=device).expand(rows, length)
+        return np.full(rows, length)
 
 
 @dataclass(frozen=True)
 class Packed(SequenceLayout):
-    """One row: the samples end to end. What fills it up to `multiple` belongs to the last of
-    them."""
+    """One row: the samples end to end, each filled up to a multiple of its chunks. What fills the
+    row up to `multiple` belongs to the last of them."""
 
     def cut(
         self, share: NDArray[np.int64], fed: NDArray[np.int64], budget: int
@@ -114,7 +131,7 @@ class Packed(SequenceLayout):
         """As few micro-batches as the budget permits, of nearly equal numbers of tokens. Samples of
         one length stand together, which the attention computes at once."""
         ordered = share[np.lexsort((share, -fed[share]))]
-        tokens, room = fed[ordered], budget // self.multiple * self.multiple
+        tokens, room = self._filled(fed[ordered]), budget // self.multiple * self.multiple
         count = -(-int(tokens.sum()) // room)
         while True:
             part = balanced(tokens, count)
@@ -123,31 +140,33 @@ class Packed(SequenceLayout):
             count += 1
 
     def shape(self, fed: NDArray[np.int64]) -> tuple[int, int]:
-        return 1, int(self._lengths(fed).sum())
+        return 1, int(self.lengths(fed).sum())
 
     def starts(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.cumsum(fed) - fed
+        filled = self._filled(fed)
+        return np.cumsum(filled) - filled
 
-    def position_ids(self, fed: NDArray[np.int64], device: torch.device) -> Tensor:
-        lengths = self._lengths(fed)
-        return torch.from_numpy(spans(np.zeros_like(lengths), lengths)[None]).to(device)
-
-    def packing(self, fed: NDArray[np.int64], device: torch.device) -> PackedSequences:
-        return PackedSequences.of(self._lengths(fed), device)
-
-    def _lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Lengths of the row's samples, the last one with what fills up the row."""
-        lengths = fed.astype(np.int64) if len(fed) else np.array([self.multiple])
+    def lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
+        lengths = self._filled(fed) if len(fed) else np.array([self.multiple])
         lengths[-1] += -int(lengths.sum()) % self.multiple
         return lengths
+
+    def packing(self, fed: NDArray[np.int64], device: torch.device) -> PackedSequences:
+        return PackedSequences.of(self.lengths(fed), device, self.context.size)
+
+    def _filled(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
+        chunks = self.context.multiple
+        return -(-fed.astype(np.int64) // chunks) * chunks
 
 
 LAYOUTS: dict[str, type[SequenceLayout]] = {"padded": Padded, "packed": Packed}
 """By `policy.sequence`."""
 
 
-def sequence_layout(name: Literal["padded", "packed"], multiple: int) -> SequenceLayout:
-    return LAYOUTS[name](multiple)
+def sequence_layout(
+    name: Literal["padded", "packed"], multiple: int, context: Context
+) -> SequenceLayout:
+    return LAYOUTS[name](multiple, context)
 
 
 def balanced(tokens: NDArray[np.int64], parts: int) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """The measurements of a step: a table with one row per sample, one all-reduce, then the metrics on
 every rank alike.
 
-Each sample's row is written by one rank (the last pipeline stage, tensor rank 0, of the
+Each sample's row is written by one rank (the last pipeline stage, tensor and context rank 0, of the
 data-parallel rank that owns the sample) and is zero elsewhere, so a plain sum over all ranks
 completes the table, maxima included; the metrics are then the same numbers, added in the same
 order, on every layout.

@@ -117,7 +117,7 @@ class WeightExporter:
         the tensor-parallel ranks."""
         layout = self._bridge.layout
         stage, divided = entries[0].stage, entries[0].owner is not None
-        if (layout.expert_replica if divided else layout.dp_rank) != 0:
+        if (layout.expert_replica if divided else layout.replica) != 0:
             return None
         group, rank, size = (
             (layout.ep_group, layout.ep_rank, layout.ep_size)

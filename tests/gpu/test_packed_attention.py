@@ -5,7 +5,11 @@ import pytest
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
-from megatron_async_rl.policy.attention import CoreAttention, PackedSequences, ThdAttention
+from megatron_async_rl.policy.attention import (
+    CoreAttention,
+    PackedSequences,
+    TransformerEngineAttention,
+)
 from tests.unit.test_packed_attention import LENGTHS, built
 
 pytestmark = [
@@ -29,7 +33,7 @@ def test_outputs_and_gradients_are_those_of_our_attention(lengths, window):
         for heads in (HEADS, GROUPS, GROUPS)
     ]
     found = []
-    for kind in (ThdAttention, CoreAttention):
+    for kind in (TransformerEngineAttention, CoreAttention):
         tensors = [each.clone().requires_grad_() for each in drawn]
         output = built(kind, WIDTH, window)(*tensors, None, packed_seq_params=packing)
         output.float().square().sum().backward()

@@ -11,6 +11,10 @@ from megatron_async_rl.config.schema import ParallelConfig
 from tests.parallel.layout_program import Rank, received, run_each, save, scorable
 from tests.parallel.opob_program import exported_gradient
 
+CONTEXT_MODELS = ("mistral-window", "gemma3")
+"""Those whose sequences are also divided over ranks: a window that reaches over a part's start, and
+layers that differ in it."""
+
 
 def supervised(rank: Rank, model: str, **settings):
     return rank.policy(
@@ -60,6 +64,8 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
     chosen = sorted(path.name for path in material.iterdir() if path.is_dir())
     mixture = output.stem.startswith(("mixture", "expert"))
+    if output.stem == "context":
+        chosen = list(CONTEXT_MODELS)
     results = {
         model: measured(rank, model) for model in chosen if model.startswith("mixture") == mixture
     }

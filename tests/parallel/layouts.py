@@ -50,7 +50,21 @@ WITH_MIXTURES = (
     "recompute_program",
 )
 ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
+CONTEXT_LAYOUTS = {"context": {"ranks": 2, "context": 2}}
+"""For the tied dense model; for the programs of `WITH_CONTEXT` alone."""
+WITH_CONTEXT = ("layout_program", "packing_program", "recompute_program")
+DENSE_LAYOUTS = {**LAYOUTS, **CONTEXT_LAYOUTS}
+EVERY_LAYOUT = {**ALL_LAYOUTS, **CONTEXT_LAYOUTS}
 GRADIENT_LAYOUTS = {
+    "context_replicated": {"ranks": 2, "context": 2, "distributed_optimizer": False},
+    "context_tensor": {"ranks": 4, "context": 2, "tensor": 2, "sequence": True},
+    "context_pipeline_replicated": {
+        "ranks": 4,
+        "context": 2,
+        "pipeline": 2,
+        "distributed_optimizer": False,
+    },
+    "expert_context": {"ranks": 4, "expert": 2, "context": 2, "distributed_optimizer": False},
     "data_tensor_replicated": {"ranks": 4, "tensor": 2, "distributed_optimizer": False},
     "data_tensor_distributed": {"ranks": 4, "tensor": 2},
     "data_pipeline_replicated": {"ranks": 4, "pipeline": 2, "distributed_optimizer": False},
@@ -130,7 +144,7 @@ def batch(name: str) -> TrainBatch:
 @functools.cache
 def results(layout: str, program: str = "layout_program") -> dict:
     """The measurements of `program` on this layout."""
-    outcome = _results_of_all((ALL_LAYOUTS | GRADIENT_LAYOUTS)[layout]["ranks"], program)
+    outcome = _results_of_all((EVERY_LAYOUT | GRADIENT_LAYOUTS)[layout]["ranks"], program)
     if isinstance(outcome, AssertionError):
         raise outcome
     return outcome[layout]
@@ -144,6 +158,8 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
     A failure is returned, so that it is waited for once and not by every test.
     """
     offered = ALL_LAYOUTS if program in WITH_MIXTURES else LAYOUTS
+    if program in WITH_CONTEXT:
+        offered = offered | CONTEXT_LAYOUTS
     if program == "objective_program":
         offered = offered | GRADIENT_LAYOUTS
     chosen = [name for name, settings in offered.items() if settings["ranks"] == ranks]

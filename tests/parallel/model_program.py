@@ -27,6 +27,7 @@ from megatron_async_rl.config.schema import (
 )
 from megatron_async_rl.policy import checkpoint, device
 from megatron_async_rl.policy.checkpoint_folder import read_file
+from megatron_async_rl.policy.context_parallel import Context
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import PolicyModel, build_model
@@ -45,14 +46,20 @@ def load_model(path: Path, parallel: ParallelConfig, layout: Layout, dtype: str)
 
 
 def logprobs(
-    model: PolicyModel, samples, layout: Layout, sequence: str = "padded"
+    model: PolicyModel,
+    samples,
+    layout: Layout,
+    parallel: ParallelConfig,
+    sequence: str = "padded",
 ) -> list[torch.Tensor] | None:
     """Per sample the log-probs of its response, on the last stage."""
     schedule = Schedule(
         model.chunks, model, layout, temperature=TEMPERATURE, logprob_chunk_tokens=7
     )
     samples = columns_of(samples)
-    sequences = sequence_layout(sequence, layout.tp_size if model.config.sequence_parallel else 1)
+    sequences = sequence_layout(
+        sequence, parallel.row_multiple, Context(layout.cp_rank, layout.cp_size)
+    )
     rounds = layout.pp_size if layout.virtual_stages > 1 else 1
     plan = plan_micro_batches(
         samples, data_parallel=1, budget=100, sequences=sequences, in_groups_of=rounds
@@ -360,8 +367,8 @@ def main() -> None:
         started = time.perf_counter()
         whole = exported(model, 1 << 30)
         results["models"][path.name] = {
-            "logprobs": logprobs(model, samples, layout),
-            "logprobs_packed": logprobs(model, samples, layout, "packed"),
+            "logprobs": logprobs(model, samples, layout, parallel),
+            "logprobs_packed": logprobs(model, samples, layout, parallel, "packed"),
             "exported": whole,
             "exported_seconds": time.perf_counter() - started,
             "exported_in_small_buckets": exported(model, 5000),

@@ -146,12 +146,14 @@ def broken_rules(gradient: ReducedGradient, reference) -> dict[str, tuple]:
     found["slices as replicas" if sliced else "replicas as slices"] = products_with(
         gradient.view(swapped), reference
     )
-    with mock.patch.object(Layout, "expert_replica", property(lambda self: self.dp_rank)):
+    with mock.patch.object(Layout, "expert_replica", property(lambda self: self.replica)):
         found["experts as the rest"] = products_with(gradient.view(), reference)
     with mock.patch.object(Layout, "expert_replica", 0):
         found["every expert replica"] = products_with(gradient.view(), reference)
+    with mock.patch.object(Layout, "replica", property(lambda self: self.dp_rank)):
+        found["every context replica"] = products_with(gradient.view(), reference)
     found["every data replica"] = products_with(
-        gradient.view(layout=replace(layout, dp_rank=0)), reference
+        gradient.view(layout=replace(layout, dp_rank=0, cp_rank=0)), reference
     )
     return found
 

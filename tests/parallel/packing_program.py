@@ -34,12 +34,17 @@ DENSE_OBJECTIVES = {
 }
 RUNS = ("controls", "one_by_one", "all_at_once", *OBJECTIVES)
 DENSE_RUNS = (*RUNS, *DENSE_OBJECTIVES)
+CONTEXT_RUNS = ("controls", "all_at_once", "gspo", "value", "opob")
+CONTEXT_PADDED_RUNS = ("value", "opob")
+"""Under context parallelism on padded rows, too, which layout_program does not run."""
 
 
 def runs_of(layout: str, virtual_stages: int) -> tuple[str, ...]:
     """Interleaved stages do not measure a sequence's gradient."""
     if layout.startswith(("mixture", "expert")):
         return RUNS
+    if layout == "context":
+        return CONTEXT_RUNS
     return DENSE_RUNS if virtual_stages == 1 else DENSE_RUNS[:-1]
 
 
@@ -99,6 +104,8 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         results["padded"] = {name: trained(name, "padded") for name in runs_of(output.stem, 1)}
         padded = rank.policy(model)
         results["padded_scores"] = padded.score(received(padded, scorable(rank.batches[a])))
+    if output.stem == "context":
+        results["padded"] = {name: trained(name, "padded") for name in CONTEXT_PADDED_RUNS}
     steps = [results[name]["steps"] for name in runs_of(output.stem, rank.layout.virtual_stages)]
     save(rank, results, steps, output)
 

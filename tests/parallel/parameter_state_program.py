@@ -84,8 +84,8 @@ def moved_there_and_back(rank: Rank, path: Path, dtype: str) -> dict[str, bool]:
     optimizer = build_optimizer(wrap_for_gradients(model.chunks, settings), settings, DTYPES[dtype])
     shards = [parameter.detach() for parameter in optimizer_parameters(optimizer)]
     tensors = assembled(shards, model, optimizer)
-    if rank.layout.dp_size > 1:
-        # The first data-parallel rank alone holds them.
+    if rank.layout.dp_size * rank.layout.cp_size > 1:
+        # The first data- and context-parallel rank alone holds them.
         message = [tensors]
         dist.broadcast_object_list(message, src=0)
         tensors = message[0]

@@ -35,10 +35,11 @@ def alone(layout, model):
 
 def rules_of(layout, model):
     """The parts of the rule of what counts where that this layout and model need."""
-    settings = {"tensor": 1, "pipeline": 1, "expert": 1, "distributed_optimizer": True}
+    settings = {"tensor": 1, "context": 1, "pipeline": 1, "expert": 1}
+    settings["distributed_optimizer"] = True
     settings |= ALL[layout]
     copies = settings["ranks"] // settings["pipeline"]
-    data = copies // settings["tensor"]
+    data = copies // settings["tensor"]  # Context-parallel ranks among them.
     sliced = settings["distributed_optimizer"]
     return {
         "tied twice": settings["pipeline"] > 1 and model != "untied",
@@ -48,6 +49,7 @@ def rules_of(layout, model):
         "replicas as slices": not sliced and data > 1,
         "experts as the rest": not sliced and settings["expert"] > 1 and data > 1,
         "every expert replica": not sliced and is_mixture(layout) and copies > settings["expert"],
+        "every context replica": not sliced and settings["context"] > 1,
         "every data replica": not sliced and data > 1,
     }
 

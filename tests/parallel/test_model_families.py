@@ -15,6 +15,7 @@ import torch
 
 from megatron_async_rl.policy.supported import FAMILIES
 from tests.parallel import layouts
+from tests.parallel.family_program import CONTEXT_MODELS
 from tests.parallel.models import tensors_of
 from tests.parallel.ranks import run_ranks
 from tests.ports import free_ports
@@ -31,6 +32,7 @@ LAYOUTS = {
     "single": {"ranks": 1},
     "sequence": {"ranks": 2, "tensor": 2, "sequence": True},
     "pipeline": {"ranks": 2, "pipeline": 2},
+    "context": {"ranks": 2, "context": 2, "distributed_optimizer": False},
 }
 MIXTURE_LAYOUTS = {
     "mixture_single": {"ranks": 1},
@@ -100,6 +102,7 @@ CASES = [
     (layout, model)
     for model in MODELS
     for layout in (MIXTURE_LAYOUTS if model.startswith("mixture") else LAYOUTS)
+    if layout != "context" or model in CONTEXT_MODELS
 ]
 
 

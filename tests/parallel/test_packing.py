@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.parallel import layouts
-from tests.parallel.packing_program import DENSE_RUNS, runs_of
+from tests.parallel.packing_program import CONTEXT_PADDED_RUNS, DENSE_RUNS, runs_of
 from tests.parallel.test_layout_invariance import (
     compare_steps,
     compare_weights,
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.parallel
 
 RUNS = [
     (layout, run)
-    for layout, settings in layouts.ALL_LAYOUTS.items()
+    for layout, settings in layouts.EVERY_LAYOUT.items()
     for run in runs_of(layout, settings.get("virtual_pipeline", 1))
 ]
 
@@ -37,12 +37,19 @@ def test_steps_and_weights_are_those_of_padded_rows_on_one_rank(layout, run):
     compare_weights(found["weights"], expected["weights"])
 
 
-@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+@pytest.mark.parametrize("run", CONTEXT_PADDED_RUNS)
+def test_padded_rows_shared_by_two_ranks_train_as_on_one(run):
+    found, expected = results("context")["padded"][run], padded("single")[run]
+    compare_steps(found["steps"], expected["steps"], rel=1e-5 if run == "opob" else 1e-6)
+    compare_weights(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("layout", layouts.EVERY_LAYOUT)
 def test_all_ranks_of_a_layout_are_told_the_same_numbers(layout):
     assert results(layout)["ranks_agree"]
 
 
-@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.EVERY_LAYOUT)
 def test_scores_are_those_of_padded_rows(layout):
     single = "mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single"
     for found, expected in zip(
@@ -51,7 +58,7 @@ def test_scores_are_those_of_padded_rows(layout):
         np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
 def test_scores_are_transformers_log_probs(layout):
     reference = layouts.reference_model("tied")
     for sample, score in zip(
@@ -62,7 +69,7 @@ def test_scores_are_transformers_log_probs(layout):
         np.testing.assert_allclose(score, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
 def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layout):
     loss, norm, entropy = first_step_by_hand()
     first = results(layout)["controls"]["steps"][0]
@@ -71,7 +78,7 @@ def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layou
     assert first["policy/entropy"] == pytest.approx(entropy, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
 def test_a_samples_log_probs_do_not_change_by_a_bit_with_its_neighbours_tokens(layout):
     found = results(layout)["among_others"]
     np.testing.assert_array_equal(*found["own"])
@@ -86,11 +93,13 @@ def test_nor_do_those_of_experts_which_get_other_tokens_beside_them(layout):
     assert not np.array_equal(*found["others"])
 
 
-@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
-def test_a_micro_batch_is_one_row_with_no_more_padding_than_sequence_parallelism_asks_for(layout):
-    settings = layouts.ALL_LAYOUTS[layout]
+@pytest.mark.parametrize("layout", layouts.EVERY_LAYOUT)
+def test_a_micro_batch_is_one_row_with_no_more_padding_than_the_layout_asks_for(layout):
+    settings = layouts.EVERY_LAYOUT[layout]
+    context = settings.get("context", 1)
     multiple = settings.get("tensor", 1) if settings.get("sequence") else 1
-    shapes = results(layout)["shapes"]
+    multiple = 2 * context if context > 1 else multiple
+    shapes = [(rows, length * context) for rows, length in results(layout)["shapes"]]
     assert {rows for rows, _ in shapes} == {1}
     assert all(length % multiple == 0 and length <= 96 for _, length in shapes)
     assert max(length for _, length in shapes) > 60, "several samples were meant to share a row"

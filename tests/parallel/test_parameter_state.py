@@ -18,8 +18,8 @@ from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.parallel
 
-PAIRS = [name for name, settings in layouts.LAYOUTS.items() if settings["ranks"] == 2]
-CHECKPOINTED = ["tensor", "data_distributed_optimizer", "pipeline"]
+PAIRS = [name for name, settings in layouts.DENSE_LAYOUTS.items() if settings["ranks"] == 2]
+CHECKPOINTED = ["tensor", "context", "data_distributed_optimizer", "pipeline"]
 """Two-rank layouts whose checkpoints one rank goes on from."""
 
 
@@ -36,11 +36,11 @@ def run(names, checkpoints, *, save=(), load=None):
     output = layouts.temporary()
     ports = free_ports(len(names))
     arguments = {
-        name: (port, layouts.LAYOUTS[name]) for name, port in zip(names, ports, strict=True)
+        name: (port, layouts.DENSE_LAYOUTS[name]) for name, port in zip(names, ports, strict=True)
     }
     todo = json.dumps({"save": list(save), "load": load or {}})
     run_ranks(
-        layouts.LAYOUTS[names[0]]["ranks"],
+        layouts.DENSE_LAYOUTS[names[0]]["ranks"],
         "tests.parallel.parameter_state_program",
         [layouts.material(), json.dumps(arguments), checkpoints, output, todo],
         timeout=300,
@@ -103,7 +103,7 @@ def test_shards_make_up_the_models_parameters_and_are_cut_from_them_again_bit_fo
 ):
     single, pairs = results()
     found = (single if layout == "single" else pairs[layout])["there_and_back"][dtype]
-    assert found == {"same": True, "parts": layout == "data_distributed_optimizer"}
+    assert found == {"same": True, "parts": layout in ("data_distributed_optimizer", "context")}
 
 
 def test_a_control_that_had_no_gradient_yet_resumes_without_one():

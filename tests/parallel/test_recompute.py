@@ -19,7 +19,7 @@ def results(layout, dtype="float32"):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.EVERY_LAYOUT)
 def test_gradients_weights_and_metrics_are_the_same_bits(layout, dtype):
     for rank in results(layout, dtype)["ranks"]:
         assert [kind for kind, (same, _, _) in rank.items() if not same] == []
@@ -27,7 +27,7 @@ def test_gradients_weights_and_metrics_are_the_same_bits(layout, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.EVERY_LAYOUT)
 def test_less_is_kept_on_every_rank_and_nothing_after_the_step(layout, dtype):
     for rank in results(layout, dtype)["ranks"]:
         peaks = {kind: peak for kind, (_, peak, _) in rank.items()}
@@ -38,11 +38,14 @@ def test_less_is_kept_on_every_rank_and_nothing_after_the_step(layout, dtype):
         assert peaks["full"] < 0.3 * peaks["none"]
 
 
+@pytest.mark.parametrize("layout", ["single", "context"])
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
-def test_the_plan_knows_what_is_kept(tmp_path, kind):
-    (rank,) = results("single")["ranks"]
+def test_the_plan_knows_what_is_kept(tmp_path, kind, layout):
+    rank = results(layout)["ranks"][0]
+    parallel = layouts.EVERY_LAYOUT[layout]
     settings = [f"model.path={layouts.material() / 'tied'}", "model.dtype=float32"]
     settings += ["policy.tokens_per_micro_batch=160", "policy.logprob_chunk_tokens=16"]
+    settings += [f"policy.parallel.{key}={size}" for key, size in parallel.items()]
     config = load(write_run(tmp_path), [*settings, f"policy.recompute={kind}"])
     shape, _ = read_model(config.model.path)
     planned = rank_memory(config, shape, stage=0, data_parallel=1, longest=26)

@@ -96,7 +96,7 @@ class Run:
         if control is not None:
             controls["displacement"] = Displacement(control)
         self.step = OptimizerStep(self.megatron, SETTINGS, controls, SimpleNamespace(), 20)
-        bridge = SimpleNamespace(layout=SimpleNamespace(dp_rank=0))
+        bridge = SimpleNamespace(layout=SimpleNamespace(replica=0))
         wrapped = SimpleNamespace(chunks=[self.model], source=None, bridge=bridge)
         self.others = ReferencePolicies(
             ObjectiveConfig(snapshots=4),

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_async_rl.policy.batches import split
+from megatron_async_rl.policy.context_parallel import Context
 from megatron_async_rl.policy.microbatch import (
     SampleTooLong,
     assign_owners,
@@ -236,6 +237,51 @@ def test_what_fills_a_packed_row_up_belongs_to_its_last_sample():
     assert nobody.tokens.shape == (1, 8)
     assert nobody.packing.cu_seqlens_q.tolist() == [0, 8]
     assert (nobody.samples, len(nobody.rows)) == ((), 1)
+
+
+@pytest.mark.parametrize("kind", [Padded, Packed])
+@pytest.mark.parametrize(("size", "multiple"), [(2, 4), (3, 6), (2, 12)])
+def test_parts_of_context_parallel_ranks_make_up_the_whole_rows(kind, size, multiple):
+    layouts = [kind(multiple, Context(rank, size)) for rank in range(size)]
+    plan, (batch,) = planned(SAMPLES, budget=96, sequences=layouts[0])
+    for rows in (*plan.ranks[0], ()):
+        parts = [build_micro_batch(batch, rows, CPU, layout) for layout in layouts]
+        fed = batch.fed[list(rows)]
+        count, length = layouts[0].shape(fed)
+        assert length % multiple == 0
+        assert {part.tokens.shape for part in parts} == {(count, length // size)}
+        own = torch.from_numpy(np.concatenate([layout.own(fed) for layout in layouts]))
+        assert own.sort().values.tolist() == list(range(count * length))
+        whole = {}
+        for name in ("tokens", "position_ids"):
+            joined = torch.cat([getattr(part, name).flatten() for part in parts])
+            whole[name] = torch.empty_like(joined).index_copy(0, own, joined)
+        predicts = []
+        for number, index in enumerate(rows):
+            sample, start = SAMPLES[index], layouts[0].starts(fed)[number]
+            expected = [*sample.prompt.token_ids, *sample.response_ids][:-1]
+            line = slice(start, start + len(expected))
+            assert whole["tokens"][line].tolist() == expected
+            assert whole["position_ids"][line].tolist() == list(range(len(expected)))
+            predicts += range(start + len(sample.prompt.token_ids) - 1, line.stop)
+        found = {
+            int(place): int(layout.own(fed)[row])
+            for layout, part in zip(layouts, parts, strict=True)
+            for place, row in zip(part.places, part.rows, strict=True)
+        }
+        assert [found[place] for place in sorted(found)] == (predicts or [0])
+        assert sum(len(part.rows) for part in parts) == len(found) == len(parts[0].targets)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_context_parallel_ranks_have_the_same_work_under_the_causal_mask(size):
+    starts, lengths = np.array([0, 4 * size]), np.array([4 * size, 6 * size])
+    layout = Packed(2 * size)
+    keys = [
+        int((layout.positions(lengths)[Context(rank, size).own(starts, lengths)] + 1).sum())
+        for rank in range(size)
+    ]
+    assert len(set(keys)) == 1
 
 
 def test_a_sample_that_fits_alone_is_packed_under_any_multiple():

@@ -14,7 +14,7 @@ from megatron_async_rl.policy.attention import (
     GemmaNorm,
     NormedAdd,
     PackedSequences,
-    ThdAttention,
+    TransformerEngineAttention,
     causal_attention,
     core_attention,
     window_of,
@@ -83,7 +83,7 @@ def window(request):
     return request.param
 
 
-@pytest.fixture(params=[CoreAttention, ThdAttention])
+@pytest.fixture(params=[CoreAttention, TransformerEngineAttention])
 def attend(request, monkeypatch, window):
     monkeypatch.setattr(attention, "TEDotProductAttention", ThdKernel)
     module = built(request.param, window=window)
@@ -132,7 +132,7 @@ def test_neighbours_of_one_length_are_one_run():
 @pytest.mark.parametrize(
     ("device", "dtype", "packed", "there", "expected"),
     [
-        ("cuda", torch.bfloat16, True, True, ThdAttention),
+        ("cuda", torch.bfloat16, True, True, TransformerEngineAttention),
         ("cuda", torch.bfloat16, True, False, CoreAttention),
         ("cuda", torch.bfloat16, False, True, CoreAttention),
         ("cuda", torch.float32, True, True, CoreAttention),
@@ -146,11 +146,23 @@ def test_transformer_engine_takes_packed_bfloat16_rows_on_a_gpu(
     assert core_attention(device, dtype, packed=packed) is expected
 
 
+def test_a_window_under_context_parallelism_is_not_transformer_engines(monkeypatch):
+    monkeypatch.setattr(attention, "HAVE_TE", True)
+    for packed in (False, True):
+        for windowed in (False, True):
+            found = core_attention(
+                "cuda", torch.bfloat16, packed=packed, context_parallel=True, windowed=windowed
+            )
+            assert found is (CoreAttention if windowed else TransformerEngineAttention)
+
+
 def test_rows_of_one_sample_are_not_transformer_engines(monkeypatch):
     monkeypatch.setattr(attention, "TEDotProductAttention", ThdKernel)
     tensors = drawn()
     rows = [each.view(4, -1, *each.shape[2:]) for each in tensors]
-    assert torch.equal(built(ThdAttention)(*rows, None), built(CoreAttention)(*rows, None))
+    assert torch.equal(
+        built(TransformerEngineAttention)(*rows, None), built(CoreAttention)(*rows, None)
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 9, 17, 18, 30, 31, 40])

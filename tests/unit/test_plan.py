@@ -280,13 +280,13 @@ def test_expert_parallelism_divides_experts_and_their_optimizer_state_over_other
 
 
 def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
-    config = load(
-        file, ["policy.parallel.ranks=8", "policy.parallel.tensor=2", "policy.parallel.pipeline=2"]
-    )
-    assert [rank_coordinates(config, rank) for rank in range(8)] == [
-        (tensor, data, pipeline)
+    sizes = ["ranks=24", "tensor=2", "context=3", "pipeline=2"]
+    config = load(file, [f"policy.parallel.{size}" for size in sizes])
+    assert [rank_coordinates(config, rank) for rank in range(24)] == [
+        (tensor, context, data, pipeline)
         for pipeline in range(2)
         for data in range(2)
+        for context in range(3)
         for tensor in range(2)
     ]
 
@@ -296,6 +296,7 @@ def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
     [
         (["policy.parallel.ranks=3", "policy.parallel.tensor=2"], "policy.parallel.ranks"),
         (["policy.parallel.ranks=4", "policy.parallel.tensor=4"], "policy.parallel.tensor"),
+        (["policy.parallel.ranks=3", "policy.parallel.context=2"], "policy.parallel.ranks"),
         (["policy.parallel.ranks=4", "policy.parallel.pipeline=4"], "policy.parallel.pipeline"),
         (["policy.parallel.sequence=true"], "policy.parallel.sequence"),
         (["policy.parallel.ranks=5"], "flow.prompts_per_step"),
@@ -332,6 +333,41 @@ def test_the_token_budget_must_hold_the_longest_prompt_and_response(file):
     longest_prompt = 4
     fits = f"policy.tokens_per_micro_batch={longest_prompt + 8}"
     assert plan(file, fits).problems == ()
+
+
+def test_context_parallel_ranks_are_shown_and_share_a_samples_memory(file):
+    sizes = ["ranks=4", "tensor=2", "context=2"]
+    planned = plan(file, *(f"policy.parallel.{size}" for size in sizes))
+    ranks = [process.kind for process in planned.processes if process.name.startswith("rank")]
+    assert ranks[1:3] == [
+        "torchrun: tensor 1, context 0, pipeline 0, data 0",
+        "torchrun: tensor 0, context 1, pipeline 0, data 0",
+    ]
+    assert planned.batch.data_parallel == 1
+    alone = plan(file, "policy.parallel.ranks=2", "policy.parallel.tensor=2").ranks[0]
+    assert planned.ranks[0].optimizer == alone.optimizer // 2
+    assert planned.ranks[0].parameters == alone.parameters
+    assert 0.4 * alone.activations < planned.ranks[0].activations < 0.8 * alone.activations
+
+
+@pytest.mark.parametrize("name", ["padded", "packed"])
+def test_a_size_that_context_parallelism_does_not_divide_is_named_with_its_fix(file, name):
+    settings = [f"policy.sequence={name}", "policy.parallel.context=2"]
+    (problem,) = plan(file, *settings, "policy.parallel.ranks=3").problems
+    assert problem.what == "3 ranks do not divide into tensor 1 x context 2 x pipeline 1 = 2"
+    assert problem.fix == "set ranks to a multiple of 2, or lower tensor, context or pipeline"
+    (problem,) = plan(
+        file,
+        *settings,
+        "policy.parallel.ranks=4",
+        "policy.parallel.tensor=2",
+        "policy.parallel.sequence=true",
+        "policy.parallel.context=2",
+        "rollout.sampling.max_tokens=6",
+        "policy.tokens_per_micro_batch=11",
+    ).problems
+    assert problem.key == "policy.tokens_per_micro_batch"
+    assert problem.fix == "set it to at least 12"
 
 
 def test_data_without_the_field_its_reward_reads_is_a_problem(file):
@@ -577,7 +613,7 @@ def test_our_attention_keeps_no_scores_on_the_cpu(tmp_path, dtype, kv_heads):
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: (kept.append(tensor.numel()), tensor)[1], lambda tensor: tensor
     ):
-        layer = SimpleNamespace(softmax_scale=None, window=None)
+        layer = SimpleNamespace(softmax_scale=None, window=None, context_group=None)
         CoreAttention.forward(layer, query, key, key, None)
     assert max(kept) < length * length
     shape = shape_of(tmp_path, num_key_value_heads=kv_heads)

@@ -1,0 +1,89 @@
+"""One of two ranks that share rows: our attention, and Transformer Engine's on a GPU, over its part
+of them, against attention over the whole rows. Argument: cpu or cuda."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.policy import device
+from megatron_async_rl.policy.attention import (
+    CoreAttention,
+    PackedSequences,
+    TransformerEngineAttention,
+)
+from megatron_async_rl.policy.context_parallel import Context
+from megatron_async_rl.policy.parallel import Layout, initialise
+
+HEADS, GROUPS, WIDTH = 4, 2, 64
+PADDED = [(1, 4), (3, 24), (2, 512)]
+"""(rows, length)."""
+PACKED = [(4,), (24, 24, 8, 4, 4, 4, 16), (512, 128, 128, 4)]
+"""Lengths of the samples of one row."""
+
+
+def attention(kind: type[CoreAttention], ranks: int) -> CoreAttention:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * WIDTH,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        attention_dropout=0.0,
+        context_parallel_size=ranks,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+    return kind(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+
+
+def passed(module: CoreAttention, tensors, weights, packing) -> list[torch.Tensor]:
+    """The output, and the gradients of its weighted sum."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    output = module(*leaves, None, packed_seq_params=packing)
+    (output.float() * weights).sum().backward()
+    return [output.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def compare(layout: Layout, kind, length: int, rows: int, lengths: tuple[int, ...]) -> None:
+    """lengths: of the samples of a packed row; empty for padded ones."""
+    dtype, within = (torch.bfloat16, 0.03) if kind is not CoreAttention else (torch.float32, 1e-5)
+    draw = torch.Generator().manual_seed(length + rows)
+    *whole, weights = (
+        torch.randn(length, rows, *shape, generator=draw).to(layout.device)
+        for shape in ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, WIDTH), (HEADS * WIDTH,))
+    )
+    whole = [each.to(dtype) for each in whole]
+    sizes = np.array(lengths or (length,))
+    own = torch.from_numpy(Context(layout.cp_rank, 2).own(np.cumsum(sizes) - sizes, sizes))
+    own = own.to(layout.device)
+    shared, alone = (
+        PackedSequences.of(sizes, layout.device, ranks) if lengths else None for ranks in (2, 1)
+    )
+    expected = passed(attention(CoreAttention, 1), whole, weights, alone)
+    parts = [each[own] for each in whole]
+    found = passed(attention(kind, 2), parts, weights[own], shared)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs[own], atol=within, rtol=within)
+
+
+def main(device_type: str) -> None:
+    device.install(device_type)
+    layout = initialise(ParallelConfig(ranks=2, context=2), device_type, timeout_s=60)
+    kinds = [CoreAttention]
+    if device_type == "cuda":
+        kinds.append(TransformerEngineAttention)
+    for kind in kinds:
+        for rows, length in PADDED:
+            compare(layout, kind, length, rows, ())
+        for lengths in PACKED:
+            compare(layout, kind, sum(lengths), 1, lengths)
+    layout.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
