@@ -22,7 +22,10 @@ from megatron_async_rl.config.grid import read_grid, runs_of
 from megatron_async_rl.config.load import read_tree, write
 
 TIE_SEED = "seed2"
-MATCHED = ("gac", "displacement", "ess_lr", "clip_gac", "clip_displacement")
+MATCHED = (
+    *("gac", "displacement", "ess_lr", "clip_gac", "clip_displacement"),
+    *("tis_displacement", "tis_spared", "clip_spared"),
+)
 """Controls whose null is the learning rate that gives the same mean update norm."""
 
 

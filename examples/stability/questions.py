@@ -36,6 +36,9 @@ FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("ppo_clip", "clip_beta1_0", MATCHED_LR),
     ),
     "ess_lr": (("ess_lr",), ("none", "beta1_0", MATCHED_LR)),
+    "2, tis_displacement": (("tis_displacement",), ("tis", "tis_beta1_0", MATCHED_LR)),
+    "2, tis_spared": (("tis_spared",), ("tis", "tis_beta1_0", "tis_ess_lr", MATCHED_LR)),
+    "2, clip_spared": (("clip_spared",), ("ppo_clip", "clip_beta1_0", MATCHED_LR)),
 }
 """Question -> methods, and what each of them is compared with."""
 AT_LEAST = {"displacement": "none", "clip_displacement": "ppo_clip"}

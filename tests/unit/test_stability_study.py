@@ -209,9 +209,14 @@ def test_every_control_has_its_nulls_in_the_grid() -> None:
     from choose import MATCHED
     from questions import FAMILIES, MATCHED_LR
 
-    grid = read_grid(STUDY / "round1.yaml")
+    grid, second = (read_grid(STUDY / f"round{number}.yaml") for number in (1, 2))
+    assert second.runs == grid.runs
     for family, (methods, rivals) in FAMILIES.items():
-        assert set(methods) | set(rivals) - {MATCHED_LR} <= set(grid.axes["method"]), family
+        axes = (second if family.startswith("2, ") else grid).axes
+        assert set(methods) | set(rivals) - {MATCHED_LR} <= set(axes["method"]), family
+    for axis in grid.axes:
+        for value, overrides in second.axes[axis].items():
+            assert grid.axes[axis].get(value, overrides) == overrides, value
         assert MATCHED_LR not in rivals or set(methods) <= set(MATCHED)
     for sweep in ("scan8", "sync"):
         assert "rate" not in grid.sweeps[sweep]
