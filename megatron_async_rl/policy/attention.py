@@ -1,4 +1,4 @@
-"""Attention and normalisation layers for Megatron's local layer spec, on torch kernels.
+"""Attention for Megatron's local layer spec, on torch kernels.
 
 `CoreAttention` replaces Megatron's unfused softmax, which holds [rows, heads, length, length]
 scores, by torch's scaled dot product attention. Invariants: causal, no dropout, no mask (right
@@ -12,7 +12,6 @@ kernel, where there is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -327,46 +326,3 @@ def core_attention(
     theirs = HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
     wanted = not windowed if context_parallel else packed
     return TransformerEngineAttention if theirs and wanted else CoreAttention
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under Megatron's constructor.
-
-    Its weight is marked `sequence_parallel` so that Megatron sums its gradient over tensor-parallel
-    ranks, each of which sees a part of the sequence.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
-    ) -> None:
-        super().__init__(
-            hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
-        )
-        self.config = config
-        self.weight.sequence_parallel = config.sequence_parallel
-
-
-class GemmaNorm(RMSNorm):
-    """Gemma's, in float32 and with weights that stand for their distance from 1."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        found = F.rms_norm(
-            hidden.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps
-        )
-        return found.to(hidden.dtype)
-
-
-class NormedAdd(GemmaNorm):
-    """The norm of what attention or the MLP gave, and then the residual sum: in the place, and with
-    the interface, of Megatron's sum with bias and dropout, of which Gemma has neither."""
-
-    def forward(  # type: ignore[override]
-        self, training: bool, fused: bool
-    ) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
-        def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-            output, _ = output_and_bias
-            # Megatron turns gradients on around this sum, also where scoring has them off.
-            with torch.set_grad_enabled(output.requires_grad):
-                return residual + GemmaNorm.forward(self, output)
-
-        return add

@@ -28,7 +28,8 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_async_rl.policy.attention import RMSNorm, core_attention
+from megatron_async_rl.policy.attention import core_attention
+from megatron_async_rl.policy.norms import RMSNorm
 from megatron_async_rl.policy.parallel import Layout
 
 MBRIDGE_METHODS = {
@@ -71,7 +72,7 @@ class LocalBridge(LLMBridge):
     output_bias = False
     """The output projection of attention has a bias."""
     embedding_scale = 1.0
-    """What the embedding of a token is multiplied by."""
+    """Factor on the embedding of a token."""
     _DIRECT_MAPPING: dict[str, str]
     _OTHER_MAPPING: dict[str, list[str]]
     _ATTENTION_MAPPING: dict[str, list[str]]
@@ -132,8 +133,8 @@ class LocalBridge(LLMBridge):
         return None if window is None else (window - 1, 0)
 
     def _softmax_scale(self) -> float | None:
-        """Of the scores; null for 1 / sqrt(head). yarn lengthens queries and keys alike, which
-        Megatron's rotation does not."""
+        """The factor on the scores; null for 1 / sqrt(head). yarn lengthens queries and keys alike,
+        which Megatron's rotation does not."""
         factor = self._rotation()[1]
         if factor == 1.0:
             return None

@@ -24,8 +24,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async_rl.policy.attention import GemmaNorm, NormedAdd, window_of
+from megatron_async_rl.policy.attention import window_of
 from megatron_async_rl.policy.bridge import LocalBridge
+from megatron_async_rl.policy.norms import GemmaNorm, NormedAdd
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.supported import FAMILIES, unsupported
 

@@ -65,8 +65,8 @@ class SequenceLayout(ABC):
 
     @abstractmethod
     def lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of the sequences that attention sees, in order, with what fills them up; they are all of
-        the rows."""
+        """Lengths of the sequences that attention sees, in order, with what fills them up; they are
+        all of the rows."""
 
     def own(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
         """Places in the flattened rows of this rank's tokens, row by row."""

@@ -128,7 +128,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 FIRST_LAYERS_FULL = ("qwen2", "qwen3")
 """Families in which `max_window_layers` is the number of layers before the first window."""
 DEFAULT_FULL_LAYERS = 28
-"""What a missing `max_window_layers` means."""
+"""The value of a missing `max_window_layers`."""
 REFUSED: Mapping[str, str] = {
     "gemma2": "scores and logits are capped by a tanh",
     "gemma3": "a vision tower; the text models are gemma3_text",

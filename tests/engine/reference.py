@@ -15,7 +15,7 @@ from tests.tiny_models import save_tiny_model
 VOCABULARY = 512
 """Large, so that a random model ends its responses late."""
 PROMPT = [5, 17, 80, 3, 42, 9, 61, 2, 33, 75, 18, 50, 7, 94, 26, 11, 68, 39, 84, 1]
-"""Of a reloaded model: longer than the windows of those that have one."""
+"""Tokens of a reloaded model: longer than the windows of those that have one."""
 
 
 def save_checkpoint(directory: Path, *, seed: int, kv_heads: int = 1) -> Path:

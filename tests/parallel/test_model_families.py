@@ -136,7 +136,7 @@ def measured(layout: str, model: str) -> dict:
 
 @functools.cache
 def results(ranks: int) -> dict[str, dict] | AssertionError:
-    """Of all layouts of this many ranks. A failure is waited for once and not by every test."""
+    """The measurements of all layouts of this many ranks. A failure is waited for once and not by every test."""
     offered = LAYOUTS | MIXTURE_LAYOUTS
     chosen = [name for name, settings in offered.items() if settings["ranks"] == ranks]
     output = layouts.temporary()

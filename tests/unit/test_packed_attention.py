@@ -11,14 +11,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_async_rl.policy import attention
 from megatron_async_rl.policy.attention import (
     CoreAttention,
-    GemmaNorm,
-    NormedAdd,
     PackedSequences,
     TransformerEngineAttention,
     causal_attention,
     core_attention,
     window_of,
 )
+from megatron_async_rl.policy.norms import GemmaNorm, NormedAdd
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, WIDTH = 4, 2, 8
