@@ -5,7 +5,10 @@ The template knows, for a setting such as `chain b16 s8 ppo_clip` (the values of
 and seed)
 - best(setting)           its runs at the scan's best rate; .lr, .area, .final, .cosine, .collapsed
 - at(setting, lr)         its scan's runs at this rate
-- decided(setting)        its runs on the seeds that decide
+- decided(setting)        its runs on the seeds that decide, at the scan's best rate
+- decided_at(setting, lr) those at this rate
+- verdict(words, setting) of a comparison of questions.py, its words: .difference, .p (after Holm's
+                          correction) and .holds
 - width(setting)          highest over lowest rate of its plateau, in words
 - collapse_rate(setting)  in words
 - count(STATE, ...)       runs in these states; hours, of all runs
@@ -16,12 +19,13 @@ A setting without runs is an error, not a gap.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 from measures import Row, read_csv
-from questions import chosen
-from rates import Measured, by_group, group_axes, plateau, scanned
+from questions import chosen, verdicts
+from rates import Measured, by_group, fresh, group_axes, measured, plateau, scanned
 from tables import tables
 
 from megatron_async_rl.config.problem import UserError
@@ -31,6 +35,13 @@ TEMPLATE = HERE / "page.md"
 PAGE = HERE.parents[1] / "docs" / "stability.md"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    difference: float
+    p: float
+    holds: str
+
+
 class Facts:
     """What the template may ask of the runs."""
 
@@ -38,6 +49,14 @@ class Facts:
         self._rows = rows
         self._groups = {" ".join(group): rates for group, rates in by_group(scanned(rows)).items()}
         self._decided = {" ".join(group): one for group, one in chosen(rows).items()}
+        self._decided_at = {
+            (" ".join(one.group), one.lr): one for one in measured(fresh(rows)) if one.runs
+        }
+        self._verdicts = {
+            (one.words, one.where): Verdict(difference=one.difference, p=p, holds=holds)
+            for one, p, holds in verdicts(rows)
+            if p is not None
+        }
         self._sections = {}
         for section in tables(rows, curves).split("## ")[1:]:
             title, _, body = section.partition("\n")
@@ -74,6 +93,18 @@ class Facts:
             raise UserError.of("page.md", what, "run the grid that `choose` writes")
         return self._decided[setting]
 
+    def decided_at(self, setting: str, lr: float) -> Measured:
+        if (setting, lr) not in self._decided_at:
+            what = f"{setting} has no run at {lr:g} on the seeds that decide"
+            raise UserError.of("page.md", what, "run the grid that `choose` writes")
+        return self._decided_at[setting, lr]
+
+    def verdict(self, words: str, setting: str) -> Verdict:
+        if (words, setting) not in self._verdicts:
+            what = f"{words} at {setting} lacks seeds, or is no comparison of questions.py"
+            raise UserError.of("page.md", what, "run what `choose` writes, or mend the words")
+        return self._verdicts[words, setting]
+
     def width(self, setting: str) -> str:
         return f"{plateau(self.rates(setting))[1]:.3g}"
 
@@ -94,6 +125,9 @@ def page(folder: Path, template: Path = TEMPLATE) -> str:
         undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True
     )
     environment.filters["n"] = lambda value, digits=2: f"{float(value):.{digits}f}"
-    names = ("best", "at", "decided", "width", "collapse_rate", "count", "table")
+    names = (
+        *("best", "at", "decided", "decided_at", "verdict"),
+        *("width", "collapse_rate", "count", "table"),
+    )
     asked = {name: getattr(facts, name) for name in names} | {"hours": facts.hours}
     return environment.from_string(template.read_text(encoding="utf-8")).render(asked)

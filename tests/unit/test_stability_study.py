@@ -475,6 +475,7 @@ def test_the_page_asks_for_no_run_that_is_missing(tmp_path: Path) -> None:
     from page import page
 
     rows = [row("none", 1e-4, 1, 0.5), row("gac", 1e-4, 11, 0.75)]
+    rows += [*fresh_rows("tis", 0.5), *fresh_rows("displacement", 0.75)]
     for name, lines in (("runs.csv", rows), ("curves.csv", [{"run": "", "accuracy": ""}])):
         with open(tmp_path / name, "w", newline="") as file:
             writer = csv.DictWriter(file, list(lines[0]))
@@ -490,11 +491,28 @@ def test_the_page_asks_for_no_run_that_is_missing(tmp_path: Path) -> None:
     )
     assert (
         rendered("{{ count() }} {{ width('s8 none') }} {{ collapse_rate('s8 none') }}")
-        == "2 1 none"
+        == "12 1 none"
     )
-    for missing in ("best('s8 tis')", "at('s8 none', 4e-4)", "decided('s8 none')", "table('None')"):
+    assert rendered("{{ decided_at('s8 gac', 1e-4).area|n(3) }}") == "0.750"
+    for missing in (
+        "best('s8 tis')",
+        "at('s8 none', 4e-4)",
+        "decided('s8 none')",
+        "decided_at('s8 gac', 4e-4)",
+        "verdict('gac > none', 's8')",
+        "table('None')",
+    ):
         with pytest.raises(UserError):
             rendered("{{ " + missing + " }}")
+
+
+def test_the_page_gives_a_comparison_as_the_tables_do(tmp_path: Path) -> None:
+    from page import Facts
+
+    rows = [*fresh_rows("none", 0.5), *fresh_rows("ppo_clip", 0.75)]
+    found = Facts(rows, []).verdict("ppo_clip > none", "s8")
+    assert found.difference == pytest.approx(0.25)
+    assert (found.p, found.holds) == (pytest.approx(6 * 2 / 252), "yes")
 
 
 def test_figures_are_the_same_for_the_same_csv(tmp_path: Path) -> None:
