@@ -251,8 +251,10 @@ def _layer_activations(
         divided += shape.heads * shape.head_dim
     if parallel.context > 1 and core:
         # Keys and values of all ranks (Transformer Engine keeps this rank's alone), queries in
-        # reverse, and the attention of two pieces once more, put together.
-        divided += 2 * parallel.context * shape.kv_heads * shape.head_dim
+        # reverse, and the attention of two pieces once more, put together. On GPUs torch's kernels
+        # want as many heads of keys and values as of queries.
+        heads = shape.heads if on_gpu else shape.kv_heads
+        divided += 2 * parallel.context * heads * shape.head_dim
         divided += 2 * shape.heads * shape.head_dim
     per_token = rotation + (
         (whole + divided) // parallel.tensor

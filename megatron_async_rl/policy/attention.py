@@ -194,7 +194,7 @@ def causal_attention(
         return _windowed_attention(query, key, value, scale, window)
     if before:
         # torch's own causal mask takes the queries for the first tokens.
-        mask = mask_of_last(query, total)
+        mask = _mask_of_last(query.shape[1], total, query.dtype, query.device)
         return _attend(query.flip(1), key, value, scale, mask).flip(1)
     return _attend(query, key, value, scale, None)
 
@@ -249,18 +249,19 @@ def _band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
 
 
-def mask_of_last(query: Tensor, total: int) -> Tensor:
+@lru_cache(maxsize=2)
+def _mask_of_last(length: int, total: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[length, total], added to the scores of a sequence's last tokens, the very last one first.
 
     Each of them sees one token less than the one before, so that a row is the row above from its
     second number on: on the CPU all rows lie in one line of length + total - 1 numbers, which is
-    all that the backward pass keeps. Kernels on a GPU want rows of their own.
+    all that the backward pass keeps. Kernels on a GPU want rows of their own. One for all layers of
+    a micro-batch, whose parts have two lengths.
     """
-    length = query.shape[1]
-    line = query.new_zeros(length + total - 1)
+    line = torch.zeros(length + total - 1, dtype=dtype, device=device)
     line[total:] = -torch.inf
     mask = line.as_strided((length, total), (1, 1))
-    return mask if query.device.type == "cpu" else mask.contiguous()
+    return mask if device.type == "cpu" else mask.contiguous()
 
 
 class TransformerEngineAttention(CoreAttention):

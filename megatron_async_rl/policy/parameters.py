@@ -207,14 +207,16 @@ class HuggingFaceTensors:
 
 
 def safetensor_files(directory: Path) -> list[Path]:
-    """The files that hold the model: those of the index where there is one. Raises
-    FileNotFoundError."""
+    """The files that hold the model: those of the index where there is one, else
+    model.safetensors, else all. Raises FileNotFoundError."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         files = [
             directory / name
             for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
         ]
+    elif (single := directory / "model.safetensors").exists():
+        files = [single]
     else:
         files = sorted(directory.glob("*.safetensors"))
     missing = [file.name for file in files if not file.exists()]

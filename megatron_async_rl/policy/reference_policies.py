@@ -18,7 +18,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -195,8 +194,10 @@ def _refuse_other_architecture(path: Path, source: Path) -> None:
 
 
 def _architecture(directory: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    """As transformers reads it: what its releases write differs, and what they leave out has a
+    value."""
+    from transformers import AutoConfig
+
+    content = AutoConfig.from_pretrained(str(directory), local_files_only=True).to_dict()
     window = used_window(content)
-    # Releases of transformers differ in whether they write `layer_types`; without a window they say
-    # nothing.
     return content | {"sliding_window": window} | ({} if window else {"layer_types": None})

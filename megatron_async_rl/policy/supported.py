@@ -49,6 +49,7 @@ EXPECTED: Mapping[str, tuple[Any, str]] = {
     "decoder_sparse_step": (1, "1: experts in every layer"),
     "mlp_only_layers": ([], "none: experts in every layer"),
     "quantization_config": (None, "none: unquantised weights"),
+    "dual_chunk_attention_config": (None, "none: attention over the whole sequence"),
 }
 """Key -> (the only value, which is also what a missing key means; in words), for every family."""
 NO_BIAS = {"attention_bias": (False, "false: the family has no biases")}
@@ -231,6 +232,9 @@ def _window(config: Mapping[str, Any], family: Family) -> Unsupported | None:
 def _rope(config: Mapping[str, Any], family: Family) -> Unsupported | None:
     section = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(section) or {}
+    parts = (rope, *rope.values()) if isinstance(rope, Mapping) and FULL in rope else (rope,)
+    if not all(isinstance(part, Mapping) for part in parts):
+        return Unsupported(section, rope, "a mapping")
     found = None
     for kind in (FULL, SLIDING) if FULL in rope else ():
         found = found or _rope_of(f"{section}.{kind}", rope.get(kind) or {}, config, family)
@@ -243,8 +247,8 @@ def _rope_of(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in family.ropes:
         return Unsupported(f"{section}.rope_type", kind, ", ".join(family.ropes))
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if share != 1.0:
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1.0):
         return Unsupported("partial_rotary_factor", share, "1.0")
     for key in ROPES[kind]:
         if not _positive(rope.get(key)):

@@ -38,6 +38,11 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
     rollout = spec.rollout
     return AsyncEngineArgs(
         model=str(spec.model_path),
+        # The policy's own files. "auto" would take Mistral's (params.json, consolidated.safetensors)
+        # where they lie beside them.
+        config_format="hf",
+        load_format="hf",
+        tokenizer_mode="hf",
         dtype=spec.dtype,
         seed=spec.seed,
         max_model_len=rollout.max_context,

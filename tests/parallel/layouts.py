@@ -64,6 +64,13 @@ GRADIENT_LAYOUTS = {
         "pipeline": 2,
         "distributed_optimizer": False,
     },
+    "context_virtual_pipeline": {
+        "ranks": 4,
+        "context": 2,
+        "pipeline": 2,
+        "virtual_pipeline": 2,
+        "distributed_optimizer": False,
+    },
     "expert_context": {"ranks": 4, "expert": 2, "context": 2, "distributed_optimizer": False},
     "data_tensor_replicated": {"ranks": 4, "tensor": 2, "distributed_optimizer": False},
     "data_tensor_distributed": {"ranks": 4, "tensor": 2},

@@ -682,6 +682,13 @@ MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
         ({"model_type": None}, "model_type is None"),
         ({"model_type": ["qwen3"]}, "model_type is ['qwen3']"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is "),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config is "),
+        ({"rope_scaling": ["linear", 2.0]}, "rope_scaling is ['linear', 2.0]"),
+        (
+            GEMMA | {"rope_parameters": {"full_attention": {}, "sliding_attention": 1e4}},
+            "rope_parameters is {'full_attention': {}, 'sliding_attention': 10000.0}",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ],
 )
 def test_a_model_that_the_ranks_would_refuse_is_refused_by_the_plan(tmp_path, changes, words):
@@ -694,7 +701,7 @@ def test_a_model_that_the_ranks_would_refuse_is_refused_by_the_plan(tmp_path, ch
     "changes",
     [
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "mlp_bias": None},
-        {"rope_scaling": None},
+        {"rope_scaling": None, "partial_rotary_factor": None},
         {"rope_scaling": YARN},
         {"sliding_window": 8, "max_window_layers": 28},
         {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},

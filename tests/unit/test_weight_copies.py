@@ -252,3 +252,16 @@ def test_a_synchronous_batch_has_one_pass_under_the_weights_in_training():
     assert planned(SNAPSHOT, mixed((5,), (5, 5)), 5, (5,)) == [
         (None, (Fill("logp_prox", "logp", 5),), (0, 1))
     ]
+
+
+def test_a_reference_is_compared_as_transformers_reads_it_whatever_release_wrote_it(tmp_path):
+    own = save_tiny_model(tmp_path / "own", "mistral", sliding_window=4096)
+    file = save_tiny_model(tmp_path / "theirs", "mistral", sliding_window=4096) / "config.json"
+    content = json.loads(file.read_text())
+    theta = content.pop("rope_parameters")["rope_theta"]
+    del content["sliding_window"]  # which then is 4096
+    file.write_text(json.dumps(content | {"rope_theta": theta}))
+    reference_policies._refuse_other_architecture(file.parent, own)
+    file.write_text(json.dumps(content | {"rope_theta": 2 * theta}))
+    with pytest.raises(ArchitectureMismatch, match="rope_parameters"):
+        reference_policies._refuse_other_architecture(file.parent, own)
