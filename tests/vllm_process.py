@@ -1,5 +1,5 @@
-"""vLLM's own process of an engine, found by its log: looking through all processes of a busy
-machine was seen to miss it."""
+"""vLLM's own processes of an engine, found by its log: looking through all processes of a busy
+machine was seen to miss them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def core_of(log: Path) -> psutil.Process:
     numbers = re.findall(r"\(EngineCore pid=(\d+)\)", log.read_text())
     assert numbers, f"no vLLM process has written to {log}"
     return psutil.Process(int(numbers[-1]))
+
+
+def workers_of(log: Path) -> list[psutil.Process]:
+    """The tensor-parallel workers that `core_of` started, by rank. Raises psutil.NoSuchProcess."""
+    numbers = dict(re.findall(r"\(Worker_TP(\d+) pid=(\d+)\)", log.read_text()))
+    workers = [psutil.Process(int(numbers[rank])) for rank in sorted(numbers)]
+    core = core_of(log)
+    assert all(worker.ppid() == core.pid for worker in workers), (workers, core)
+    return workers

@@ -160,8 +160,8 @@ def attention_of_part(
     window: int | None,
     group: Any,
 ) -> Tensor:
-    """`causal_attention` where `group` shares the sequences: all three are this rank's part of them,
-    and so is the result. group: null where nobody shares them. Collective."""
+    """`causal_attention` where `group` shares the sequences: all three are this rank's part of
+    them, and so is the result. group: null where nobody shares them. Collective."""
     if group is None:
         return causal_attention(query, key, value, scale=scale, window=window)
     context = Context(group.rank(), group.size())

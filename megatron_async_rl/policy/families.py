@@ -98,8 +98,8 @@ class Qwen3Moe(LocalBridge, Qwen3MoEBridge):
 
 class LocalOrGlobalAttention(SelfAttention):
     """Attention that rotates queries and keys as its layer does: `rotary_pos_emb` has the angles of
-    layers without a window and of those with one, [length, 1, 1, 2 * head], as `Gemma3.set_rotation`
-    mixes them."""
+    layers without a window and of those with one, [length, 1, 1, 2 * head], as
+    `Gemma3.set_rotation` mixes them."""
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
         parts = rotary_pos_emb.chunk(4, -1)

@@ -127,9 +127,9 @@ def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
     and its step.
 
     With the distributed optimizer each rank holds its slices and every slice counts; without it
-    data- and context-parallel replicas hold the same gradients, which count on the first: of experts, whose
-    replicas are the stage's ranks with the same experts, on the first of those. Tensor-parallel
-    copies count on tensor rank 0, tied embeddings on the first pipeline stage. Sums go over the
+    data- and context-parallel replicas hold the same gradients, which count on the first: of
+    experts, whose replicas are the stage's ranks with the same experts, on the first of those.
+    Tensor-parallel copies count on tensor rank 0, tied embeddings on the first pipeline stage. Sums go over the
     world, so that every rank sees the same bits and decides alike.
     """
     sliced = optimizer.config.use_distributed_optimizer

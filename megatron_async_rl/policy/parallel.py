@@ -5,7 +5,8 @@ Invariants:
 - every collective of the policy runs in a group of this layout, with the deadline given to
   `initialise`;
 - ranks are ordered tensor fastest, then context, data and pipeline (Megatron's order); a pipeline
-  rank holds `virtual_stages` model chunks, chunk v of rank p being stage v * pp_size + p of the model;
+  rank holds `virtual_stages` model chunks, chunk v of rank p being stage v * pp_size + p of the
+  model;
 - experts are whole (never cut by tensor parallelism): a stage's ranks in order form expert-parallel
   groups of `ep_size`, and what context- and data-parallel ranks are to other parameters, the other
   groups are to experts: replicas;

@@ -38,8 +38,8 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
     rollout = spec.rollout
     return AsyncEngineArgs(
         model=str(spec.model_path),
-        # The policy's own files. "auto" would take Mistral's (params.json, consolidated.safetensors)
-        # where they lie beside them.
+        # The policy's own files. "auto" would take params.json and consolidated.safetensors, which
+        # Mistral's directories have beside them.
         config_format="hf",
         load_format="hf",
         tokenizer_mode="hf",

@@ -26,7 +26,7 @@ from tests.engine.asking import abort, finished, outcomes, report, sampled, subm
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import TOLERANCE, Engines, buckets, call, prompt_of, running, started
 from tests.parallel.ranks import run_ranks
-from tests.vllm_process import core_of
+from tests.vllm_process import core_of, workers_of
 
 pytestmark = pytest.mark.engine
 
@@ -313,7 +313,7 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
     core = core_of(engines.specs[RECOMPUTE].log)
     actor = core.parent()
     assert actor is not None
-    workers = [process for process in core.children() if "Worker_TP" in process.name()]
+    workers = workers_of(engines.specs[RECOMPUTE].log)
     assert len(workers) == 2
     assert report(engines.handles[RECOMPUTE], 0.1).silent_s < 2
     core.send_signal(signal.SIGSTOP)

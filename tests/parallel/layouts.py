@@ -8,7 +8,9 @@ import functools
 import json
 import pickle
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,13 +164,21 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
     """The layouts of this many ranks share one start of the processes, which takes longer than the
     steps.
 
-    A failure is returned, so that it is waited for once and not by every test.
     """
     offered = ALL_LAYOUTS if program in WITH_MIXTURES else LAYOUTS
     if program in WITH_CONTEXT:
         offered = offered | CONTEXT_LAYOUTS
     if program == "objective_program":
         offered = offered | GRADIENT_LAYOUTS
+    return run_program(program, material(), offered, ranks)
+
+
+def run_program(
+    program: str, material: Path, offered: Mapping[str, Mapping[str, Any]], ranks: int
+) -> dict[str, dict] | AssertionError:
+    """The measurements of `program` on the layouts of this many ranks, in one start of the
+    processes. A failure is returned, so that a cache keeps it: it is waited for once and not by
+    every test."""
     chosen = [name for name, settings in offered.items() if settings["ranks"] == ranks]
     output = temporary()
     arguments = {
@@ -179,7 +189,7 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
         run_ranks(
             ranks,
             f"tests.parallel.{program}",
-            [material(), json.dumps(arguments), output],
+            [material, json.dumps(arguments), output],
             timeout=400,
         )
     except AssertionError as failure:

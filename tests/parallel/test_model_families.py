@@ -5,7 +5,6 @@ and experts."""
 from __future__ import annotations
 
 import functools
-import json
 import pickle
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from megatron_async_rl.policy.supported import FAMILIES
 from tests.parallel import layouts
 from tests.parallel.family_program import CONTEXT_MODELS
 from tests.parallel.models import tensors_of
-from tests.parallel.ranks import run_ranks
-from tests.ports import free_ports
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import ragged_batch, samples_in
 
@@ -136,24 +133,8 @@ def measured(layout: str, model: str) -> dict:
 
 @functools.cache
 def results(ranks: int) -> dict[str, dict] | AssertionError:
-    """The measurements of all layouts of this many ranks. A failure is waited for once and not by every test."""
-    offered = LAYOUTS | MIXTURE_LAYOUTS
-    chosen = [name for name, settings in offered.items() if settings["ranks"] == ranks]
-    output = layouts.temporary()
-    arguments = {
-        name: (port, offered[name])
-        for name, port in zip(chosen, free_ports(len(chosen)), strict=True)
-    }
-    try:
-        run_ranks(
-            ranks,
-            "tests.parallel.family_program",
-            [material(), json.dumps(arguments), output],
-            timeout=400,
-        )
-    except AssertionError as failure:
-        return failure
-    return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in chosen}
+    """The measurements of all layouts of this many ranks."""
+    return layouts.run_program("family_program", material(), LAYOUTS | MIXTURE_LAYOUTS, ranks)
 
 
 @functools.cache
