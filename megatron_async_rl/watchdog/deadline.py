@@ -13,11 +13,9 @@ import re
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_async_rl.watchdog import watch
-
-Result = TypeVar("Result")
 
 _process_name: str | None = None
 _CLOCK_SLACK = 0.98
@@ -74,7 +72,7 @@ def waiting(name: str, timeout_s: float) -> Iterator[None]:
         raise DeadlineExceeded(this_process(), name, waited) from error
 
 
-async def await_named(name: str, awaitable: Awaitable[Result], timeout_s: float) -> Result:
+async def await_named[Result](name: str, awaitable: Awaitable[Result], timeout_s: float) -> Result:
     """Awaits, at most `timeout_s` seconds; on the deadline the awaitable is cancelled and
     DeadlineExceeded raised."""
     with waiting(name, timeout_s):

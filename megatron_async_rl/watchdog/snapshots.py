@@ -42,7 +42,8 @@ OURS = "/megatron_async_rl/"
 FRAMES_OF_OURS = 2
 THREADS = 4
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.+)$')
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x")
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+_END = re.compile(r"(?: in <module>|^  \.\.\.)\n\Z", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,17 +182,22 @@ def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
             os.kill(state.pid, signal.SIGUSR1)
             asked[state.name] = path
     deadline = time.monotonic() + STACKS_S
-    while time.monotonic() < deadline and not all(_size(path) for path in asked.values()):
+    dumps = dict.fromkeys(asked, "")
+    while time.monotonic() < deadline and not all(map(is_whole, dumps.values())):
         time.sleep(_POLL_S)
-    time.sleep(0.1)  # the last one may be writing
-    return {name: path.read_text(errors="replace") for name, path in asked.items() if _size(path)}
+        for name, path in asked.items():
+            with contextlib.suppress(OSError):
+                dumps[name] = path.read_text(errors="replace")
+    return {name: dump for name, dump in dumps.items() if dump}
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+def is_whole(dump: str) -> bool:
+    """False while faulthandler still writes: a process can be put aside between two threads, or
+    between two lines. The main thread comes last, and its outermost frame is the program's own; a
+    stack of more than 100 frames ends with an ellipsis instead.
+    """
+    threads = _THREAD.split(dump)
+    return bool(_END.search(threads[-1]))
 
 
 def _name(process: psutil.Process) -> str:

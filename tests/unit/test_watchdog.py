@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_async_rl.watchdog import stall
+from megatron_async_rl.watchdog import snapshots, stall
 from megatron_async_rl.watchdog import watchdog as watchdog_module
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, of_run
 from megatron_async_rl.watchdog.progress_monitor import ProcessState
-from megatron_async_rl.watchdog.snapshots import ProcessSnapshot, places
+from megatron_async_rl.watchdog.snapshots import ProcessSnapshot, is_whole, places
 from megatron_async_rl.watchdog.stall import gather, gather_if_timed_out, read_summary, suspects
 from megatron_async_rl.watchdog.watchdog import Watchdog
 
@@ -92,6 +92,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunOfProces
     """With clocks that are ten and three times as fast."""
     monkeypatch.setattr(watchdog_module, "LOOK_S", 0.1)
     monkeypatch.setattr(stall, "SILENT_S", 1.5)
+    monkeypatch.setattr(snapshots, "STACKS_S", 60.0)  # the stacks end the wait, however busy it is
     processes = RunOfProcesses(tmp_path)
     yield processes
     for process in processes.started:
@@ -304,6 +305,25 @@ Current thread 0x00007f05 (most recent call first):
         "me/slow_reward.py:12 never < rollout/scoring.py:85 _call < rollout/scoring.py:70 _work",
         "rollout/scoring.py:69 _work (2 threads)",
     ]
+
+
+@pytest.mark.parametrize("frames", [1, 150], ids=["shallow", "deeper than faulthandler shows"])
+def test_stacks_are_read_when_they_are_written_to_their_end(tmp_path: Path, frames: int) -> None:
+    program = f"""
+import faulthandler, sys, threading
+def call(frames):
+    if frames: call(frames - 1)
+    else: faulthandler.dump_traceback(sys.stdout, all_threads=True)
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+call({frames})
+"""
+    command = [sys.executable, "-c", program]
+    dump = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = dump.splitlines(keepends=True)
+    assert sum("most recent call first" in line for line in lines) == 2
+    cuts = ["".join(lines[:count]) for count in range(len(lines))] + [dump[:-1]]
+    assert [cut for cut in cuts if is_whole(cut)] == []
+    assert is_whole(dump)
 
 
 def test_the_launcher_ends_stopped_processes_too_and_at_once(run: RunOfProcesses) -> None:
