@@ -24,12 +24,21 @@ RUN pip install setuptools==78.1.1 wheel==0.48.0 pybind11==3.1.0 \
     && pip install -r /tmp/requirements/gpu.txt \
     && pip install --no-deps mbridge==0.15.1
 
+# Transformer Engine may load and then fail in the middle of a step for a function that this cuBLAS lacks: 2.13 to 2.20.2
+# ask for one, 2.12.0 is the newest that does not.
+RUN cd /opt/venv/lib/python3.12/site-packages \
+    && nm --dynamic --undefined-only transformer_engine/wheel_lib/libtransformer_engine.so | grep -oE '\bcublas\w+' | sort -u > /tmp/asked \
+    && nm --dynamic --defined-only nvidia/cu13/lib/libcublas{,Lt}.so.13 | grep -oE '\bcublas\w+' | sort -u > /tmp/there \
+    && comm -23 /tmp/asked /tmp/there > /tmp/lacking \
+    && { [[ ! -s /tmp/lacking ]] || { echo "Transformer Engine asks cuBLAS for: $(cat /tmp/lacking)" >&2; exit 1; }; } \
+    && rm /tmp/asked /tmp/there /tmp/lacking
+
 # MAX_JOBS bounds the memory of the source builds (about 3 GiB a job); CUDA_ARCHS names the GPUs they are made for.
 # --no-build-isolation: against the torch above, not against whichever is newest.
 ARG MAX_JOBS=8
 ARG CUDA_ARCHS="80;90;100"
 RUN NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="${CUDA_ARCHS}" \
-    pip install --no-build-isolation --no-deps transformer-engine-torch==2.20.2
+    pip install --no-build-isolation --no-deps transformer-engine-torch==2.12.0
 
 # Apex publishes no package: a commit makes the image repeatable.
 ARG APEX_REF=6424da3b4faa6c8f062da4a48c424fff3f02d42d

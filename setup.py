@@ -31,7 +31,7 @@ def pinned(*names):
     return [f"{name}=={PINS[name]}" for name in names]
 
 
-STACK = ["megatron-core==0.16.1", "mbridge==0.15.1", "transformers==5.19.0"]
+STACK = ["megatron-core==0.19.2", "mbridge==0.15.1", "transformers==5.19.0"]
 
 setup(
     name="megatron-async-rl",
@@ -39,7 +39,7 @@ setup(
     description="Asynchronous RL post-training with Megatron-Core policies and vLLM rollouts",
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
-    python_requires=">=3.11,<3.14",
+    python_requires=">=3.12,<3.13",
     packages=find_packages(include=["megatron_async_rl", "megatron_async_rl.*"]),
     package_data={"megatron_async_rl": ["py.typed", "report/page.html"]},
     install_requires=pinned(
@@ -66,7 +66,7 @@ setup(
             "torch==2.13.0",
             "vllm==0.32.0",
             "ray[default]==2.60.0",
-            "transformer-engine-cu13==2.20.2",
+            "transformer-engine-cu13==2.12.0",
             *STACK,
         ],
         "dev": pinned(

@@ -1,37 +1,65 @@
 #!/usr/bin/env bash
 # Makes the CPU environment in $VENV (default: .venv of the checkout) from requirements/, once per content of that folder.
-# Needs Python 3.11 or newer with venv, and a package registry. PYTHON chooses the interpreter.
+# Needs Python 3.12 with venv, and a package registry. PYTHON chooses the interpreter; TORCH_CPU_INDEX a mirror of
+# PyTorch's index of CPU wheels.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.."
 VENV="${VENV:-.venv}"
-TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+TORCH_CPU_INDEX="${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}"
+
+is_fit() { # an interpreter that the lock was made for, and that can make an environment
+  "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null
+}
 
 find_python() {
+  if [[ -n "${PYTHON:-}" ]]; then
+    is_fit "$PYTHON" && echo "$PYTHON" && return
+    echo "setup: PYTHON=$PYTHON is not Python 3.12 with venv and ensurepip" >&2
+    return 1
+  fi
+  # A shim of pyenv exists for every version it has, and fails for those that are not switched on: so its own folder too.
   local candidate
-  for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3; do
-    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
-      echo "$candidate"
-      return
-    fi
+  for candidate in python3.12 python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
+    is_fit "$candidate" && echo "$candidate" && return
   done
-  echo "setup: no Python 3.11 to 3.13 with venv and ensurepip found; install python3.11 and python3.11-venv, or set PYTHON" >&2
+  cat >&2 <<MESSAGE
+setup: no Python 3.12 with venv and ensurepip found: looked for python3.12, python3 and python on PATH, and in pyenv's folder.
+Megatron-Core 0.19 needs it. Install it, and try again:
+  apt install python3.12 python3.12-venv               Ubuntu 24.04
+  pyenv install 3.12    or    uv python install 3.12   elsewhere, without root
+or say where it is: make setup PYTHON=/path/to/python3.12
+MESSAGE
   return 1
 }
 
-key="$(cat requirements/cpu.txt requirements/dev.txt setup.py | sha256sum | cut -c1-16)"
+key="$(cat requirements/cpu.txt requirements/dev.txt requirements/nvidia.txt setup.py | sha256sum | cut -c1-16)"
 ready="$VENV/.ready-$key"
 if [[ -f "$ready" && "$(cat "$ready")" == "$PWD" && -x "$VENV/bin/python" ]]; then
   exit 0
 fi
 
 python="$(find_python)"
-echo "Setting up $VENV with $("$python" --version) (once, about two minutes)"
+echo "Setting up $VENV with $("$python" --version) (once, a few minutes)"
 "$python" -m venv --clear "$VENV"
 pip=("$VENV/bin/python" -m pip -qq --disable-pip-version-check --no-input install --no-deps --progress-bar off)
+from_cpu_index=(--index-url "$TORCH_CPU_INDEX")
+quickly=(--timeout 10 --retries 1) # an index that is out of reach must not hold up the set-up
 torch="$(grep '^torch==' requirements/cpu.txt)"
-if ! "${pip[@]}" "$torch" 2>"$VENV/torch.log"; then
-  "${pip[@]}" --index-url "$TORCH_CPU_INDEX" "$torch" || { cat "$VENV/torch.log" >&2; exit 1; }
+served() { # torch's CPU build, by pip's own sources or with more arguments; nothing is installed
+  "${pip[@]}" --dry-run "$@" "$torch" >"$VENV/torch.log" 2>&1
+}
+if served; then
+  "${pip[@]}" "$torch"
+elif served "${quickly[@]}" "${from_cpu_index[@]}"; then
+  "${pip[@]}" "${from_cpu_index[@]}" "$torch"
+else
+  cat <<MESSAGE
+$torch is served neither by what pip is configured with nor by $TORCH_CPU_INDEX (pip's words: $VENV/torch.log).
+Taking the standard build of torch instead, which runs on a CPU too, but loads only with $(grep -c '==' requirements/nvidia.txt) libraries of NVIDIA's:
+about 2.1 GB more to fetch and 3 GB more on disk. TORCH_CPU_INDEX=URL names a mirror that has the CPU build.
+MESSAGE
+  "${pip[@]}" "${torch%+cpu}" -r requirements/nvidia.txt
 fi
-"${pip[@]}" -r requirements/cpu.txt -r requirements/dev.txt
+"${pip[@]}" -r <(grep -v '^torch==' requirements/cpu.txt) -r requirements/dev.txt
 "${pip[@]}" --no-build-isolation --editable .
 pwd > "$ready"

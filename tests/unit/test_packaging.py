@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_async_rl.plan import doctor
+
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools.build_meta import build_{0} as build; build(sys.argv[1])"
 
@@ -82,6 +84,16 @@ def test_mar_runs_from_the_installed_wheel(installed: Path) -> None:
 def test_what_the_builder_is_sent_is_what_the_dockerfile_copies() -> None:
     sent = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert sorted(sent) == sorted(copied())
+
+
+@pytest.mark.parametrize("file", ["requirements/gpu.txt", "setup.py", "Dockerfile"])
+def test_a_gpu_version_is_the_same_wherever_it_is_named(file: str) -> None:
+    named = dict(re.findall(r"([\w-]+)(?:\[\w+\])?==([\w.]+)", (ROOT / file).read_text()))
+    tried = {part.distribution: part.version for part in doctor.PARTS}
+    tried["transformer-engine-cu13"] = tried["transformer-engine-torch"]
+    common = tried.keys() & named.keys()
+    assert "transformer-engine-torch" in common or "transformer-engine-cu13" in common
+    assert {name: named[name] for name in common} == {name: tried[name] for name in common}
 
 
 def test_apex_is_built_from_one_commit() -> None:

@@ -1,0 +1,136 @@
+"""`make setup` takes Python 3.12 or nothing, and CPU torch where one is served; interpreters and
+pip are stand-ins that write down what they were asked."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("bash", "cat", "cp", "cut", "dirname", "grep", "mkdir", "realpath", "sha256sum")
+INTERPRETER = """#!{bash}
+echo "$0 $*" >> {asked}
+case "$*" in
+  -c*) exec {real} -c "import sys; sys.version_info = ({numbers}); exec(sys.argv[1])" "$2" ;;
+  --version) echo "Python {version}.0" ;;
+  "-m venv"*) mkdir -p "$VENV/bin"; cp "$0" "$VENV/bin/python" ;;
+  *--dry-run*--index-url*) [[ " {served} " == *" index "* ]] ;;
+  *--dry-run*) [[ " {served} " == *" configured "* ]] ;;
+esac
+"""
+
+
+class Machine:
+    """What set-up finds: interpreters, by path under `folder`, and who serves CPU torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked = folder / "asked"
+        (folder / "bin").mkdir()
+        for tool in TOOLS:
+            found = shutil.which(tool)
+            assert found
+            (folder / "bin" / tool).symlink_to(found)
+
+    def has(self, path: str, version: str, served: str = "") -> None:
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(
+            INTERPRETER.format(
+                bash=shutil.which("bash"),
+                asked=self.asked,
+                real=sys.executable,
+                version=version,
+                numbers=version.replace(".", ", "),
+                served=served,
+            )
+        )
+        file.chmod(0o755)
+
+    def set_up(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [ROOT / "launchers" / "setup.sh"],
+            env={
+                "PATH": str(self.folder / "bin"),
+                "VENV": str(self.folder / "venv"),
+                "PYENV_ROOT": str(self.folder / "pyenv"),
+                "HOME": str(self.folder),
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def installs(self) -> list[str]:
+        """Arguments of pip's installs that were not only tries, in order."""
+        return [
+            line.partition(" install ")[2]
+            for line in self.asked.read_text().splitlines()
+            if " install " in line and "--dry-run" not in line
+        ]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_a_machine_without_python_312_is_told_what_to_install(machine: Machine) -> None:
+    machine.has("bin/python3", "3.11")
+    machine.has("bin/python3.12", "3.11")  # a shim whose version is switched off fails like this
+    done = machine.set_up()
+    assert done.returncode == 1
+    assert "no Python 3.12" in done.stderr
+    assert not (machine.folder / "venv").exists()
+
+
+def test_an_interpreter_that_was_named_is_taken_or_refused(machine: Machine) -> None:
+    machine.has("bin/python3.12", "3.12", served="configured")
+    machine.has("own/python", "3.11")
+    refused = machine.set_up(PYTHON=str(machine.folder / "own" / "python"))
+    assert refused.returncode == 1
+    assert "own/python" in refused.stderr
+    assert not (machine.folder / "venv").exists()
+
+    machine.has("own/python", "3.12", served="configured")
+    assert machine.set_up(PYTHON=str(machine.folder / "own" / "python")).returncode == 0
+    assert f"{machine.folder}/own/python -m venv" in machine.asked.read_text()
+
+
+@pytest.mark.parametrize(
+    "path", ["bin/python3.12", "bin/python3", "pyenv/versions/3.12.1/bin/python"]
+)
+def test_python_312_is_found_on_the_path_and_in_pyenvs_folder(machine: Machine, path: str) -> None:
+    machine.has("bin/python3.11", "3.11")
+    machine.has(path, "3.12", served="configured")
+    done = machine.set_up()
+    assert done.returncode == 0, done.stderr
+    assert f"{machine.folder}/{path} -m venv" in machine.asked.read_text()
+
+
+@pytest.mark.parametrize(
+    ("served", "first"),
+    [
+        ("configured", "torch=={}+cpu"),
+        ("index", "--index-url http://mirror torch=={}+cpu"),
+        ("", "torch=={} -r requirements/nvidia.txt"),
+    ],
+)
+def test_cpu_torch_is_taken_where_it_is_served(machine: Machine, served: str, first: str) -> None:
+    lock = (ROOT / "requirements" / "cpu.txt").read_text()
+    (torch,) = (line for line in lock.splitlines() if line.startswith("torch=="))
+    version = torch.removeprefix("torch==").removesuffix("+cpu")
+    machine.has("bin/python3.12", "3.12", served=served)
+    done = machine.set_up(TORCH_CPU_INDEX="http://mirror")
+    assert done.returncode == 0, done.stderr
+    assert machine.installs()[0].endswith(first.format(version))
+    assert ("libraries of NVIDIA's" in done.stdout) == (served == "")
+
+    asked = machine.asked.read_text()
+    assert machine.set_up().returncode == 0
+    assert machine.asked.read_text() == asked, "a second set-up has nothing to do"
