@@ -51,11 +51,18 @@ def write_figures(rows: Sequence[Row], curves: Sequence[Row], folder: Path) -> N
             name = "-".join(one.group[index] for index in split) or "all"
             parts.setdefault(name, []).append(one)
     for name, found in parts.items():
-        groups = {one.group: [o for o in found if o.group == one.group] for one in found}
         rest = [index for index in range(len(axes)) if index not in split]
+        # Rows of one lag (of the first axis, whatever it is) stand together.
+        together = list(dict.fromkeys(_first(one, rest) for one in found))
+        found.sort(key=lambda one: together.index(_first(one, rest)))
+        groups = {one.group: [o for o in found if o.group == one.group] for one in found}
         draw_curves(groups, chosen(rows), curves, rest, folder / f"curves-{name}.svg")
         if any(len(rates) > 1 for rates in groups.values()):
             draw_plateaus(groups, rest, folder / f"rates-{name}.svg")
+
+
+def _first(one: Measured, rest: Sequence[int]) -> Group:
+    return tuple(one.group[index] for index in rest[:1])
 
 
 def draw_curves(

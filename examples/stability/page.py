@@ -9,7 +9,8 @@ and seed)
 - decided_at(setting, lr) those at this rate
 - verdict(words, setting) of a comparison of questions.py, its words: .difference, .p (after Holm's
                           correction) and .holds
-- width(setting)          highest over lowest rate of its plateau, in words
+- width(setting, by=SETTING)  highest over lowest rate of its plateau, in words; `by`: measured by
+                          the largest area of another
 - collapse_rate(setting)  in words
 - count(STATE, ...)       runs in these states; hours, of all runs
 - table(NAME)             a section of tables.md, by its title
@@ -105,8 +106,9 @@ class Facts:
             raise UserError.of("page.md", what, "run what `choose` writes, or mend the words")
         return self._verdicts[words, setting]
 
-    def width(self, setting: str) -> str:
-        return f"{plateau(self.rates(setting))[1]:.3g}"
+    def width(self, setting: str, by: str | None = None) -> str:
+        area = None if by is None else self.best(by).area
+        return f"{plateau(self.rates(setting), area)[1]:.3g}"
 
     def collapse_rate(self, setting: str) -> str:
         rate = plateau(self.rates(setting))[2]

@@ -43,6 +43,12 @@ FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Question -> methods, and what each of them is compared with."""
 AT_LEAST = {"displacement": "none", "clip_displacement": "ppo_clip"}
 """(d) Method at a lag -> the synchronous method that it must not be inferior to."""
+LOSSES = {
+    **dict.fromkeys(("tis_displacement", "tis_spared", "tis_ess_lr"), "tis"),
+    "clip_spared": "ppo_clip",
+}
+"""Variant of the second round, or a null of one -> the loss that it may raise or widen, at the same
+lag."""
 BY_LAG = (("s8", "s0"), ("s24", "s0"))
 """(a) Of `none` at the same learning rate, cosine and area a family each."""
 LAG_RATES = (1e-4, 4e-4)
@@ -133,15 +139,21 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
                             theirs=best.get(at(place, method=rival)),
                         )
                     )  # fmt: skip
-        for name, rival in AT_LEAST.items():
+        if lag is None or synchronous:
+            continue
+        not_inferior = [
+            *(("d", name, rival, {"lag": "s0"}) for name, rival in AT_LEAST.items()),
+            *(("2, no lower", name, rival, {}) for name, rival in LOSSES.items()),
+        ]
+        for family, name, rival, changed in not_inferior:
             mine = best.get(at(place, method=name))
-            if lag is not None and mine is not None and not synchronous:
-                theirs = best.get(at(place, method=rival, lag="s0"))
-                words = f"{name} ≥ {rival} at s0, less {MARGIN:g}"
+            if mine is not None:
+                other = f"{rival} at s0" if changed else rival
                 found.append(
                     Comparison(
-                        family="d", where=f"{where} {name}", words=words, measure="area",
-                        mine=mine, theirs=theirs, margin=MARGIN,
+                        family=family, where=f"{where} {name}", words=f"{name} ≥ {other}, less {MARGIN:g}",
+                        measure="area", mine=mine, theirs=best.get(at(place, method=rival, **changed)),
+                        margin=MARGIN,
                     )
                 )  # fmt: skip
     return [*found, *by_lag(rows, axes)]

@@ -111,24 +111,31 @@ def by_group(rows: Sequence[Row]) -> dict[Group, list[Measured]]:
     }
 
 
-def plateau(rates: Sequence[Measured]) -> tuple[Measured, float, float | None]:
-    """Three facts on one group at several learning rates, ascending: the rate of
-    largest mean area; the width
-    of its plateau, highest rate over lowest, through rates next to each other of which no run is
-    missing; and the lowest rate at which at least half of the seeds collapsed, None where there is
-    none."""
+def plateau(
+    rates: Sequence[Measured], by: float | None = None
+) -> tuple[Measured, float, float | None]:
+    """Three facts on one group at several learning rates, ascending: the rate of largest mean area;
+    the width of its plateau, highest rate over lowest, through rates next to each other of which no
+    run is missing; and the lowest rate at which at least half of the seeds collapsed, None where
+    there is none.
+
+    by: the area that rates are measured by, else the group's own largest; a group that comes
+    nowhere near it has a plateau of width 0.
+    """
     top = max(range(len(rates)), key=lambda index: rates[index].area)
+    least = PLATEAU * (rates[top].area if by is None else by)
 
     def level(index: int) -> bool:
-        return not rates[index].missing and rates[index].area >= PLATEAU * rates[top].area
+        return not rates[index].missing and rates[index].area >= least
 
     low = high = top
     while low > 0 and level(low - 1):
         low -= 1
     while high + 1 < len(rates) and level(high + 1):
         high += 1
+    width = rates[high].lr / rates[low].lr if rates[top].area >= least else 0.0
     collapses = (one.lr for one in rates if one.runs and 2 * one.collapsed >= len(one.runs))
-    return rates[top], rates[high].lr / rates[low].lr, next(collapses, None)
+    return rates[top], width, next(collapses, None)
 
 
 def near_tie(rates: Sequence[Measured]) -> list[Measured]:

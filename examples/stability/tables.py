@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from measures import Row
-from questions import LEAST_GAIN, MARGIN, P_VALUE, verdicts
+from questions import LEAST_GAIN, LOSSES, MARGIN, P_VALUE, verdicts
 from rates import PLATEAU, by_group, fresh, group_axes, measured, plateau, scanned
 
 REACHED = 0.8
@@ -26,6 +26,7 @@ def tables(rows: Sequence[Row], curves: Sequence[Row] = ()) -> str:
     lines += settings("Every setting", scanned(rows))
     lines += settings("Every setting, on the seeds that decide", fresh(rows))
     lines += best_rates(scanned(rows))
+    lines += widths(scanned(rows))
     lines += questions(rows)
     lines += times(rows, curves)
     return "\n".join(lines[:-1]) + "\n"
@@ -75,6 +76,33 @@ def best_rates(rows: Sequence[Row]) -> list[str]:
         cells += [best.in_words("area"), best.in_words("final"), f"{width:.3g}"]
         lines.append(_line(*group, *cells, "none" if collapse is None else f"{collapse:g}"))
     return [*lines, ""]
+
+
+def widths(rows: Sequence[Row]) -> list[str]:
+    """Plateaus of the second round's variants, beside those of the losses that they are to widen."""
+    groups = by_group(rows)
+    if not groups or "method" not in (axes := group_axes(rows)):
+        return []
+    method, lines = axes.index("method"), []
+    for group, rates in groups.items():
+        loss = LOSSES.get(group[method])
+        beside = groups.get((*group[:method], loss or "", *group[method + 1 :]))
+        if loss is None or beside is None:
+            continue
+        best, own, _ = plateau(beside)
+        width = plateau(rates, by=best.area)[1]
+        lines.append(_line(*group, f"{width:.3g}", loss, f"{own:.3g}"))
+    if not lines:
+        return []
+    return [
+        "## Plateaus measured by the loss alone",
+        "",
+        f"The rates whose area is at least {PLATEAU:g} of the largest that the loss alone has.",
+        "",
+        *_header(*axes, "width", "loss", "width of the loss"),
+        *lines,
+        "",
+    ]
 
 
 def questions(rows: Sequence[Row]) -> list[str]:

@@ -164,6 +164,22 @@ def test_a_plateau_is_what_lies_next_to_the_best_rate() -> None:
     assert best.lr == 4e-4
     assert width == pytest.approx(4.0)
     assert collapse == 1.6e-3
+    assert [plateau(measured(rows), by=area)[1] for area in (0.82, 0.73, 0.9)] == [2.0, 8.0, 0.0]
+
+
+def test_a_variant_is_as_wide_as_its_loss_s_best_area_says() -> None:
+    from tables import tables
+
+    scans = {"tis": (0.7, 0.84, 0.83, 0.1), "tis_spared": (0.7, 0.84, 0.9, 0.82)}
+    rows = [
+        row(method, lr, 1, area)
+        for method, areas in scans.items()
+        for lr, area in zip((1e-4, 2e-4, 4e-4, 8e-4), areas, strict=True)
+    ]
+    section = tables(rows).split("## Plateaus measured by the loss alone")[1]
+    assert "| s8 | tis_spared | 4 | tis | 2 |" in section
+    own = tables(rows).split("## Each method")[1].split("##")[0]
+    assert "| s8 | tis_spared | 4 | 0.0004 | 1 | 0.900 |" in own
 
 
 def test_how_runs_that_did_not_finish_are_counted(tmp_path: Path) -> None:
@@ -309,6 +325,13 @@ def test_at_a_lag_not_worse_than_synchronous_by_the_margin() -> None:
     for area, verdict in ((0.795, "yes"), (0.779, "no")):
         found = found_in([*synchronous, *fresh_rows("displacement", area)])
         assert found["d", words][0] == verdict
+
+
+def test_a_variant_of_the_second_round_is_no_lower_than_its_loss_at_the_same_lag() -> None:
+    words = "tis_spared ≥ tis, less 0.02"
+    for area, verdict in ((0.795, "yes"), (0.779, "no")):
+        found = found_in([*fresh_rows("tis", 0.8), *fresh_rows("tis_spared", area)])
+        assert found["2, no lower", words][0] == verdict
 
 
 def test_lag_is_compared_at_the_same_rate() -> None:
