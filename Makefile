@@ -1,6 +1,7 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
+# make gpu-tests: on a host with a CUDA device, with $(VENV) where it is there and else with what PYTHONPATH has.
 # Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
-# VENV=DIR puts the environment elsewhere; PYTHON=... chooses the interpreter (3.11 is the one the lock was made for).
+# VENV=DIR puts the environment elsewhere; PYTHON=... chooses the interpreter, a Python 3.12.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,10 +14,10 @@ export VENV
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo study-quick test lint bench-setup
+.PHONY: help setup demo study-quick test gpu-tests lint bench-setup
 
 help:
-	@sed -n '1,3s/^# //p' "$(ROOT)/Makefile"
+	@sed -n '1,4s/^# //p' "$(ROOT)/Makefile"
 
 setup:
 	@"$(ROOT)/launchers/setup.sh"
@@ -42,6 +43,14 @@ study-quick: setup
 test: setup
 	@cd "$(ROOT)"
 	"$$VENV/bin/python" -m pytest --numprocesses=2 --durations=15
+
+gpu-tests:
+	@cd "$(ROOT)"
+	python="$$VENV/bin/python"
+	[[ -x "$$python" ]] || python="$${PYTHON:-python3}"
+	# Without the other tests' conftest and pytest plug-ins, which a bare host may lack.
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$$python" -m pytest tests/gpu --record --confcutdir=tests/gpu \
+	  -p no:cacheprovider -o addopts="--strict-markers --import-mode=importlib -ra"
 
 bench-setup: setup
 	@cd "$(ROOT)"

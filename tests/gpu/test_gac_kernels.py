@@ -1,35 +1,28 @@
 """GAC's kernels on one CUDA device: the CPU's numbers, and the time of their bytes.
 
 The floor is the bytes that have to move (gac_kernels.py) at the rate of a copy measured beside it.
-MAR_GPU_FIGURES names a JSON file that takes the figures.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_async_rl.controls.quantize import quantize
 from megatron_async_rl.controls.reference import GradientReference
+from tests.gpu.hardware import DEVICE, ON_CUDA, ON_DEVICE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
+FORMATS = ("fp32", "bf16", "fp8")
 REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
 GOAL = 1.25
 TURNS = 11
 
 
 def supported(number_format: str) -> None:
-    if number_format == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+    if number_format == "fp8" and DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("8-bit floats need compute capability 8.9")
 
 
@@ -48,7 +41,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("number_format", [pytest.param(f, marks=ON_DEVICE) for f in FORMATS])
 @pytest.mark.parametrize("raw", [True, False])
 def test_kernels_give_the_cpus_numbers(number_format, dtype, raw):
     supported(number_format)
@@ -56,8 +49,8 @@ def test_kernels_give_the_cpus_numbers(number_format, dtype, raw):
     for size in (3_000_001, 16_384, 7):
         g = torch.randn(size, generator=draw).to(dtype)
         base = torch.randn(size, generator=draw)
-        found = {}
-        for device in ("cpu", "cuda"):
+        found = []
+        for device in ("cpu", DEVICE):
             held = GradientReference(number_format, torch.device(device), None)
             # The CPU's is compressed there; writing again what was read gives the same bits.
             held.put(0, base.to(device))
@@ -66,8 +59,8 @@ def test_kernels_give_the_cpus_numbers(number_format, dtype, raw):
             products = held.products(gradient, written, False).cpu()
             held.project(0, gradient, written, -0.37, raw=raw)
             (kept,) = held.written()
-            found[device] = products, gradient.cpu(), [part.cpu() for part in kept]
-        cpu, cuda = found["cpu"], found["cuda"]
+            found.append((products, gradient.cpu(), [part.cpu() for part in kept]))
+        cpu, cuda = found
         unit = torch.stack([(cpu[0][1] * cpu[0][2]).sqrt(), cpu[0][1], cpu[0][2]])
         assert ((cuda[0] - cpu[0]).abs() <= 1e-6 * unit).all()
         kind = torch.int32 if dtype == torch.float32 else torch.int16
@@ -78,8 +71,9 @@ def test_kernels_give_the_cpus_numbers(number_format, dtype, raw):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def test_sums_repeat_in_every_bit():
-    g, r = (torch.randn(50_000_003, device="cuda") for _ in range(2))
+@pytest.mark.parametrize("elements", [pytest.param(50_000_003, marks=ON_CUDA)])
+def test_sums_repeat_in_every_bit(elements):
+    g, r = (torch.randn(elements, device="cuda") for _ in range(2))
     held = GradientReference("fp32", g.device, None)
     held.put(0, r)
     (written,) = held.written()
@@ -90,8 +84,8 @@ def test_sums_repeat_in_every_bit():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("billions", [1, 4, 8])
-@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
-def test_sweeps_take_the_time_of_their_bytes(number_format, billions):
+@pytest.mark.parametrize("number_format", [pytest.param(f, marks=ON_CUDA) for f in FORMATS])
+def test_sweeps_take_the_time_of_their_bytes(number_format, billions, figure):
     supported(number_format)
     elements = billions << 30
     needed = elements * (4 + REFERENCE_BYTES[number_format]) + (1 << 30)
@@ -120,23 +114,13 @@ def test_sweeps_take_the_time_of_their_bytes(number_format, billions):
         ),
         "keep": (4 + reference_bytes, lambda: kernels.keep(g, written)),
     }
-    over_floor = {}
-    for name, (each, run) in sweeps.items():
-        over_floor[name] = seconds(run) / (elements * each / rate)
-    record(
-        {
-            "what": "GAC's sweeps, time over their bytes at a copy's rate",
-            "reference": number_format,
-            "elements": elements,
-            "copy_GB_per_s": rate / 1e9,
-            **over_floor,
-        }
-    )
-    assert max(over_floor.values()) <= GOAL, over_floor
-
-
-def record(figures: dict[str, object]) -> None:
-    print(json.dumps(figures))
-    if path := os.environ.get("MAR_GPU_FIGURES"):
-        with Path(path).open("a") as file:
-            file.write(json.dumps(figures | {"device": torch.cuda.get_device_name()}) + "\n")
+    over_floor = {
+        name: seconds(run) / (elements * each / rate) for name, (each, run) in sweeps.items()
+    }
+    for name, found in over_floor.items():
+        figure(
+            f"GAC's {name}, {number_format} reference, {billions} x 2^30 elements",
+            found,
+            at_most=GOAL,
+            against=f"the time of its bytes at a copy's {rate / 1e9:.0f} GB/s",
+        )

@@ -1,83 +1,29 @@
 """The same policy code on one CUDA device, against transformers on the CPU in float32."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.gpu.hardware import DEVICE, ON_DEVICE, run_program
 from tests.parallel import models, test_model_families
 from tests.parallel.test_export import assert_same
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason=f"needs a CUDA device; torch {torch.__version__} sees none",
-    ),
-]
-
-PROGRAM = """
-import sys
-from pathlib import Path
-import torch
-from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.policy import device
-from megatron_async_rl.policy.parallel import initialise
-from tests.parallel.model_program import checkpoints, exported, load_model, logprobs
-from tests.parallel.models import CHECKPOINTED
-
-torch.backends.cuda.matmul.allow_tf32 = False
-material, families, output = (Path(argument) for argument in sys.argv[1:])
-layout = initialise(ParallelConfig(), device.install("cuda"), timeout_s=60)
-samples = torch.load(material / "samples.pt", weights_only=False)
-found = {}
-for path in sorted(p for p in material.iterdir() if p.is_dir()):
-    dtype = "bfloat16" if path.name.endswith("bfloat16") else "float32"
-    model = load_model(path, ParallelConfig(), layout, dtype)
-    assert all(parameter.is_cuda for parameter in model.chunks[0].parameters())
-    found[path.name] = {
-        "logprobs": [logp.cpu() for logp in logprobs(model, samples, layout)],
-        "exported": {name: tensor.cpu() for name, tensor in exported(model, 1 << 30).items()},
-    }
-samples = torch.load(families / "samples.pt", weights_only=False)
-for path in sorted(p for p in families.iterdir() if p.is_dir()):
-    model = load_model(path, ParallelConfig(), layout, "float32")
-    found[path.name] = {
-        sequence: [logp.cpu() for logp in logprobs(model, samples, layout, sequence)]
-        for sequence in ("padded", "packed")
-    }
-source = material / CHECKPOINTED["dense"]
-found["checkpoint"] = checkpoints(source, ParallelConfig(), layout, output, "")
-torch.save(found, output / "results.pt")
-layout.shutdown()
-"""
+pytestmark = ON_DEVICE
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     output = tmp_path_factory.mktemp("gpu")
-    # Without torchrun's variables: a world of one.
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            PROGRAM,
-            models.material("dense"),
-            test_model_families.material(),
-            output,
-        ],
-        check=True,
-        timeout=300,
-        env=environment,
+    run_program(
+        "tests.gpu.parity_program",
+        [DEVICE, models.material("dense"), test_model_families.material(), output],
     )
     return torch.load(output / "results.pt", weights_only=False, map_location="cpu")
+
+
+def furthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest difference; not a number where one is not."""
+    assert [one.shape for one in ours] == [other.shape for other in theirs]
+    return float((torch.cat(ours).double() - torch.cat(theirs).double()).abs().max())
 
 
 @pytest.mark.parametrize(
@@ -89,19 +35,22 @@ def found(tmp_path_factory):
         ("qwen3-bfloat16", 0.08),
     ],
 )
-def test_log_probs_agree_with_transformers(found, model, tolerance):
-    for ours, reference in zip(
-        found[model]["logprobs"], models.reference_logprobs(model), strict=True
-    ):
-        torch.testing.assert_close(ours, reference, rtol=0, atol=tolerance)
+def test_log_probs_agree_with_transformers(found, model, tolerance, figure):
+    apart = furthest(found[model]["logprobs"], models.reference_logprobs(model))
+    against = "transformers in float32 on the CPU"
+    figure(f"log-probs of {model}, largest error", apart, at_most=tolerance, against=against)
 
 
 @pytest.mark.parametrize("sequence", ["padded", "packed"])
 @pytest.mark.parametrize("model", test_model_families.MODELS)
-def test_log_probs_of_every_family_agree_with_transformers(found, model, sequence):
+def test_log_probs_of_every_family_agree_with_transformers(found, model, sequence, figure):
     expected, _ = test_model_families.reference(model)
-    for ours, theirs in zip(found[model][sequence], expected, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5)
+    figure(
+        f"log-probs of {model}, {sequence}, largest error",
+        furthest(found[model][sequence], expected),
+        at_most=1e-5,
+        against="transformers in float64 on the CPU",
+    )
 
 
 @pytest.mark.parametrize("model", ["llama-untied", "qwen3-tied-odd", "qwen3-bfloat16"])

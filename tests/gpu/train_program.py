@@ -1,29 +1,170 @@
-"""Training steps of a tiny policy on one device: scores, steps under GAC, the gradient of a second
-batch and the weights.
+"""Training steps of a tiny policy on one device: scores, steps under each control, gradients,
+weights, recomputation, and checkpoints of its own and of another process.
 
-Arguments: cpu or cuda, the models' dtype, the material's directory (tests/parallel/layouts.py), and
-the file to write.
+Arguments: cpu or cuda, the models' dtype, the material's directory (tests/parallel/layouts.py), the
+file to write, and the directory of the other's checkpoint, which is written where there is none.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 
+from megatron_async_rl.config.controls import (
+    Beta1Control,
+    DisplacementControl,
+    EssLrControl,
+    GacControl,
+    MatchedLrControl,
+    MatchedNormControl,
+    MomentumByAlignmentControl,
+)
 from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.controls.gac import Gac
+from megatron_async_rl.objectives import targets
 from megatron_async_rl.policy import device
+from megatron_async_rl.policy.adam_view import (
+    AdamView,
+    StateMissing,
+    TakenStep,
+    gradients_of,
+    optimizer_parameters,
+)
+from megatron_async_rl.policy.megatron_private import optimizer_parts
+from megatron_async_rl.policy.parameter_state import adam_shards
+from tests import gradients
+from tests.gpu.host_syncs import host_syncs
+from tests.parallel import displacement_program, objective_program, recompute_program
 from tests.parallel.layout_program import Rank, received, scorable
 from tests.parallel.objective_program import ReducedGradient
+from tests.parallel.whole_tensors import assembled
+
+CONTROLS = (
+    GacControl(c_low=0.15),
+    MatchedNormControl(c_low=0.15),
+    MatchedLrControl(target_update_norm=0.05),
+    Beta1Control(),
+    MomentumByAlignmentControl(),
+    EssLrControl(),
+    DisplacementControl(),
+)
 
 
 def cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.float().cpu() for name, tensor in tensors.items()}
 
 
+def controlled(rank: Rank, control, dtype: str) -> dict:
+    """Three steps on batches of samples that began under any version so far."""
+    policy, steps = displacement_program.trained(
+        rank, "tied", ["a", "a", "b"], control, dtype=dtype, lr=1e-3
+    )
+    return {"steps": steps, "weights": cpu(rank.weights(policy))}
+
+
+def cosines(rank: Rank, dtype: str) -> tuple[float, float]:
+    """GAC's of two batches' gradients, and that of the same shards put together in float64."""
+    policy = rank.policy(controls=(), dtype=dtype)
+    control, whole = Gac(GacControl(c_low=0.15)), []
+    for name in ("a", "b"):
+        gradient = ReducedGradient(rank, policy, name)
+        (parameters,) = assembled(gradient.shards(), policy.model, policy.optimizer)
+        whole.append(torch.cat([each.double().cpu().flatten() for each in parameters.values()]))
+        measured = control.apply(gradients.step(gradient.view())).metrics
+    return measured["gac/cosine"], gradients.cosine(*whole)
+
+
+def waits(rank: Rank, kind: str, dtype: str, sequence: str) -> dict:
+    """Host syncs and uploads of the targets while a step's micro-batches run, after a first
+    step."""
+    policy = rank.policy(dtype=dtype, sequence=sequence)
+    batch, run, steps = received(policy, rank.batches["a"]), policy.schedule.forward_backward, []
+
+    def watched(micro_batches, consume) -> None:
+        with (
+            host_syncs(kind) as seen,
+            mock.patch.object(targets, "on_device", wraps=targets.on_device) as uploads,
+        ):
+            run(micro_batches, consume)
+        steps.append((seen, len(micro_batches), uploads.call_count))
+
+    policy.schedule.forward_backward = watched
+    for _ in range(2):
+        policy.train_step(batch)
+    return dict(zip(("seen", "micro_batches", "uploads"), steps[1], strict=True))
+
+
+def refusals(rank: Rank, dtype: str) -> dict[str, dict[str, str]]:
+    """With the distributed optimizer and without: what its accessors say."""
+    found, whole = {}, rank.parallel
+    for distributed in (True, False):
+        rank.parallel = whole.model_copy(update={"distributed_optimizer": distributed})
+        policy = rank.policy(dtype=dtype, controls=())
+        policy.train_step(received(policy, rank.batches["a"]))
+        ReducedGradient(rank, policy, "a")
+        (part,) = optimizer_parts(policy.optimizer)
+        found[type(part).__name__] = said_of(policy, part)
+    rank.parallel = whole
+    return found
+
+
+def said_of(policy, part) -> dict[str, str]:
+    """Of what is there, and of what is taken away from one parameter."""
+    view = AdamView(policy.optimizer, policy.config.optimizer, 1, TakenStep(1e-3, 0.9))
+    asked = {
+        "gradient": lambda: gradients_of(policy.optimizer, policy.layout),
+        "update": lambda: list(view.next_update()),
+        "moment": view.momentum,
+        "saved": lambda: adam_shards(policy.optimizer, "adam.exp_avg_sq"),
+        "master": lambda: adam_shards(policy.optimizer, "adam.master"),
+    }
+    said = {f"{name} there": answer(ask) for name, ask in asked.items()}
+    parameter = optimizer_parameters(policy.optimizer)[-1]
+    state, gradient = part.optimizer.state[parameter], parameter.grad
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].bfloat16(), None
+    said |= {name: answer(asked[name]) for name in ("moment", "saved")}
+    parameter.grad, parameter.decoupled_grad = None, gradient
+    said |= {name: answer(asked[name]) for name in ("gradient", "update")}
+    parameter.data = parameter.data.bfloat16()
+    return said | {"master": answer(asked["master"])}
+
+
+def answer(ask: Callable[[], object]) -> str:
+    try:
+        ask()
+    except StateMissing as missing:
+        return str(missing)
+    return "fine"
+
+
+def furthest(found: dict, plain: dict) -> float:
+    """Largest difference of gradient buffers and weights; 0 where every bit is the same."""
+    return max(
+        float((one.float() - other.float()).abs().max())
+        for what in ("buffers", "weights")
+        for one, other in zip(found[what], plain[what], strict=True)
+    )
+
+
+def carried(rank: Rank, dtype: str, checkpoint: Path) -> dict:
+    """The step after a checkpoint, and the weights it began with."""
+    policy = rank.policy(dtype=dtype)
+    if not checkpoint.exists():
+        rank.train(policy, ["a", "a"])
+        policy.save(checkpoint, 2, {"version": 2}, keep=1)
+    policy = rank.policy(dtype=dtype)
+    state = policy.load(checkpoint)
+    begun = cpu(rank.weights(policy))
+    after = rank.train(policy, ["b"])
+    return {"state": state, "begun": begun, **after, "weights": cpu(after["weights"])}
+
+
 def main() -> None:
-    kind, dtype, material, output = sys.argv[1:]
+    kind, dtype, material, output, checkpoint = sys.argv[1:]
     torch.backends.cuda.matmul.allow_tf32 = False
     rank = Rank(Path(material), ParallelConfig(), Path(output).with_suffix(".scratch"), kind)
     results = {}
@@ -44,6 +185,24 @@ def main() -> None:
             "devices": {str(p.device.type) for p in policy.model.chunks[0].parameters()},
             "dtypes": {str(p.dtype) for p in policy.model.chunks[0].parameters()},
         }
+    results["controls"] = {each.name: controlled(rank, each, dtype) for each in CONTROLS}
+    results["cosines"] = cosines(rank, dtype)
+    recomputed = {
+        each: recompute_program.steps(rank, each, "tied", ["a", "b"], dtype)
+        for each in recompute_program.KINDS
+    }
+    results["recompute"] = {
+        each: {
+            "same": recompute_program.same(found, recomputed["none"]),
+            "furthest": furthest(found, recomputed["none"]),
+            "peak": found["peak"],
+        }
+        for each, found in recomputed.items()
+    }
+    results["resumed"] = objective_program.resumed(rank, "tied", "a", "b", dtype=dtype)
+    results["host_syncs"] = {each: waits(rank, kind, dtype, each) for each in ("padded", "packed")}
+    results["refusals"] = refusals(rank, dtype)
+    results["carried"] = carried(rank, dtype, Path(checkpoint))
     torch.save(results, output)
     rank.layout.shutdown()
 

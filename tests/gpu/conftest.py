@@ -1,0 +1,146 @@
+"""Figures of the GPU tests, and the record of a run of them: docs/gpu.json, which docs/gpu.md
+shows.
+
+`make gpu-tests` is `pytest tests/gpu --record`: it refuses where there is no CUDA
+device, runs everything within `LIMIT_S`, and writes both files. Without `--record` figures are only
+held to their bounds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async_rl.plan import doctor
+from tests.gpu import page
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+LIMIT_S = 480.0
+"""The time for a recorded run: tests that would begin later are skipped, and say so."""
+SETTINGS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_FRAMEWORK": "pytorch"}
+"""Environment of the processes that the tests start, where the caller has not chosen."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "write docs/gpu.json and docs/gpu.md from this run, on a CUDA device"
+    parser.addoption("--record", action="store_true", help=about)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--record") or hasattr(config, "workerinput"):
+        return
+    if not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"--record: torch {torch.__version__} sees no CUDA device, and figures of docs/gpu.md are"
+            " measured on one. Without it: pytest tests/gpu runs what a CPU can show, and"
+            " MAR_GPU_TESTS=cpu the other tests' code"
+        )
+    if os.environ.get("MAR_GPU_TESTS"):
+        raise pytest.UsageError("--record: unset MAR_GPU_TESTS, which moves the tests to the CPU")
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    config.pluginmanager.register(Recorder(), "gpu-record")
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Holds a measured number to its bound, and keeps both for the record."""
+
+    def hold(
+        name: str,
+        value: float,
+        *,
+        against: str,
+        at_most: float = math.inf,
+        at_least: float = -math.inf,
+        unit: str = "",
+    ) -> None:
+        kept = {"name": name, "value": float(value), "unit": unit, "against": against}
+        bounds = {"at_most": at_most, "at_least": at_least}
+        kept |= {key: bound for key, bound in bounds.items() if math.isfinite(bound)}
+        record_property("figure", kept)
+        assert at_least <= value <= at_most, kept
+
+    return hold
+
+
+class Recorder:
+    """Gathers what the tests marked `gpu` came to."""
+
+    def __init__(self) -> None:
+        self.begun = time.monotonic()
+        self.marked: set[str] = set()
+        self.tests: dict[str, dict[str, Any]] = {}
+        self.figures: list[dict[str, Any]] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.marked = {item.nodeid for item in items if item.get_closest_marker("gpu")}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        if time.monotonic() - self.begun > LIMIT_S:
+            pytest.skip(f"the {LIMIT_S:.0f} s of a recorded run were over")
+        return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.nodeid not in self.marked:
+            return
+        test = report.nodeid.rpartition("/")[2].partition("[")[0]
+        found = self.tests.setdefault(
+            test, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "reasons": []}
+        )
+        found["seconds"] = round(found["seconds"] + report.duration, 3)
+        if report.when != "call" and report.outcome == "passed":
+            return
+        found[report.outcome] += 1
+        if report.outcome != "passed":
+            reason = _reason(report)
+            found["reasons"] += [reason] if reason not in found["reasons"] else []
+        self.figures += [
+            {"test": test, **kept} for name, kept in report.user_properties if name == "figure"
+        ]
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Leaves the record of an earlier run where this one did not come to its end."""
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not self.tests:
+            return
+        parts = {"python", *(part.distribution for part in doctor.PARTS)}
+        page.write(
+            {
+                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                "device": torch.cuda.get_device_name(),
+                "cuda": torch.version.cuda,
+                "versions": {f.part: f.found for f in doctor.examine() if f.part in parts},
+                "commit": _commit(),
+                "seconds": round(time.monotonic() - self.begun, 1),
+                "tests": self.tests,
+                "figures": self.figures,
+            }
+        )
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """The last line of a skip or a failure."""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = str(crash.message if crash is not None else report.longrepr)
+    return text.strip().splitlines()[0][:200]
+
+
+def _commit() -> str | None:
+    """Null where the tree is not a checkout."""
+    ask = ["git", "-C", str(page.ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

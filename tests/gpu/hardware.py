@@ -1,0 +1,46 @@
+"""The device of the GPU tests, and processes of their own on it.
+
+MAR_GPU_TESTS=cpu runs every body that a CPU can run on the CPU instead, to find mistakes before
+there is a GPU: it says nothing about one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+
+DEVICE: Literal["cuda", "cpu"] = "cpu" if os.environ.get("MAR_GPU_TESTS") == "cpu" else "cuda"
+PROGRAM_S = 240.0
+
+_NONE = f"needs a CUDA device; torch {torch.__version__} sees none"
+ON_DEVICE = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason=_NONE),
+]
+"""Bodies that take `DEVICE`."""
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=_NONE)]
+"""Bodies about CUDA itself: its memory, its kernels, its clock."""
+ON_DEVICE_WITH_TE = [
+    *ON_DEVICE,
+    pytest.mark.skipif(DEVICE == "cuda" and not HAVE_TE, reason="needs Transformer Engine"),
+]
+"""Bodies that put another implementation in the place of Transformer Engine's on a CPU."""
+
+
+def run_program(program: str, arguments: list[str | Path]) -> None:
+    """A module's main in a process that has touched no CUDA before and is a world of one. Raises
+    subprocess.CalledProcessError and TimeoutExpired."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    launch = [sys.executable, "-m", program, *arguments]
+    subprocess.run(launch, check=True, timeout=PROGRAM_S, env=environment)
