@@ -55,7 +55,7 @@ from megatron_async_rl.config.schema import (
     PolicyConfig,
 )
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.optimizer import gradients_of
+from megatron_async_rl.policy.adam_view import gradients_of
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.policy.step import StepFacts

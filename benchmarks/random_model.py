@@ -101,12 +101,12 @@ def policy(directory: Path, dtype: str) -> tuple[Any, Any]:
     from megatron_async_rl.policy.model import build_model
     from megatron_async_rl.weights.export import WeightExporter
 
-    model = build_model(ModelConfig(path=directory, dtype=dtype), PolicyConfig(), _one_rank())
+    model = build_model(ModelConfig(path=directory, dtype=dtype), PolicyConfig(), one_rank())
     return model, WeightExporter(model.bridge, model.chunks)
 
 
 @functools.cache
-def _one_rank() -> Any:
+def one_rank() -> Any:
     from megatron_async_rl.config.schema import ParallelConfig
     from megatron_async_rl.policy import device
     from megatron_async_rl.policy.parallel import initialise

@@ -11,11 +11,15 @@ import sys
 import traceback
 from pathlib import Path
 
+# First, because of how it imports Megatron.
+from megatron_async_rl.policy import device
+
+# isort: split
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
-from megatron_async_rl.policy import device
 from megatron_async_rl.policy.anomaly import FILE as ANOMALIES
+from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.watchdog import watch
@@ -24,18 +28,20 @@ from megatron_async_rl.watchdog.events import failure_of, record_failure
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.watchdog.processes import collect_rarely
 from megatron_async_rl.watchdog.stall import gather_if_timed_out
-from megatron_async_rl.weights.convert import export_hf
+from megatron_async_rl.weights.convert import export_adapter, export_hf
 from megatron_async_rl.weights.export import WeightExporter
 
 COLLECTIVE_GRACE_S = 60.0
 """Ranks wait in a collective while rank 0 starts engines or waits for a batch; those waits have
 deadlines of their own, so a collective's comes after them."""
 END_ALONE = 1.5
-"""Share of watchdog.timeout_s: after it a rank of a run that does not move ends itself, where no launcher
-watches."""
+"""Share of watchdog.timeout_s: after it a rank of a run that does not move ends itself, where no
+launcher watches."""
+SETTLE = 0.8
+"""Share of the time without progress that a failed run waits for the checkpoint being written."""
 
 
-def train(config: Config, layout: Layout, rank0: OtherRank) -> None:
+def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background) -> None:
     directory, bucket_bytes = config.run.dir, config.weights.bucket_mib * 2**20
     with watch.phase("starting model and engines", quiet_s(config)):
         policy = Policy.build(
@@ -46,6 +52,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank) -> None:
             layout=layout,
             temperature=config.rollout.sampling.temperature if config.rollout else 1.0,
             total_steps=config.optimizer_steps,
+            seed=config.run.seed,
             anomalies=directory / ANOMALIES,
         )
         exporter = WeightExporter(policy.model.bridge, policy.model.chunks)
@@ -59,8 +66,14 @@ def train(config: Config, layout: Layout, rank0: OtherRank) -> None:
         if saved != version:
             state, files = rank0.state()
             with watch.phase("saving a checkpoint", quiet_s(config)):
-                keep = config.checkpoint.keep
-                policy.save(directory / "checkpoint", version, state, keep=keep, files=files)
+                policy.save(
+                    directory / "checkpoint",
+                    version,
+                    state,
+                    keep=config.checkpoint.keep,
+                    files=files,
+                    background=writing if config.checkpoint.asynchronous else None,
+                )
             saved = version
             rank0.say("training")
 
@@ -69,12 +82,11 @@ def train(config: Config, layout: Layout, rank0: OtherRank) -> None:
     rank0.say("training")
     collect_rarely()
     while version < config.run.steps:
+        writing.check()
         rank0.enter("waiting", "batch")
         batch = policy.receive(rank0.next_batch)
         if batch is None:
-            save()
-            rank0.say("stopped")
-            return
+            break
         rank0.enter("training")
         metrics = policy.train_step(batch)
         version += 1
@@ -84,10 +96,16 @@ def train(config: Config, layout: Layout, rank0: OtherRank) -> None:
         if config.checkpoint.every and version % config.checkpoint.every == 0:
             save()
     save()
+    with watch.phase("writing the last checkpoint", quiet_s(config)):
+        writing.finish()
+    if version < config.run.steps:
+        rank0.say("stopped")
+        return
 
     rank0.say("exporting", "Hugging Face checkpoint")
     with watch.phase("exporting the model", quiet_s(config)):
         export_hf(exporter, config.model.path, directory / "hf")
+        export_adapter(policy.model, directory / "adapter")
     rank0.say("finished")
 
 
@@ -105,24 +123,28 @@ def main(config_path: Path) -> int:
     name_this_process(f"rank {rank}")
     watch.start(directory, f"rank {rank}", end_after_s=END_ALONE * timeout_s)
     device_type = device.install(config.policy.device)
-    # Megatron collects garbage at every checkpoint, and Python at its end: what is imported by now
-    # need not be looked through.
+    # Python collects garbage at its end: what is imported by now need not be looked through.
     gc.freeze()
     with watch.phase("joining the other ranks", quiet_s(config)):
         collective_s = quiet_s(config) + COLLECTIVE_GRACE_S
         layout = initialise(config.policy.parallel, device_type, timeout_s=collective_s)
 
     rank0 = (Rank0 if layout.rank == 0 else OtherRank)(config, layout)
-    try:
-        train(config, layout, rank0)
-    except BaseException as error:
-        traceback.print_exc()
-        record_failure(directory, failure_of(error, log))
-        rank0.failed(error)
-        gather_if_timed_out(directory, error, timeout_s)
-        raise
-    finally:
-        rank0.close()
+    with Background("writing a checkpoint") as writing:
+        try:
+            train(config, layout, rank0, writing)
+        except BaseException as error:
+            traceback.print_exc()
+            record_failure(directory, failure_of(error, log))
+            # The launcher ends what is left of the run soon after it is told. Not as long as a
+            # standstill, should another rank be gone.
+            with watch.phase("writing a checkpoint", quiet_s(config)):
+                writing.settle(SETTLE * quiet_s(config))
+            rank0.failed(error)
+            gather_if_timed_out(directory, error, timeout_s)
+            raise
+        finally:
+            rank0.close()
     with watch.working("leaving the other ranks"):
         layout.shutdown()
     return 0

@@ -22,7 +22,13 @@ settings.register_profile("shared-cores", deadline=None)
 settings.load_profile("shared-cores")
 
 
-LAYOUTS = ("test_layout_invariance", "test_layout_objectives", "test_gac", "test_gradient_view")
+LAYOUTS = (
+    "test_layout_invariance",
+    "test_layout_objectives",
+    "test_gac",
+    "test_gradient_view",
+    "test_lora",
+)
 MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_loading")
 """Of tests/parallel: what each of these files looks at is computed once, by tests/parallel/layouts.py
 and models.py."""

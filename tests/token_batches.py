@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megatron_async_rl.objectives.batch import TokenBatch
+from megatron_async_rl.objectives.targets import StepTargets
+from megatron_async_rl.samples.columns import spans
+
+
+def part_of(targets: StepTargets, rows, dtype=torch.float64) -> TokenBatch:
+    """The micro-batch of the samples `rows` of a step, numbered as build_micro_batches does."""
+    chosen = np.array(rows, dtype=np.int64)
+    starts, lengths = targets.samples.starts[chosen], targets.samples.lengths[chosen]
+    tokens, sequence = spans(starts, lengths), np.repeat(np.arange(len(chosen)), lengths)
+    if not len(chosen):
+        chosen = np.array([len(targets.samples.lengths)])
+        tokens, sequence = np.array([len(targets.whole.mask)]), np.array([0])
+    placed = targets.placed(dtype, torch.device("cpu"))
+    return placed.part(*map(torch.from_numpy, (tokens, chosen, sequence)))
 
 
 def tokens(

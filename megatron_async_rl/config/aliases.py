@@ -40,7 +40,8 @@ _DR_GRPO = Alias(
 )
 _REINFORCE_PP = Alias(overrides=("objective.advantage=reinforce_pp", "objective.loss=ppo_clip"))
 _TIS = Alias(overrides=("objective.proximal=recompute", "objective.corrections=[tis]"))
-_LORA = Alias(note="LoRA is not supported: all weights are trained")
+_LORA = Alias(keys=("policy.lora",), note="adapters; `policy.lora={}` takes all defaults")
+_TARGETS = Alias(keys=("policy.lora.targets",))
 _PAIRS = Alias(note="it learns from pairs of responses, which is not supported")
 _RANKS = Alias(keys=("policy.parallel.ranks",), note="and `rollout.engines` for the engines")
 _PROMPTS = Alias(
@@ -86,11 +87,14 @@ ALIASES = {
     "truncated_importance_sampling": _TIS,
     "dpo": _PAIRS,
     "kto": _PAIRS,
-    "lora": _LORA,
     "peft": _LORA,
     "use_peft": _LORA,
-    "lora_rank": _LORA,
-    "lora_alpha": _LORA,
+    "lora_rank": Alias(keys=("policy.lora.rank",)),
+    "lora_r": Alias(keys=("policy.lora.rank",)),
+    "lora_alpha": Alias(keys=("policy.lora.alpha",)),
+    "lora_dropout": Alias(keys=("policy.lora.dropout",)),
+    "target_modules": _TARGETS,
+    "lora_target_modules": _TARGETS,
     # The run and its model.
     "output_dir": Alias(keys=("run.dir",)),
     "model_name": _MODEL,

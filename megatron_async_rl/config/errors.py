@@ -140,10 +140,10 @@ def _unknown(key: str, parts: Sequence[str | int], parents: Sequence[type[Strict
     known = alias_fix(given)
     if known is not None:
         return known
-    match = nearest(given, valid)
-    if match:
+    homes, match = elsewhere(given), nearest(given, valid)
+    # A key that exists is no slip of the pen.
+    if match and not homes:
         return f"did you mean `{section + '.' if section else ''}{match}`?"
-    homes = elsewhere(given)
     owners = [
         str(method_name(model))
         for model in models_at(parts[:-1], {})

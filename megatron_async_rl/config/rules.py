@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
 from megatron_async_rl.config.flow import flow_conflicts
+from megatron_async_rl.config.lora import lora_conflicts
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.controls import Control
@@ -152,6 +153,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     """Reasons why objective and controls do not fit the run around them; none: they do."""
     yield from _controls(config)
     yield from flow_conflicts(config)
+    yield from lora_conflicts(config)
     objective, flow = config.objective, config.flow
     if objective.minibatches > flow.prompts_per_step:
         yield (
@@ -177,6 +179,11 @@ def run_conflicts(config: Config) -> Iterator[str]:
                 "objective.advantage: opob, mode: exact runs one sequence at a time, and"
                 " policy.parallel.virtual_pipeline > 1 wants at least as many micro-batches as"
                 " there are stages; set it to 1, or mode: cheap"
+            )
+        if config.policy.parallel.overlap_grad_reduce:
+            yield (
+                "objective.advantage: opob, mode: exact needs gradients that are reduced once, at"
+                " the end of a step: remove policy.parallel.overlap_grad_reduce, or set mode: cheap"
             )
         if config.policy.parallel.expert > 1:
             yield (

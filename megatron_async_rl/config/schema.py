@@ -22,6 +22,7 @@ from pydantic import (
 from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.controls import Control
 from megatron_async_rl.config.flow import OldestFirst, Selection
+from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.rules import run_conflicts
 
@@ -90,6 +91,11 @@ class ParallelConfig(Strict):
     """Megatron's sequence parallelism (needs tensor > 1)."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data- and context-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data- and context-parallel ranks bucket by bucket, as soon as the last
+    micro-batch's backward pass has made them, and not after it. For fast networks between them;
+    the last stage holds a float32 gradient of the output layer's weight besides, and its copy in
+    BF16."""
 
     @property
     def replica_ranks(self) -> int:
@@ -140,8 +146,15 @@ class PolicyConfig(Strict):
 
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = None
+    """Null trains every weight; with adapters nothing else is trained but a value head."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Of policy and engines; `auto` takes CUDA where there is a GPU."""
+    layers: Literal["auto", "local", "transformer_engine"] = "auto"
+    """The kernels of the policy's layers. `local`: Megatron's own layers on torch's kernels.
+    `transformer_engine`: NVIDIA's, on CUDA in bfloat16 without adapters, with fused norms, gates
+    and rotations and with grouped experts. `auto`: those where they can be had. Weights, files and
+    checkpoints are the same; numbers differ by rounding."""
     sequence: Literal["padded", "packed"] = "padded"
     """How samples lie in a micro-batch. `padded`: one in each row, padded to the longest. `packed`:
     all in one row, end to end, with no attention from one to another; nothing is padded. The same
@@ -298,6 +311,9 @@ class CheckpointConfig(Strict):
     """Steps; 0 saves only at the end and when stopped."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay."""
+    asynchronous: bool = True
+    """Training goes on while a checkpoint is written. Its state is copied first: each rank needs
+    host memory for a copy of what it writes, which `mar plan` counts."""
 
 
 class WatchdogConfig(Strict):

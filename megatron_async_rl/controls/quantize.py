@@ -24,11 +24,16 @@ def quantize(values: Tensor, dtype: ReferenceDtype) -> tuple[Tensor, ...]:
         )
     flat = values.detach().reshape(-1).float()
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
-    mantissa, exponent = torch.frexp(blocks.abs().amax(dim=1, keepdim=True) / LARGEST)
+    scales = scales_of(blocks.abs().amax(dim=1, keepdim=True), LARGEST)
+    return (blocks / scales).to(torch.float8_e4m3fn), scales
+
+
+def scales_of(largest: Tensor, limit: float) -> Tensor:
+    """The smallest powers of two that bring `largest` (float32, not negative) within `limit`."""
+    mantissa, exponent = torch.frexp(largest / limit)
     # frexp gives [0.5, 1) x 2^e: 0.5 is a power of two itself, which e - 1 reaches.
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(min=SMALLEST_EXPONENT)
-    scales = torch.ldexp(torch.ones_like(mantissa), exponent)
-    return (blocks / scales).to(torch.float8_e4m3fn), scales
+    return torch.ldexp(torch.ones_like(mantissa), exponent)
 
 
 def dequantize(written: tuple[Tensor, ...], shape: torch.Size) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence, Sized
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from megatron_async_rl.flow.engine_task import Asked, EngineSlot
 from megatron_async_rl.samples.types import Request
@@ -43,9 +43,6 @@ class Place(Protocol):
     def held(self) -> Sized: ...
 
 
-P = TypeVar("P", bound=Place)
-
-
 class Router:
     """The least loaded engine with room, or one nearly as empty that knows the prompt. `capacity`:
     requests that one engine holds at most."""
@@ -55,7 +52,7 @@ class Router:
         self._slack = max(AFFINITY_LEAST, capacity // 16)
         self._last: OrderedDict[int, int] = OrderedDict()
 
-    def choose(self, slots: Sequence[P], group: int, limit: int) -> P | None:
+    def choose[P: Place](self, slots: Sequence[P], group: int, limit: int) -> P | None:
         """Null where none holds fewer than `limit`; of several that are as empty, the first.
         Remembers where the group went."""
         least = min(slots, key=lambda slot: len(slot.held), default=None)

@@ -19,7 +19,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -41,15 +41,12 @@ class Waiting(Protocol):
         """Its place in the order in which groups finished; null while it is running."""
 
 
-G = TypeVar("G", bound=Waiting)
-
-
-def oldest_first(groups: Iterable[G], count: int) -> list[G]:
+def oldest_first[G: Waiting](groups: Iterable[G], count: int) -> list[G]:
     """Those of the first `count` of `groups`, which come most urgent first, that have finished."""
     return [group for group in islice(groups, count) if group.finished is not None]
 
 
-def windowed(groups: Sequence[G], count: int, step: int, window: float) -> list[G]:
+def windowed[G: Waiting](groups: Sequence[G], count: int, step: int, window: float) -> list[G]:
     """The `count` that finished first among the first ceil((1 + window) count), without making
     another late.
 

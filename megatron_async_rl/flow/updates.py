@@ -42,8 +42,8 @@ class Signal:
 
 
 async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:
-    """Returns when all have ended. Asks again: on Python 3.11 `asyncio.wait_for` loses a
-    cancellation that comes at the moment of its result."""
+    """Returns when all have ended. Asks again: a library that a work waits in may lose a
+    cancellation that comes at the moment of its result, as Python's `wait_for` did before 3.12."""
     left = set(works)
     while left:
         for work in left:

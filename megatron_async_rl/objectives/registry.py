@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import TypeVar
 
 from megatron_async_rl.config.base import Strict, plug_in_class
 from megatron_async_rl.objectives.advantages.discounted import (
@@ -91,14 +90,12 @@ CORRECTIONS: Mapping[str, CorrectionMethod] = {
     "opsm": CorrectionMethod(opsm, needs=columns("logp")),
 }
 
-F = TypeVar("F")
-
 
 class UnknownName(ValueError):
     """A name that no registry line has."""
 
 
-def find(kind: str, name: str, registry: Mapping[str, F]) -> F:
+def find[F](kind: str, name: str, registry: Mapping[str, F]) -> F:
     """Raises UnknownName, naming the nearest known names; for a plug-in also ValueError."""
     if name in registry:
         return registry[name]

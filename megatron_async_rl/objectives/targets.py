@@ -11,9 +11,9 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,13 +21,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.objectives.aggregate import Denominators
-from megatron_async_rl.objectives.batch import BatchDecision, TokenBatch
+from megatron_async_rl.objectives.batch import BatchDecision, TokenBatch, on_device
 from megatron_async_rl.samples.columns import spans
 from megatron_async_rl.samples.rank_batch import RankBatch
 
 PER_SEQUENCE = ("rewards", "score_norms")
 """Fields of a TokenBatch with one number per sequence, besides `group`, which micro-batches do not
 have."""
+
+
+Kind = Literal["batch", "tokens", "sequences"]
+"""A field of the TokenBatch, or a decision by token or by sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,37 +72,47 @@ class StepTargets:
     corrected: bool
     metrics: Mapping[str, float]
 
-    def part(self, rows: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> TokenBatch:
-        """The tokens of the samples `rows`, in that order, as one micro-batch holds them.
+    def placed(self, dtype: torch.dtype, device: torch.device) -> PlacedTargets:
+        """The step's numbers on the device, floats in `dtype`, uploaded together."""
+        whole = self.whole
+        kinds: dict[Kind, Mapping[str, Tensor]] = {
+            "batch": {
+                name: each for name, each in _tensors(whole) if name not in ("group", "sequence")
+            },
+            "tokens": whole.decided.tokens,
+            "sequences": whole.decided.sequences,
+        }
+        numbers: dict[tuple[Kind, str], Tensor] = {}
+        for kind, tensors in kinds.items():
+            for name, each in tensors.items():
+                of_nobody = each.new_zeros((1, *each.shape[1:]))
+                filled = torch.cat((each, of_nobody))
+                numbers[kind, name] = filled.to(dtype) if each.is_floating_point() else filled
+        return PlacedTargets(on_device(numbers, device), whole.decided.scalars)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedTargets:
+    """A step's numbers where the model computes: those of its tokens, or of its samples, in order,
+    and behind them a 0 of nobody."""
+
+    numbers: Mapping[tuple[Kind, str], Tensor]
+    scalars: Mapping[str, float]
+
+    def part(self, tokens: Tensor, samples: Tensor, sequence: Tensor) -> TokenBatch:
+        """One micro-batch. tokens [N], samples [S]: int64, on the device, their places in the step;
+        one past the last is nobody's, with which a micro-batch without samples is filled.
+        sequence: [N], the token's place in `samples`.
 
         `logp` (and `logp_prox`, where it was not precomputed) is nan until the caller replaces it.
-        No rows: one masked token.
         """
-        chosen = np.asarray(rows, dtype=np.int64)
-        starts, lengths = self.samples.starts[chosen], self.samples.lengths[chosen]
-        tokens, sequences = torch.from_numpy(spans(starts, lengths)), torch.from_numpy(chosen)
-
-        def moved(values: Tensor) -> Tensor:
-            return values.to(device=device, dtype=dtype if values.is_floating_point() else None)
-
-        def pick(values: Tensor, index: Tensor) -> Tensor:
-            return moved(values[index]) if rows else moved(torch.zeros(1, dtype=values.dtype))
-
-        taken: dict[str, Tensor | int | BatchDecision | None] = {}
-        for name, value in _tensors(self.whole):
-            if name == "group":
-                continue
-            taken[name] = pick(value, sequences if name in PER_SEQUENCE else tokens)
-        sequence = np.repeat(np.arange(len(rows)), lengths) if rows else np.zeros(1, dtype=np.int64)
-        taken["sequence"] = torch.from_numpy(sequence).to(device)
-        taken["sequences"] = max(len(rows), 1)
-        decided = self.whole.decided
-        taken["decided"] = BatchDecision(
-            tokens={name: pick(value, tokens) for name, value in decided.tokens.items()},
-            sequences={name: pick(value, sequences) for name, value in decided.sequences.items()},
-            scalars=decided.scalars,
-        )
-        return TokenBatch(**taken)  # type: ignore[arg-type]
+        taken: dict[Kind, dict[str, Any]] = {"batch": {}, "tokens": {}, "sequences": {}}
+        for (kind, name), values in self.numbers.items():
+            by_sequence = kind == "sequences" or (kind == "batch" and name in PER_SEQUENCE)
+            taken[kind][name] = values[samples if by_sequence else tokens]
+        taken["batch"] |= {"sequence": sequence, "sequences": len(samples)}
+        decided = BatchDecision(taken["tokens"], taken["sequences"], self.scalars)
+        return TokenBatch(**taken["batch"], decided=decided)
 
 
 def _tensors(batch: TokenBatch) -> Iterator[tuple[str, Tensor]]:

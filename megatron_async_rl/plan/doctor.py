@@ -54,7 +54,7 @@ PARTS = (
     Part("torch", "2.13.0", ("cpu", "cuda"), "tensors, gloo and NCCL"),
     Part(
         "megatron-core",
-        "0.16.1",
+        "0.19.2",
         ("cpu", "cuda"),
         "the policy: parallel layers, schedules, distributed optimizer",
     ),
@@ -67,7 +67,7 @@ PARTS = (
     Part("transformers", "5.19.0", ("cpu", "cuda"), "model configs and chat templates"),
     Part(
         "transformer-engine-torch",
-        "2.20.2",
+        "2.12.0",
         (),
         "fused and FP8 layers, attention of packed rows and context parallelism (GPU only)",
     ),
@@ -110,9 +110,9 @@ def show(findings: list[Finding], console: Console) -> int:
 
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    fine = (3, 11) <= sys.version_info < (3, 14)
+    fine = sys.version_info[:2] == (3, 12)
     return Finding(
-        "python", "ok" if fine else "missing", version, "" if fine else "use Python 3.11 to 3.13"
+        "python", "ok" if fine else "missing", version, "" if fine else "use Python 3.12"
     )
 
 

@@ -9,8 +9,10 @@ from typing import Literal
 
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.lora import lora_problems
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.policy.supported import ChosenLayers, choose_layers
 
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
@@ -29,6 +31,19 @@ def device_of(config: Config, machine: Machine) -> Device:
     if config.policy.device == "auto":
         return "cuda" if machine.gpus else "cpu"
     return config.policy.device
+
+
+def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLayers:
+    """Raises UserError for layers that cannot be had."""
+    policy = config.policy
+    return choose_layers(
+        policy.layers,
+        model_type=shape.family.model_type,
+        dtype=config.model.dtype,
+        device=device_of(config, machine),
+        lora=policy.lora is not None,
+        installed=machine.transformer_engine,
+    )
 
 
 def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int, int]:
@@ -218,6 +233,7 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
         + _virtual_problems(config, shape)
         + _expert_problems(config, shape)
         + _engine_problems(config, shape)
+        + lora_problems(config, shape)
     )
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 GIB = 2**30
@@ -26,7 +27,7 @@ class Gpu:
 class Machine:
     """`memory` and `shared_memory` in bytes: what may be used in all, and what is free in /dev/shm
     (0: there is none). `described`: named on the command line, so that only its GPUs are known and
-    nothing that lies on its disks is.
+    nothing that lies on its disks is. `transformer_engine`: is installed, or the machine described.
 
     `nodes`: machines like this one that the run has. Each has the same number of ranks, and the
     first has the engines.
@@ -38,13 +39,20 @@ class Machine:
     gpus: tuple[Gpu, ...]
     nodes: int = 1
     described: bool = False
+    transformer_engine: bool = False
 
 
 def described_machine(*, gpus: int, gpu_memory_gib: float, nodes: int) -> Machine:
     """`nodes` machines of `gpus` GPUs each, of which nothing else is known."""
     gpu = Gpu(f"GPU of {gpu_memory_gib:g} GiB", int(gpu_memory_gib * GIB))
     return Machine(
-        cores=0, memory=0, shared_memory=0, gpus=(gpu,) * gpus, nodes=nodes, described=True
+        cores=0,
+        memory=0,
+        shared_memory=0,
+        gpus=(gpu,) * gpus,
+        nodes=nodes,
+        described=True,
+        transformer_engine=True,
     )
 
 
@@ -56,6 +64,19 @@ def this_machine(nodes: int = 1) -> Machine:
         shared_memory=shared,
         gpus=_gpus(),
         nodes=nodes,
+        transformer_engine=_has_transformer_engine(),
+    )
+
+
+def _has_transformer_engine() -> bool:
+    """True where it is installed with its part for torch. That is a file which it loads by its
+    path: beside the package, in it, or in its `wheel_lib`, by how it was built."""
+    found = find_spec("transformer_engine")
+    places = found.submodule_search_locations if found is not None else None
+    return any(
+        any(folder.glob("transformer_engine_torch*.so"))
+        for place in map(Path, places or ())
+        for folder in (place.parent, place, place / "wheel_lib")
     )
 
 

@@ -1,7 +1,7 @@
 """Bytes each trainer rank and each engine needs, by arithmetic on the model's sizes.
 
 Weights, gradients, optimizer state and KV cache are exact up to padding; activations and the
-log-prob chunk are estimates of what the local layers keep for the backward pass. Attention is
+log-prob chunk are estimates of what the layers keep for the backward pass. Attention is
 torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a GPU has no
 such kernel.
 """
@@ -9,17 +9,22 @@ such kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_async_rl.config.controls import AlignmentSettings
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.lora import stage_adapters
 from megatron_async_rl.plan.machine import GIB
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.policy.supported import LayerFamily
 
 FLOAT32 = 4
 REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
 """Per parameter, by `reference_dtype`; fp8 has a float32 scale for 128 numbers."""
 LOGIT_COPIES = 3
 """Chunks of float32 logits whose memory the log-probs take: policy/logprobs.py keeps to it."""
+TARGET_BYTES = 50
+"""For each token that a step trains on, whichever rank's it is: losses need 36 to 49 of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +32,9 @@ class RankMemory:
     """Bytes on one rank of pipeline stage `stage`; its data-, context- and tensor-parallel
     neighbours need the same.
 
-    held: copies of the weights in host memory (reference, proximal policies), not part of `total`.
+    In host memory, not part of `total`: `held`, copies of the weights (reference, proximal
+    policies), divided over the ranks that hold the same parameters; `staged`, what a checkpoint
+    that is written beside the steps copies first.
     """
 
     stage: int
@@ -38,6 +45,7 @@ class RankMemory:
     activations: int
     logprobs: int
     held: int
+    staged: int
 
     @property
     def total(self) -> int:
@@ -94,22 +102,28 @@ def rank_memory(
     data_parallel: int,
     longest: int,
     on_gpu: bool = False,
+    layers: LayerFamily = "local",
 ) -> RankMemory:
     """`longest`: tokens of the longest prompt + response.
 
-    Gradients and optimizer state are float32 (AdamW: two moments, and a master copy under
-    bfloat16); the distributed optimizer shards the state, not the gradient buffer: over the ranks
-    that hold the same parameters, which for experts are other ones."""
+    Gradients, optimizer state and copies are of what is trained, with policy.lora the adapters.
+    The first two are float32 (AdamW: two moments, and a master copy under bfloat16); the
+    distributed optimizer shards the state, not the gradient buffer: over the ranks that hold the
+    same parameters, which for experts are other ones."""
     parallel = config.policy.parallel
     dense = stage_parameters(shape, stage=stage, pipeline=parallel.pipeline, tensor=parallel.tensor)
     experts = stage_experts(shape, pipeline=parallel.pipeline, expert=parallel.expert)
-    count = dense + experts
+    frozen, lora = 0, config.policy.lora
+    if lora is not None:
+        frozen, experts = dense + experts, 0
+        dense = stage_adapters(lora, shape, pipeline=parallel.pipeline, tensor=parallel.tensor)
+    trained = dense + experts
     copies = data_parallel * parallel.context
     replicas = (
         max(1, copies * parallel.tensor // parallel.expert) if parallel.expert > 1 else copies
     )
-    own = -(-dense // copies) + -(-experts // replicas) if parallel.distributed_optimizer else count
-    state = 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
+    share = -(-dense // copies) + -(-experts // replicas)
+    own = share if parallel.distributed_optimizer else trained
     prompts = -(-config.flow.prompts_per_step // config.objective.minibatches)
     samples = -(-prompts * config.flow.group_size // data_parallel)
     tokens = -(-min(config.policy.tokens_per_micro_batch, samples * longest) // parallel.context)
@@ -120,42 +134,82 @@ def rank_memory(
         * FLOAT32
         * LOGIT_COPIES
     )
+    head = 0
+    if parallel.overlap_grad_reduce and lora is None:
+        # The gradient of the output layer's weight, and its copy in the model's dtype.
+        copied = value_bytes(config) if config.model.dtype == "bfloat16" else 0
+        head = shape.vocabulary // parallel.tensor * shape.hidden * (FLOAT32 + copied)
+    step = config.rollout.sampling.max_tokens if config.rollout is not None else longest
+    targets = TARGET_BYTES * prompts * config.flow.group_size * step
     return RankMemory(
         stage=stage,
-        parameters=count * value_bytes(config),
-        gradients=count * FLOAT32,
-        optimizer=own * state,
+        parameters=(frozen + trained) * value_bytes(config),
+        gradients=trained * FLOAT32,
+        optimizer=own * state_bytes(config),
         controls=control_bytes(
             config, own, largest=largest_parameter(shape, tensor=parallel.tensor), on_gpu=on_gpu
         ),
-        activations=_activations(config, shape, stage, tokens, longest, on_gpu=on_gpu),
-        logprobs=chunk if stage == parallel.pipeline - 1 else 0,
-        held=count * held_bytes(config) + own * past_master_bytes(config),
+        activations=_activations(
+            config, shape, stage, tokens, longest, on_gpu=on_gpu, layers=layers
+        ),
+        logprobs=chunk + head + targets if stage == parallel.pipeline - 1 else 0,
+        held=share * held_bytes(config) + own * past_master_bytes(config),
+        staged=share * staged_bytes(config),
     )
 
 
+def staged_bytes(config: Config) -> int:
+    """Bytes, per parameter that a rank writes, of the copy that a checkpoint is written from beside
+    the steps: weights, optimizer state, past gradients in float32, and the copies of the weights
+    that a resumed run needs."""
+    if not config.checkpoint.asynchronous:
+        return 0
+    objective, own = config.objective, value_bytes(config)
+    reference = objective.reference if objective.needs_reference else None
+    copied = own + state_bytes(config)
+    copied += FLOAT32 * sum(isinstance(control, AlignmentSettings) for control in config.controls)
+    if reference is not None and reference.ema is not None:
+        copied += FLOAT32
+    elif reference is not None and reference.refresh_every is not None:
+        copied += own
+    if _compares(config) and objective.proximal == "ewma":
+        copied += FLOAT32
+    if _compares(config) and objective.proximal == "snapshot":
+        copied += (objective.snapshots - 1) * own
+    return copied + past_master_bytes(config, kept=objective.snapshots - 1)
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of AdamW's state per parameter: two moments, and a master copy under bfloat16."""
+    return 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
+
+
 def held_bytes(config: Config) -> int:
-    """Bytes per parameter of a rank that its copies of the weights take in host memory: an average
-    is float32, the others are of the model's dtype, and so is the copy in which the weights in
-    training wait while another is in place."""
+    """Bytes per parameter that copies of the weights take in host memory: an average is float32,
+    the others are of the model's dtype, and so is the copy in which the weights in training wait
+    while another is in place."""
     objective, own = config.objective, value_bytes(config)
     ema = objective.reference is not None and objective.reference.ema is not None
-    compares = objective.loss.uses_proximal or bool(objective.corrections)
     held = (FLOAT32 if ema else own) if objective.needs_reference else 0
-    if compares and objective.proximal == "ewma":
+    if _compares(config) and objective.proximal == "ewma":
         held += FLOAT32
-    proximal = compares and objective.proximal == "snapshot"
+    proximal = _compares(config) and objective.proximal == "snapshot"
     placed = own if held or proximal else 0
     if proximal:
         held += objective.snapshots * own
     return held + placed
 
 
-def past_master_bytes(config: Config) -> int:
-    """Bytes, in host memory, of the past versions of the optimizer's parameters that a control
-    looks at, per parameter whose optimizer state a rank has."""
-    kept = any(control.needs_past_weights for control in config.controls)
-    return config.objective.snapshots * FLOAT32 if kept else 0
+def _compares(config: Config) -> bool:
+    return config.objective.loss.uses_proximal or bool(config.objective.corrections)
+
+
+def past_master_bytes(config: Config, kept: int | None = None) -> int:
+    """Bytes, in host memory, of the `kept` past versions (null: all) of the optimizer's parameters
+    that a control looks at, per parameter whose optimizer state a rank has."""
+    versions = config.objective.snapshots if kept is None else kept
+    needed = any(control.needs_past_weights for control in config.controls)
+    return versions * FLOAT32 if needed else 0
 
 
 def control_bytes(config: Config, own: int, *, largest: int, on_gpu: bool) -> int:
@@ -183,21 +237,28 @@ def largest_parameter(shape: ModelShape, *, tensor: int) -> int:
 
 
 def _activations(
-    config: Config, shape: ModelShape, stage: int, tokens: int, longest: int, *, on_gpu: bool
+    config: Config,
+    shape: ModelShape,
+    stage: int,
+    tokens: int,
+    longest: int,
+    *,
+    on_gpu: bool,
+    layers: LayerFamily,
 ) -> int:
     """Bytes of a rank's layers in flight. With policy.recompute: full each keeps its input alone,
     and one at a time is computed again; `selective` keeps what attention keeps, but no scores, and
     one layer's at a time."""
-    layers = _layers_in_flight(config, shape, stage)
+    count = _layers_in_flight(config, shape, stage)
     recompute, parallel = config.policy.recompute, config.policy.parallel
-    whole = _layer_activations(config, shape, tokens, longest, on_gpu=on_gpu)
+    kept = partial(_layer_activations, config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
     if recompute == "none":
-        return layers * whole
+        return count * kept()
     if recompute == "selective":
-        without = _layer_activations(config, shape, tokens, longest, on_gpu=on_gpu, core=False)
-        return layers * without + (whole - without)
+        without = kept(core=False)
+        return count * without + (kept() - without)
     parts = parallel.tensor if parallel.sequence else 1
-    return layers * tokens * shape.hidden // parts * value_bytes(config) + whole
+    return count * tokens * shape.hidden // parts * value_bytes(config) + kept()
 
 
 def _layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:
@@ -226,6 +287,7 @@ def _layer_activations(
     longest: int,
     *,
     on_gpu: bool,
+    layers: LayerFamily,
     core: bool = True,
 ) -> int:
     """Bytes one layer keeps of a micro-batch of `tokens` of this rank: the inputs of its norms,
@@ -235,9 +297,12 @@ def _layer_activations(
     attention = (
         2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.heads * shape.head_dim
     )
-    # Experts get copies of their tokens and give as many back.
+    # Experts get copies of their tokens and give as many back. A fused gate keeps its two inputs
+    # and its output alone.
     gate = (
-        max(1, shape.experts_per_token) * 4 * shape.intermediate
+        max(1, shape.experts_per_token)
+        * (3 if layers == "transformer_engine" else 4)
+        * shape.intermediate
         + 2 * shape.experts_per_token * shape.hidden
     )
     stores = core and stores_scores(config, shape, on_gpu=on_gpu)

@@ -11,9 +11,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.layout import Device, Process, device_of, layout_problems, processes
+from megatron_async_rl.plan.layout import (
+    Device,
+    Process,
+    device_of,
+    layers_of,
+    layout_problems,
+    processes,
+)
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.memory import (
     EngineMemory,
@@ -23,6 +30,7 @@ from megatron_async_rl.plan.memory import (
     value_bytes,
 )
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.policy.supported import ChosenLayers
 from megatron_async_rl.rollout.cluster import object_store_bytes
 
 RANK_PROCESS_BYTES = GIB
@@ -58,6 +66,8 @@ class Batch:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     device: Device
+    layers: ChosenLayers | None
+    """Null where they, or the model, cannot be had."""
     processes: tuple[Process, ...]
     batch: Batch | None
     ranks: tuple[RankMemory, ...]
@@ -83,8 +93,13 @@ def make_plan(
         *_batch_problems(config, lengths),
         *_schedule_problems(config),
     ]
+    layers: ChosenLayers | None = None
     if shape is not None:
         found += _context_problems(config, shape)
+        try:
+            layers = layers_of(config, machine, shape)
+        except UserError as error:
+            found += error.problems
     device = device_of(config, machine)
     parallel = config.policy.parallel
     data_parallel = parallel.data
@@ -101,6 +116,7 @@ def make_plan(
                 data_parallel=data_parallel,
                 longest=longest,
                 on_gpu=device == "cuda",
+                layers=layers.family if layers else "local",
             )
             for stage in range(parallel.pipeline)
         )
@@ -112,6 +128,7 @@ def make_plan(
         warnings += _store_warnings(config, shape, machine, longest)
     return Plan(
         device=device,
+        layers=layers,
         processes=processes(config, device, machine),
         batch=_batch(config, data_parallel, longest, lengths) if data_parallel > 0 else None,
         ranks=ranks,
@@ -331,12 +348,12 @@ def _warnings(
                 f" {machine.memory / GIB:.1f} GiB"
             )
     elif machine.gpus and ranks:
-        held = sum(rank.held for rank in ranks) * (parallel.ranks // len(ranks))
+        held = sum(rank.held + rank.staged for rank in ranks) * (parallel.ranks // len(ranks))
         if not machine.described and held > machine.memory:
             found.append(
-                f"copies of the weights (reference, proximal policies) take about {held / GIB:.1f}"
-                " GiB of host memory over all ranks, this machine gives"
-                f" {machine.memory / GIB:.1f} GiB"
+                "copies of the weights (reference, proximal policies) and of what a checkpoint"
+                f" writes (checkpoint.asynchronous) take about {held / GIB:.1f} GiB of host memory"
+                f" over all ranks, this machine gives {machine.memory / GIB:.1f} GiB"
             )
         needed = max(rank.total for rank in ranks)
         if needed > machine.gpus[0].memory:
@@ -350,7 +367,7 @@ def _warnings(
 def _host_bytes(config: Config, ranks: Sequence[RankMemory], engine: EngineMemory | None) -> int:
     per_stage = config.policy.parallel.ranks // max(1, len(ranks))
     total = (
-        sum(rank.total + rank.held for rank in ranks) * per_stage
+        sum(rank.total + rank.held + rank.staged for rank in ranks) * per_stage
         + config.policy.parallel.ranks * RANK_PROCESS_BYTES
     )
     if engine is not None and config.rollout is not None:

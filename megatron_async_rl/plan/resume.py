@@ -51,6 +51,7 @@ ALLOWED = (
     # Where and how fast it runs. A checkpoint loads on any parallel layout.
     "policy.parallel",
     "policy.device",
+    "policy.layers",
     "policy.sequence",
     "policy.tokens_per_micro_batch",
     "policy.logprob_chunk_tokens",
@@ -190,7 +191,8 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
         if path is None:
             return []
         require_whole(path)
-        source = about(path).get("model_path")
+        content = about(path)
+        source = content.get("model_path")
         buffer = read_file(path.parent, buffer_file.NAME)
         if buffer is not None:
             buffer_file.read(buffer)
@@ -201,7 +203,24 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
     except buffer_file.BufferBroken as error:
         return [replace(one, what=f"{path}: {one.what}") for one in error.problems]
     held = read_model(Path(source))[0] if source is not None else None
-    return _another_model(path, held, shape) if held is not None and shape is not None else []
+    found = _other_adapters(path, content.get("lora"), config)
+    if held is not None and shape is not None:
+        found += _another_model(path, held, shape)
+    return found
+
+
+def _other_adapters(checkpoint: Path, held: Any, config: Config) -> list[Problem]:
+    """Problem of adapters that differ, also where the run has no older copy of its config."""
+    lora = config.policy.lora
+    own = lora.model_dump(mode="json") if lora is not None else None
+    if held == own:
+        return []
+    there = "adapters" if held is not None else "whole weights"
+    what = (
+        f"{checkpoint} holds {there} (lora: {json.dumps(held)}), and here it is {json.dumps(own)}"
+    )
+    fix = "set it back, or choose another run.dir"
+    return [Problem(key="policy.lora", what=what, fix=fix)]
 
 
 def _another_model(checkpoint: Path, held: ModelShape, shape: ModelShape) -> list[Problem]:

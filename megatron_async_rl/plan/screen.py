@@ -33,6 +33,9 @@ def show_plan(
     _print(console, resolved(config))
     _heading(console, "processes")
     _print(console, f"device {plan.device}; {machine_line(machine)}")
+    if plan.layers is not None and plan.device == "cuda":
+        why = f" ({plan.layers.why})" if plan.layers.why else ""
+        _print(console, f"layers {plan.layers.family}{why}")
     if plan.processes:
         console.print(_processes(plan))
     if plan.batch is not None:
@@ -296,11 +299,13 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
         "optimizer",
         "controls",
         "activations ~",
-        "log-prob chunk ~",
+        "log-probs, targets ~",
         "total ~",
     ]
     holds = any(rank.held for rank in plan.ranks)
-    for column in [*columns, "other weights, on the host"] if holds else columns:
+    columns += ["other weights, on the host"] if holds else []
+    columns += ["a checkpoint's copy, on the host"] if config.checkpoint.asynchronous else []
+    for column in columns:
         table.add_column(column, justify="right")
     for rank in plan.ranks:
         parts = [
@@ -313,6 +318,7 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
             rank.total,
         ]
         parts += [rank.held] if holds else []
+        parts += [rank.staged] if config.checkpoint.asynchronous else []
         table.add_row(
             f"stage {rank.stage}" if len(plan.ranks) > 1 else "the policy",
             *(size(part) for part in parts),

@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,13 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_async_rl.gradients import dot, squared_norm
+from megatron_async_rl.policy.adam_view import gradients_of
 from megatron_async_rl.policy.megatron_private import gradient_buffers
-from megatron_async_rl.policy.optimizer import gradients_of, optimizer_parameters
-from megatron_async_rl.policy.parameter_state import shard_owners
+from megatron_async_rl.policy.parameter_state import optimizer_slices
+from megatron_async_rl.policy.parameters import whole_model_names
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -168,17 +167,11 @@ class AnomalyReport:
     def _squares_of_parameters(self, gradients: Gradients) -> dict[str, float]:
         """Name in the whole model -> |g|^2 of that parameter, the same on every rank."""
         names = {
-            id(parameter): whole_model_name(chunk, name, self._layout)
+            id(parameter): name
             for chunk in self._model.chunks
-            for name, parameter in chunk.named_parameters()
+            for parameter, name in whole_model_names(self._model.bridge, chunk)
         }
-        owners = [
-            owner
-            for owner, shard in zip(
-                shard_owners(self._optimizer), optimizer_parameters(self._optimizer), strict=True
-            )
-            if shard.grad is not None
-        ]
+        owners = [place.parameter for place in optimizer_slices(self._optimizer)]
         own: dict[str, float] = {}
         for owner, shard in zip(owners, gradients.shards, strict=True):
             if shard.counted:
@@ -234,22 +227,6 @@ class AnomalyReport:
         everyone: list[Any] = [None] * self._layout.world_size
         dist.all_gather_object(everyone, own, group=self._layout.cpu_group)
         return everyone
-
-
-def whole_model_name(chunk: torch.nn.Module, name: str, layout: Layout) -> str:
-    """A parameter's name with the numbers that its layer and its expert have in the whole model,
-    where those in `name` count from the first of this rank."""
-
-    def of_model(match: re.Match[str]) -> str:
-        layer: Any = chunk.get_submodule(match.group(0))
-        return f"{match.group(1)}{layer.layer_number - 1}"
-
-    def of_layer(match: re.Match[str]) -> str:
-        experts: Any = chunk.get_submodule(name[: match.start()] + ".local_experts")
-        return f".local_experts.{layout.ep_rank * len(experts) + int(match.group(1))}"
-
-    numbered = re.sub(r"\.local_experts\.(\d+)", of_layer, name)
-    return re.sub(r"^(.*?layers\.)\d+", of_model, numbered, count=1)
 
 
 def _told(samples: RankBatch, row: int, *, whole: bool) -> dict[str, Any]:

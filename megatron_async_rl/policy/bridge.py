@@ -1,9 +1,9 @@
 """From a Hugging Face directory to Megatron's configuration, layers and weight names: mbridge with
 our overrides.
 
-mbridge assumes Transformer Engine layers and transformers 4. The overrides here use Megatron's
-local layers with our attention and normalisation, take rotary frequencies from transformers (5),
-and pad the vocabulary to the tensor-parallel size. families.py has what differs between families.
+mbridge assumes Transformer Engine layers and transformers 4. The overrides here take the layers of
+either family (layers.py) with our attention, rotary frequencies from transformers (5), and pad the
+vocabulary to the tensor-parallel size. families.py has what differs between model families.
 
 Invariants:
 - padded vocabulary rows are zero and known (`vocab_size` against `padded_vocab_size`);
@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mbridge.core.llm_bridge import LLMBridge
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -29,8 +27,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 
 from megatron_async_rl.policy.attention import core_attention
-from megatron_async_rl.policy.norms import RMSNorm
+from megatron_async_rl.policy.layers import CHECKPOINT_KEYS, Layers, RMSNorm, with_bias
+from megatron_async_rl.policy.lora import adapt as add_adapters
 from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parameters import ADAPTER
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.lora import LoraConfig
 
 MBRIDGE_METHODS = {
     "mbridge.core.bridge.Bridge": (
@@ -54,20 +57,15 @@ MBRIDGE_METHODS = {
 other module uses one. A unit test looks that each exists."""
 
 
-class BiasedRowParallelLinear(RowParallelLinear):
-    """A row-parallel product with a bias, in a layer whose other products of this kind have none.
-    Each tensor-parallel rank has the whole bias, and adds it once, after the sum over ranks."""
-
-    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
-        super().__init__(*args, bias=True, **kwargs)
-
-
-class LocalBridge(LLMBridge):
-    """mbridge's bridge on Megatron's local layers. Mixed in before the bridge of one model type."""
+class PolicyBridge(LLMBridge):
+    """mbridge's bridge on this package's layers, whose parameters it knows by their names in the
+    local family. Mixed in before the bridge of one model type."""
 
     layout: Layout
+    layers: Layers
     tied: bool
     packed: bool
+    lora: LoraConfig | None = None
     norm: type[torch.nn.Module] = RMSNorm
     output_bias = False
     """The output projection of attention has a bias."""
@@ -161,12 +159,23 @@ class LocalBridge(LLMBridge):
             rotary.inv_freq = frequencies.to(rotary.inv_freq)
 
     def global_names(self, chunk: torch.nn.Module) -> dict[str, str]:
-        """A parameter's name in the chunk -> its name with layers numbered over the whole model."""
-        names: dict[str, str] = self._weight_name_mapping_mcore_local_to_global(chunk)
-        return names
+        """A parameter's name in the chunk -> its canonical one (layers.py), with layers numbered
+        over the whole model."""
+        names = self._weight_name_mapping_mcore_local_to_global(chunk, consider_ep=False)
+        return {own: self.layers.canonical(name) for own, name in names.items()}
 
     def to_hugging_face(self, name: str, whole: Tensor) -> tuple[list[str], list[Tensor]]:
-        """Names and tensors in Hugging Face's files of one whole Megatron parameter."""
+        """Names and tensors in Hugging Face's files, of adapters in PEFT's, of one whole Megatron
+        parameter."""
+        if ADAPTER in name:
+            layer, _, own = name.partition(ADAPTER)
+            target, part = own.split(".")
+            (matrix,) = (
+                matrix
+                for matrix in self._weight_name_mapping_mcore_to_hf(f"{layer}.weight")
+                if f".{target}." in matrix
+            )
+            return [f"base_model.model.{matrix.removesuffix('weight')}{part}.weight"], [whole]
         names, tensors = self._weight_to_hf_format(name, whole)
         return names, tensors
 
@@ -177,6 +186,8 @@ class LocalBridge(LLMBridge):
 
     def merge(self, name: str, shards: Sequence[Tensor], like: Any) -> Tensor:
         """The whole parameter from its tensor-parallel shards, in order."""
+        if ADAPTER in name:
+            return torch.cat(list(shards), dim=like.partition_dim)
         whole: Tensor = self._weight_merge_across_tp(name, list(shards), like)
         return whole
 
@@ -188,15 +199,9 @@ class LocalBridge(LLMBridge):
     def layer_spec(self, vp_stage: int | None) -> TransformerBlockSubmodules:
         """The layers of this pipeline stage (of one virtual stage of it, where there are several)
         and the final norm."""
-        layer = get_gpt_layer_local_spec(
-            num_experts=self.config.num_moe_experts,
-            moe_grouped_gemm=False,
-            qk_layernorm=self.config.qk_layernorm,
-            normalization="RMSNorm",
-        )
+        layer = self.layers.layer(self.config, self.norm)
         parts = layer.submodules
-        parts.input_layernorm = self.norm
-        parts.pre_mlp_layernorm = self.norm
+        parts.sharded_state_dict_keys_map = CHECKPOINT_KEYS
         attention = parts.self_attention.submodules
         attention.core_attention = ModuleSpec(
             module=core_attention(
@@ -208,13 +213,14 @@ class LocalBridge(LLMBridge):
             )
         )
         if self.output_bias:
-            attention.linear_proj = BiasedRowParallelLinear
-        if self.config.qk_layernorm:
-            attention.q_layernorm = self.norm
-            attention.k_layernorm = self.norm
+            attention.linear_proj = with_bias(attention.linear_proj)
         self.adapt(parts)
+        if self.lora is not None:
+            add_adapters(parts, self.config, self.lora, output_bias=self.output_bias)
         layers = get_num_layers_to_build(self.config, vp_stage)
-        return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=self.norm)
+        return TransformerBlockSubmodules(
+            layer_specs=[layer] * layers, layer_norm=self.layers.norm(self.norm)
+        )
 
     def adapt(self, layer: TransformerLayerSubmodules) -> None:
         """Puts parts of the family's own into the layer's."""

@@ -2,20 +2,25 @@
 
     DIR/latest                    the name of the newest complete checkpoint (checkpoint_folder.py)
     DIR/step_00000012/sharded/    the model, and the state of the optimizer and others that goes
-                                  with its parameters (parameter_state.py), in Megatron's
-                                  dist_checkpointing: loads on any parallel layout
+                                  with its parameters (parameter_state.py), in blocks that each
+                                  rank writes of its own (model_blocks.py): loads on any parallel
+                                  layout
     DIR/step_00000012/state.pt    the run's own state, from rank 0; other files of the run by names
                                   that it chose
     DIR/step_00000012/rank_3.pt   what only makes sense to rank 3 of the same layout: RNG
-    DIR/step_00000012/about.json  step, layout, dtype, vocabulary, the source model directory, names
-                                  of the parameter state, and Adam's step count
+    DIR/step_00000012/about.json  step, layout, dtype, vocabulary, layers, the source model
+                                  directory, names of the parameter state, Adam's step count; of
+                                  adapters (lora.py) their settings and the base model's digest
 
 Invariants:
 - a directory named step_N is complete: it is written under another name, synced, and renamed;
   `latest` moves after that, by a rename too. Killed at any moment, the next load finds the previous
   checkpoint or the new one, never a mixture;
 - nothing that `latest` names is deleted before `latest` names something newer;
-- files are read back without running code from them (`weights_only`).
+- what is written is the state at the call of `save`, also where a thread writes it later;
+- files are read back without running code from them;
+- what is not trained is not saved: under adapters a checkpoint goes with the base model in its
+  source directory, and is refused over another one.
 """
 
 from __future__ import annotations
@@ -31,38 +36,35 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_async_rl.policy import model_blocks
 from megatron_async_rl.policy.checkpoint_folder import LATEST, CheckpointBroken, about, newest
-from megatron_async_rl.policy.megatron_private import ShardedSave
+from megatron_async_rl.policy.lora import base_digest
+from megatron_async_rl.policy.model_blocks import Content, ModelBlocks
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import (
-    ModelTensors,
-    Numbers,
+    Sliced,
     adam_names,
     adam_shards,
     adam_steps,
-    assembled,
-    blank,
-    cut,
-    numbers_of,
+    optimizer_state,
     set_adam_steps,
-    sharded,
 )
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
+    from megatron_async_rl.policy.background import Background
     from megatron_async_rl.policy.model import PolicyModel
 
 log = logging.getLogger(__name__)
 
-PARAMETER_STATE = "parameter_state"
 FULL_BYTES = 2**20
+_digests: WeakKeyDictionary[PolicyModel, str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,23 +77,14 @@ class Checkpoint:
     model: PolicyModel
     step: int
     state: dict[str, Any]
-    names: Mapping[str, Numbers]
+    names: frozenset[str]
 
-    def read(self, name: str) -> ModelTensors:
-        """Model tensors of this rank, whole on every data-parallel rank, on the CPU. Collective
-        over the world.
-
-        One name at a time, because a rank's host memory may not hold them all. Raises
-        CheckpointBroken.
-        """
-        tensors = blank(self.model, self.names[name])
-        content = {
-            PARAMETER_STATE: {
-                name: sharded(_key(name), tensors, list(_sharded(self.model).values()))
-            }
-        }
-        loaded = _load_sharded(self.path, content)[PARAMETER_STATE][name]
-        return [loaded[str(index)] for index in range(len(self.model.chunks))]
+    def read(self, named: Mapping[str, Sliced]) -> None:
+        """Fills these slices with what was saved under these names. Collective over the world: the
+        same names on every rank. Raises CheckpointBroken."""
+        if named:
+            content = ModelBlocks(self.model).state(named, writes=False)
+            _read(self.path, content, self.model.bridge.layout)
 
 
 def save(
@@ -101,32 +94,37 @@ def save(
     model: PolicyModel,
     optimizer: MegatronOptimizer,
     state: Mapping[str, Any],
-    parameter_state: Mapping[str, ModelTensors],
+    parameter_state: Mapping[str, Sliced],
     layout: Layout,
     keep: int,
     files: Mapping[str, bytes] | None = None,
+    background: Background | None = None,
 ) -> Path:
     """Saves step `step` and keeps the newest `keep` checkpoints. Collective over the world; returns
     the checkpoint.
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
-    parameter_state: by name, model tensors of this rank's parameters; the same names on every rank.
+    parameter_state: slices by name; the same names on every rank.
     files: name and content of what rank 0 wants beside it; see checkpoint_folder.read_file.
+    background: copies everything to host memory, writes in its thread and returns before that has
+    ended; what failed is raised by its next `start` or `finish`. Every rank gives one, or none.
     Raises FileExistsError when `latest` already names this step.
     """
+    if background is not None:
+        background.finish()
     final = directory / f"step_{step:08d}"
     unfinished = directory / f"unfinished_step_{step:08d}"
     payload, rank_payload = _serialised(state), _serialised({"rng": _rng_state(layout)})
     adam = {
-        name: assembled(adam_shards(optimizer, name), model, optimizer)
-        for name in adam_names(model)
+        name: optimizer_state(optimizer, adam_shards(optimizer, name)) for name in adam_names(model)
     }
     parameter_state = {**parameter_state, **adam}
     description = {
         "step": step,
         **_description(model, optimizer, layout),
+        **_base(model, layout),
         "adam_steps": adam_steps(optimizer),
-        "parameter_state": {name: numbers_of(tensors) for name, tensors in parameter_state.items()},
+        "parameter_state": sorted(parameter_state),
     }
 
     def prepare() -> None:
@@ -156,26 +154,23 @@ def save(
             if old != final:
                 shutil.rmtree(old)
 
+    def write(content: Content) -> None:
+        with _cleared_on_failure(unfinished):
+            model_blocks.write(unfinished / "sharded", content, layout.writing_group)
+            (unfinished / f"rank_{layout.rank}.pt").write_bytes(rank_payload)
+            layout.barrier(layout.writing_group)
+            layout.from_rank_zero(commit, layout.writing_group)
+
     with _cleared_on_failure(unfinished):
         layout.from_rank_zero(prepare)
-        content = _sharded(model)
-        entries = [dict(chunk) for chunk in content.values()]
-        content[PARAMETER_STATE] = {
-            name: sharded(_key(name), tensors, entries) for name, tensors in parameter_state.items()
-        }
-
-        def write(tensors: Any, target: str | Path, planner: Any) -> None:
-            dcp.save(
-                tensors,
-                storage_writer=dcp.FileSystemWriter(target, sync_files=True),
-                planner=planner,
-                process_group=layout.cpu_group,
-            )
-
-        dist_checkpointing.save(content, str(unfinished / "sharded"), ShardedSave(write))
-        (unfinished / f"rank_{layout.rank}.pt").write_bytes(rank_payload)
-        layout.barrier()
-        layout.from_rank_zero(commit)
+        blocks = ModelBlocks(model)
+        content = blocks.model(writes=True) | blocks.state(parameter_state, writes=True)
+        if background is not None:
+            content = model_blocks.staged(content)
+    if background is not None:
+        background.start(lambda: write(content))
+    else:
+        write(content)
     return final
 
 
@@ -208,22 +203,23 @@ def load(
     if path is None:
         return None
     content = about(path)
+    refuse_other_base(path, content, model, layout)
     state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
-    checkpoint = Checkpoint(path, model, content["step"], state, content.get("parameter_state", {}))
+    names = frozenset(content.get("parameter_state", ()))
+    adam = {
+        name: optimizer_state(optimizer, adam_shards(optimizer, name)) for name in adam_names(model)
+    }
+    if layout.rank == 0:
+        for name in sorted(adam.keys() - names):
+            log.warning("%s holds no %s: the optimizer starts without it", path, name)
     load_model(path, model)
     optimizer.reload_model_params()
-    for name in adam_names(model):
-        if name in checkpoint.names:
-            shards = adam_shards(optimizer, name)
-            for held, loaded in zip(
-                shards, cut(checkpoint.read(name), model, optimizer), strict=True
-            ):
-                held.copy_(loaded)
-        elif layout.rank == 0:
-            log.warning("%s holds no %s: the optimizer starts without it", path, name)
+    checkpoint = Checkpoint(path, model, content["step"], state, names)
+    checkpoint.read({name: sliced for name, sliced in adam.items() if name in names})
     set_adam_steps(optimizer, content.get("adam_steps", 0))
-    # Checkpoints of earlier versions do not name the context-parallel size.
-    if {"context": 1, **content["layout"]} == _layout_key(optimizer, layout):
+    # Checkpoints of earlier versions do not name the context-parallel size and the device.
+    key = _layout_key(optimizer, layout)
+    if {"context": 1, "device": layout.device_type, **content["layout"]} == key:
         rank_state = torch.load(
             path / f"rank_{layout.rank}.pt", weights_only=True, map_location=layout.device
         )
@@ -233,7 +229,7 @@ def load(
             "%s was saved on layout %s and is loaded on %s: random generators start afresh",
             path,
             content["layout"],
-            _layout_key(optimizer, layout),
+            key,
         )
     return checkpoint
 
@@ -241,35 +237,58 @@ def load(
 def load_model(path: Path, model: PolicyModel) -> None:
     """The weights alone of one checkpoint, whatever layout and optimizer it was saved with.
     Collective."""
-    loaded = _load_sharded(path, _sharded(model))
-    for index, chunk in enumerate(model.chunks):
-        chunk.load_state_dict(loaded[_chunk_key(index)])
+    _read(path, ModelBlocks(model).model(writes=False), model.bridge.layout)
 
 
-def _sharded(model: PolicyModel) -> dict[str, Any]:
+def _base(model: PolicyModel, layout: Layout) -> dict[str, Any]:
+    """Entries of about.json on the weights that are not saved. Collective over the world."""
+    if model.lora is None:
+        return {}
     return {
-        _chunk_key(index): chunk.sharded_state_dict() for index, chunk in enumerate(model.chunks)
+        "lora": model.lora.model_dump(mode="json"),
+        "base_digest": _digest_of_base(model, layout),
     }
 
 
-def _key(name: str) -> str:
-    return f"{PARAMETER_STATE}.{name}"
+def _digest_of_base(model: PolicyModel, layout: Layout) -> str:
+    """Collective over the world at the first call for a model: frozen weights stay as they are."""
+    if model not in _digests:
+        _digests[model] = base_digest(model.chunks, layout)
+    return _digests[model]
 
 
-def _load_sharded(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+def refuse_other_base(
+    path: Path, content: Mapping[str, Any], model: PolicyModel, layout: Layout
+) -> None:
+    """Raises CheckpointBroken where the checkpoint is of other adapters than the model has, or of
+    adapters trained over other weights. content: its about.json. Collective over the world."""
+    own = _base(model, layout)
+    if own.get("lora") != content.get("lora"):
+        trained = "adapters" if "lora" in content else "whole weights"
+        raise CheckpointBroken.of(
+            "policy.lora",
+            f"{path} holds {trained} (lora: {content.get('lora')}), and the model is built with"
+            f" lora: {own.get('lora')}",
+            "set it as it was, or choose another run.dir",
+        )
+    if own and own["base_digest"] != content.get("base_digest"):
+        raise CheckpointBroken.of(
+            "model.path",
+            f"{path} holds adapters that were trained over other weights than those of"
+            f" {model.source} (digest {content.get('base_digest')}, here {own['base_digest']})",
+            f"put the model of {content['model_path']} back, or choose another run.dir",
+        )
+
+
+def _read(path: Path, content: Content, layout: Layout) -> None:
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(content, str(path / "sharded"))
-    except (OSError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
+        model_blocks.read(path / "sharded", content, layout.cpu_group)
+    except model_blocks.BlocksUnreadable as error:
         raise CheckpointBroken.of(
             "model.path",
             f"{path} cannot be loaded into this model: {error}",
             "use the model that the run began with, or choose another run.dir",
         ) from error
-    return loaded
-
-
-def _chunk_key(index: int) -> str:
-    return f"model{index}"
 
 
 def _layout_key(optimizer: MegatronOptimizer, layout: Layout) -> dict[str, Any]:
@@ -281,6 +300,7 @@ def _layout_key(optimizer: MegatronOptimizer, layout: Layout) -> dict[str, Any]:
         "expert": layout.ep_size,
         "data": layout.dp_size,
         "distributed_optimizer": bool(optimizer.config.use_distributed_optimizer),
+        "device": layout.device_type,
     }
 
 
@@ -292,6 +312,7 @@ def _description(
         "model_path": str(model.source),
         "dtype": str(model.config.params_dtype).removeprefix("torch."),
         "vocab_size": model.vocab_size,
+        "layers": model.bridge.layers.name,
     }
 
 

@@ -9,7 +9,8 @@ Invariants:
 - installed once, before a process group or a model exists; a second call must ask for the same
   device;
 - only names that say CUDA change meaning: code that never mentions CUDA behaves as before;
-- `torch.cuda.is_available()` keeps telling the truth.
+- `torch.cuda.is_available()` keeps telling the truth;
+- where this module is imported first, a start without a GPU does not load torch's compiler.
 """
 
 from __future__ import annotations
@@ -22,6 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+if not torch.cuda.is_available():
+    # Megatron wraps its fused functions in `torch.compile` as it defines them, which loads the
+    # compiler: a fifth of a trainer's imports, for functions that a CPU does not use.
+    compiler, torch.compile = torch.compile, lambda function: function
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compiler
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -76,12 +86,11 @@ def install(device: str) -> str:
             )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
-    # Megatron before any name is replaced: its import loads torch's compiler, which catalogues
-    # torch's functions and must see the originals.
-    from megatron_async_rl.policy import megatron_private
-
-    megatron_private.define_missing_gemm()
     if chosen == "cpu":
+        # Megatron before any name is replaced: its import loads torch's compiler, which catalogues
+        # torch's functions and must see the originals.
+        from megatron_async_rl.policy import megatron_private
+
         megatron_private.point_at_cpu(_get_cpu_state, _set_cpu_state)
         _point_factories_at_cpu()
         _point_tensors_at_cpu()

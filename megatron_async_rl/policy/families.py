@@ -8,27 +8,40 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mbridge.models.llama import LLaMABridge
 from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.policy.attention import window_of
-from megatron_async_rl.policy.bridge import LocalBridge
-from megatron_async_rl.policy.norms import GemmaNorm, NormedAdd
+from megatron_async_rl.policy.bridge import PolicyBridge
+from megatron_async_rl.policy.layers import LAYERS, GemmaNorm, NormedAdd
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.supported import FAMILIES, unsupported
+from megatron_async_rl.policy.supported import (
+    FAMILIES,
+    AskedLayers,
+    choose_layers,
+    unsupported,
+)
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.lora import LoraConfig
+
+log = logging.getLogger(__name__)
 
 
 class UnsupportedModel(ValueError):
@@ -38,7 +51,7 @@ class UnsupportedModel(ValueError):
         super().__init__(f"{path / 'config.json'}: {key} is {value!r}; supported: {supported}")
 
 
-class Llama(LocalBridge, LLaMABridge):
+class Llama(PolicyBridge, LLaMABridge):
     """Llama 2 and 3. With `attention_bias` all four projections of attention have one."""
 
     @property
@@ -46,25 +59,25 @@ class Llama(LocalBridge, LLaMABridge):
         return bool(self.hf_config.attention_bias)
 
 
-class Mistral(LocalBridge, LLaMABridge):
+class Mistral(PolicyBridge, LLaMABridge):
     """Mistral, with a sliding window in every layer or in none. Its files have Llama's names."""
 
 
-class Qwen2(LocalBridge, Qwen2Bridge):
+class Qwen2(PolicyBridge, Qwen2Bridge):
     """Qwen 2 and 2.5, dense."""
 
 
-class Qwen3(LocalBridge, Qwen3Bridge):
+class Qwen3(PolicyBridge, Qwen3Bridge):
     """Qwen 3, dense."""
 
 
-class Qwen3Moe(LocalBridge, Qwen3MoEBridge):
+class Qwen3Moe(PolicyBridge, Qwen3MoEBridge):
     """Qwen 3 with a mixture of experts in every layer.
 
     Routing is the checkpoint's, in float32, and nothing else touches it: every token reaches its
     experts (no capacity), and the load-balancing loss is off whatever config.json says
     (`router_aux_loss_coef` belongs to pre-training: it would add a gradient that no objective asked
-    for). Experts run one after the other: grouped products need Transformer Engine.
+    for).
     """
 
     def _build_config(self) -> Any:
@@ -80,7 +93,6 @@ class Qwen3Moe(LocalBridge, Qwen3MoEBridge):
             moe_router_dtype="fp32",
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
-            moe_grouped_gemm=False,
             # Ranks have micro-batches of different sizes, which an all-gather of tokens would not
             # allow.
             moe_token_dispatcher_type="alltoall",
@@ -107,7 +119,7 @@ class LocalOrGlobalAttention(SelfAttention):
         return super().forward(*args, rotary_pos_emb=torch.cat(own, -1), **kwargs)
 
 
-class Gemma3(LocalBridge, Qwen3Bridge):
+class Gemma3(PolicyBridge, Qwen3Bridge):
     """Gemma 3's text models: norms before and behind attention and MLP, layers with a window and
     layers without one, each kind with frequencies of its own."""
 
@@ -158,7 +170,7 @@ class Gemma3(LocalBridge, Qwen3Bridge):
         layer.self_attn_bda = layer.mlp_bda = normed
 
 
-BRIDGES: dict[str, type[LocalBridge]] = {
+BRIDGES: dict[str, type[PolicyBridge]] = {
     "llama": Llama,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
@@ -189,8 +201,11 @@ def build_bridge(
     sequence_parallel: bool,
     packed: bool = False,
     recompute: str = "none",
-) -> LocalBridge:
-    """The bridge of the model in `model_path`. packed: for packed rows. Raises UnsupportedModel, or
+    lora: LoraConfig | None = None,
+    layers: AskedLayers = "auto",
+) -> PolicyBridge:
+    """The bridge of the model in `model_path`. packed: for packed rows. lora: layers get adapters.
+    layers: `policy.layers`. Raises UnsupportedModel, UserError for layers that cannot be had, or
     OSError/ValueError for an unreadable config."""
     from transformers import AutoConfig
 
@@ -199,15 +214,40 @@ def build_bridge(
     bridge = BRIDGES[hf_config.model_type](
         hf_config, dtype=dtype, make_vocab_size_divisible_by=layout.tp_size
     )
+    chosen = choose_layers(
+        layers,
+        model_type=hf_config.model_type,
+        dtype=str(dtype).removeprefix("torch."),
+        device=layout.device_type,
+        lora=lora is not None,
+        installed=HAVE_TE,
+    )
+    if layout.device_type == "cuda":
+        refuse_mixed(layout.gathered(chosen.family))
+    if chosen.why and layout.device_type == "cuda" and layout.rank == 0:
+        log.warning("policy.layers: %s takes %s (%s)", layers, chosen.family, chosen.why)
+    bridge.layers = LAYERS[chosen.family]
     bridge.set_extra_args(
-        sequence_parallel=sequence_parallel and layout.tp_size > 1, **RECOMPUTE[recompute]
+        sequence_parallel=sequence_parallel and layout.tp_size > 1,
+        **RECOMPUTE[recompute],
+        **bridge.layers.settings,
     )
     bridge.layout = layout
     bridge.packed = packed
+    bridge.lora = lora
     bridge.tied = bool(hf_config.tie_word_embeddings)
     bridge.vocab_size = hf_config.vocab_size
     bridge.padded_vocab_size = math.ceil(hf_config.vocab_size / layout.tp_size) * layout.tp_size
     return bridge
+
+
+def refuse_mixed(families: Sequence[str]) -> None:
+    """Raises UserError where ranks have taken different layers: the order of their parameters would
+    differ, and gradients be added up one to another. families: by rank."""
+    if len(set(families)) > 1:
+        without = [str(rank) for rank, family in enumerate(families) if family == "local"]
+        what = f"ranks {', '.join(without)} have no Transformer Engine, and the others have"
+        raise UserError.of("policy.layers", what, "install it on every machine, or set local")
 
 
 def refuse_unsupported(path: Path, hf_config: Any) -> None:

@@ -146,15 +146,14 @@ class Schedule:
             data_iterator=[iter(micro_batches) for _ in self.chunks],
             model=list(self.chunks),
             num_microbatches=len(micro_batches),
-            # Of the first micro-batch; with variable_seq_lengths stages tell each other every
-            # shape, or know it (`StageMessages`).
+            # Of the first micro-batch; `StageMessages` knows the others.
             seq_length=length * self.layout.cp_size,
             micro_batch_size=rows,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
             **(
                 stage_messages(self.model.config, [tuple(m.tokens.shape) for m in micro_batches])
-                if len(self.chunks) > 1
+                if self.layout.pp_size > 1
                 else {}
             ),
         )
@@ -198,26 +197,28 @@ class Schedule:
 
 
 class StageMessages(P2PCommunicator):
-    """Messages between pipeline stages in one run of the interleaved schedule, where micro-batches
-    differ in shape.
+    """Messages between pipeline stages in one run of a schedule, where micro-batches differ in
+    shape.
 
-    Megatron 0.16.1 announces each tensor's shape by a message of its own. Between two interleaved
-    stages that goes wrong twice: the next stage is also the previous one, so that the shape of a
-    gradient is taken for that of an activation; and a stage that waits until its announcement is
-    read keeps one waiting that sends to it. Nothing has to be announced here: every rank of a
-    pipeline knows the micro-batches, and the schedule says in which order their tensors come.
+    Megatron announces each tensor's shape by a message of its own, and waits for it. Between two
+    interleaved stages that goes wrong twice: the next stage is also the previous one, so that the
+    shape of a gradient is taken for that of an activation; and a stage that waits until its
+    announcement is read keeps one waiting that sends to it. Nothing has to be announced here: every
+    rank of a pipeline knows the micro-batches, and the schedule says in which order their tensors
+    come.
 
     Activations come for every (micro-batch, chunk) in the schedule's order; to the first rank,
-    which gets them from the last one for its own next chunk, those of all chunks but the last.
-    Gradients are the same, with the last rank in the place of the first.
+    which gets them from the last one for its own next chunk, those of all chunks but the last: of
+    one chunk, none. Gradients are the same, with the last rank in the place of the first.
 
     shapes: [length, rows, hidden] of each micro-batch's tensor between stages, in order.
     """
 
     def __init__(self, pp_group: Any, config: Any, shapes: Sequence[list[int]]) -> None:
         super().__init__(pp_group=pp_group, config=config)
-        chunks = config.virtual_pipeline_model_parallel_size
-        table = get_schedule_table(len(shapes), chunks, config.microbatch_group_size_per_vp_stage)
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        together = len(shapes) if chunks == 1 else config.microbatch_group_size_per_vp_stage
+        table = get_schedule_table(len(shapes), chunks, together)
         every = [shapes[micro_batch] for micro_batch, _ in table]
         round_the_ring = [shapes[micro_batch] for micro_batch, chunk in table if chunk < chunks - 1]
         rank, last = pp_group.rank(), pp_group.size() - 1

@@ -10,15 +10,10 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
     _allreduce_word_embedding_grads,
@@ -35,20 +30,14 @@ if TYPE_CHECKING:
 NAMES = {
     "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
     "megatron.core.transformer.moe.token_dispatcher": ("all_to_all",),
-    "megatron.core.transformer.moe.moe_utils": ("router_gating_linear",),
+    "megatron.core.transformer.moe.moe_utils": ("router_gating_linear", "te_general_gemm"),
     "megatron.core.distributed.finalize_model_grads": (
         "_allreduce_non_tensor_model_parallel_grads",
         "_allreduce_word_embedding_grads",
     ),
-    "megatron.core.dist_checkpointing.strategies.torch": (
-        "MCoreSavePlanner",
-        "TorchDistSaveShardedStrategy",
-        "_replace_state_dict_keys_with_sharded_keys",
-        "mcore_to_pyt_state_dict",
-    ),
     "megatron.core.pipeline_parallel.schedules": ("get_schedule_table",),
 }
-"""Module -> functions and classes in it."""
+"""Module -> names in it."""
 OVERRIDDEN = {
     "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator": ("_communicate_shapes",),
 }
@@ -70,16 +59,17 @@ ASSIGNED = {
         "shard_fp32_from_float16_groups",
         "model_fp32_groups",
         "shard_fp32_groups",
-        "buffers",
-        "data_parallel_group",
     ),
     "megatron.core.distributed.distributed_data_parallel": (
         "buffers",
         "expert_parallel_buffers",
     ),
-    "megatron.core.distributed.param_and_grad_buffer": ("grad_data", "main_grad", "params"),
+    "megatron.core.distributed.param_and_grad_buffer": ("grad_data", "main_grad"),
 }
 """Class or module -> attributes that it assigns and we read."""
+
+# A router multiplies in float32, which Transformer Engine, where it is installed, rounds to TF32.
+moe_utils.te_general_gemm = None
 
 
 def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -> None:
@@ -87,10 +77,12 @@ def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -
     expert dispatcher's counts of tokens become the lists that a collective wants."""
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
+    # A generator that it forks is the CPU's here, and a warning about that comes with each draw.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
     plain_all_to_all = token_dispatcher.all_to_all
 
     # The dispatcher turns the counts into lists on their way from the GPU to the CPU, and only
-    # then. options: newer releases add some (streams), which pass as they are.
+    # then.
     def all_to_all(
         group: Any,
         tensor: Tensor,
@@ -105,13 +97,6 @@ def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -
         return plain_all_to_all(group, tensor, *counts, **options)
 
     token_dispatcher.all_to_all = all_to_all
-
-
-def define_missing_gemm() -> None:
-    """Without Transformer Engine the router of a mixture asks for a name that its module never
-    defined, on any device; as None it means torch's product."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
 
 def sum_over_replica(chunks: Sequence[Any], config: Any) -> None:
@@ -165,36 +150,6 @@ def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
             yield shard, masters.get(id(shard), shard), 0, shard.numel()
 
 
-def slicing_groups(optimizer: MegatronOptimizer) -> dict[int, Any]:
-    """id of each parameter that the distributed optimizer slices -> the ranks it slices it over
-    (experts have their own)."""
-    return {
-        id(parameter): part.data_parallel_group
-        for part in optimizer_parts(optimizer)
-        if isinstance(part, DistributedOptimizer)
-        for buffer in part.buffers
-        for parameter in buffer.params
-    }
-
-
-class ShardedSave(TorchDistSaveShardedStrategy):
-    """Megatron's checkpoint format, the writing left to `write`.
-
-    Megatron's own writer forks workers and starts a manager process, which outlives a killed
-    trainer; and forking beside Ray's and gloo's threads is not safe.
-
-    write: (torch's state dict, directory, planner) -> None.
-    """
-
-    def __init__(self, write: Callable[[Any, Any, Any], None]) -> None:
-        super().__init__("torch_dist", 1)
-        self._write = write
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> None:
-        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        planner = MCoreSavePlanner(
-            dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-        )
-        self._write(mcore_to_pyt_state_dict(renamed, False), checkpoint_dir, planner)
+def is_distributed(part: Any) -> bool:
+    """The part of the optimizer divides its state over the replicas of its parameters."""
+    return isinstance(part, DistributedOptimizer)

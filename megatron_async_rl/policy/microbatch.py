@@ -15,6 +15,7 @@ How samples lie in the rows of a micro-batch is the sequence layout's (`sequence
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.objectives.batch import on_device
 from megatron_async_rl.policy.sequence_layout import Padded, SequenceLayout, balanced
 from megatron_async_rl.samples.columns import spans
 from megatron_async_rl.samples.rank_batch import RankBatch
@@ -70,9 +72,11 @@ class MicroBatch:
 
     tokens, position_ids: [B, L] int64. rows: [N] int64, flat index b * L + t into [B, L] of the
     position that predicts the response token, one before it. targets: [N] int64. sequence: [N]
-    int64, the place in `samples` of the token's. versions: [N] int64. packing: where samples begin
-    and end in a row that has several; null where a row is one. An all-masked micro-batch has
-    samples == () and one token of nobody.
+    int64, the place in `samples` of the token's. versions: [N] int64. batch_tokens [N],
+    batch_samples [S]: int64, places of these tokens and of `samples` in the planned batch. packing:
+    where samples begin and end in a row that has several; null where a row is one. An all-masked
+    micro-batch has samples == () and one token of nobody, whose places are one past the batch's
+    last.
 
     Under context parallelism L is the length of this rank's part, `rows` is [n] and of its own
     positions, and `places`, [n] int64, says which of the N tokens they predict; else null.
@@ -85,6 +89,8 @@ class MicroBatch:
     targets: Tensor
     sequence: Tensor
     versions: Tensor
+    batch_tokens: Tensor
+    batch_samples: Tensor
     packing: PackedSequences | None = None
     places: Tensor | None = None
 
@@ -137,8 +143,48 @@ def build_micro_batch(
     device: torch.device,
     sequences: SequenceLayout = DEFAULT,
 ) -> MicroBatch:
-    """Tensors of one entry of a plan made with the same `batch` and `sequences`; the tokens of the
-    samples are this rank's own."""
+    (alone,) = build_micro_batches(batch, [rows], device, sequences)
+    return alone
+
+
+def build_micro_batches(
+    batch: RankBatch,
+    cuts: Sequence[tuple[int, ...]],
+    device: torch.device,
+    sequences: SequenceLayout = DEFAULT,
+) -> list[MicroBatch]:
+    """Tensors of entries of a plan made with the same `batch` and `sequences`, uploaded together;
+    the tokens of the samples are this rank's own."""
+    arrays = [_arrays(batch, rows, sequences) for rows in cuts]
+    packings = [sequences.packing(batch.fed[list(rows)]) for rows in cuts]
+    host = {
+        (number, name): torch.from_numpy(values)
+        for number, own in enumerate(arrays)
+        for name, values in own.items()
+    }
+    offsets = {
+        (number, "offsets"): packing.cu_seqlens_q
+        for number, packing in enumerate(packings)
+        if packing is not None
+    }
+    placed = on_device(host | offsets, device)
+    for number, packing in enumerate(packings):
+        if packing is not None:
+            packing.cu_seqlens_q = packing.cu_seqlens_kv = placed[number, "offsets"]
+    return [
+        MicroBatch(
+            samples=rows,
+            packing=packing,
+            **{name: placed[number, name] for name in own},
+        )
+        for number, (rows, own, packing) in enumerate(zip(cuts, arrays, packings, strict=True))
+    ]
+
+
+def _arrays(
+    batch: RankBatch, rows: tuple[int, ...], sequences: SequenceLayout
+) -> dict[str, NDArray[np.int64]]:
+    """The tensors of a micro-batch, by their names there."""
     chosen = np.array(rows, dtype=np.int64)
     starts, fed, lengths = batch.token_starts[chosen], batch.fed[chosen], batch.lengths[chosen]
     if starts.min(initial=0) < 0:
@@ -156,9 +202,15 @@ def build_micro_batch(
         "targets": batch.token_ids[spans(starts + prompts, lengths)],
         "sequence": np.repeat(np.arange(len(chosen)), lengths),
         "versions": batch.versions[spans(batch.starts[chosen], lengths)],
+        "batch_tokens": spans(batch.starts[chosen], lengths),
+        "batch_samples": chosen,
     }
     if not rows:
         per_token = dict.fromkeys(per_token, np.zeros(1, dtype=np.int64))
+        per_token |= {
+            "batch_tokens": np.array([len(batch.rows)]),
+            "batch_samples": np.array([len(batch)]),
+        }
     own = sequences.own(fed)
     if sequences.context.size > 1:
         here = np.full(len(tokens), -1)
@@ -166,16 +218,11 @@ def build_micro_batch(
         at = here[per_token["rows"]]
         per_token |= {"rows": at[at >= 0], "places": np.flatnonzero(at >= 0)}
 
-    def on_device(values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device)
-
-    return MicroBatch(
-        samples=rows,
-        tokens=on_device(tokens[own].reshape(count, -1)),
-        position_ids=on_device(sequences.positions(fed)[own].reshape(count, -1)),
-        packing=sequences.packing(fed, device),
-        **{name: on_device(values) for name, values in per_token.items()},
-    )
+    per_token |= {
+        "tokens": tokens[own].reshape(count, -1),
+        "position_ids": sequences.positions(fed)[own].reshape(count, -1),
+    }
+    return {name: values.astype(np.int64) for name, values in per_token.items()}
 
 
 @dataclass(frozen=True)
@@ -195,7 +242,8 @@ class Batcher:
             sequences=self.sequences,
             in_groups_of=self.layout.pp_size if self.layout.virtual_stages > 1 else 1,
         )
-        return plan, [self.build(samples, rows) for rows in plan.ranks[self.layout.dp_rank]]
+        cuts = plan.ranks[self.layout.dp_rank]
+        return plan, build_micro_batches(samples, cuts, self.layout.device, self.sequences)
 
     def build(self, samples: RankBatch, rows: tuple[int, ...]) -> MicroBatch:
         return build_micro_batch(samples, rows, self.layout.device, self.sequences)

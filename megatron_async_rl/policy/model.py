@@ -8,7 +8,7 @@ Invariants:
   gradients reach it through autograd and Megatron's accumulation hooks and its all-reduce of tied
   embeddings work unchanged;
 - a model from `build_model` is a loaded one: every parameter came from the directory, and every
-  tensor there was used; the value head alone is not in it and starts at zero;
+  tensor there was used; the value head and adapters alone are not in it;
 - nothing else in the package names Megatron's GPTModel, which its later releases announce as
   deprecated: what replaces it replaces `HiddenStateModel`;
 - the value head belongs to the last stage's module, so that gradient buffers, optimizer and
@@ -27,12 +27,14 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from megatron_async_rl.policy.bridge import LocalBridge
+from megatron_async_rl.policy.bridge import PolicyBridge
 from megatron_async_rl.policy.families import build_bridge
+from megatron_async_rl.policy.lora import freeze_base, initialise
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import load_hf
 
 if TYPE_CHECKING:
+    from megatron_async_rl.config.lora import LoraConfig
     from megatron_async_rl.config.objective import ValueConfig
     from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
 
@@ -50,10 +52,10 @@ class ValueHead(nn.Module):
     h_t after the final norm, at the position that predicts token t; w and b start at zero.
 
     Arithmetic is float32, and so are the weights that the optimizer moves. The parameters have the
-    model's dtype: in Megatron 0.16.1 neither optimizer can checkpoint a bfloat16 model that has
-    float32 parameters as well. Hidden states are whole on every tensor-parallel rank (sequence
-    parallelism gathers them first), so every rank computes the same values and the same gradient:
-    the parameters are copies, counted once, and nothing has to be summed over those ranks.
+    model's dtype, as all that one gradient buffer and one optimizer hold. Hidden states are whole
+    on every tensor-parallel rank (sequence parallelism gathers them first), so every rank computes
+    the same values and the same gradient: the parameters are copies, counted once, and nothing has
+    to be summed over those ranks.
 
     config: Megatron's TransformerConfig. detach: it learns from the hidden states without changing
     them.
@@ -103,6 +105,10 @@ class HiddenStateModel(GPTModel):
         )
         if self.pre_process and self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
+        if self.pre_process and torch.is_grad_enabled() and not hidden.requires_grad:
+            # Of a frozen embedding. A recomputed layer whose input needs no gradient would give its
+            # adapters none.
+            hidden.requires_grad_()
         if packed_seq_params is not None or self.config.context_parallel_size > 1:
             # Megatron's angles are those of 0, 1, ... up to the longest sample; each token of the
             # row takes its own here, once for all layers. Padded rows have the same positions.
@@ -138,14 +144,15 @@ class PolicyModel:
 
     config: Megatron's TransformerConfig, shared by the chunks. vocab_size: rows of the true
     vocabulary; the last tensor-parallel rank's output weight may hold padding rows beyond it.
-    source: the model directory it was made from.
+    source: the model directory it was made from. lora: null where all weights are trained.
     """
 
     chunks: list[HiddenStateModel]
-    bridge: LocalBridge
+    bridge: PolicyBridge
     config: Any
     vocab_size: int
     source: Path
+    lora: LoraConfig | None = None
 
     def output_weight(self) -> Tensor:
         """[padded vocabulary / tp, hidden] of the last stage. Raises RuntimeError on other
@@ -169,7 +176,7 @@ def assemble_model(
     """This rank's stage of the model of `model.path`, in `model.dtype` on the layout's device, its
     weights still undefined.
 
-    Raises UnsupportedModel.
+    Raises UnsupportedModel, and UserError for layers that cannot be had.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -183,6 +190,8 @@ def assemble_model(
         sequence_parallel=policy.parallel.sequence,
         packed=policy.sequence == "packed",
         recompute=policy.recompute,
+        lora=policy.lora,
+        layers=policy.layers,
     )
     chunks = []
     for index in range(layout.virtual_stages):
@@ -197,10 +206,13 @@ def assemble_model(
         )
         bridge.set_rotation(chunk.rotary_pos_emb)
         chunk.embedding_scale = bridge.embedding_scale
+        bridge.layers.finish(chunk)
         if value is not None and layout.is_last_chunk(index):
             chunk.value_head = ValueHead(bridge.config, detach=value.detach, device=layout.device)
         # The router alone is made on the CPU.
         chunk.to(layout.device)
+        if policy.lora is not None:
+            freeze_base(chunk)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk)
@@ -210,16 +222,25 @@ def assemble_model(
         config=bridge.config,
         vocab_size=bridge.vocab_size,
         source=model.path,
+        lora=policy.lora,
     )
 
 
 def build_model(
-    model: ModelConfig, policy: PolicyConfig, layout: Layout, value: ValueConfig | None = None
+    model: ModelConfig,
+    policy: PolicyConfig,
+    layout: Layout,
+    value: ValueConfig | None = None,
+    *,
+    seed: int = 0,
 ) -> PolicyModel:
-    """`assemble_model`, loaded from `model.path`. Collective over pipeline ranks.
+    """`assemble_model`, loaded from `model.path`; adapters start as `seed` says. Collective over
+    pipeline ranks.
 
     Raises UnsupportedModel, or WeightsDoNotFit when directory and model differ in any tensor.
     """
     built = assemble_model(model, policy, layout, value)
     load_hf(built.bridge, built.chunks, model.path)
+    if policy.lora is not None:
+        initialise(built.bridge, built.chunks, seed)
     return built

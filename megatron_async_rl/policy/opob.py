@@ -49,6 +49,7 @@ from megatron_async_rl.gradients import dot
 from megatron_async_rl.objectives.advantages.per_response import EPSILON
 from megatron_async_rl.objectives.batch import weighted_means
 from megatron_async_rl.policy import megatron_private
+from megatron_async_rl.policy.parameters import trainable
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
@@ -205,7 +206,7 @@ class ExactBaseline:
         """Scalar float64: |g|^2 over the parameters that this rank counts for its replica."""
         square = torch.zeros((), dtype=torch.float64, device=self.layout.device)
         for chunk in self.schedule.chunks:
-            for parameter in chunk.parameters():
+            for _, parameter in trainable(chunk):
                 if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
                     parameter
                 ):

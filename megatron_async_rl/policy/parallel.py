@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from megatron_async_rl.watchdog.events import timed_out
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import ParallelConfig
-
-T = TypeVar("T")
-
 
 PATIENCE = timedelta(days=7)
 """Deadline of ranks that wait for what rank 0 waits for. Rank 0 knows whether that moves, and the
@@ -76,10 +73,14 @@ class Layout:
     pp_group: Any
     dp_group: Any
     ep_group: Any
+    replica_group: Any
+    expert_replica_group: Any
     world_group: Any
     cpu_group: Any
     patient_group: Any
     """The world over gloo, for waits as long as rank 0's."""
+    writing_group: Any
+    """The same, for the thread that writes checkpoints."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -101,6 +102,11 @@ class Layout:
         the same experts."""
         return (self.replica * self.tp_size + self.tp_rank) // self.ep_size
 
+    def replicas_of(self, parameter: torch.Tensor) -> Any:
+        """The ranks that hold the same elements of a parameter, experts or not."""
+        divided = not getattr(parameter, "allreduce", True)
+        return self.expert_replica_group if divided else self.replica_group
+
     @property
     def records_outputs(self) -> bool:
         """True on one of the ranks of a stage that compute the same outputs of the same samples."""
@@ -118,9 +124,9 @@ class Layout:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
 
-    def from_rank_zero(self, make: Callable[[], T]) -> T:
+    def from_rank_zero[T](self, make: Callable[[], T], group: Any = None) -> T:
         """Collective. `make` runs on rank 0 alone, as long as it takes; every rank returns its
-        (pickled) result.
+        (pickled) result. group: null for `patient_group`.
 
         Raises on rank 0 what `make` raised, and RankZeroFailed with its text on the others.
         """
@@ -134,7 +140,7 @@ class Layout:
             except BaseException as error:  # noqa: BLE001 - raised again below, once the other ranks have been told
                 failure = error
                 message = [("failure", f"{type(error).__name__}: {error}", timed_out(error))]
-        dist.broadcast_object_list(message, src=0, group=self.patient_group)
+        dist.broadcast_object_list(message, src=0, group=group or self.patient_group)
         if failure is not None:
             raise failure
         kind, value, over = message[0]
@@ -142,10 +148,17 @@ class Layout:
             raise RankZeroFailed(value, timed_out=over)
         return value
 
-    def barrier(self) -> None:
-        """Collective over the world."""
+    def gathered[T](self, mine: T) -> list[T]:
+        """Collective over the world. What each rank gave (pickled), in their order."""
+        found: list[Any] = [mine] * self.world_size
         if self.world_size > 1:
-            dist.barrier(group=self.cpu_group)
+            dist.all_gather_object(found, mine, group=self.cpu_group)
+        return found
+
+    def barrier(self, group: Any = None) -> None:
+        """Collective over the world. group: null for `cpu_group`."""
+        if self.world_size > 1:
+            dist.barrier(group=group or self.cpu_group)
 
     def shutdown(self) -> None:
         """Destroys the process groups; afterwards the layout is unusable."""
@@ -225,6 +238,8 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
+        replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        expert_replica_group=parallel_state.get_expert_data_parallel_group(),
         world_group=dist.group.WORLD,
         cpu_group=(
             dist.group.WORLD
@@ -232,4 +247,5 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
             else dist.new_group(backend="gloo", timeout=timeout)
         ),
         patient_group=dist.new_group(backend="gloo", timeout=PATIENCE),
+        writing_group=dist.new_group(backend="gloo", timeout=PATIENCE),
     )

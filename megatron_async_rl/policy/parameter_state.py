@@ -1,15 +1,11 @@
-"""Tensors that go with the model's parameters, in a checkpoint which any parallel layout can load.
+"""State that goes with the model's parameters, as slices of them: what a rank holds of it, and
+nothing that another holds.
 
-Two shapes of the same numbers:
-    model tensors   one per parameter of this rank's chunks, of the parameter's shape
-                    (`ModelTensors`)
-    shards          one per parameter that Adam updates on this rank, in the order of the gradient
-                    shards: the parameter itself, its float32 master copy, or with the distributed
-                    optimizer a flat slice of it
-
-Model tensors are saved as Megatron saves the parameters themselves: `chunk.sharded_state_dict()`
-says which part of which tensor of the whole model each is, which are copies of one another, and how
-fused ones split. So whatever layout can load the model can load these.
+A shard is a flat run of a parameter's elements with what belongs to them: Adam's moments, its
+float32 parameters, a past gradient, a copy of the weights. There is one for each parameter that
+Adam updates on this rank, in the order of the gradient shards: all of the parameter, or with the
+distributed optimizer a slice of it; and copies of the weights are divided over replicas whatever
+the optimizer (weight_copies.py). model_blocks.py takes slices to a checkpoint and back.
 
 Adam's state is saved so:
     adam.exp_avg, adam.exp_avg_sq   the moments
@@ -18,162 +14,71 @@ Adam counts steps for all parameters alike; the count is one number. Settings (b
 lr) are the configuration's.
 
 Invariants:
-- `cut` of what a checkpoint carried over from `assembled` gives back the shards, bit for bit,
-  whatever the two layouts;
-- collectives follow the order of the model's parameters, which data-parallel ranks share although
-  their shards differ.
+- every element of a parameter is in one slice on each replica, or (`own`) on one replica alone;
+- nothing here communicates, so ranks may hold different numbers of shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
+from megatron_async_rl.policy.adam_view import masters_of, moment_of, optimizer_parameters
 from megatron_async_rl.policy.megatron_private import (
+    is_distributed,
     model_slices,
     optimizer_parts,
-    slicing_groups,
 )
-from megatron_async_rl.policy.optimizer import optimizer_parameters
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
     from megatron_async_rl.policy.model import PolicyModel
 
-ModelTensors = Sequence[Mapping[str, Tensor]]
-"""Per chunk: the parameter's name in the chunk -> a tensor of its shape."""
-Numbers = Literal["float32", "parameter"]
-"""dtype of saved model tensors: float32 throughout, or each parameter's own."""
 MASTER = "adam.master"
+ALIGNED = 64
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
-    """The origin of one shard: elements start..end of the flattened model parameter."""
+class Slice:
+    """Elements start..end of a flattened parameter (or buffer) of this rank's chunks. own: no other
+    replica holds them; else every replica does, alike."""
 
     parameter: Tensor
     start: int
     end: int
+    own: bool
 
 
-def assembled(
-    shards: Sequence[Tensor], model: PolicyModel, optimizer: MegatronOptimizer
-) -> list[dict[str, Tensor]]:
-    """float32 model tensors on the CPU from this rank's shards (on any device). Collective over
-    data- and context-parallel ranks.
-
-    Whole on the first of those ranks, which is the one that a checkpoint is written by; on the
-    others zeros of the right shapes that take no memory.
-    """
-    held: dict[int, list[tuple[_Place, Tensor]]] = {}
-    for place, shard in zip(_places(optimizer), shards, strict=True):
-        held.setdefault(id(place.parameter), []).append((place, shard))
-    groups = slicing_groups(optimizer)
-    first = model.bridge.layout.replica == 0
-    chunks = []
-    for chunk in model.chunks:
-        tensors = {}
-        for name, parameter in chunk.named_parameters():
-            group = groups.get(id(parameter))
-            # Experts without the distributed optimizer are replicated over ranks of their own.
-            writes = (
-                dist.get_rank(group) == 0
-                if group is not None
-                else first or not getattr(parameter, "allreduce", True)
-            )
-            if group is None and not writes:
-                tensors[name] = torch.zeros(1).expand(parameter.shape)
-                continue
-            whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            for place, shard in held.get(id(parameter), []):
-                whole[place.start : place.end] = shard.detach().reshape(-1)
-            if group is not None:
-                dist.reduce(whole, dst=dist.get_process_group_ranks(group)[0], group=group)
-            tensors[name] = (
-                whole.view(parameter.shape).cpu()
-                if writes
-                else torch.zeros(1).expand(parameter.shape)
-            )
-        chunks.append(tensors)
-    return chunks
+Sliced = Sequence[tuple[Slice, Tensor]]
+"""Slices, and contiguous tensors of as many elements, of any dtype."""
 
 
-def cut(tensors: ModelTensors, model: PolicyModel, optimizer: MegatronOptimizer) -> list[Tensor]:
-    """This rank's shards of model tensors: views of them, where they lie, in the order and shapes
-    of the gradient shards."""
-    by_parameter = {
-        id(parameter): own[name]
-        for chunk, own in zip(model.chunks, tensors, strict=True)
-        for name, parameter in chunk.named_parameters()
-    }
-    return [
-        by_parameter[id(place.parameter)].reshape(-1)[place.start : place.end].view(shard.shape)
-        for place, shard in zip(_places(optimizer), optimizer_parameters(optimizer), strict=True)
-    ]
+def replica_part(elements: int, replica: int, replicas: int) -> tuple[int, int]:
+    """Start and end of the part of a flattened parameter that is this replica's where a parameter
+    is divided over all of them. Parts begin at multiples of ALIGNED elements, so that what is
+    computed of a part is what a vector unit computes of the whole; the last ones may be empty."""
+    size = -(-elements // (replicas * ALIGNED)) * ALIGNED
+    return min(elements, replica * size), min(elements, (replica + 1) * size)
 
 
-def numbers_of(tensors: ModelTensors) -> Numbers:
-    return (
-        "float32"
-        if all(tensor.dtype == torch.float32 for chunk in tensors for tensor in chunk.values())
-        else "parameter"
-    )
-
-
-def blank(model: PolicyModel, numbers: Numbers) -> list[dict[str, Tensor]]:
-    """Zeros on the CPU for `sharded` to load into. Zero, because a padded vocabulary has rows that
-    no file holds."""
-    return [
-        {
-            name: torch.zeros(
-                parameter.shape, dtype=torch.float32 if numbers == "float32" else parameter.dtype
-            )
-            for name, parameter in chunk.named_parameters()
-        }
-        for chunk in model.chunks
-    ]
-
-
-def sharded(
-    name: str, tensors: ModelTensors, model_entries: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """These tensors as Megatron's dist_checkpointing saves or loads them; keys begin with `name`.
-
-    model_entries: `sharded_state_dict()` of each chunk, before Megatron has saved or loaded it
-    (which changes it).
-    """
-    return {
-        str(index): {local: _entry(name, entries[local], tensor) for local, tensor in own.items()}
-        for index, (own, entries) in enumerate(zip(tensors, model_entries, strict=True))
-    }
-
-
-def _entry(name: str, entry: Any, tensor: Tensor) -> Any:
-    key = f"{name}.{entry.key}"
-    if isinstance(entry, ShardedTensorFactory):
-        return replace(entry, key=key, data=tensor)
-    return replace(entry, key=key, data=tensor, dtype=tensor.dtype)
-
-
-def shard_owners(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """The model's parameter that each shard is of, in the order of the optimizer's parameters."""
-    return [place.parameter for place in _places(optimizer)]
-
-
-def _places(optimizer: MegatronOptimizer) -> list[_Place]:
+def optimizer_slices(optimizer: MegatronOptimizer) -> list[Slice]:
+    """The model's slice that each of the optimizer's parameters is, in their order."""
     found = {
-        id(shard): _Place(parameter, start, end)
+        id(shard): Slice(parameter, start, end, own=is_distributed(part))
         for part in optimizer_parts(optimizer)
         for shard, parameter, start, end in model_slices(part)
     }
     return [found[id(shard)] for shard in optimizer_parameters(optimizer)]
+
+
+def optimizer_state(optimizer: MegatronOptimizer, shards: Sequence[Tensor]) -> Sliced:
+    """shards: one for each of the optimizer's parameters, of its size."""
+    return list(zip(optimizer_slices(optimizer), shards, strict=True))
 
 
 def adam_names(model: PolicyModel) -> tuple[str, ...]:
@@ -187,15 +92,15 @@ def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:
     """The state of one name, in place, in the order of the gradient shards; as it would start where
     there is none yet."""
     materialise(optimizer)
-    parameters = optimizer_parameters(optimizer)
     if name == MASTER:
-        return [parameter.detach() for parameter in parameters]
+        return [parameter.detach() for parameter in masters_of(optimizer)]
     states = {
         parameter: state
         for part in optimizer_parts(optimizer)
         for parameter, state in part.optimizer.state.items()
     }
-    return [states[parameter][name.removeprefix("adam.")] for parameter in parameters]
+    moment = name.removeprefix("adam.")
+    return [moment_of(states[each], moment) for each in optimizer_parameters(optimizer)]
 
 
 def adam_steps(optimizer: MegatronOptimizer) -> int:

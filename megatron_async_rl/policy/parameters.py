@@ -4,9 +4,10 @@ pipeline stages; and a Hugging Face directory into this rank's part of them.
 `bridge` is the policy's mbridge bridge: it maps names and cuts fused tensors; nothing here knows a
 model type.
 
-Experts are numbered over the whole model in global names; a rank's module numbers those it holds
-from 0. With expert parallelism one local parameter is as many parameters of the model as there are
-expert-parallel ranks, each an entry of its own with an owner.
+Names are canonical (layers.py), but for `local_name`. Experts are numbered over the whole model in
+them; a rank's module numbers those it holds from 0. With expert parallelism one local parameter is
+as many parameters of the model as there are expert-parallel ranks, each an entry of its own with an
+owner.
 
 Invariants of loading:
 - every parameter of every stage is loaded and every tensor of the directory is used, or
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -36,8 +37,11 @@ from torch import Tensor
 NOT_EXPORTED = ("value_head.",)
 """Beginnings of the names of parameters that only training has: in no Hugging Face directory and in
 no engine."""
+ADAPTER = ".adapters."
+"""In the names of parameters of low-rank adapters (lora.py). Hugging Face directories and engines
+have them merged into the weights, PEFT's files by themselves."""
 EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
-"""The number of an expert in a Megatron parameter name."""
+"""The number of an expert in a canonical parameter name."""
 DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints store although the configuration determines them."""
 
@@ -78,37 +82,47 @@ class ParameterEntry:
         )
 
 
-def local_entries(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ParameterEntry]:
-    """The parameters that this rank holds, in module order, without those that only training
-    has."""
+def trainable(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Names and parameters that the optimizer moves, in module order: all of them, or adapters and
+    what trains beside them. Copies, checkpoints and gradients are of these."""
+    return ((name, p) for name, p in chunk.named_parameters() if p.requires_grad)
+
+
+def local_entries(
+    bridge: Any, chunks: Sequence[torch.nn.Module], *, adapters: bool = False
+) -> list[ParameterEntry]:
+    """The parameters that this rank holds; see `stage_entries`."""
     return [
         entry
-        for entry in stage_entries(bridge, chunks)
+        for entry in stage_entries(bridge, chunks, adapters=adapters)
         if entry.owner in (None, bridge.mpu.ep_rank)
     ]
 
 
-def stage_entries(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ParameterEntry]:
-    """The parameters of this rank's stage, in module order and by owner, without those that only
-    training has."""
+def stage_entries(
+    bridge: Any, chunks: Sequence[torch.nn.Module], *, adapters: bool = False
+) -> list[ParameterEntry]:
+    """The parameters of this rank's stage, in module order and by owner: those of the model,
+    without what only training has, or those of its adapters."""
     entries = []
     for index, chunk in enumerate(chunks):
         global_names = bridge.global_names(chunk)
         for local_name, parameter in chunk.named_parameters():
-            if local_name.startswith(NOT_EXPORTED):
+            if local_name.startswith(NOT_EXPORTED) or (ADAPTER in local_name) != adapters:
                 continue
+            numbered = global_names[local_name]
             # Megatron marks experts as cut over expert-tensor-parallel ranks, of which there is
             # one.
             cut = (
                 bool(getattr(parameter, "tensor_model_parallel", False))
-                and EXPERT.search(local_name) is None
+                and EXPERT.search(numbered) is None
             )
             dim = int(parameter.partition_dim) if cut and bridge.mpu.tp_size > 1 else None
             full = list(parameter.shape)
             if dim is not None:
                 full[dim] *= bridge.mpu.tp_size
             whole = torch.empty(full, dtype=parameter.dtype, device="meta")
-            for owner, name in _owners(bridge, global_names[local_name]):
+            for owner, name in _owners(bridge, numbered):
                 hf_names, hf_tensors = bridge.to_hugging_face(name, whole)
                 entries.append(
                     ParameterEntry(
@@ -138,9 +152,22 @@ def _owners(bridge: Any, name: str) -> list[tuple[int | None, str]]:
     return [(rank, EXPERT.sub(str(rank * held + int(found[0])), name)) for rank in range(ranks)]
 
 
-def all_entries(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[ParameterEntry]:
-    """The parameters of all stages, first stage first. Collective over the pipeline group."""
-    mine = stage_entries(bridge, chunks)
+def whole_model_names(
+    bridge: Any, chunk: torch.nn.Module
+) -> Iterator[tuple[torch.nn.Parameter, str]]:
+    """The chunk's parameters and their names in the whole model."""
+    global_names = bridge.global_names(chunk)
+    for local_name, parameter in chunk.named_parameters():
+        owners = dict(_owners(bridge, global_names[local_name]))
+        yield parameter, owners.get(bridge.mpu.ep_rank) or owners[None]
+
+
+def all_entries(
+    bridge: Any, chunks: Sequence[torch.nn.Module], *, adapters: bool = False
+) -> list[ParameterEntry]:
+    """The parameters of all stages, first stage first; see `stage_entries`. Collective over the
+    pipeline group."""
+    mine = stage_entries(bridge, chunks, adapters=adapters)
     if bridge.mpu.pp_size == 1:
         return mine
     stages: list[Any] = [None] * bridge.mpu.pp_size

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
@@ -27,6 +28,7 @@ from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import BatchTargets, StepTargets, valid_samples
 from megatron_async_rl.policy import checkpoint
+from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.anomaly import AnomalyReport, Spike
 from megatron_async_rl.policy.batches import receive
 from megatron_async_rl.policy.context_parallel import Context
@@ -36,13 +38,14 @@ from megatron_async_rl.policy.minibatches import Minibatch, divide, over_steps
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
-from megatron_async_rl.policy.parameter_state import assembled, cut
+from megatron_async_rl.policy.parameter_state import optimizer_state
+from megatron_async_rl.policy.past_versions import Snapshots, weight_displacement
 from megatron_async_rl.policy.precompute import Fill, PrecomputeTable, passes
 from megatron_async_rl.policy.reference_policies import ReferencePolicies
 from megatron_async_rl.policy.sequence_layout import sequence_layout
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from megatron_async_rl.policy.step_table import RecordedLoss, StepTable, step_metrics
-from megatron_async_rl.policy.weight_copies import HeldMasters, Snapshots, weight_displacement
+from megatron_async_rl.policy.weight_copies import HeldMasters
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
 
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
     from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
     from megatron_async_rl.gradients import Gradients
+    from megatron_async_rl.policy.background import Background
     from megatron_async_rl.policy.parallel import Layout
 
 log = logging.getLogger(__name__)
@@ -86,16 +90,18 @@ class Policy:
         layout: Layout,
         temperature: float,
         total_steps: int,
+        seed: int = 0,
         anomalies: Path | None = None,
     ) -> Policy:
         """Loads the model of `model_config.path` on this layout. `temperature`: the one the
         responses are sampled at.
 
-        `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. Nothing in
-        the policy is random but how a batch is divided into minibatches, which its version decides.
+        `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. `seed`
+        decides how adapters begin, and their dropout. Nothing else in the policy is random but how
+        a batch is divided into minibatches, which its version decides.
         `anomalies`: the file that anomalous gradients are traced to.
         """
-        model = build_model(model_config, policy_config, layout, objective_config.value)
+        model = build_model(model_config, policy_config, layout, objective_config.value, seed=seed)
         wrapped = wrap_for_gradients(model.chunks, policy_config)
         optimizer = build_optimizer(wrapped, policy_config, DTYPES[model_config.dtype])
         controls = build_controls(controls_config)
@@ -116,7 +122,7 @@ class Policy:
         )
         objective = Objective(objective_config)
         past_masters = (
-            Snapshots(lambda: HeldMasters(model, optimizer), objective_config.snapshots)
+            Snapshots(lambda: HeldMasters(optimizer), objective_config.snapshots)
             if any(config.needs_past_weights for config in controls_config)
             else None
         )
@@ -339,12 +345,13 @@ class Policy:
         *,
         keep: int,
         files: Mapping[str, bytes] | None = None,
+        background: Background | None = None,
     ) -> Path:
         """Saves weights, optimizer, schedule, controls and the run's own `state` and `files` (rank
         0's) as a checkpoint of `version`.
 
-        Keeps the newest `keep` checkpoints of `directory`; returns the new one. Raises as
-        `checkpoint.save` does.
+        Keeps the newest `keep` checkpoints of `directory`; returns the new one. `background` and
+        what is raised: see `checkpoint.save`.
         """
         return checkpoint.save(
             directory,
@@ -359,7 +366,7 @@ class Policy:
             parameter_state={
                 **self.references.parameter_state(),
                 **{
-                    _of_control(name, kind): assembled(shards, self.model, self.optimizer)
+                    _of_control(name, kind): optimizer_state(self.optimizer, shards)
                     for name, control in self.controls.items()
                     for kind, shards in control.shard_state().items()
                 },
@@ -367,6 +374,7 @@ class Policy:
             layout=self.layout,
             keep=keep,
             files=files,
+            background=background,
         )
 
     def load(self, directory: Path) -> dict[str, Any] | None:
@@ -386,15 +394,18 @@ class Policy:
         for name, control in self.controls.items():
             if name in numbers:
                 control.load_state_dict(numbers[name])
-                control.load_shard_state(
+                kinds = {
+                    held.removeprefix(_of_control(name, "")): _zeros_like(self.optimizer)
+                    for held in sorted(loaded.names)
+                    if held.startswith(_of_control(name, ""))
+                }
+                loaded.read(
                     {
-                        held.removeprefix(_of_control(name, "")): cut(
-                            loaded.read(held), self.model, self.optimizer
-                        )
-                        for held in loaded.names
-                        if held.startswith(_of_control(name, ""))
+                        _of_control(name, kind): optimizer_state(self.optimizer, shards)
+                        for kind, shards in kinds.items()
                     }
                 )
+                control.load_shard_state(kinds)
             elif self.layout.rank == 0:
                 log.warning(
                     "the checkpoint in %s has no state of control %s: it starts afresh",
@@ -403,6 +414,11 @@ class Policy:
                 )
         run: dict[str, Any] = loaded.state["run"]
         return run
+
+
+def _zeros_like(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """float32, on the CPU."""
+    return [torch.zeros(p.shape, dtype=torch.float32) for p in optimizer_parameters(optimizer)]
 
 
 def _of_control(name: str, kind: str) -> str:

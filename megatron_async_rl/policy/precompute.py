@@ -111,12 +111,13 @@ class PrecomputeTable:
     ) -> None:
         """One forward pass under the weights in place. rows: the samples that the micro-batches
         number; null for all."""
+        numbers = np.arange(len(self.samples)) if rows is None else np.asarray(rows)
+        tokens = spans(self.samples.starts[numbers], self.samples.lengths[numbers])
+        whole = torch.from_numpy(tokens).to(self.layout.device)
         for micro_batch, outputs in schedule.forward(micro_batches):
             if not self.layout.records_outputs or not micro_batch.samples:
                 continue
-            numbers = np.array([i if rows is None else rows[i] for i in micro_batch.samples])
-            places = spans(self.samples.starts[numbers], self.samples.lengths[numbers])
-            places = torch.from_numpy(places).to(self.layout.device)
+            places = whole[micro_batch.batch_tokens]
             for fill in fills:
                 target, output = (
                     self.values[self.columns.index(fill.column)],

@@ -27,14 +27,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_async_rl.policy.parameters import load_hf
+from megatron_async_rl.policy.past_versions import Snapshots
 from megatron_async_rl.policy.supported import used_window
-from megatron_async_rl.policy.weight_copies import HeldMasters, HeldWeights, Snapshots
+from megatron_async_rl.policy.weight_copies import HeldMasters, HeldWeights
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
     from megatron_async_rl.policy.checkpoint import Checkpoint
     from megatron_async_rl.policy.model import PolicyModel
-    from megatron_async_rl.policy.parameter_state import ModelTensors
+    from megatron_async_rl.policy.parameter_state import Sliced
 
 log = logging.getLogger(__name__)
 
@@ -89,24 +90,28 @@ class ReferencePolicies:
         )
         self._ema = config.reference.ema if config.reference is not None else None
         self._decay = config.ewma_decay
-        self.trained = HeldWeights(model.chunks) if {"logp_ref", "logp_prox"} & set(needs) else None
+        self._layout = model.bridge.layout if model.bridge is not None else None
+        self.trained = self._copy(model) if {"logp_ref", "logp_prox"} & set(needs) else None
         if "logp_ref" in needs:
             path = config.reference.path if config.reference is not None else None
             self.reference = self._initial_reference(path, model)
         if "logp_prox" in needs and config.proximal == "ewma":
-            self.average = HeldWeights(model.chunks, torch.float32)
+            self.average = self._copy(model, torch.float32)
         if "logp_prox" in needs and config.proximal == "snapshot":
-            self.snapshots = Snapshots(lambda: HeldWeights(model.chunks), config.snapshots)
+            self.snapshots = Snapshots(lambda: self._copy(model), config.snapshots)
+
+    def _copy(self, model: PolicyModel, dtype: torch.dtype | None = None) -> HeldWeights:
+        return HeldWeights(model.chunks, dtype, self._layout)
 
     def _initial_reference(self, path: Path | None, model: PolicyModel) -> HeldWeights:
         dtype = torch.float32 if self._ema is not None else None
         if path is None:
-            return HeldWeights(model.chunks, dtype)
+            return self._copy(model, dtype)
         _refuse_other_architecture(path, model.source)
         assert self.trained is not None
         with self.trained.restored_after():
             load_hf(model.bridge, model.chunks, path)
-            return HeldWeights(model.chunks, dtype)
+            return self._copy(model, dtype)
 
     def begin(self, version: int) -> None:
         """The weights in place are those of `version`, before its step."""
@@ -129,21 +134,22 @@ class ReferencePolicies:
             self.trained.restored_after() if after and self.trained is not None else nullcontext()
         )
 
-    def parameter_state(self) -> dict[str, ModelTensors]:
-        """Model tensors of this rank, by name: of what moves and of past versions. Collective."""
+    def parameter_state(self) -> dict[str, Sliced]:
+        """Slices by name: of what moves and of past versions."""
         past = {
-            f"{kind}{version}": copy.model_tensors()
+            f"{kind}{version}": copy.slices()
             for kind, store in self._past().items()
             for version, copy in store.lasting.items()
         }
-        return {name: weights.tensors for name, weights in self._moving().items()} | past
+        return {name: held.slices() for name, held in self._moving().items()} | past
 
     def load(self, saved: Checkpoint, *, warn: bool) -> None:
         """After the model was loaded: what `parameter_state` returned. What is missing starts anew;
         warn: say so. Collective."""
+        wanted: dict[str, Sliced] = {}
         for name, held in self._moving().items():
             if name in saved.names:
-                held.load(saved.read(name))
+                wanted[name] = held.slices()
                 continue
             if held is self.average:
                 held.update()
@@ -161,7 +167,11 @@ class ReferencePolicies:
             for version in sorted(
                 int(name.removeprefix(kind)) for name in saved.names if name.startswith(kind)
             ):
-                store.load(version, saved.read(f"{kind}{version}"))
+                store.begin(version)
+            wanted |= {
+                f"{kind}{version}": held.slices() for version, held in store.versions.items()
+            }
+        saved.read(wanted)
 
     def oldest(self, version: int) -> int:
         """The oldest version whose tokens the step that trains `version` can take."""

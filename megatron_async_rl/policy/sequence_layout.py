@@ -1,5 +1,5 @@
-"""How samples lie in the rows of a micro-batch: one in each, padded (`Padded`), or all in one, end to
-end (`Packed`).
+"""How samples lie in the rows of a micro-batch: one in each, padded (`Padded`), or all in one, end
+to end (`Packed`).
 
 Invariants:
 - nobody else knows: planning, building and the attention of a micro-batch ask the layout, and what
@@ -78,8 +78,9 @@ class SequenceLayout(ABC):
         lengths = self.lengths(fed)
         return spans(np.zeros_like(lengths), lengths)
 
-    def packing(self, fed: NDArray[np.int64], device: torch.device) -> PackedSequences | None:
-        """The attention's boundaries within the row; null where a row is one sample."""
+    def packing(self, fed: NDArray[np.int64]) -> PackedSequences | None:
+        """The attention's boundaries within the row, on the host; null where a row is one
+        sample."""
         return None
 
     def round_up(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -151,8 +152,8 @@ class Packed(SequenceLayout):
         lengths[-1] += -int(lengths.sum()) % self.multiple
         return lengths
 
-    def packing(self, fed: NDArray[np.int64], device: torch.device) -> PackedSequences:
-        return PackedSequences.of(self.lengths(fed), device, self.context.size)
+    def packing(self, fed: NDArray[np.int64]) -> PackedSequences:
+        return PackedSequences.of(self.lengths(fed), torch.device("cpu"), self.context.size)
 
     def _filled(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
         chunks = self.context.multiple

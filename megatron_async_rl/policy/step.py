@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from megatron_async_rl.controls.decision import Control, Decision, StepView, UpdateView
 from megatron_async_rl.gradients import scale, squared_norm, squared_norm_of
+from megatron_async_rl.policy.adam_view import AdamView, TakenStep, gradients_of
 from megatron_async_rl.policy.anomaly import NormHistory, Spike
-from megatron_async_rl.policy.optimizer import AdamView, TakenStep, gradients_of, learning_rate
+from megatron_async_rl.policy.optimizer import learning_rate
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_async_rl.config.schema import OptimizerConfig
     from megatron_async_rl.gradients import Gradients
     from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.policy.weight_copies import WeightDisplacement
+    from megatron_async_rl.policy.past_versions import WeightDisplacement
 
 CLIP_EPSILON = 1e-6
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_async_rl.controls.ess_lr import effective_sample_size
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 from megatron_async_rl.objectives.objective import BatchLoss, Objective
-from megatron_async_rl.objectives.targets import StepTargets
+from megatron_async_rl.objectives.targets import PlacedTargets, StepTargets
 from megatron_async_rl.objectives.terms import kl_estimate
 from megatron_async_rl.policy.forward import TokenOutputs
 from megatron_async_rl.policy.microbatch import MicroBatch
@@ -71,9 +71,11 @@ class StepTable:
         difference = log_weight.abs()
         # A token of this version in a response that an older one began was sampled over the older
         # one's keys and values.
-        current = torch.ones(tokens.sequences, dtype=torch.bool, device=tokens.logp.device)
-        current[tokens.sequence[micro_batch.versions != version]] = False
-        lag0 = current[tokens.sequence].double()
+        older = (micro_batch.versions != version).double()
+        begun_by_an_older = older.new_zeros(tokens.sequences).scatter_reduce(
+            0, tokens.sequence, older, "amax"
+        )
+        lag0 = 1.0 - begun_by_an_older[tokens.sequence]
         positive, negative = (tokens.advantages > 0).double(), (tokens.advantages < 0).double()
 
         def total(values: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ class StepTable:
             f"term_{name}": loss.terms[name].double() if name in loss.terms else nothing
             for name in TERMS
         }
-        self.values[list(micro_batch.samples)] = torch.stack(
+        self.values[micro_batch.batch_samples] = torch.stack(
             [columns[name] for name in COLUMNS], dim=1
         )
 
@@ -162,11 +164,14 @@ class RecordedLoss:
         self._table = table
         self._advantage = advantage
         self._with_terms = with_terms
+        self._placed: PlacedTargets | None = None
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
         targets = self._targets
-        tokens = targets.part(
-            micro_batch.samples, dtype=outputs.logp.dtype, device=outputs.logp.device
+        if self._placed is None:
+            self._placed = targets.placed(outputs.logp.dtype, outputs.logp.device)
+        tokens = self._placed.part(
+            micro_batch.batch_tokens, micro_batch.batch_samples, micro_batch.sequence
         )
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
         if outputs.values is not None:

@@ -1,5 +1,5 @@
-"""The model families that this trainer computes exactly and vLLM serves alike, and what rules a
-model of one out: decided on config.json as plain data.
+"""The model families that this trainer computes exactly and vLLM serves alike, what rules a model
+of one out, and which layers compute it: decided on config.json as plain data.
 
 Loads no torch, so that `mar plan` refuses what the ranks would, from this table, and `mar doctor
 --models` prints it.
@@ -17,7 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_async_rl.config.problem import UserError
+
 Window = Literal["none", "every layer", "chosen layers"]
+LayerFamily = Literal["local", "transformer_engine"]
+AskedLayers = Literal["auto", "local", "transformer_engine"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Family:
     models, biases: in words. window: which layers have `sliding_window`, where it is used. mixture:
     of experts, in every layer. tied: what a missing `tie_word_embeddings` means. layer_norms,
     head_norms: of each layer, over the hidden state and over a head. ropes: the values of
-    rope_type. only: the family's own rules, as `EXPECTED`.
+    rope_type. only: the family's own rules, as `EXPECTED`. local: why its layers cannot be
+    Transformer Engine's, if so.
     """
 
     model_type: str
@@ -41,6 +46,7 @@ class Family:
     head_norms: int = 0
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    local: str = ""
 
 
 EXPECTED: Mapping[str, tuple[Any, str]] = {
@@ -120,6 +126,7 @@ FAMILIES: Mapping[str, Family] = {
             head_norms=2,
             ropes=("default", "linear"),
             only=NO_BIAS | GEMMA,
+            local="norms behind attention and MLP, and a rotation for each kind of layer",
         ),
     )
 }
@@ -259,3 +266,34 @@ def _rope_of(
 
 def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+@dataclass(frozen=True)
+class ChosenLayers:
+    """A family of layers (layers.py). why: what keeps Transformer Engine's away where nobody asked
+    for others."""
+
+    family: LayerFamily
+    why: str = ""
+
+
+def choose_layers(
+    asked: AskedLayers, *, model_type: str, dtype: str, device: str, lora: bool, installed: bool
+) -> ChosenLayers:
+    """The layers of a model under `policy.layers`. installed: Transformer Engine is there. Raises
+    UserError where its layers are asked for and cannot be had."""
+    local = FAMILIES[model_type].local
+    obstacles = (
+        (device != "cuda", "it computes on CUDA alone, and the policy is on the CPU"),
+        (not installed, "it is not installed; requirements/gpu.txt has its version"),
+        (dtype != "bfloat16", f"it rounds products of {dtype} to TF32; set model.dtype: bfloat16"),
+        (lora, "adapters (policy.lora) go beside Megatron's own layers"),
+        (bool(local), f"{model_type} has {local}, which it does not"),
+    )
+    why = next((text for found, text in obstacles if found), "")
+    if asked == "transformer_engine" and why:
+        what = f"transformer_engine cannot be had: {why}"
+        raise UserError.of("policy.layers", what, "set it to auto, or to local")
+    if asked == "local" or why:
+        return ChosenLayers("local", f"Transformer Engine: {why}" if asked == "auto" else "")
+    return ChosenLayers("transformer_engine")

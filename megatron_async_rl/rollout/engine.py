@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.rollout.engine_state import (
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 STOP_S = 10.0
 """Grace before vLLM kills its engine process. A killed one leaves small files in /dev/shm."""
 
-Result = TypeVar("Result")
 
 ALIVE_POLL_S = 1.0
 """How often a wait for vLLM looks whether its process still lives; seconds."""
@@ -265,7 +264,7 @@ class RolloutEngine:
                 EngineDied(self.spec, f"it worked on {responses.running} responses")
             )
 
-    async def _while_alive(self, what: str, call: Awaitable[Result]) -> Result:
+    async def _while_alive[Result](self, what: str, call: Awaitable[Result]) -> Result:
         """Awaits `call`, which vLLM leaves unanswered for ever when its process ends. Raises
         EngineDied then."""
         task = asyncio.ensure_future(call)

@@ -1,8 +1,8 @@
-"""A policy as a Hugging Face directory that transformers and vLLM load: from a live run, or from a
-checkpoint.
+"""A policy as a Hugging Face directory that transformers and vLLM load, and its adapters as one
+that PEFT loads: from a live run, or from a checkpoint.
 
 Invariants:
-- the directory appears whole: it is written beside its place and renamed into it;
+- a directory appears whole: it is written beside its place and renamed into it;
 - everything but weights and config.json's dtype is copied from the directory the model was made
   from;
 - memory holds one bucket and one file's tensors, never the model.
@@ -14,7 +14,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +24,9 @@ from torch import Tensor
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.weights.export import Bucket, WeightExporter
+
+if TYPE_CHECKING:
+    from megatron_async_rl.policy.model import PolicyModel
 
 BUCKET_BYTES = 512 * 2**20
 FILE_BYTES = 4 * 2**30
@@ -36,12 +41,51 @@ def export_hf(exporter: WeightExporter, source_model_dir: Path, out_dir: Path) -
         for _ in buckets:
             pass
         return
+    with _in_place_of(out_dir) as partial:
+        dtype = _write_weights(buckets, partial)
+        _copy_rest(source_model_dir, partial, dtype)
+
+
+def export_adapter(model: PolicyModel, out_dir: Path) -> None:
+    """Writes the live adapters to `out_dir` in PEFT's format, replacing what is there; nothing for
+    a model without. Collective on all ranks; rank 0 writes."""
+    lora = model.lora
+    if lora is None:
+        return
+    exporter = WeightExporter(model.bridge, model.chunks, adapters=True)
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for bucket in exporter.buckets(BUCKET_BYTES)
+        for name, tensor in zip(bucket.names, bucket.tensors, strict=True)
+        if tensor is not None
+    }
+    if not exporter.receives:
+        return
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model.source),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with _in_place_of(out_dir) as partial:
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+
+
+@contextmanager
+def _in_place_of(out_dir: Path) -> Iterator[Path]:
+    """A new directory that takes the place of `out_dir` at the end."""
     partial = out_dir.with_name(out_dir.name + ".unfinished")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    dtype = _write_weights(buckets, partial)
-    _copy_rest(source_model_dir, partial, dtype)
+    yield partial
     if out_dir.exists():
         shutil.rmtree(out_dir)
     os.rename(partial, out_dir)
@@ -49,16 +93,17 @@ def export_hf(exporter: WeightExporter, source_model_dir: Path, out_dir: Path) -
 
 def convert(checkpoint: Path, out_dir: Path) -> None:
     """Writes a checkpoint (a run's checkpoint folder, or one step of it), saved on any layout, to
-    `out_dir`; one process, CPU.
+    `out_dir`, adapters merged into the weights, and by themselves to its folder `adapter`; one
+    process, CPU.
 
-    Raises UserError when the checkpoint or its model directory is missing, or `out_dir` holds
-    files.
+    Raises UserError when the checkpoint or its model directory is missing or is not the one that
+    the adapters were trained over, or `out_dir` holds files.
     """
     from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_async_rl.policy import device
-    from megatron_async_rl.policy.checkpoint import load_model
+    from megatron_async_rl.policy.checkpoint import load_model, refuse_other_base
     from megatron_async_rl.policy.checkpoint_folder import about, newest
-    from megatron_async_rl.policy.model import assemble_model
+    from megatron_async_rl.policy.model import assemble_model, build_model
     from megatron_async_rl.policy.parallel import initialise
 
     path = checkpoint if (checkpoint / "about.json").exists() else newest(checkpoint)
@@ -81,11 +126,14 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
         )
     layout = initialise(ParallelConfig(), device.install("cpu"), timeout_s=600)
     try:
-        model = assemble_model(
-            ModelConfig(path=source, dtype=content["dtype"]), PolicyConfig(), layout
-        )
+        # Of adapters the checkpoint holds nothing else.
+        build = build_model if "lora" in content else assemble_model
+        settings = PolicyConfig(lora=content.get("lora"))
+        model = build(ModelConfig(path=source, dtype=content["dtype"]), settings, layout)
+        refuse_other_base(path, content, model, layout)
         load_model(path, model)
         export_hf(WeightExporter(model.bridge, model.chunks), source, out_dir)
+        export_adapter(model, out_dir / "adapter")
     finally:
         layout.shutdown()
 

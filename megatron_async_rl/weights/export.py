@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async_rl.policy.lora import weight_of
 from megatron_async_rl.policy.parameters import ParameterEntry, all_entries, merged
 
 
@@ -42,14 +43,17 @@ class Bucket:
 
 
 class WeightExporter:
-    """Made once per run, collectively over the pipeline group, and used after every step."""
+    """Made once per run, collectively over the pipeline group, and used after every step. adapters:
+    of these alone, under PEFT's names; otherwise of the model, adapters merged into its weights."""
 
-    def __init__(self, bridge: Any, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, bridge: Any, chunks: Sequence[torch.nn.Module], *, adapters: bool = False
+    ) -> None:
         self._bridge = bridge
         self._chunks = chunks
         seen: set[str] = set()
         self._entries: list[ParameterEntry] = []
-        for entry in all_entries(bridge, chunks):
+        for entry in all_entries(bridge, chunks, adapters=adapters):
             # The last stage's copy of a tied embedding is the first stage's tensor again.
             if not seen.intersection(entry.hf_names):
                 seen.update(entry.hf_names)
@@ -144,7 +148,7 @@ class WeightExporter:
         return None
 
     def _parameter(self, entry: ParameterEntry) -> Tensor:
-        return self._chunks[entry.chunk].get_parameter(entry.local_name).detach()
+        return weight_of(self._chunks[entry.chunk], entry.local_name)
 
     def _packed(self, entries: list[ParameterEntry]) -> Tensor:
         parameters = [self._parameter(entry).reshape(-1) for entry in entries]

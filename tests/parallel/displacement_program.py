@@ -15,12 +15,12 @@ from megatron_async_rl.config.controls import DisplacementControl
 from megatron_async_rl.config.schema import ParallelConfig
 from megatron_async_rl.gradients import products_of
 from megatron_async_rl.objectives.targets import valid_samples
+from megatron_async_rl.policy.adam_view import gradients_of, optimizer_parameters
 from megatron_async_rl.policy.model import DTYPES
-from megatron_async_rl.policy.optimizer import gradients_of, optimizer_parameters
-from megatron_async_rl.policy.parameter_state import cut
-from megatron_async_rl.policy.weight_copies import start_shares
+from megatron_async_rl.policy.past_versions import start_shares
 from tests.parallel.layout_program import Rank, received, run_each, save
 from tests.parallel.reference_program import at_version
+from tests.parallel.whole_tensors import cut
 
 CONTROLS = {
     "zero": DisplacementControl(),
@@ -49,7 +49,7 @@ def of_the_model(policy) -> list[torch.Tensor]:
     present = [
         {name: p.detach() for name, p in chunk.named_parameters()} for chunk in policy.model.chunks
     ]
-    shards = cut(present, policy.model, policy.optimizer)
+    shards = cut(present, policy.optimizer, policy.model)
     return [shard.float().clone() for shard in shards]
 
 

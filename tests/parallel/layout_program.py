@@ -31,7 +31,7 @@ from megatron_async_rl.config.schema import (
 )
 from megatron_async_rl.gradients import squared_norm
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.optimizer import gradients_of
+from megatron_async_rl.policy.adam_view import gradients_of
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.samples.rows import TrainBatch
@@ -65,7 +65,10 @@ class Rank:
         on_anomaly="report",
         anomalies=None,
         sequence="padded",
+        layers="local",
         recompute="none",
+        lora=None,
+        seed=0,
         **optimizer,
     ):
         # A large epsilon keeps Adam smooth: with a tiny one the update of a near-zero gradient is
@@ -77,21 +80,24 @@ class Rank:
                 parallel=self.parallel,
                 optimizer=OptimizerConfig(**optimizer),
                 sequence=sequence,
+                layers=layers,
                 tokens_per_micro_batch=budget,
                 logprob_chunk_tokens=16,
                 on_anomaly=on_anomaly,
                 recompute=recompute,
+                lora=lora,
             ),
             objective or ObjectiveConfig(),
             controls,
             layout=self.layout,
             temperature=temperature,
             total_steps=10,
+            seed=seed,
             anomalies=anomalies,
         )
 
-    def weights(self, policy):
-        exporter = WeightExporter(policy.model.bridge, policy.model.chunks)
+    def weights(self, policy, *, adapters=False):
+        exporter = WeightExporter(policy.model.bridge, policy.model.chunks, adapters=adapters)
         tensors = {}
         for bucket in exporter.buckets(2**30):
             for name, tensor in zip(bucket.names, bucket.tensors, strict=True):

@@ -57,6 +57,21 @@ CONTEXT_LAYOUTS = {"context": {"ranks": 2, "context": 2}}
 WITH_CONTEXT = ("layout_program", "packing_program", "recompute_program")
 DENSE_LAYOUTS = {**LAYOUTS, **CONTEXT_LAYOUTS}
 EVERY_LAYOUT = {**ALL_LAYOUTS, **CONTEXT_LAYOUTS}
+LORA_LAYOUTS = {
+    name: EVERY_LAYOUT[name]
+    for name in (
+        "single",
+        "tensor",
+        "sequence",
+        "pipeline",
+        "data_distributed_optimizer",
+        "data_replicated_optimizer",
+        "context",
+        "mixture_single",
+        "expert",
+    )
+}
+"""For `lora_program`: each way to divide a model once."""
 GRADIENT_LAYOUTS = {
     "context_replicated": {"ranks": 2, "context": 2, "distributed_optimizer": False},
     "context_tensor": {"ranks": 4, "context": 2, "tensor": 2, "sequence": True},
@@ -168,6 +183,8 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
     offered = ALL_LAYOUTS if program in WITH_MIXTURES else LAYOUTS
     if program in WITH_CONTEXT:
         offered = offered | CONTEXT_LAYOUTS
+    if program == "lora_program":
+        offered = LORA_LAYOUTS
     if program == "objective_program":
         offered = offered | GRADIENT_LAYOUTS
     return run_program(program, material(), offered, ranks)

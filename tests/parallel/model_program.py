@@ -7,13 +7,16 @@ directory, and a directory of checkpoints to load after this layout has saved it
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
 import sys
+import tarfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,8 @@ from megatron_async_rl.config.schema import (
     ParallelConfig,
     PolicyConfig,
 )
-from megatron_async_rl.policy import checkpoint, device
+from megatron_async_rl.policy import checkpoint, device, model_blocks, weight_copies
+from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.checkpoint_folder import read_file
 from megatron_async_rl.policy.context_parallel import Context
 from megatron_async_rl.policy.forward import Schedule
@@ -33,12 +37,23 @@ from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_ba
 from megatron_async_rl.policy.model import PolicyModel, build_model
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise
+from megatron_async_rl.policy.parameter_state import (
+    adam_names,
+    adam_shards,
+    adam_steps,
+    optimizer_slices,
+)
 from megatron_async_rl.policy.sequence_layout import sequence_layout
+from megatron_async_rl.policy.weight_copies import HeldWeights
 from megatron_async_rl.weights.convert import export_hf
 from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.transport import tensor_digest
+from tests.parallel.allocations import Allocations
 from tests.parallel.models import CHECKPOINTED, TEMPERATURE
+from tests.parallel.whole_tensors import assembled
 from tests.train_batches import columns_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def load_model(path: Path, parallel: ParallelConfig, layout: Layout, dtype: str) -> PolicyModel:
@@ -150,7 +165,14 @@ class Trained:
         self.optimizer.prepare_grads()
         self.optimizer.step_with_ready_grads()
 
-    def save(self, directory: Path, step: int, keep: int = 2, mark: str = "") -> None:
+    def save(
+        self,
+        directory: Path,
+        step: int,
+        keep: int = 2,
+        mark: str = "",
+        background: Background | None = None,
+    ) -> None:
         checkpoint.save(
             directory,
             step,
@@ -161,6 +183,7 @@ class Trained:
             state={"version": step, "mark": mark, "nested": {"position": (3, 4)}},
             parameter_state={},
             files={"mark.bin": mark.encode()},
+            background=background,
         )
 
     def load(self, directory: Path) -> checkpoint.Checkpoint | None:
@@ -171,12 +194,177 @@ class Trained:
     def weights(self) -> dict[str, torch.Tensor] | None:
         return exported(self.model, 1 << 30)
 
+    def moments(self) -> list[torch.Tensor]:
+        names = adam_names(self.model)
+        return [shard for name in names for shard in adam_shards(self.optimizer, name)]
+
+
+BLOCK = 4096
+"""Bytes; more than a row of any model here, less than its matrices."""
+
+
+def beside_a_step(trained: Trained, directory: Path) -> dict:
+    """A save that is held up until the next step was taken, and then saves that fail."""
+    background, released = Background("writing"), threading.Event()
+    write = model_blocks.write
+
+    def held_up(*arguments) -> None:
+        released.wait()
+        write(*arguments)
+
+    def broken(*arguments) -> None:
+        raise OSError("the disk is gone")
+
+    at_save = trained.weights(), [moment.clone() for moment in trained.moments()]
+    with mock.patch.object(model_blocks, "write", held_up):
+        trained.save(directory, 2, mark="held up", background=background)
+        trained.step()
+        found = {"busy": background.busy, "early": (directory / "latest").exists()}
+        released.set()
+        background.finish()
+    found["at_save"] = at_save
+    with mock.patch.object(model_blocks, "write", broken):
+        trained.save(directory, 3, mark="broken", background=background)
+        raised = []
+        for attempt in (background.finish, background.finish):
+            try:
+                attempt()
+            except OSError as error:
+                raised.append(str(error))
+        trained.save(directory, 4, mark="broken", background=background)
+        try:
+            trained.save(directory, 5, mark="never begun", background=background)
+        except OSError as error:
+            raised.append(str(error))
+    trained.layout.barrier()
+    found |= {"raised": raised, "left": sorted(path.name for path in directory.iterdir())}
+    return found
+
+
+def memory(
+    trained: Trained, resumed: Trained, directory: Path, samples, parallel: ParallelConfig
+) -> dict:
+    """Bytes that a rank allocates to save and to load, and what touches Adam's moments when weights
+    are exported and samples scored. own: of the moments that this rank writes and reads."""
+    model, layout = trained.model, trained.layout
+    with mock.patch.object(model_blocks, "BLOCK_BYTES", BLOCK):
+        with Allocations() as saving:
+            trained.save(directory, 2)
+        with Background("writing") as background, Allocations() as staging:
+            trained.save(directory, 3, background=background)
+        with Allocations() as loading:
+            resumed.load(directory)
+    with Allocations(trained.moments()) as using:
+        trained.weights()
+        logprobs(model, samples, layout, parallel)
+    parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+    return {
+        "saving": saving.sizes,
+        "staging": staging.sizes,
+        "loading": loading.sizes,
+        "touched": using.touched,
+        "moments": 2
+        * sum(place.end - place.start for place in optimizer_slices(trained.optimizer)),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "largest": max(parameter.nbytes for parameter in parameters),
+    }
+
+
+def divided_copies(model: PolicyModel, layout: Layout) -> dict:
+    """same: copies that are divided over replicas hold and give back what whole ones do, bit for
+    bit. share: of the elements, on this rank. gathered: bytes of the largest gather, where
+    parameters are larger than what is gathered at a time."""
+    parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+    before = [p.detach().clone() for p in parameters]
+    kept = [
+        (HeldWeights(model.chunks, dtype), HeldWeights(model.chunks, dtype, layout))
+        for dtype in (None, torch.float32, torch.bfloat16)
+    ]
+
+    def placed(copy: HeldWeights) -> list[torch.Tensor]:
+        for parameter in parameters:
+            parameter.data.fill_(torch.nan)
+        copy.place()
+        return [p.detach().clone() for p in parameters]
+
+    for parameter in parameters:
+        parameter.data.mul_(1.5).sin_()
+    for pair in kept[1:]:
+        for copy in pair:
+            copy.average(0.7)
+    gathers: list[int] = []
+
+    def gather(output: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        gathers.append(output.nbytes)
+        all_gather(output, *args, **kwargs)
+
+    all_gather = dist.all_gather_into_tensor
+    with kept[0][1].restored_after():
+        same = all(
+            torch.equal(one, other)
+            for pair in kept[1:]
+            for one, other in zip(*map(placed, pair), strict=True)
+        )
+        with (
+            mock.patch.object(weight_copies, "GATHERED", BLOCK),
+            mock.patch.object(dist, "all_gather_into_tensor", gather),
+        ):
+            same = same and all(map(torch.equal, *map(placed, kept[1])))
+    moved = [value.mul(1.5).sin() for value in before]
+    same = same and all(map(torch.equal, (p.detach() for p in parameters), moved))
+    whole, part = (
+        sum(tensor.numel() for chunk in copy.tensors for tensor in chunk.values())
+        for copy in kept[1]
+    )
+    for parameter, value in zip(parameters, before, strict=True):
+        parameter.data.copy_(value)
+    return {"same": same, "share": part / whole, "gathered": max(gathers, default=0)}
+
+
+def earlier_checkpoint(parallel: ParallelConfig, layout: Layout, folder: Path) -> dict:
+    """A checkpoint of 2 tensor-parallel ranks, as they were before each rank wrote its own slices,
+    and what it held of a bfloat16 model; read on this layout, which does not cut parameters."""
+    if layout.rank == 0:
+        with tarfile.open(ROOT / "tests" / "data" / "earlier_checkpoint.tar.xz") as file:
+            file.extractall(folder, filter="data")
+    layout.barrier()
+    policy = PolicyConfig(parallel=parallel, optimizer=OptimizerConfig())
+    model = build_model(ModelConfig(path=folder / "model", dtype="bfloat16"), policy, layout)
+    wrapped = wrap_for_gradients(model.chunks, policy)
+    optimizer = build_optimizer(wrapped, policy, torch.bfloat16)
+    loaded = checkpoint.load(folder / "checkpoint", model=model, optimizer=optimizer, layout=layout)
+    average = HeldWeights(model.chunks, torch.float32, layout)
+    loaded.read({"average": average.slices()})
+    average.place()
+    found = {"average": _parameters(model)}
+    for name in adam_names(model):
+        found[name] = assembled(adam_shards(optimizer, name), model, optimizer)
+    checkpoint.load_model(loaded.path, model)
+    found["model"] = _parameters(model)
+    expected = load_file(folder / "expected.safetensors")
+    return {
+        "same": {
+            f"{kind}/{name}": torch.equal(tensor, expected[f"{kind}/{name}"].to(tensor.dtype))
+            for kind, chunks in found.items()
+            for name, tensor in chunks[0].items()
+        },
+        "held": sorted(expected),
+        "steps": adam_steps(optimizer),
+    }
+
+
+def _parameters(model: PolicyModel) -> list[dict[str, torch.Tensor]]:
+    return [
+        {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+        for chunk in model.chunks
+    ]
+
 
 FILES = [("checkpoint", "mark.bin"), ("checkpoint", "never_saved.bin"), ("nowhere", "mark.bin")]
 
 
 def checkpoints(
-    source: Path, parallel: ParallelConfig, layout: Layout, output: Path, other: str
+    source: Path, parallel: ParallelConfig, layout: Layout, output: Path, other: str, samples
 ) -> dict:
     trained = Trained(source, parallel, layout)
     trained.step()
@@ -185,7 +373,7 @@ def checkpoints(
     torch.manual_seed(17)
     trained.save(output / "checkpoint", 2, mark="own")
     random_after = torch.rand(4)
-    trained.step()
+    beside = beside_a_step(trained, output / "background")
     after = trained.weights()
 
     resumed = Trained(source, parallel, layout)
@@ -199,8 +387,16 @@ def checkpoints(
         "step": loaded.step,
         "files": [read_file(output / folder, name) for folder, name in FILES],
     }
+    result["copies"] = divided_copies(resumed.model, layout)
     resumed.step()
     result["resumed_after"] = resumed.weights()
+    later = Trained(source, parallel, layout)
+    later.load(output / "background")
+    moments = all(map(torch.equal, later.moments(), beside["at_save"][1]))
+    beside |= {"at_save": beside["at_save"][0], "loaded": later.weights(), "moments": moments}
+    result["beside"] = beside
+    if layout.world_size == 2 and layout.tp_size * layout.pp_size == 1:
+        result["memory"] = memory(resumed, later, output / "watched", samples, parallel)
     if other:
         stranger = Trained(source, parallel, layout)
         stranger.load(Path(other))
@@ -221,9 +417,6 @@ def interrupted_saves(
 ) -> list[dict]:
     """Saves step 1, then dies at each file-system operation of saving step 2 in turn; what a fresh
     process then finds."""
-    # Megatron collects garbage at every save; without the imported modules in its way this takes
-    # milliseconds.
-    gc.freeze()
     trained, fresh = Trained(source, parallel, layout), Trained(source, parallel, layout)
     trained.step()
     pristine = output / "pristine"
@@ -378,8 +571,10 @@ def main() -> None:
         }
     kind = "mixture" if (material / CHECKPOINTED["mixture"]).exists() else "dense"
     results["checkpoint"] = checkpoints(
-        material / CHECKPOINTED[kind], parallel, layout, output, other
+        material / CHECKPOINTED[kind], parallel, layout, output, other, samples
     )
+    if kind == "dense" and layout.tp_size * layout.pp_size == 1:
+        results["earlier"] = earlier_checkpoint(parallel, layout, output / "earlier")
     if layout.world_size == 1 and kind == "dense":
         results["refusals"] = refusals(material / "qwen3-tied", layout, output)
         results["interrupted"] = interrupted_saves(

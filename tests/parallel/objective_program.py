@@ -19,13 +19,13 @@ import torch.distributed as dist
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ParallelConfig
 from megatron_async_rl.gradients import products_with, squared_norm
-from megatron_async_rl.policy import optimizer as optimizer_module
-from megatron_async_rl.policy.optimizer import gradients_of
+from megatron_async_rl.policy import adam_view
+from megatron_async_rl.policy.adam_view import gradients_of
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import assembled
 from megatron_async_rl.policy.step import clip_to
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
 from tests.parallel.layouts import GRADIENT_LAYOUTS
+from tests.parallel.whole_tensors import assembled
 
 # With bounds at which the material's batches have tokens on both sides.
 OBJECTIVES = {
@@ -126,7 +126,7 @@ class ReducedGradient:
 @contextmanager
 def always(name: str):
     """Megatron's answer of that name is true of every parameter."""
-    with mock.patch.object(optimizer_module, name, return_value=True):
+    with mock.patch.object(adam_view, name, return_value=True):
         yield
 
 
@@ -203,8 +203,8 @@ def collectives_of_a_step(rank: Rank, policy, name) -> dict:
     return {"calls": calls, "micro_batches": taken["policy/micro_batches"]}
 
 
-def resumed(rank: Rank, model: str, a: str, b: str) -> dict:
-    policy, again = (rank.policy(model, schedule="linear") for _ in range(2))
+def resumed(rank: Rank, model: str, a: str, b: str, **settings) -> dict:
+    policy, again = (rank.policy(model, schedule="linear", **settings) for _ in range(2))
     rank.train(policy, [a, b])
     policy.save(rank.scratch / "checkpoint", 2, {"version": 2}, keep=1)
     again.load(rank.scratch / "checkpoint")

@@ -28,14 +28,13 @@ from megatron_async_rl.config.schema import (
     PolicyConfig,
 )
 from megatron_async_rl.policy import device
+from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.model import DTYPES, build_model
-from megatron_async_rl.policy.optimizer import (
-    build_optimizer,
-    optimizer_parameters,
-    wrap_for_gradients,
-)
-from megatron_async_rl.policy.parameter_state import assembled, cut
+from megatron_async_rl.policy.model_blocks import ModelBlocks, read, write
+from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
+from megatron_async_rl.policy.parameter_state import optimizer_state
 from tests.parallel.layout_program import Rank
+from tests.parallel.whole_tensors import assembled
 
 OBJECTIVE = ObjectiveConfig(
     kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7), proximal="ewma", ewma_decay=0.6
@@ -77,28 +76,25 @@ def resumed(rank: Rank, checkpoints: Path, models: Sequence[str]) -> dict:
 
 
 def moved_there_and_back(rank: Rank, path: Path, dtype: str) -> dict[str, bool]:
-    """same: Adam's parameters make up the model's, and cutting those gives Adam's again, on every
-    rank. parts: some rank has a part of a parameter."""
+    """same: Adam's parameters make up the model's, and what files hold of them gives Adam's again,
+    on every rank. parts: some rank has a part of a parameter."""
     settings = PolicyConfig(parallel=rank.parallel, optimizer=OptimizerConfig())
     model = build_model(ModelConfig(path=path, dtype=dtype), settings, rank.layout)
     optimizer = build_optimizer(wrap_for_gradients(model.chunks, settings), settings, DTYPES[dtype])
     shards = [parameter.detach() for parameter in optimizer_parameters(optimizer)]
     tensors = assembled(shards, model, optimizer)
-    if rank.layout.dp_size * rank.layout.cp_size > 1:
-        # The first data- and context-parallel rank alone holds them.
-        message = [tensors]
-        dist.broadcast_object_list(message, src=0)
-        tensors = message[0]
     whole = all(
         torch.equal(tensors[i][name], parameter.detach().float())
         for i, chunk in enumerate(model.chunks)
         for name, parameter in chunk.named_parameters()
     )
     # Other numbers than the parameters', so that a shard left as it was would show.
-    doubled = [{name: 2 * tensor for name, tensor in chunk.items()} for chunk in tensors]
-    back = all(
-        torch.equal(a, 2 * b) for a, b in zip(cut(doubled, model, optimizer), shards, strict=True)
-    )
+    doubled = optimizer_state(optimizer, [2 * shard for shard in shards])
+    found = optimizer_state(optimizer, [torch.empty(shard.shape) for shard in shards])
+    folder, blocks = rank.scratch / f"there_{dtype}", ModelBlocks(model)
+    write(folder, blocks.state({"doubled": doubled}, writes=True), rank.layout.cpu_group)
+    read(folder, blocks.state({"doubled": found}, writes=False), rank.layout.cpu_group)
+    back = all(torch.equal(a, b) for (_, a), (_, b) in zip(found, doubled, strict=True))
     sizes = {parameter.numel() for chunk in model.chunks for parameter in chunk.parameters()}
     everyone: list = [None] * rank.layout.world_size
     dist.all_gather_object(

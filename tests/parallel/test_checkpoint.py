@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from tests.parallel.model_program import BLOCK
 from tests.parallel.models import (
     ALL_LAYOUTS,
     LOADS_FROM,
@@ -86,3 +87,69 @@ def test_convert_writes_a_checkpoint_of_any_layout_as_a_hugging_face_directory(l
         as_transformers_loads(tmp_path / "hf", tmp_path / "again"), saved(layout)["at_save"]
     )
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_what_is_written_beside_a_step_is_the_state_before_it(layout):
+    for rank, result in enumerate(results(layout)):
+        found = result["checkpoint"]["beside"]
+        assert found["busy"]
+        assert not found["early"], "latest names what is being written"
+        assert found["moments"]
+        if rank == 0:
+            assert_same(found["loaded"], found["at_save"])
+
+
+@pytest.mark.parametrize("layout", ["single", "data"])
+def test_a_write_that_failed_is_raised_once_by_the_next_wait_and_leaves_the_last_checkpoint(layout):
+    for result in results(layout):
+        found = result["checkpoint"]["beside"]
+        assert found["raised"] == ["the disk is gone"] * 2
+        assert found["left"] == ["latest", "step_00000002"]
+
+
+@pytest.mark.parametrize("layout", ["data", "expert"])
+def test_no_rank_puts_a_tensor_together_to_save_or_to_load(layout):
+    for result in results(layout):
+        found = result["checkpoint"]["memory"]
+        assert found["largest"] > 2 * BLOCK
+        assert max(found["saving"] + found["staging"] + found["loading"]) <= BLOCK
+
+
+def test_each_data_parallel_rank_handles_its_own_moments_and_no_more():
+    found = [result["checkpoint"]["memory"] for result in results("data")]
+    parameters = found[0]["parameters"]
+    assert sum(rank["moments"] for rank in found) == 2 * parameters
+    for rank in found:
+        assert 0.3 * parameters < rank["moments"] < 1.7 * parameters
+        # Each rank also writes half of the weights, in multiples of 64 elements, and reads all;
+        # of a block that two of its own overlap it reads a part twice.
+        written = 4 * (rank["moments"] + 0.6 * parameters)
+        assert 0 < sum(rank["staging"]) <= written
+        assert sum(rank["saving"]) <= written
+        assert sum(rank["loading"]) <= 4.5 * (rank["moments"] + parameters)
+
+
+@pytest.mark.parametrize("layout", ["data", "expert"])
+def test_exporting_and_scoring_leave_the_moments_alone(layout):
+    assert all(result["checkpoint"]["memory"]["touched"] == [] for result in results(layout))
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_copies_divided_over_replicas_hold_and_give_back_the_bits_of_whole_ones(layout):
+    found = [result["checkpoint"]["copies"] for result in results(layout)]
+    assert all(rank["same"] for rank in found)
+    assert all(rank["gathered"] <= BLOCK for rank in found)
+    if layout == "data":
+        assert all(rank["gathered"] > BLOCK / 2 for rank in found)
+        assert sum(rank["share"] for rank in found) == pytest.approx(1.0)
+        assert all(0.4 < rank["share"] < 0.6 for rank in found)
+
+
+@pytest.mark.parametrize("layout", ["single", "data"])
+def test_a_checkpoint_that_one_rank_wrote_whole_loads_too(layout):
+    for result in results(layout):
+        found = result["earlier"]
+        assert sorted(found["same"]) == found["held"]
+        assert all(found["same"].values())
+        assert found["steps"] == 2

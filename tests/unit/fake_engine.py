@@ -32,12 +32,15 @@ def manifest(version: int) -> Manifest:
 
 
 class FakeEngine:
-    """`delay(request)`: seconds until it is answered. `version`: the weights it holds.
+    """`delay(request)`: seconds until it is answered, and longer while `gate` is closed.
+    `version`: the weights it holds.
     `started(request, version)`: the version of its first token. `before_update(version)`: awaited
     before weights are taken; what it raises, the update raises."""
 
     def __init__(self, delay: Callable[[Request], float] = lambda request: 0.0) -> None:
         self.delay = delay
+        self.gate = asyncio.Event()
+        self.gate.set()
         self.version = -1
         self.asked: list[Request] = []
         self.versions: list[int] = []
@@ -153,6 +156,7 @@ class FakeEngine:
 
     async def _answer(self, request: Request) -> None:
         await asyncio.sleep(self.delay(request))
+        await self.gate.wait()
         del self._running[request.id]
         self.say(self.alter(self.sample(request)))
 

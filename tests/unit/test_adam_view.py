@@ -1,4 +1,4 @@
-"""What the view of Adam says against what torch's Adam does, and what an optimizer step leaves
+"""The view of Adam against what torch's Adam does, and what an optimizer step leaves
 behind for the next."""
 
 import math
@@ -13,7 +13,7 @@ from megatron_async_rl.config.schema import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision
 from megatron_async_rl.controls.gac import Gac, MatchedLr
 from megatron_async_rl.policy import step as step_module
-from megatron_async_rl.policy.optimizer import AdamView, TakenStep
+from megatron_async_rl.policy.adam_view import AdamView, TakenStep
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts, clip_to, scale
 from tests.gradients import OneRank, Shard
 

@@ -13,6 +13,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from megatron_async_rl.objectives.targets import valid_samples
 from tests.combinations import factors, label, pairwise
+from tests.token_batches import part_of
 from tests.train_batches import columns, ragged_batch
 from tests.written_run import write_run
 
@@ -47,7 +48,7 @@ def loss_and_gradient(objective, targets, logp, rows_of_parts, dtype):
     nobody = torch.zeros(1, dtype=dtype, requires_grad=True)
     total = 0.0 * nobody.sum()
     for rows in rows_of_parts:
-        part = targets.part(rows, dtype=dtype, device=torch.device("cpu"))
+        part = part_of(targets, rows, dtype)
         starts = targets.samples.starts
         index = [torch.arange(starts[i], starts[i + 1]) for i in rows]
         own = logp[torch.cat(index)] if rows else nobody

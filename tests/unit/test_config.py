@@ -270,6 +270,24 @@ def test_an_override_that_is_none_is_refused(file, override, what):
     assert what in problem(file, override).what
 
 
+@pytest.mark.parametrize("how", ["virtual_pipeline=2", "expert=2", "overlap_grad_reduce=true"])
+def test_a_baseline_that_is_measured_sequence_by_sequence_wants_gradients_to_itself(file, how):
+    exact = ["objective.advantage={name: opob, mode: exact}", "objective.loss=reinforce"]
+    load(file, [*exact, "policy.parallel.pipeline=2", "policy.parallel.ranks=4"])
+    with pytest.raises(ConfigError) as caught:
+        load(
+            file,
+            [
+                *exact,
+                "policy.parallel.pipeline=2",
+                "policy.parallel.ranks=4",
+                f"policy.parallel.{how}",
+            ],
+        )
+    key = how.partition("=")[0]
+    assert any(f"policy.parallel.{key}" in one.what for one in caught.value.problems)
+
+
 def test_a_wrong_value_in_the_file_names_its_line(file):
     lines = file.read_text().splitlines()
     line = next(number for number, text in enumerate(lines, start=1) if "max_tokens" in text)

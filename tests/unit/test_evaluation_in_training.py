@@ -48,13 +48,15 @@ def test_evaluation_changes_nothing_of_training() -> None:
 
 def test_engines_of_their_own_evaluate_and_see_no_training_request_while_training_goes_on() -> None:
     async def body() -> None:
-        engine, evaluator = FakeEngine(), FakeEngine(lambda request: 0.05)
+        engine, evaluator = FakeEngine(), FakeEngine()
+        evaluator.gate.clear()
         controller = await begin([engine, evaluator], flow(), evaluators=1, version=2)
         assert evaluator.updates == [], "it is given weights only to evaluate them"
         evaluation = asyncio.create_task(evaluated(controller, 2))
         await until(lambda: evaluator.asked)
         await train(controller, 2, 6)
         assert not evaluation.done(), "the engines of training went on to version 6 meanwhile"
+        evaluator.gate.set()
         assert (await evaluation).version == 2
         assert evaluator.updates == [2]
         assert min(engine.groups()) >= 0
@@ -141,7 +143,8 @@ def test_what_a_lost_evaluation_engine_had_is_asked_of_the_other_that_holds_the_
 @pytest.mark.parametrize("separate", [False, True])
 def test_what_an_evaluation_has_waiting_is_no_response_of_training(separate: bool) -> None:
     async def body() -> None:
-        engines = [FakeEngine(lambda request: 0.02) for _ in range(1 + separate)]
+        engines = [FakeEngine() for _ in range(1 + separate)]
+        engines[0].gate.clear()
         controller = await begin(engines, flow(), evaluators=int(separate), capacity=3)
         admitted = controller.stats()["open"]
         evaluation = asyncio.create_task(evaluated(controller, 0))
@@ -150,6 +153,7 @@ def test_what_an_evaluation_has_waiting_is_no_response_of_training(separate: boo
         counts = controller.stats()
         assert counts["waiting"] == admitted - 3
         assert counts["in_flight"] == 3, "what the engine took before the evaluation came"
+        engines[0].gate.set()
         await evaluation
         await controller.close()
 
@@ -158,11 +162,13 @@ def test_what_an_evaluation_has_waiting_is_no_response_of_training(separate: boo
 
 def test_weights_that_move_under_an_evaluation_are_noticed() -> None:
     async def body() -> None:
-        engine = FakeEngine(lambda request: 0.02)
+        engine = FakeEngine()
         controller = await begin([engine], flow())
+        engine.gate.clear()
         evaluation = asyncio.create_task(evaluated(controller, 0))
         await until(lambda: any(request.group < 0 for request in engine.asked))
         engine.version = 1
+        engine.gate.set()
         with pytest.raises(WeightsMoved, match="evaluation of version 0"):
             await evaluation
         await controller.close()

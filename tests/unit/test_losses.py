@@ -18,7 +18,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.off_policy import proximal_logp
 from megatron_async_rl.objectives.registry import LOSSES, loss_method
 from megatron_async_rl.objectives.targets import StepTargets
-from tests.token_batches import detached, random_tokens, tokens
+from tests.token_batches import detached, part_of, random_tokens, tokens
 
 DATA = Path(__file__).parents[1] / "data/golden"
 GOLDEN = [
@@ -94,7 +94,7 @@ def part(whole, rows, dtype=torch.float64):
     lengths = torch.bincount(whole.sequence, minlength=whole.sequences).numpy()
     samples = SimpleNamespace(lengths=lengths, starts=np.cumsum(lengths) - lengths)
     targets = StepTargets(samples, detached(whole), Denominators.of(whole), True, {})
-    cut = targets.part(rows, dtype=dtype, device=torch.device("cpu"))
+    cut = part_of(targets, rows, dtype)
     return cut.replace(logp=cut.logp.requires_grad_())
 
 

@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async_rl.objectives.batch import on_device
+from megatron_async_rl.policy import microbatch
 from megatron_async_rl.policy.batches import split
 from megatron_async_rl.policy.context_parallel import Context
 from megatron_async_rl.policy.microbatch import (
     SampleTooLong,
     assign_owners,
     build_micro_batch,
+    build_micro_batches,
     plan_micro_batches,
 )
 from megatron_async_rl.policy.sequence_layout import (
@@ -237,6 +240,59 @@ def test_what_fills_a_packed_row_up_belongs_to_its_last_sample():
     assert nobody.tokens.shape == (1, 8)
     assert nobody.packing.cu_seqlens_q.tolist() == [0, 8]
     assert (nobody.samples, len(nobody.rows)) == ((), 1)
+
+
+@pytest.mark.parametrize("layout", [Padded(4), Packed(4), Packed(4, Context(1, 2))])
+def test_micro_batches_of_a_plan_are_uploaded_together(monkeypatch, layout):
+    plan, (batch,) = planned(SAMPLES, budget=96, sequences=layout)
+    cuts = (*plan.ranks[0], ())
+    uploads = []
+    monkeypatch.setattr(
+        microbatch, "on_device", lambda *args: uploads.append(1) or on_device(*args)
+    )
+    together = build_micro_batches(batch, cuts, CPU, layout)
+    assert len(uploads) == 1
+    assert [each.samples for each in together] == list(cuts)
+    for rows, found in zip(cuts, together, strict=True):
+        alone = build_micro_batch(batch, rows, CPU, layout)
+        for name in ("tokens", "position_ids", "rows", "targets", "sequence", "versions"):
+            assert torch.equal(getattr(found, name), getattr(alone, name)), name
+        if isinstance(layout, Packed):
+            assert torch.equal(found.packing.cu_seqlens_q, alone.packing.cu_seqlens_kv)
+            assert found.packing.cu_seqlens_q.dtype == torch.int32
+
+
+def test_places_of_a_micro_batch_are_those_of_its_tokens_in_the_batch():
+    plan, (batch,) = planned(SAMPLES, budget=96)
+    (*parts, nobody) = build_micro_batches(batch, (*plan.ranks[0], ()), CPU)
+    for part in parts:
+        assert part.batch_samples.tolist() == list(part.samples)
+        assert torch.equal(torch.from_numpy(batch.versions)[part.batch_tokens], part.versions)
+        owners = torch.from_numpy(batch.rows)[part.batch_tokens]
+        assert torch.equal(owners, part.batch_samples[part.sequence])
+    assert nobody.batch_tokens.tolist() == [len(batch.rows)]
+    assert nobody.batch_samples.tolist() == [len(batch)]
+
+
+def test_tensors_are_moved_by_one_copy_per_dtype_and_come_back_whole(monkeypatch):
+    tensors = {
+        "a": torch.arange(6).view(2, 3),
+        "b": torch.zeros(0),
+        ("c", 1): torch.tensor([1.5, -2.0]),
+        "d": torch.tensor(7),
+        "e": torch.ones(2, 1),
+    }
+    copies, to = [], torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, *args, **kw: copies.append(1) or to(self, *args, **kw)
+    )
+    found = on_device(tensors, CPU)
+    assert len(copies) == 2
+    assert found.keys() == tensors.keys()
+    for name, each in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (each.dtype, each.shape)
+        assert torch.equal(found[name], each)
+    assert on_device({}, CPU) == {}
 
 
 @pytest.mark.parametrize("kind", [Padded, Packed])

@@ -18,6 +18,7 @@ from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.policy.batches import split
 from megatron_async_rl.policy.minibatches import divide, over_steps
 from megatron_async_rl.report.summary import summarise_run
+from tests.token_batches import part_of
 from tests.train_batches import columns, ragged_batch
 from tests.written_run import write_run
 
@@ -163,9 +164,7 @@ def test_a_ratio_is_to_the_batchs_start_and_ppo_clips_it():
         np.isin(batch.rows, np.flatnonzero(batch.valid))
     ]
     targets = objective.decide(objective.prepare(batch, {"logp": start - 1.0}))
-    part = targets.part(
-        range(len(targets.samples)), dtype=torch.float64, device=torch.device("cpu")
-    )
+    part = part_of(targets, range(len(targets.samples)))
     logp = (start - 1.0 + 0.5).requires_grad_()
     loss = objective.loss(part.replace(logp=logp), targets.denominators, corrected=False)
     up = (part.advantages > 0) & (part.mask > 0)

@@ -17,7 +17,7 @@ from megatron_async_rl.policy.attention import (
     core_attention,
     window_of,
 )
-from megatron_async_rl.policy.norms import GemmaNorm, NormedAdd
+from megatron_async_rl.policy.layers import GemmaNorm, NormedAdd
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, WIDTH = 4, 2, 8

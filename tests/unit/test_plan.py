@@ -22,7 +22,12 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.plan.layout import rank_coordinates
 from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
-from megatron_async_rl.plan.memory import rank_memory, stage_parameters, stores_scores
+from megatron_async_rl.plan.memory import (
+    TARGET_BYTES,
+    rank_memory,
+    stage_parameters,
+    stores_scores,
+)
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.plan.preflight import preflight
@@ -804,3 +809,17 @@ def test_a_reward_that_answers_for_some_prompt_is_fine(file, monkeypatch, name):
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
     assert plan(file, f"rollout.reward.name=probed_rewards:{name}").problems == ()
+
+
+def test_a_rank_that_computes_losses_holds_the_targets_of_the_whole_step(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    shape, _ = read_model(load(file).model.path)
+
+    def last(*overrides: str) -> int:
+        step = ("flow.prompts_per_step=8", "flow.group_size=4", "policy.tokens_per_micro_batch=16")
+        config = load(file, (*step, *overrides))
+        return rank_memory(config, shape, stage=0, data_parallel=2, longest=16).logprobs
+
+    more = last("flow.prompts_per_step=16") - last()
+    assert more == TARGET_BYTES * 8 * 4 * load(file).rollout.sampling.max_tokens
+    assert last("objective.minibatches=2") + more // 2 == last()

@@ -53,6 +53,21 @@ def test_each_copy_of_the_weights_takes_host_memory_and_the_trained_ones_wait_in
     assert held(file, "model.dtype=bfloat16", *overrides) == bytes_per_parameter
 
 
+def of_ranks(file, data_parallel, *overrides):
+    config = load(file, ["model.dtype=bfloat16", *overrides])
+    shape, _ = read_model(config.model.path)
+    memory = rank_memory(config, shape, stage=0, data_parallel=data_parallel, longest=16)
+    return memory.held / shape.parameters, memory.staged / shape.parameters
+
+
+def test_copies_and_what_a_checkpoint_copies_are_divided_over_data_parallel_ranks(file):
+    snapshots = ("objective.proximal=snapshot", "objective.snapshots=5")
+    assert of_ranks(file, 1, *snapshots) == (5 * 2 + 2, 14 + 4 * 2)
+    assert of_ranks(file, 2, *snapshots) == pytest.approx((6, 11), rel=1e-3)
+    assert of_ranks(file, 1) == (0, 14)
+    assert of_ranks(file, 1, "checkpoint.asynchronous=false") == (0, 0)
+
+
 def test_copies_that_the_host_cannot_hold_are_named_in_the_plan(file):
     plan = preflight(
         load(file, ["policy.device=cuda", "objective.proximal=ewma"]),
@@ -77,3 +92,27 @@ def test_snapshots_must_reach_back_to_the_oldest_token(file, async_ratio, snapsh
 @pytest.fixture
 def file(tmp_path):
     return write_run(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_per_element"), [("float32", 4), ("bfloat16", 6)])
+def test_reduction_beside_the_backward_pass_takes_a_gradient_of_the_output_layer(
+    tmp_path, dtype, bytes_per_element
+):
+    def total(*overrides, stage):
+        config = load(
+            write_run(tmp_path),
+            [f"model.dtype={dtype}", "policy.parallel.ranks=2", *overrides],
+        )
+        shape, _ = read_model(config.model.path)
+        memory = rank_memory(config, shape, stage=stage, data_parallel=1, longest=16)
+        return memory.total, shape.vocabulary * shape.hidden
+
+    two = "policy.parallel.pipeline=2"
+    for stage, share in ((0, 0), (1, 1)):
+        before, elements = total(two, stage=stage)
+        overlapped, _ = total(two, "policy.parallel.overlap_grad_reduce=true", stage=stage)
+        assert overlapped - before == share * bytes_per_element * elements
+        adapted = [two, "policy.lora={rank: 2}"]
+        before, _ = total(*adapted, stage=stage)
+        overlapped, _ = total(*adapted, "policy.parallel.overlap_grad_reduce=true", stage=stage)
+        assert overlapped == before

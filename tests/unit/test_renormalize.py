@@ -11,7 +11,7 @@ from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import SequenceLoss, TokenLoss
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import valid_samples
-from tests.token_batches import tokens
+from tests.token_batches import part_of, tokens
 from tests.train_batches import columns, ragged_batch
 
 # Three sequences: of 4 tokens one is rejected and one is not trained on; of 2 none; of 3 all.
@@ -96,7 +96,7 @@ def loss_and_gradient(objective, batch, cut):
     current, total = given["logp"].clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
     for first in range(0, len(targets.samples), cut):
         rows = list(range(first, min(first + cut, len(targets.samples))))
-        part = targets.part(rows, dtype=torch.float64, device=torch.device("cpu"))
+        part = part_of(targets, rows)
         logp = current[targets.samples.starts[rows[0]] : targets.samples.starts[rows[-1] + 1]]
         result = objective.loss(part.replace(logp=logp), targets.denominators, corrected=True)
         total = total + result.parts.sum()
@@ -130,7 +130,7 @@ def test_a_penalty_which_nothing_rejects_keeps_its_denominators(aggregation):
         given["logp_ref"] = given["logp_ref"] - 0.5
         targets = chosen.decide(chosen.prepare(batch, given))
         rows = range(len(targets.samples))
-        part = targets.part(rows, dtype=torch.float64, device=torch.device("cpu"))
+        part = part_of(targets, rows)
         part = part.replace(logp=given["logp"].requires_grad_())
         loss = chosen.loss(part, targets.denominators, corrected=targets.corrected)
         assert (loss.rejected).any()

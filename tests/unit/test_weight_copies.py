@@ -10,9 +10,10 @@ import torch
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy import reference_policies
+from megatron_async_rl.policy.past_versions import SnapshotMissing, Snapshots
 from megatron_async_rl.policy.precompute import Fill, passes
 from megatron_async_rl.policy.reference_policies import ArchitectureMismatch, ReferencePolicies
-from megatron_async_rl.policy.weight_copies import HeldWeights, SnapshotMissing, Snapshots
+from megatron_async_rl.policy.weight_copies import HeldWeights
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import columns_of, groups_of, make_sample, rewards_batch
 
@@ -119,9 +120,13 @@ def test_a_checkpoint_has_the_snapshots_that_the_next_version_may_need_and_gives
         kept.begin(version)
     state = kept.parameter_state()
     assert sorted(state) == ["past_weights_3", "past_weights_4"], "2 gives its place to 5"
-    saved = SimpleNamespace(
-        names=dict.fromkeys(state), read=lambda name: [dict(chunk) for chunk in state[name]]
-    )
+
+    def read(named):
+        for name, sliced in named.items():
+            for (_, wanted), (_, held) in zip(sliced, state[name], strict=True):
+                wanted.copy_(held)
+
+    saved = SimpleNamespace(names=frozenset(state), read=read)
     for size, expected in ((3, [3, 4, 5]), (2, [4, 5]), (1, [5])):
         again, model = others(config.model_copy(update={"snapshots": size}))
         fill(model, 5.0)

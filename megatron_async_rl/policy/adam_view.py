@@ -1,0 +1,255 @@
+"""Reading Megatron's optimizer: gradients, moments and float32 parameters of this rank's shards,
+and of Adam what a control may see.
+
+Invariants:
+- controls see tensors in the order of the gradient shards (`gradients_of`). Nothing of that is
+  stored: all is read or computed from the optimizer's own state when asked for;
+- whether there is anything to read is known from the steps taken, so it is the same on every rank,
+  also on one without shards;
+- what should be there and is not raises StateMissing; nothing is passed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor, nn
+
+from megatron_async_rl.gradients import Gradients, GradientShard, block_elements, blocks
+from megatron_async_rl.policy.megatron_private import optimizer_parts
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
+    from megatron_async_rl.policy.parallel import Layout
+
+
+def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
+    """The reduced gradients the optimizer is about to use, in place; valid between `prepare_grads`
+    and its step.
+
+    With the distributed optimizer each rank holds its slices and every slice counts; without it
+    data- and context-parallel replicas hold the same gradients, which count on the first: of
+    experts, whose replicas are the stage's ranks with the same experts, on the first of those.
+    Tensor-parallel copies count on tensor rank 0, tied embeddings on the first pipeline stage. Sums
+    go over the world, so that every rank sees the same bits and decides alike. Raises StateMissing.
+    """
+    sliced = optimizer.config.use_distributed_optimizer
+    shards = tuple(
+        GradientShard(
+            grad=gradient_of(parameter),
+            counted=(
+                sliced
+                or (layout.expert_replica if group["is_expert_parallel"] else layout.replica) == 0
+            )
+            and param_is_not_shared(parameter)
+            and param_is_not_tensor_parallel_duplicate(parameter),
+        )
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    return Gradients(shards, layout.world_group, layout.device)
+
+
+def optimizer_parameters(optimizer: MegatronOptimizer) -> list[torch.nn.Parameter]:
+    """The parameters Adam updates on this rank: the model's own, or this rank's float32 slices of
+    them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+FLOAT32_BYTES = torch.float32.itemsize
+
+
+class StateMissing(RuntimeError):
+    """A gradient, a moment or a master is not where it is looked for. Without it a step would leave
+    its parameter out, and nobody would see it."""
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """The reduced gradient of one of the optimizer's parameters, in place: valid between
+    `prepare_grads` and the step. Raises StateMissing."""
+    if parameter.grad is None:
+        elsewhere = getattr(parameter, "decoupled_grad", None) is not None
+        raise StateMissing(
+            f"a parameter of shape {list(parameter.shape)} has no gradient in `grad`"
+            + (
+                ": a precision-aware optimizer has put it into `decoupled_grad`"
+                if elsewhere
+                else ""
+            )
+        )
+    return parameter.grad
+
+
+def moment_of(state: Mapping[str, Any], name: str) -> Tensor:
+    """`exp_avg` or `exp_avg_sq` of Adam's state of one parameter, in place. Raises StateMissing;
+    also for a moment in few bits, which is meaningless without its scale."""
+    moment = state.get(name)
+    if moment is None or moment.dtype.itemsize < FLOAT32_BYTES:
+        found = f"has {sorted(state)}" if moment is None else f"holds it as {moment.dtype}"
+        raise StateMissing(
+            f"Adam's state of a parameter {found}, where {name} in float32 is wanted"
+        )
+    return moment
+
+
+def masters_of(optimizer: MegatronOptimizer) -> list[nn.Parameter]:
+    """The float32 parameters that Adam updates, which are its own. Raises StateMissing where they
+    are the model's in fewer bits."""
+    parameters = optimizer_parameters(optimizer)
+    for parameter in parameters:
+        if parameter.dtype.itemsize < FLOAT32_BYTES:
+            raise StateMissing(
+                f"Adam updates a parameter of shape {list(parameter.shape)} in {parameter.dtype}: it"
+                " has no float32 master to read"
+            )
+    return parameters
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """The settings of the last optimizer step, the controls' factors included. norm: of what Adam
+    added to the parameters, where it was measured."""
+
+    lr: float
+    beta1: float
+    norm: float | None = None
+
+
+class AdamView:
+    """Implements controls.decision.OptimizerView over Megatron's Adam: torch's, or a fused one."""
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        settings: OptimizerSettings,
+        updates: int,
+        last: TakenStep | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+        self._last = last
+        self.updates = updates
+
+    @property
+    def beta1(self) -> float:
+        return self._settings.betas[0]
+
+    @property
+    def last_update_norm(self) -> float | None:
+        return None if self._last is None else self._last.norm
+
+    def momentum(self) -> Sequence[Tensor] | None:
+        if self._last is None:
+            return None
+        return [moment_of(state, "exp_avg") for state, _ in self._states()]
+
+    def last_update(self) -> Sequence[Tensor] | None:
+        """-lr / (1 - beta1^n) m / (sqrt(v / (1 - beta2^n)) + eps), with the n-th step's own lr and
+        beta1 (arXiv 1412.6980)."""
+        return None if self._last is None else _Updates(self._states(), self._last)
+
+    def next_update(self) -> NextUpdate:
+        """The update of the step that the optimizer is set for: its groups' lr and betas, and the
+        gradients as they are."""
+        return NextUpdate(_states(self._optimizer))
+
+    def _states(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return [(state, group) for _, state, group in _states(self._optimizer)]
+
+
+class _Updates(Sequence[Tensor]):
+    """Each tensor is computed when it is read, so that the whole update never exists at once."""
+
+    def __init__(
+        self, states: Sequence[tuple[dict[str, Any], dict[str, Any]]], last: TakenStep
+    ) -> None:
+        self._states = states
+        self._last = last
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(index, slice):
+            return _Updates(self._states[index], self._last)
+        state, group = self._states[index]
+        # torch's Adam counts each parameter's steps, the fused ones a group's.
+        step = float(state["step"] if "step" in state else group["step"])
+        first, second = 1.0 - self._last.beta1**step, 1.0 - group["betas"][1] ** step
+        moment, square = moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
+        update = torch.empty_like(moment)
+        size = block_elements(moment.device)
+        for part, m, v in zip(
+            *(x.view(-1).split(size) for x in (update, moment, square)), strict=True
+        ):
+            torch.sqrt(v, out=part).div_(math.sqrt(second)).add_(group["eps"])
+            torch.div(m, part, out=part).mul_(-self._last.lr / first)
+        return update
+
+
+class NextUpdate:
+    """The tensors that Adam is about to add to each of its parameters, without weight decay:
+    iterate to compute it.
+
+    With g the gradient and n the number of the step: m' = beta1 m + (1 - beta1) g, v' = beta2 v +
+    (1 - beta2) g^2, and -lr / (1 - beta1^n) m' / (sqrt(v' / (1 - beta2^n)) + eps). Adam's state
+    stays as it is. One shard exists at a time.
+    """
+
+    def __init__(
+        self, states: Sequence[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]
+    ) -> None:
+        self._states = states
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (_next_update(parameter, state, group) for parameter, state, group in self._states)
+
+
+def _states(
+    optimizer: MegatronOptimizer,
+) -> list[tuple[nn.Parameter, dict[str, Any], dict[str, Any]]]:
+    """Each of Adam's parameters, its state (empty before the first step), its group."""
+    held = {
+        parameter: state
+        for part in optimizer_parts(optimizer)
+        for parameter, state in part.optimizer.state.items()
+    }
+    return [
+        (parameter, held.get(parameter, {}), group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+
+
+@torch.no_grad()
+def _next_update(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    beta1, beta2 = group["betas"]
+    gradient = gradient_of(parameter)
+    # Before its first step Adam has no state, and a fused one no count.
+    step = 1.0 + float(state["step"] if "step" in state else group.get("step", 0))
+    nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
+        parameter.numel()
+    )
+    moment, square = (
+        moment_of(state, name) if state else nothing for name in ("exp_avg", "exp_avg_sq")
+    )
+    update = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    for part, g, m, v in blocks(update, gradient, moment, square):
+        g = g.to(part.dtype)
+        torch.mul(v, beta2, out=part).addcmul_(g, g, value=1.0 - beta2).sqrt_()
+        part.div_(math.sqrt(1.0 - beta2**step)).add_(group["eps"])
+        torch.div(torch.lerp(m, g, 1.0 - beta1), part, out=part).mul_(
+            -group["lr"] / (1.0 - beta1**step)
+        )
+    return update

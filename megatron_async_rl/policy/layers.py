@@ -1,0 +1,197 @@
+"""The families of transformer layers: Megatron's own, on torch's kernels and any device, and
+Transformer Engine's, on CUDA.
+
+A model has the same parameters in both, under other names:
+
+    local, and everywhere outside a family          transformer_engine
+    input_layernorm.weight                          self_attention.linear_qkv.layer_norm_weight
+    pre_mlp_layernorm.weight, before a dense MLP    mlp.linear_fc1.layer_norm_weight
+    mlp.experts.local_experts.3.linear_fc1.weight   mlp.experts.linear_fc1.weight3
+
+Invariants:
+- no other module knows a family's own names: Hugging Face's names, messages and whatever else
+  leaves a rank come from canonical ones, and checkpoints have CHECKPOINT_KEYS for both families;
+- a parameter has one shape and one cut over tensor-parallel ranks in both: what is loaded, exported
+  or saved with one goes bit for bit into the other;
+- supported.py says which models and settings a family does not compute; nothing here approximates
+  one.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_async_rl.policy.supported import LayerFamily
+
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Where Transformer Engine has a norm that it computes with the product behind it -> the norm."""
+CHECKPOINT_KEYS = {norm: fused for fused, norm in FUSED_NORMS.items()}
+"""Beginnings of a layer's parameters -> those of their keys in a checkpoint, for every family."""
+GROUPED_EXPERT = re.compile(r"(?<=\.mlp\.experts\.)(\w+)\.(weight|bias)(\d+)$")
+
+
+class Layers(ABC):
+    """How a family builds a transformer layer, and what it calls the layer's parameters."""
+
+    name: ClassVar[LayerFamily]
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Changes to Megatron's configuration, as bridge.py makes it."""
+
+    @abstractmethod
+    def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The norm that stands alone. own: the model's on torch's kernels."""
+
+    @abstractmethod
+    def layer(self, config: TransformerConfig, own: Callable[..., Any]) -> ModuleSpec:
+        """One layer, with Megatron's attention. own: as `norm`."""
+
+    @abstractmethod
+    def canonical(self, name: str) -> str:
+        """The parameter's name in the local family, of its name in this one."""
+
+    @abstractmethod
+    def finish(self, chunk: torch.nn.Module) -> None:
+        """Sets what the chunk, just built of such layers, could not be told before."""
+
+
+class LocalLayers(Layers):
+    """Megatron's own layers, with the norms below. Experts run one after another."""
+
+    name = "local"
+
+    def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        return own
+
+    def layer(self, config: TransformerConfig, own: Callable[..., Any]) -> ModuleSpec:
+        layer = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=config.qk_layernorm,
+            normalization="RMSNorm",
+        )
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = own
+        if config.qk_layernorm:
+            attention = parts.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = own
+        return layer
+
+    def canonical(self, name: str) -> str:
+        return name
+
+    def finish(self, chunk: torch.nn.Module) -> None:
+        """Nothing."""
+
+
+class TransformerEngineLayers(Layers):
+    """Transformer Engine's layers: a norm and the product behind it are one module, all experts of
+    a rank one grouped product; gate and rotation are one kernel each."""
+
+    name = "transformer_engine"
+    settings: ClassVar = {
+        "bias_activation_fusion": True,
+        "apply_rope_fusion": True,
+        "moe_grouped_gemm": True,
+        # Otherwise the first micro-batch of a forward-backward pass overwrites the gradient that
+        # `finish` has products add to, and what an earlier pass left there is lost.
+        "disable_parameter_transpose_cache": True,
+    }
+
+    def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        assert own is RMSNorm, f"Transformer Engine has no {own}"
+        return TENorm
+
+    def layer(self, config: TransformerConfig, own: Callable[..., Any]) -> ModuleSpec:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+
+    def canonical(self, name: str) -> str:
+        for fused, norm in FUSED_NORMS.items():
+            name = name.replace(fused, norm)
+        return GROUPED_EXPERT.sub(r"local_experts.\3.\1.\2", name)
+
+    def finish(self, chunk: torch.nn.Module) -> None:
+        """Weight gradients go from the product into Megatron's float32 buffers. By Megatron's own
+        setting the output layer would want that too, which it has from Apex alone."""
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
+
+
+LAYERS: Mapping[LayerFamily, Layers] = {
+    family.name: family for family in (LocalLayers(), TransformerEngineLayers())
+}
+
+
+def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
+    """The constructor of a row-parallel product, with a bias in a layer whose other products have
+    none. Each tensor-parallel rank has the whole bias, and adds it once, after the sum over
+    ranks."""
+
+    def build(*args: Any, bias: bool, **kwargs: Any) -> Any:
+        return linear(*args, bias=True, **kwargs)
+
+    return build
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under Megatron's constructor.
+
+    Its weight is marked `sequence_parallel` so that Megatron sums its gradient over tensor-parallel
+    ranks, each of which sees a part of the sequence.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> None:
+        super().__init__(
+            hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
+        )
+        self.config = config
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class GemmaNorm(RMSNorm):
+    """Gemma's, in float32 and with weights that stand for their distance from 1."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found = F.rms_norm(
+            hidden.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps
+        )
+        return found.to(hidden.dtype)
+
+
+class NormedAdd(GemmaNorm):
+    """The norm of what attention or the MLP gave, and then the residual sum: in the place, and with
+    the interface, of Megatron's sum with bias and dropout, of which Gemma has neither."""
+
+    def forward(  # type: ignore[override]
+        self, training: bool, fused: bool
+    ) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+        def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+            output, _ = output_and_bias
+            # Megatron turns gradients on around this sum, also where scoring has them off.
+            with torch.set_grad_enabled(output.requires_grad):
+                return residual + GemmaNorm.forward(self, output)
+
+        return add

@@ -1,0 +1,330 @@
+"""Low-rank adapters beside Megatron's linear layers (arXiv 2106.09685).
+
+    y = W x + alpha / rank B A x        A: [rank, inputs], B: [outputs, rank]
+
+A target is a matrix of Hugging Face's files. Megatron fuses several into one layer (query, key and
+value; gate and up), and each has an A and a B of its own there, so that an adapter in PEFT's format
+is exactly what was trained. Over tensor-parallel ranks:
+
+    column-parallel layer   A whole on every rank, B cut by rows
+    row-parallel layer      A cut by columns, B whole
+
+Invariants:
+- A starts from numbers that the run's seed and the matrix's name decide, B at zero: on every layout
+  the same adapters, and at version 0 the base model;
+- adapters add no message but of `rank` numbers a token;
+- nothing but adapters and a value head has a gradient;
+- merged weights are computed shard by shard from what the rank holds, without a message;
+- dropout acts in training passes alone. Masks come from Megatron's generators: where
+  tensor-parallel ranks see the same inputs they leave out the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    param_is_not_tensor_parallel_duplicate,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_async_rl.gradients import block_elements
+from megatron_async_rl.policy.parameters import ADAPTER, EXPERT, local_entries
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.lora import LoraConfig
+    from megatron_async_rl.policy.bridge import PolicyBridge
+    from megatron_async_rl.policy.parallel import Layout
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a fused matrix on one rank: `groups` times, one after another, `widths` rows of each
+    of these matrices."""
+
+    widths: Mapping[str, int]
+    groups: int = 1
+
+    def fused(self, values: Mapping[str, Tensor]) -> Tensor:
+        """[..., rows] from [..., groups * width] of some matrices; 0 for the others."""
+        some = next(iter(values.values()))
+        shape = (*some.shape[:-1], self.groups)
+        return torch.cat(
+            [
+                values[name].unflatten(-1, (self.groups, width))
+                if name in values
+                else some.new_zeros(*shape, width)
+                for name, width in self.widths.items()
+            ],
+            dim=-1,
+        ).flatten(-2)
+
+
+class Adapter(nn.Module):
+    """A and B of one target, or this rank's shards of them. cut: the one that is a shard, and its
+    dimension that is cut; the other is whole on every tensor-parallel rank. sequence_parallel: each
+    of those ranks has the gradient of its part of the tokens for the whole one."""
+
+    def __init__(
+        self,
+        rank: int,
+        inputs: int,
+        outputs: int,
+        dtype: torch.dtype,
+        *,
+        cut: tuple[str, int],
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self.lora_A = nn.Parameter(torch.zeros(rank, inputs, dtype=dtype))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, rank, dtype=dtype))
+        for name, parameter in self.named_parameters():
+            if name == cut[0]:
+                set_tensor_model_parallel_attributes(parameter, True, cut[1], 1)
+            else:
+                parameter.sequence_parallel = sequence_parallel
+
+
+class Adapted(nn.Module):
+    """A layer with adapters: mixed in before Megatron's class, whose __init__ has run when
+    `_add` is called."""
+
+    weight: Tensor
+    config: Any
+    tp_group: Any
+    sequence_parallel: bool
+    cuts: ClassVar[Mapping[str, int]]
+    """Parameters of the layer and of an adapter -> the dimension that tensor parallelism cuts."""
+
+    def _add(self, lora: LoraConfig, rows: Rows, inputs: int) -> None:
+        own = {"lora_A", "lora_B"} & self.cuts.keys()
+        (cut,) = ((name, self.cuts[name]) for name in own)
+        self.scale, self.dropout, self.rows = lora.alpha / lora.rank, lora.dropout, rows
+        self.adapters = nn.ModuleDict(
+            {
+                name: Adapter(
+                    lora.rank,
+                    inputs,
+                    width * rows.groups,
+                    self.config.params_dtype,
+                    cut=cut,
+                    sequence_parallel=self.sequence_parallel,
+                )
+                for name, width in rows.widths.items()
+                if name in lora.targets
+            }
+        )
+
+    def _low(self, adapter: nn.Module, inputs: Tensor, *, alike: bool) -> Tensor:
+        """alpha / rank A x, [..., rank], of this rank's inputs. alike: tensor-parallel ranks have
+        the same."""
+        if self.training and self.dropout:
+            with nullcontext() if alike else get_cuda_rng_tracker().fork():
+                inputs = F.dropout(inputs, self.dropout)
+        return F.linear(inputs, adapter.lora_A) * self.scale
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        """W + alpha / rank B A of this rank's shard, computed in float32, in W's dtype."""
+        products = {
+            name: (adapter.lora_B.float() @ adapter.lora_A.float()).t()
+            for name, adapter in self.adapters.items()
+        }
+        added = self.rows.fused(products).t()
+        return added.mul_(self.scale).add_(self.weight).to(self.weight.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        cuts = {key: self.cuts.get(key.rpartition(".")[2]) for key in self.state_dict()}
+        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {key: dim for key, dim in cuts.items() if dim is not None},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return entries
+
+
+class AdaptedColumns(Adapted, ColumnParallelLinear):
+    """A column-parallel layer with adapters on some of its matrices."""
+
+    cuts: ClassVar = {"weight": 0, "bias": 0, "lora_B": 0}
+
+    def __init__(self, *args: Any, lora: LoraConfig, rows: Rows, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._add(lora, rows, self.input_size)
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_, *args, **kwargs)
+        # One message for the layer's adapters together.
+        low = torch.cat(
+            [
+                self._low(adapter, input_, alike=not self.sequence_parallel)
+                for adapter in self.adapters.values()
+            ],
+            dim=-1,
+        )
+        low = (
+            gather_from_sequence_parallel_region(low, group=self.tp_group)
+            if self.sequence_parallel
+            else copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        )
+        parts = low.chunk(len(self.adapters), dim=-1)
+        added = {
+            name: F.linear(part, adapter.lora_B)
+            for (name, adapter), part in zip(self.adapters.items(), parts, strict=True)
+        }
+        return output + self.rows.fused(added), bias
+
+
+class AdaptedRows(Adapted, RowParallelLinear):
+    """A row-parallel layer with an adapter. output_bias: it has a bias although its configuration
+    has none (`with_bias`)."""
+
+    cuts: ClassVar = {"weight": 1, "lora_A": 1}
+
+    def __init__(
+        self,
+        *args: Any,
+        bias: bool,
+        lora: LoraConfig,
+        rows: Rows,
+        output_bias: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, bias=bias or output_bias, **kwargs)
+        self._add(lora, rows, self.input_size_per_partition)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        (adapter,) = self.adapters.values()
+        low = self._low(adapter, input_, alike=False)
+        low = (
+            reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+            if self.sequence_parallel
+            else reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        )
+        return output + F.linear(low, adapter.lora_B), bias
+
+
+def adapt(
+    layer: TransformerLayerSubmodules, config: Any, lora: LoraConfig, *, output_bias: bool
+) -> None:
+    """Puts layers with adapters in the place of the targets of a transformer layer's specification.
+
+    config: Megatron's. output_bias: the output projection of attention has a bias. Raises
+    ValueError for a target that the layer does not have.
+    """
+    targets = set(lora.targets)
+    parallel, head = config.tensor_model_parallel_size, config.kv_channels
+    groups = config.num_query_groups
+    heads = {"q_proj": config.num_attention_heads // groups * head, "k_proj": head, "v_proj": head}
+    attention = layer.self_attention.submodules
+    if targets & heads.keys():
+        rows = Rows(heads, groups // parallel)
+        attention.linear_qkv = partial(AdaptedColumns, lora=lora, rows=rows)
+    if "o_proj" in targets:
+        rows = Rows({"o_proj": config.hidden_size})
+        attention.linear_proj = partial(AdaptedRows, lora=lora, rows=rows, output_bias=output_bias)
+    gated = dict.fromkeys(("gate_proj", "up_proj"), config.ffn_hidden_size // parallel)
+    if not targets & {*gated, "down_proj"}:
+        return
+
+    if config.num_moe_experts is not None:
+        raise ValueError(
+            f"policy.lora.targets: {sorted(targets & {*gated, 'down_proj'})} are experts here, which"
+            " have no adapters; name q_proj, k_proj, v_proj, o_proj alone"
+        )
+    feed_forward = layer.mlp.keywords["submodules"]
+    if targets & gated.keys():
+        feed_forward.linear_fc1 = partial(AdaptedColumns, lora=lora, rows=Rows(gated))
+    if "down_proj" in targets:
+        rows = Rows({"down_proj": config.hidden_size})
+        feed_forward.linear_fc2 = partial(AdaptedRows, lora=lora, rows=rows)
+
+
+def freeze_base(chunk: nn.Module) -> None:
+    """Leaves adapters and a value head alone trainable. Before gradient buffers are made."""
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(ADAPTER in name or name.startswith("value_head."))
+
+
+@torch.no_grad()
+def initialise(bridge: PolicyBridge, chunks: Sequence[nn.Module], seed: int) -> None:
+    """A uniform in +-1 / sqrt(inputs), as PEFT draws it, by `seed` and the matrix's name; B zero.
+    Seeds the generators that dropout draws from."""
+    layout = bridge.layout
+    for entry in local_entries(bridge, chunks, adapters=True):
+        parameter = chunks[entry.chunk].get_parameter(entry.local_name)
+        (name,), (shape,) = entry.hf_names, entry.hf_shapes
+        if not name.endswith("lora_A.weight"):
+            parameter.zero_()
+            continue
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+        whole = (2.0 * torch.rand(shape, generator=generator) - 1.0) / math.sqrt(shape[1])
+        if entry.partition_dim is not None:
+            whole = whole.chunk(layout.tp_size, entry.partition_dim)[layout.tp_rank]
+        parameter.copy_(whole)
+    # Tensor-parallel ranks alike, but for the generator that Megatron forks to; others each its
+    # own.
+    model_parallel_cuda_manual_seed(((seed << 16) + layout.rank // layout.tp_size) % 2**62)
+
+
+def weight_of(chunk: nn.Module, name: str) -> Tensor:
+    """A parameter of the chunk as engines and files get it: with its adapters merged into it.
+    Without adapters the parameter itself."""
+    layer = chunk.get_submodule(name.rpartition(".")[0])
+    if isinstance(layer, Adapted) and name.endswith(".weight"):
+        return layer.merged_weight()
+    return chunk.get_parameter(name).detach()
+
+
+@torch.no_grad()
+def base_digest(chunks: Sequence[nn.Module], layout: Layout) -> str:
+    """Digest of the frozen weights over the whole model, the same on every layout: the sum of a
+    hash of each element's bits. Collective over the world."""
+    total = torch.zeros((), dtype=torch.int64, device=layout.device)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            replica = layout.expert_replica if EXPERT.search(name) else layout.replica
+            if (
+                parameter.requires_grad
+                or replica != 0
+                or not param_is_not_shared(parameter)
+                or not param_is_not_tensor_parallel_duplicate(parameter)
+            ):
+                continue
+            bits = torch.int32 if parameter.dtype == torch.float32 else torch.int16
+            flat = parameter.detach().reshape(-1).view(bits)
+            for part in flat.split(block_elements(parameter.device)):
+                # 0 hashes to 0: padding rows of a vocabulary, which depend on the layout, add none.
+                mixed = part.to(torch.int64) * -7046029254386353131
+                mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+                total += (mixed ^ (mixed >> 32)).sum()
+    dist.all_reduce(total, group=layout.world_group)
+    return f"{int(total) % 2**64:016x}"

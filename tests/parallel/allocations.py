@@ -1,0 +1,39 @@
+"""Floating-point memory that operations of this thread allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):
+    """sizes: bytes of each new tensor, in order. touched: operations that were given memory of the
+    `watched` tensors."""
+
+    def __init__(self, watched: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.touched: list[str] = []
+        self._watched = {_place(tensor) for tensor in watched if tensor.numel()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
+        if given & self._watched:
+            self.touched.append(str(func))
+        found = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            new = _is_tensor(leaf) and leaf.is_floating_point() and _place(leaf) not in given
+            if new and leaf.untyped_storage().nbytes():
+                self.sizes.append(leaf.untyped_storage().nbytes())
+        return found
+
+
+def _is_tensor(leaf) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
