@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
 from megatron_async_rl.config.flow import flow_conflicts
+from megatron_async_rl.config.fp8 import fp8_conflicts
 from megatron_async_rl.config.lora import lora_conflicts
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from _controls(config)
     yield from flow_conflicts(config)
     yield from lora_conflicts(config)
+    yield from fp8_conflicts(config)
     objective, flow = config.objective, config.flow
     if objective.minibatches > flow.prompts_per_step:
         yield (

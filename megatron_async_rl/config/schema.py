@@ -22,6 +22,7 @@ from pydantic import (
 from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.controls import Control
 from megatron_async_rl.config.flow import OldestFirst, Selection
+from megatron_async_rl.config.fp8 import Fp8Config, row_multiple
 from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.rules import run_conflicts
@@ -103,15 +104,6 @@ class ParallelConfig(Strict):
         return self.tensor * self.context * self.pipeline
 
     @property
-    def row_multiple(self) -> int:
-        """Tokens that the length of a micro-batch's rows is rounded up to a multiple of: each
-        context-parallel rank holds two pieces of a sequence, and sequence parallelism divides what
-        it holds."""
-        if self.context == 1:
-            return self.tensor if self.sequence else 1
-        return self.context * math.lcm(2, self.tensor if self.sequence else 1)
-
-    @property
     def data(self) -> int:
         """Data-parallel size: copies of the model."""
         return self.ranks // self.replica_ranks
@@ -155,6 +147,8 @@ class PolicyConfig(Strict):
     `transformer_engine`: NVIDIA's, on CUDA in bfloat16 without adapters, with fused norms, gates
     and rotations and with grouped experts. `auto`: those where they can be had. Weights, files and
     checkpoints are the same; numbers differ by rounding."""
+    fp8: Fp8Config | None = None
+    """Null computes products in model.dtype."""
     sequence: Literal["padded", "packed"] = "padded"
     """How samples lie in a micro-batch. `padded`: one in each row, padded to the longest. `packed`:
     all in one row, end to end, with no attention from one to another; nothing is padded. The same
@@ -173,6 +167,15 @@ class PolicyConfig(Strict):
     RUN/anomalies.jsonl, with the parameter that holds most of it and the samples that made it, for
     which the batch's gradient is taken about twice more. Then the step goes on (`report`, clipped
     as ever) or not (`skip`)."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Tokens that the length of a micro-batch's rows is rounded up to a multiple of: each
+        context-parallel rank holds two pieces of a sequence, sequence parallelism divides what it
+        holds, and 8-bit products want a multiple of their own of what is left."""
+        parallel = self.parallel
+        own = row_multiple(self.fp8, parallel) * (parallel.tensor if parallel.sequence else 1)
+        return own if parallel.context == 1 else parallel.context * math.lcm(2, own)
 
 
 class SamplingConfig(Strict):

@@ -18,6 +18,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
 from megatron_async_rl.plan.machine import GIB, Machine, this_machine
 from megatron_async_rl.plan.screen import size
 
@@ -83,7 +84,8 @@ def examine(machine: Machine | None = None) -> list[Finding]:
     findings += [
         _part(part, path) for part in PARTS if part.on in ((), ("cpu", "cuda")) or path in part.on
     ]
-    findings += [_plugin(), *_torch(path), _gpus(seen), *_machine(seen)]
+    torch_findings, cuda = _torch(path)
+    findings += [_plugin(), *torch_findings, _gpus(seen), *_fp8(seen, cuda), *_machine(seen)]
     return findings
 
 
@@ -158,9 +160,9 @@ def _plugin() -> Finding:
     )
 
 
-def _torch(path: str) -> list[Finding]:
-    """Asks torch in a process of its own: it is slow to load, and a broken build may kill its
-    process."""
+def _torch(path: str) -> tuple[list[Finding], str | None]:
+    """Findings, and the version of CUDA that torch is built for. Asks torch in a process of its
+    own: it is slow to load, and a broken build may kill its process."""
     question = (
         "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
         " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
@@ -175,17 +177,12 @@ def _torch(path: str) -> list[Finding]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [
-            Finding(
-                "import torch",
-                "missing",
-                f"took more than {PROBE_TIMEOUT_S:.0f} s",
-                "reinstall torch",
-            )
-        ]
+        slow = f"took more than {PROBE_TIMEOUT_S:.0f} s"
+        return [Finding("import torch", "missing", slow, "reinstall torch")], None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return [Finding("import torch", "missing", last, "reinstall torch (CPU: `make setup`)")]
+        advice = "reinstall torch (CPU: `make setup`)"
+        return [Finding("import torch", "missing", last, advice)], None
     built, available, gloo, nccl, capability = done.stdout.strip().splitlines()[-1].split("|")
     wanted = path == "cuda"
     cuda = f"torch built for {built}, {'usable' if available == 'True' else 'not usable'}"
@@ -212,7 +209,7 @@ def _torch(path: str) -> list[Finding]:
             "vector instructions torch uses here",
         ),
     ]
-    return states
+    return states, None if built == "none" else built
 
 
 def _gpus(machine: Machine) -> Finding:
@@ -226,6 +223,19 @@ def _gpus(machine: Machine) -> Finding:
     return Finding(
         "GPUs", "ok", ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in machine.gpus)
     )
+
+
+def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
+    """Values of policy.fp8.recipe that every GPU here has. None where there is no GPU."""
+    known = [gpu.capability for gpu in machine.gpus if gpu.capability is not None]
+    if not known:
+        return []
+    version = version_of(cuda)
+    having = [one for one in RECIPES if not any(lacking(one, each, version) for each in known)]
+    advice = "policy.fp8.recipe; needs Transformer Engine"
+    if not machine.transformer_engine:
+        advice += ", which is not installed"
+    return [Finding("FP8 recipes", "ok" if having else "note", ", ".join(having) or "none", advice)]
 
 
 def _machine(machine: Machine) -> list[Finding]:

@@ -43,6 +43,7 @@ def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLaye
         device=device_of(config, machine),
         lora=policy.lora is not None,
         installed=machine.transformer_engine,
+        fp8=policy.fp8 is not None,
     )
 
 

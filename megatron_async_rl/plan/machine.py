@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_async_rl.config.fp8 import version_of
+
 GIB = 2**30
 MIB = 2**20
 SHARED_MEMORY = Path("/dev/shm")
@@ -21,6 +23,8 @@ class Gpu:
     name: str
     memory: int
     """Bytes."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability; null where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ def _gpus() -> tuple[Gpu, ...]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
-    query = [command, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    query = [command, "--query-gpu=index,uuid,name,memory.total,compute_cap"]
+    query.append("--format=csv,noheader,nounits")
     try:
         answer = subprocess.run(
             query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
@@ -118,9 +123,11 @@ def _gpus() -> tuple[Gpu, ...]:
     rows = [
         [cell.strip() for cell in line.split(",")]
         for line in answer.splitlines()
-        if line.count(",") == 3
+        if line.count(",") == 4
     ]
     if visible is not None:
         wanted = [one.strip() for one in visible.split(",")]
         rows = [row for one in wanted for row in rows if one == row[0] or row[1].startswith(one)]
-    return tuple(Gpu(row[2], int(row[3]) * MIB) for row in rows if row[3].isdigit())
+    return tuple(
+        Gpu(row[2], int(row[3]) * MIB, version_of(row[4])) for row in rows if row[3].isdigit()
+    )

@@ -3,7 +3,8 @@
 Weights, gradients, optimizer state and KV cache are exact up to padding; activations and the
 log-prob chunk are estimates of what the layers keep for the backward pass. Attention is
 torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a GPU has no
-such kernel.
+such kernel. With policy.fp8 activations are counted as in bfloat16, which is more than they take,
+and weights in 8 bits twice, as they lie and transposed (fp8.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 
 from megatron_async_rl.config.controls import AlignmentSettings
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.fp8 import fp8_copies
 from megatron_async_rl.plan.lora import stage_adapters
 from megatron_async_rl.plan.machine import GIB
 from megatron_async_rl.plan.model_files import ModelShape
@@ -46,11 +48,14 @@ class RankMemory:
     logprobs: int
     held: int
     staged: int
+    fp8: int = 0
+    """What weights in 8 bits add to `parameters`, or take off."""
 
     @property
     def total(self) -> int:
         return (
             self.parameters
+            + self.fp8
             + self.gradients
             + self.optimizer
             + self.controls
@@ -155,6 +160,9 @@ def rank_memory(
         logprobs=chunk + head + targets if stage == parallel.pipeline - 1 else 0,
         held=share * held_bytes(config) + own * past_master_bytes(config),
         staged=share * staged_bytes(config),
+        fp8=fp8_copies(
+            config, shape, stage=stage, in_flight=_layers_in_flight(config, shape, stage)
+        ),
     )
 
 
@@ -164,9 +172,9 @@ def staged_bytes(config: Config) -> int:
     that a resumed run needs."""
     if not config.checkpoint.asynchronous:
         return 0
-    objective, own = config.objective, value_bytes(config)
+    objective, own = config.objective, copy_bytes(config)
     reference = objective.reference if objective.needs_reference else None
-    copied = own + state_bytes(config)
+    copied = state_bytes(config) + (0 if keeps_8_bits(config) else own)
     copied += FLOAT32 * sum(isinstance(control, AlignmentSettings) for control in config.controls)
     if reference is not None and reference.ema is not None:
         copied += FLOAT32
@@ -179,6 +187,16 @@ def staged_bytes(config: Config) -> int:
     return copied + past_master_bytes(config, kept=objective.snapshots - 1)
 
 
+def keeps_8_bits(config: Config) -> bool:
+    return config.policy.fp8 is not None and config.policy.fp8.primary_weights
+
+
+def copy_bytes(config: Config) -> int:
+    """Bytes per parameter of a copy of the weights: of those kept in 8 bits the float32 ones that
+    they are made of are copied."""
+    return FLOAT32 if keeps_8_bits(config) else value_bytes(config)
+
+
 def state_bytes(config: Config) -> int:
     """Bytes of AdamW's state per parameter: two moments, and a master copy under bfloat16."""
     return 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
@@ -188,7 +206,7 @@ def held_bytes(config: Config) -> int:
     """Bytes per parameter that copies of the weights take in host memory: an average is float32,
     the others are of the model's dtype, and so is the copy in which the weights in training wait
     while another is in place."""
-    objective, own = config.objective, value_bytes(config)
+    objective, own = config.objective, copy_bytes(config)
     ema = objective.reference is not None and objective.reference.ema is not None
     held = (FLOAT32 if ema else own) if objective.needs_reference else 0
     if _compares(config) and objective.proximal == "ewma":

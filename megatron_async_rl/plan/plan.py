@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.fp8 import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
     Process,
@@ -96,6 +97,7 @@ def make_plan(
     layers: ChosenLayers | None = None
     if shape is not None:
         found += _context_problems(config, shape)
+        found += fp8_problems(config, machine, shape)
         try:
             layers = layers_of(config, machine, shape)
         except UserError as error:
@@ -124,6 +126,7 @@ def make_plan(
         engine = engine_memory(config, shape, on_gpu=device == "cuda")
         found += _transport_problems(config, shape, machine)
     warnings = _warnings(config, machine, device, ranks, engine, longest)
+    warnings += fp8_warnings(config, machine)
     if engine is not None and shape is not None:
         warnings += _store_warnings(config, shape, machine, longest)
     return Plan(
@@ -215,7 +218,8 @@ def _batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
     if config.rollout is not None:
         most = (lengths.longest if lengths else 1) + config.rollout.sampling.max_tokens
         # The last token is not fed, and rows are rounded up.
-        needed = max(most, -(-(most - 1) // parallel.row_multiple) * parallel.row_multiple)
+        multiple = config.policy.row_multiple
+        needed = max(most, -(-(most - 1) // multiple) * multiple)
         if needed > config.policy.tokens_per_micro_batch:
             found.append(
                 Problem(

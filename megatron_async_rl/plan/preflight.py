@@ -107,7 +107,7 @@ def _read(
         prompts = read_prompts(path, tokenizer, limit=limit, required=("prompt", "response"))
         budget, multiple = (
             config.policy.tokens_per_micro_batch,
-            config.policy.parallel.row_multiple,
+            config.policy.row_multiple,
         )
         # The last token is not fed, and rows are rounded up.
         most = min(shape.context, budget, budget // multiple * multiple + 1)

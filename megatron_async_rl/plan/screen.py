@@ -35,7 +35,7 @@ def show_plan(
     _print(console, f"device {plan.device}; {machine_line(machine)}")
     if plan.layers is not None and plan.device == "cuda":
         why = f" ({plan.layers.why})" if plan.layers.why else ""
-        _print(console, f"layers {plan.layers.family}{why}")
+        _print(console, f"layers {plan.layers.family}{why}{_fp8(config)}")
     if plan.processes:
         console.print(_processes(plan))
     if plan.batch is not None:
@@ -57,6 +57,14 @@ def show_plan(
             _print(console, expected_overlap(config, rates, measured_in) if rates else nothing)
     for warning in plan.warnings:
         console.print(Text.assemble(("note: ", "yellow bold"), warning), soft_wrap=True)
+
+
+def _fp8(config: Config) -> str:
+    fp8 = config.policy.fp8
+    if fp8 is None:
+        return ""
+    kept = "kept in 8 bits" if fp8.primary_weights else "in bfloat16, rounded in each pass"
+    return f"; products in 8 bits, {fp8.recipe}; their weights {kept}"
 
 
 def machine_line(machine: Machine) -> str:
@@ -293,8 +301,10 @@ def _steps(config: Config) -> str:
 def _rank_memory(plan: Plan, config: Config) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("each rank of")
+    fp8 = any(rank.fp8 for rank in plan.ranks)
     columns = [
         "parameters",
+        *(["weights in 8 bits ~"] if fp8 else []),
         "gradients",
         "optimizer",
         "controls",
@@ -310,6 +320,7 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
     for rank in plan.ranks:
         parts = [
             rank.parameters,
+            *([rank.fp8] if fp8 else []),
             rank.gradients,
             rank.optimizer,
             rank.controls,

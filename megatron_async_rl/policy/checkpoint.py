@@ -7,9 +7,11 @@
                                   layout
     DIR/step_00000012/state.pt    the run's own state, from rank 0; other files of the run by names
                                   that it chose
-    DIR/step_00000012/rank_3.pt   what only makes sense to rank 3 of the same layout: RNG
+    DIR/step_00000012/rank_3.pt   what only makes sense to rank 3 of the same layout: RNG, and what
+                                  delayed scaling of 8-bit products has learnt (fp8.py)
     DIR/step_00000012/about.json  step, layout, dtype, vocabulary, layers, the source model
-                                  directory, names of the parameter state, Adam's step count; of
+                                  directory, names of the parameter state, Adam's step count, where
+                                  the weights are (in the model, or in Adam's float32 ones); of
                                   adapters (lora.py) their settings and the base model's digest
 
 Invariants:
@@ -19,6 +21,8 @@ Invariants:
 - nothing that `latest` names is deleted before `latest` names something newer;
 - what is written is the state at the call of `save`, also where a thread writes it later;
 - files are read back without running code from them;
+- weights kept in 8 bits are not saved: Adam's float32 ones are, and stand in for them wherever the
+  checkpoint is read;
 - what is not trained is not saved: under adapters a checkpoint goes with the base model in its
   source directory, and is refused over another one.
 """
@@ -43,10 +47,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_async_rl.policy import model_blocks
 from megatron_async_rl.policy.checkpoint_folder import LATEST, CheckpointBroken, about, newest
+from megatron_async_rl.policy.fp8 import delayed_state, restore_delayed_state
 from megatron_async_rl.policy.lora import base_digest
+from megatron_async_rl.policy.megatron_private import weights_from_masters
 from megatron_async_rl.policy.model_blocks import Content, ModelBlocks
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import (
+    MASTER,
     Sliced,
     adam_names,
     adam_shards,
@@ -114,7 +121,8 @@ def save(
         background.finish()
     final = directory / f"step_{step:08d}"
     unfinished = directory / f"unfinished_step_{step:08d}"
-    payload, rank_payload = _serialised(state), _serialised({"rng": _rng_state(layout)})
+    payload = _serialised(state)
+    rank_payload = _serialised({"rng": _rng_state(layout), "fp8": delayed_state(model.chunks)})
     adam = {
         name: optimizer_state(optimizer, adam_shards(optimizer, name)) for name in adam_names(model)
     }
@@ -164,7 +172,9 @@ def save(
     with _cleared_on_failure(unfinished):
         layout.from_rank_zero(prepare)
         blocks = ModelBlocks(model)
-        content = blocks.model(writes=True) | blocks.state(parameter_state, writes=True)
+        content = blocks.state(parameter_state, writes=True)
+        if not model.config.fp8_param:
+            content |= blocks.model(writes=True)
         if background is not None:
             content = model_blocks.staged(content)
     if background is not None:
@@ -212,10 +222,15 @@ def load(
     if layout.rank == 0:
         for name in sorted(adam.keys() - names):
             log.warning("%s holds no %s: the optimizer starts without it", path, name)
-    load_model(path, model)
-    optimizer.reload_model_params()
+    if not model.config.fp8_param:
+        load_model(path, model, from_masters=holds_masters_alone(content))
+        optimizer.reload_model_params()
     checkpoint = Checkpoint(path, model, content["step"], state, names)
     checkpoint.read({name: sliced for name, sliced in adam.items() if name in names})
+    if MASTER in adam and MASTER not in names:
+        _read_masters(path, model, adam[MASTER])
+    if model.config.fp8_param:
+        weights_from_masters(optimizer)
     set_adam_steps(optimizer, content.get("adam_steps", 0))
     # Checkpoints of earlier versions do not name the context-parallel size and the device.
     key = _layout_key(optimizer, layout)
@@ -224,20 +239,45 @@ def load(
             path / f"rank_{layout.rank}.pt", weights_only=True, map_location=layout.device
         )
         _restore_rng(rank_state.pop("rng"), layout)
+        # Absent in checkpoints of earlier versions.
+        restore_delayed_state(model.chunks, rank_state.pop("fp8", {}), model.config)
     elif layout.rank == 0:
         log.warning(
-            "%s was saved on layout %s and is loaded on %s: random generators start afresh",
+            "%s was saved on layout %s and is loaded on %s: random generators start afresh%s",
             path,
             content["layout"],
             key,
+            ", and so does delayed scaling" if _delayed(model) else "",
         )
     return checkpoint
 
 
-def load_model(path: Path, model: PolicyModel) -> None:
+def load_model(path: Path, model: PolicyModel, *, from_masters: bool = False) -> None:
     """The weights alone of one checkpoint, whatever layout and optimizer it was saved with.
-    Collective."""
-    _read(path, ModelBlocks(model).model(writes=False), model.bridge.layout)
+    from_masters: it holds none but Adam's float32 ones (`holds_masters_alone`), which are rounded.
+    Collective. The model keeps no weight in 8 bits."""
+    content = ModelBlocks(model).model(writes=False)
+    if from_masters:
+        content = {_master(key): blocks for key, blocks in content.items()}
+    _read(path, content, model.bridge.layout)
+
+
+def holds_masters_alone(content: Mapping[str, Any]) -> bool:
+    """content: about.json of a checkpoint. True where the model kept weights in 8 bits."""
+    return content.get("weights") == MASTER
+
+
+def _read_masters(path: Path, model: PolicyModel, masters: Sliced) -> None:
+    """Fills Adam's float32 weights with the checkpoint's weights, which are float32 where it holds
+    no others. Collective."""
+    content = ModelBlocks(model).state({MASTER: masters}, writes=False)
+    own = {key.removeprefix(_master("")): blocks for key, blocks in content.items()}
+    _read(path, own, model.bridge.layout)
+
+
+def _master(key: str) -> str:
+    """The key of Adam's float32 weights of a tensor of the model."""
+    return f"{model_blocks.STATE}.{MASTER}.{key}"
 
 
 def _base(model: PolicyModel, layout: Layout) -> dict[str, Any]:
@@ -291,6 +331,10 @@ def _read(path: Path, content: Content, layout: Layout) -> None:
         ) from error
 
 
+def _delayed(model: PolicyModel) -> bool:
+    return bool(model.config.fp8) and model.config.fp8_recipe == "delayed"
+
+
 def _layout_key(optimizer: MegatronOptimizer, layout: Layout) -> dict[str, Any]:
     return {
         "tensor": layout.tp_size,
@@ -313,6 +357,7 @@ def _description(
         "dtype": str(model.config.params_dtype).removeprefix("torch."),
         "vocab_size": model.vocab_size,
         "layers": model.bridge.layers.name,
+        "weights": MASTER if model.config.fp8_param else "model",
     }
 
 

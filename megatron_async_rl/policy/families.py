@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.policy.attention import window_of
 from megatron_async_rl.policy.bridge import PolicyBridge
+from megatron_async_rl.policy.fp8 import megatron_settings, refuse_device
 from megatron_async_rl.policy.layers import LAYERS, GemmaNorm, NormedAdd
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.supported import (
@@ -39,6 +40,7 @@ from megatron_async_rl.policy.supported import (
 )
 
 if TYPE_CHECKING:
+    from megatron_async_rl.config.fp8 import Fp8Config
     from megatron_async_rl.config.lora import LoraConfig
 
 log = logging.getLogger(__name__)
@@ -203,9 +205,10 @@ def build_bridge(
     recompute: str = "none",
     lora: LoraConfig | None = None,
     layers: AskedLayers = "auto",
+    fp8: Fp8Config | None = None,
 ) -> PolicyBridge:
     """The bridge of the model in `model_path`. packed: for packed rows. lora: layers get adapters.
-    layers: `policy.layers`. Raises UnsupportedModel, UserError for layers that cannot be had, or
+    layers, fp8: `policy.layers`, `policy.fp8`. Raises UnsupportedModel, UserError for layers that cannot be had, or
     OSError/ValueError for an unreadable config."""
     from transformers import AutoConfig
 
@@ -221,7 +224,9 @@ def build_bridge(
         device=layout.device_type,
         lora=lora is not None,
         installed=HAVE_TE,
+        fp8=fp8 is not None,
     )
+    refuse_device(fp8, layout)
     if layout.device_type == "cuda":
         refuse_mixed(layout.gathered(chosen.family))
     if chosen.why and layout.device_type == "cuda" and layout.rank == 0:
@@ -231,6 +236,7 @@ def build_bridge(
         sequence_parallel=sequence_parallel and layout.tp_size > 1,
         **RECOMPUTE[recompute],
         **bridge.layers.settings,
+        **megatron_settings(fp8),
     )
     bridge.layout = layout
     bridge.packed = packed

@@ -44,7 +44,12 @@ OVERRIDDEN = {
 """Class -> methods that a class of ours replaces: forward.py (model.py lists its own)."""
 METHODS = {
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (
+        "_copy_main_params_to_model_params",
         "_get_model_param_range_map",
+        "start_param_sync_for_bucket_group_subset",
+    ),
+    "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params": (
+        "_copy_main_params_to_model_params",
     ),
 }
 """Class -> methods that we call."""
@@ -148,6 +153,19 @@ def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
     for group in part.param_groups:
         for shard in group["params"]:
             yield shard, masters.get(id(shard), shard), 0, shard.numel()
+
+
+def weights_from_masters(optimizer: MegatronOptimizer) -> None:
+    """Makes the model's weights of the optimizer's float32 ones, as the end of a step does.
+    Collective over the world with the distributed optimizer."""
+    parts = optimizer_parts(optimizer)
+    for part in parts:
+        if isinstance(part, DistributedOptimizer | Float16OptimizerWithFloat16Params):
+            part._copy_main_params_to_model_params()
+    distributed = [part for part in parts if is_distributed(part)]
+    if distributed:
+        # One of them gathers what all of them have written.
+        distributed[0].start_param_sync_for_bucket_group_subset()
 
 
 def is_distributed(part: Any) -> bool:

@@ -192,6 +192,7 @@ def assemble_model(
         recompute=policy.recompute,
         lora=policy.lora,
         layers=policy.layers,
+        fp8=policy.fp8,
     )
     chunks = []
     for index in range(layout.virtual_stages):

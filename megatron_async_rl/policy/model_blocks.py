@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
+from megatron_async_rl.policy.fp8 import is_quantised
 from megatron_async_rl.policy.parameter_state import Slice, Sliced, replica_part
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ Content = dict[str, Blocks]
 
 class ModelBlocks:
     """Where each trained parameter, and each buffer, of this rank lies in the model's tensors. Made
-    anew for each save or load."""
+    anew for each save or load. Of a model that keeps weights in 8 bits, `state` alone can be had."""
 
     def __init__(self, model: PolicyModel) -> None:
         self._layout = model.bridge.layout
@@ -144,7 +145,7 @@ class ModelBlocks:
             parameters = dict(chunk.named_parameters())
             for name, entry in chunk.sharded_state_dict().items():
                 if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                    continue  # what layers keep beside tensors is empty with the layers in use
+                    continue  # what layers keep beside tensors; of delayed scaling see fp8.py
                 tensor = parameters.get(name, entry.data)
                 if name in parameters and not tensor.requires_grad:
                     continue
@@ -191,6 +192,9 @@ def _parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, Sh
     if isinstance(entry, ShardedTensor):
         return [(0, entry.without_data())]
     whole = entry.data.detach()
+    if is_quantised(whole):
+        # Of its shape: parts of it would be made anew.
+        whole = torch.empty(whole.shape, dtype=whole.dtype)
     parts = list(nested_values(replace(entry, data=whole).build()))
     for part in parts:
         data = part.data

@@ -66,6 +66,7 @@ def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[Distribu
         use_distributed_optimizer=policy.parallel.distributed_optimizer,
         overlap_grad_reduce=policy.parallel.overlap_grad_reduce,
         average_in_collective=False,
+        fp8_param_gather=policy.fp8 is not None and policy.fp8.primary_weights,
     )
     wrapped = [
         DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk)
@@ -98,6 +99,7 @@ def build_optimizer(
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=policy.parallel.distributed_optimizer,
+            fp8_recipe=policy.fp8.recipe if policy.fp8 is not None else None,
         ),
         wrapped,
     )

@@ -42,6 +42,8 @@ ADAPTER = ".adapters."
 have them merged into the weights, PEFT's files by themselves."""
 EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
 """The number of an expert in a canonical parameter name."""
+FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""By their names in safetensors."""
 DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints store although the configuration determines them."""
 
@@ -227,6 +229,10 @@ class HuggingFaceTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handles[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Null for one that no model here has."""
+        return FILE_DTYPES.get(self._handles[name].get_slice(name).get_dtype())
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._handles[name].get_tensor(name)

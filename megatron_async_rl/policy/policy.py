@@ -33,6 +33,7 @@ from megatron_async_rl.policy.anomaly import AnomalyReport, Spike
 from megatron_async_rl.policy.batches import receive
 from megatron_async_rl.policy.context_parallel import Context
 from megatron_async_rl.policy.forward import Schedule
+from megatron_async_rl.policy.masters import load_masters
 from megatron_async_rl.policy.microbatch import Batcher, MicroBatch
 from megatron_async_rl.policy.minibatches import Minibatch, divide, over_steps
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
@@ -104,6 +105,7 @@ class Policy:
         model = build_model(model_config, policy_config, layout, objective_config.value, seed=seed)
         wrapped = wrap_for_gradients(model.chunks, policy_config)
         optimizer = build_optimizer(wrapped, policy_config, DTYPES[model_config.dtype])
+        load_masters(optimizer, model, model_config.path)
         controls = build_controls(controls_config)
         schedule = Schedule(
             wrapped,
@@ -127,7 +129,11 @@ class Policy:
             else None
         )
         references = ReferencePolicies(
-            objective_config, objective.needs, model, past_masters=past_masters
+            objective_config,
+            objective.needs,
+            model,
+            past_masters=past_masters,
+            optimizer=optimizer if model.config.fp8_param else None,
         )
         baseline = exact_baseline(objective_config, schedule, layout)
         return cls(
@@ -147,7 +153,7 @@ class Policy:
                 policy_config.tokens_per_micro_batch,
                 sequence_layout(
                     policy_config.sequence,
-                    policy_config.parallel.row_multiple,
+                    policy_config.row_multiple,
                     Context(layout.cp_rank, layout.cp_size),
                 ),
             ),

@@ -35,8 +35,7 @@ from megatron_async_rl.samples.rank_batch import RankBatch
 
 if TYPE_CHECKING:
     from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.policy.reference_policies import ReferencePolicies
-    from megatron_async_rl.policy.weight_copies import HeldWeights
+    from megatron_async_rl.policy.reference_policies import PolicyCopy, ReferencePolicies
 
 CURRENT_WEIGHTS = ("logp", "sum_p_squared", "values")
 """Columns that a pass under the weights in training brings."""
@@ -56,7 +55,7 @@ class Pass:
     """A forward pass. weights: null for those in training. rows: the samples it runs over, by
     number; null for all."""
 
-    weights: HeldWeights | None
+    weights: PolicyCopy | None
     fills: tuple[Fill, ...]
     rows: tuple[int, ...] | None = None
 

@@ -26,12 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_async_rl.policy.masters import load_masters
 from megatron_async_rl.policy.parameters import load_hf
 from megatron_async_rl.policy.past_versions import Snapshots
 from megatron_async_rl.policy.supported import used_window
 from megatron_async_rl.policy.weight_copies import HeldMasters, HeldWeights
 
 if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
     from megatron_async_rl.config.objective import ObjectiveConfig
     from megatron_async_rl.policy.checkpoint import Checkpoint
     from megatron_async_rl.policy.model import PolicyModel
@@ -61,6 +64,10 @@ SAME_ARCHITECTURE = (
 """Keys of config.json that change what the same tensors compute."""
 
 
+PolicyCopy = HeldWeights | HeldMasters
+"""A copy of the weights of one policy; the latter where the model keeps weights in 8 bits."""
+
+
 class ArchitectureMismatch(ValueError):
     """The reference's directory describes another model than the one in training."""
 
@@ -78,13 +85,16 @@ class ReferencePolicies:
         model: PolicyModel,
         *,
         past_masters: Snapshots[HeldMasters] | None = None,
+        optimizer: MegatronOptimizer | None = None,
     ) -> None:
-        """Raises ArchitectureMismatch or WeightsDoNotFit for a `reference.path` of another shape.
-        Collective over pipeline ranks."""
-        self.reference: HeldWeights | None = None
-        self.average: HeldWeights | None = None
+        """optimizer: of a model that keeps weights in 8 bits, and then its float32 weights are what
+        is copied. Raises ArchitectureMismatch or WeightsDoNotFit for a `reference.path` of another
+        shape. Collective over pipeline ranks, with `optimizer` over the world."""
+        self.reference: PolicyCopy | None = None
+        self.average: PolicyCopy | None = None
         self.past_masters = past_masters
-        self.snapshots: Snapshots[HeldWeights] | None = None
+        self.snapshots: Snapshots[PolicyCopy] | None = None
+        self._optimizer = optimizer
         self._refresh_every = (
             config.reference.refresh_every if config.reference is not None else None
         )
@@ -100,10 +110,12 @@ class ReferencePolicies:
         if "logp_prox" in needs and config.proximal == "snapshot":
             self.snapshots = Snapshots(lambda: self._copy(model), config.snapshots)
 
-    def _copy(self, model: PolicyModel, dtype: torch.dtype | None = None) -> HeldWeights:
+    def _copy(self, model: PolicyModel, dtype: torch.dtype | None = None) -> PolicyCopy:
+        if self._optimizer is not None:
+            return HeldMasters(self._optimizer)
         return HeldWeights(model.chunks, dtype, self._layout)
 
-    def _initial_reference(self, path: Path | None, model: PolicyModel) -> HeldWeights:
+    def _initial_reference(self, path: Path | None, model: PolicyModel) -> PolicyCopy:
         dtype = torch.float32 if self._ema is not None else None
         if path is None:
             return self._copy(model, dtype)
@@ -111,6 +123,8 @@ class ReferencePolicies:
         assert self.trained is not None
         with self.trained.restored_after():
             load_hf(model.bridge, model.chunks, path)
+            if self._optimizer is not None:
+                load_masters(self._optimizer, model, path, every=True)
             return self._copy(model, dtype)
 
     def begin(self, version: int) -> None:
@@ -185,7 +199,7 @@ class ReferencePolicies:
         found = {PAST: self.snapshots, PAST_MASTERS: self.past_masters}
         return {kind: store for kind, store in found.items() if store is not None}
 
-    def _moving(self) -> dict[str, HeldWeights]:
+    def _moving(self) -> dict[str, PolicyCopy]:
         moves = self._ema is not None or self._refresh_every is not None
         found = {"reference": self.reference if moves else None, "proximal_average": self.average}
         return {name: held for name, held in found.items() if held is not None}

@@ -278,10 +278,17 @@ class ChosenLayers:
 
 
 def choose_layers(
-    asked: AskedLayers, *, model_type: str, dtype: str, device: str, lora: bool, installed: bool
+    asked: AskedLayers,
+    *,
+    model_type: str,
+    dtype: str,
+    device: str,
+    lora: bool,
+    installed: bool,
+    fp8: bool = False,
 ) -> ChosenLayers:
-    """The layers of a model under `policy.layers`. installed: Transformer Engine is there. Raises
-    UserError where its layers are asked for and cannot be had."""
+    """The layers of a model under `policy.layers`. installed: Transformer Engine is there. fp8:
+    products are in 8-bit floats. Raises UserError where its layers are needed and cannot be had."""
     local = FAMILIES[model_type].local
     obstacles = (
         (device != "cuda", "it computes on CUDA alone, and the policy is on the CPU"),
@@ -294,6 +301,9 @@ def choose_layers(
     if asked == "transformer_engine" and why:
         what = f"transformer_engine cannot be had: {why}"
         raise UserError.of("policy.layers", what, "set it to auto, or to local")
+    if fp8 and (asked == "local" or why):
+        what = f"8-bit products are Transformer Engine's: {why or 'policy.layers is local'}"
+        raise UserError.of("policy.fp8", what, "set it to null, or change what keeps it away")
     if asked == "local" or why:
         return ChosenLayers("local", f"Transformer Engine: {why}" if asked == "auto" else "")
     return ChosenLayers("transformer_engine")

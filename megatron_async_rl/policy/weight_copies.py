@@ -1,7 +1,8 @@
 """Copies of weights in host memory, of the model's parameters or of the optimizer's.
 
-Copies of the model's parameters are put in place for a forward pass and taken away again. They
-are divided over the replicas of each parameter: every rank copies its part, which needs no
+Copies of the model's parameters are put in place for a forward pass and taken away again; where
+the model keeps weights in 8 bits, copies of the optimizer's are (HeldMasters). The former are
+divided over the replicas of each parameter: every rank copies its part, which needs no
 collective, and parts are gathered when they are put in place. Copies of the optimizer's are of this
 rank's shards. On CUDA host memory is page-locked.
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_async_rl.policy.adam_view import masters_of
+from megatron_async_rl.policy.megatron_private import weights_from_masters
 from megatron_async_rl.policy.parameter_state import Slice, Sliced, optimizer_state, replica_part
 from megatron_async_rl.policy.parameters import trainable
 
@@ -198,6 +200,10 @@ class HeldMasters:
     Those are float32 whatever the model's dtype: at the learning rates of RL most bfloat16 weights
     do not move in a step, and those that do move by a rounding. 4 bytes per parameter whose
     optimizer state this rank has.
+
+    Of a model that keeps weights in 8 bits this is a copy of the weights, too: they are made of the
+    optimizer's when it is put in place, which gives every byte and scale back. `place` and what
+    rests on it are collective over the world.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -212,12 +218,41 @@ class HeldMasters:
     @torch.no_grad()
     def update(self) -> None:
         """The copy becomes the shards as they are."""
-        shards = masters_of(self._optimizer)
-        for held, shard in zip(self.shards, shards, strict=True):
+        for held, shard in self._pairs():
             held.copy_(shard, non_blocking=True)
-        if any(shard.is_cuda for shard in shards):
-            torch.cuda.synchronize()
+        self._finish()
+
+    @torch.no_grad()
+    def average(self, decay: float) -> None:
+        """copy = decay copy + (1 - decay) shards."""
+        for held, shard in self._pairs():
+            held.copy_(held.to(shard.device, copy=True).lerp_(shard.detach(), 1.0 - decay))
+
+    @torch.no_grad()
+    def place(self) -> None:
+        """The optimizer's parameters become the copy, and the model's weights what they round
+        to."""
+        for held, shard in self._pairs():
+            shard.copy_(held, non_blocking=True)
+        self._finish()
+        weights_from_masters(self._optimizer)
+
+    @contextmanager
+    def restored_after(self) -> Iterator[None]:
+        """Takes a copy now and puts it in place at the end, but for a pass that raised: another
+        rank's may not have, and the run is over."""
+        self.update()
+        yield
+        self.place()
 
     def slices(self) -> Sliced:
         """Slices of the model's parameters, with the copy of each."""
         return optimizer_state(self._optimizer, self.shards)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
+        yield from zip(self.shards, masters_of(self._optimizer), strict=True)
+
+    def _finish(self) -> None:
+        """Host memory may be read, or reused, once the copies are through."""
+        if any(shard.is_cuda for _, shard in self._pairs()):
+            torch.cuda.synchronize()

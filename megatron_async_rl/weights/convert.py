@@ -101,7 +101,11 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
     """
     from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_async_rl.policy import device
-    from megatron_async_rl.policy.checkpoint import load_model, refuse_other_base
+    from megatron_async_rl.policy.checkpoint import (
+        holds_masters_alone,
+        load_model,
+        refuse_other_base,
+    )
     from megatron_async_rl.policy.checkpoint_folder import about, newest
     from megatron_async_rl.policy.model import assemble_model, build_model
     from megatron_async_rl.policy.parallel import initialise
@@ -131,7 +135,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
         settings = PolicyConfig(lora=content.get("lora"))
         model = build(ModelConfig(path=source, dtype=content["dtype"]), settings, layout)
         refuse_other_base(path, content, model, layout)
-        load_model(path, model)
+        load_model(path, model, from_masters=holds_masters_alone(content))
         export_hf(WeightExporter(model.bridge, model.chunks), source, out_dir)
         export_adapter(model, out_dir / "adapter")
     finally:

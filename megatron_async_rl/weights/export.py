@@ -10,6 +10,8 @@ Invariants:
   bytes only;
 - tensors exist once, on rank 0, for one bucket at a time; data-parallel copies take no part;
 - the owners' parts of a divided parameter have the same size and travel in the same bucket;
+- a weight that is kept in 8 bits is sent in the model's dtype, made for its bucket: the numbers that
+  the policy multiplies by;
 - each tensor of the Hugging Face checkpoint comes exactly once, a tied output layer as the
   embedding alone;
 - every rank walks through every bucket, so all ranks leave together.
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async_rl.policy.fp8 import plain
 from megatron_async_rl.policy.lora import weight_of
 from megatron_async_rl.policy.parameters import ParameterEntry, all_entries, merged
 
@@ -148,7 +151,7 @@ class WeightExporter:
         return None
 
     def _parameter(self, entry: ParameterEntry) -> Tensor:
-        return weight_of(self._chunks[entry.chunk], entry.local_name)
+        return plain(weight_of(self._chunks[entry.chunk], entry.local_name))
 
     def _packed(self, entries: list[ParameterEntry]) -> Tensor:
         parameters = [self._parameter(entry).reshape(-1) for entry in entries]

@@ -73,7 +73,9 @@ def logprobs(
     )
     samples = columns_of(samples)
     sequences = sequence_layout(
-        sequence, parallel.row_multiple, Context(layout.cp_rank, layout.cp_size)
+        sequence,
+        PolicyConfig(parallel=parallel).row_multiple,
+        Context(layout.cp_rank, layout.cp_size),
     )
     rounds = layout.pp_size if layout.virtual_stages > 1 else 1
     plan = plan_micro_batches(

@@ -22,7 +22,7 @@ NODE = Machine(cores=64, memory=512 * GIB, shared_memory=64 * GIB, gpus=(Gpu("A"
 @pytest.fixture(autouse=True)
 def without_asking_torch(monkeypatch):
     """Loading torch takes seconds; the end-to-end tests load it for real."""
-    monkeypatch.setattr(doctor, "_torch", lambda path: [])
+    monkeypatch.setattr(doctor, "_torch", lambda path: ([], None))
 
 
 def states(machine: Machine) -> dict[str, str]:

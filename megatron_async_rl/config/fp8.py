@@ -1,0 +1,179 @@
+"""Settings of matrix products in 8-bit floats, what each recipe needs, and what they do not go
+with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import NonNegativeInt
+
+from megatron_async_rl.config.base import Strict
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.schema import Config, ParallelConfig
+
+Recipe = Literal["tensorwise", "blockwise", "delayed", "mxfp8"]
+
+
+@dataclass(frozen=True)
+class RecipeFacts:
+    """What Transformer Engine asks of a device and of shapes.
+
+    capability: CUDA's compute capability, at least. cuda: the version torch is built for, at least.
+    sizes: both sides of every weight on a rank are multiples of it; rows: the rows (tokens) of a
+    product on a rank; gathered: the same where sequence parallelism gathers them in 8 bits.
+    `format`: Megatron's name of the numbers, E4M3 throughout or with E5M2 for gradients.
+    primary: why there are no primary weights, if so.
+    """
+
+    capability: tuple[int, int]
+    cuda: tuple[int, int]
+    sizes: int
+    rows: int
+    gathered: int
+    format: Literal["e4m3", "hybrid"]
+    primary: str = ""
+
+
+RECIPES: Mapping[Recipe, RecipeFacts] = {
+    "tensorwise": RecipeFacts((8, 9), (12, 1), 16, 16, 16, "hybrid"),
+    "blockwise": RecipeFacts((9, 0), (12, 9), 128, 16, 128, "e4m3"),
+    "delayed": RecipeFacts(
+        (8, 9),
+        (12, 1),
+        16,
+        16,
+        16,
+        "hybrid",
+        primary="a weight's bytes then depend on the scales of earlier steps, not on the float32"
+        " weights alone, from which copies and checkpoints make them again",
+    ),
+    "mxfp8": RecipeFacts(
+        (10, 0),
+        (12, 8),
+        32,
+        32,
+        32,
+        "e4m3",
+        primary="Megatron gathers such weights through the gradient buffers, which controls read",
+    ),
+}
+NO_MXFP8_FROM = (12, 0)
+"""Compute capability from which Transformer Engine 2.12 lacks some of mxfp8's products."""
+
+
+class Fp8Config(Strict):
+    """Products of the layers in 8-bit floats, on Transformer Engine's layers: inputs, weights and
+    gradients are rounded, and sums are not. Embedding, output layer, router, norms and attention
+    between its projections stay in bfloat16, gradients and optimizer state in float32. Null, the
+    default, computes everything in bfloat16."""
+
+    recipe: Recipe
+    """How numbers are scaled. `tensorwise`: a tensor by its own largest value. `blockwise`: blocks
+    of 1 x 128 activations and 128 x 128 weights by theirs; Hopper and later, CUDA 12.9. `delayed`:
+    a tensor by the largest of its last 1024 passes, at first by 1, so that the first steps are
+    coarse and log-probs computed twice differ. `mxfp8`: blocks of 32; Blackwell."""
+    primary_weights: bool = False
+    """The layers' weights are kept in 8 bits and have no bfloat16 copy; what Adam updates are the
+    float32 weights, as ever. Needs distributed_optimizer, and `tensorwise` or `blockwise`."""
+    first_last_layers_bf16: NonNegativeInt = 0
+    """Layers at each end of the model that compute in bfloat16; not with `delayed`."""
+
+    @property
+    def facts(self) -> RecipeFacts:
+        return RECIPES[self.recipe]
+
+
+def lacking(
+    recipe: Recipe, capability: tuple[int, int] | None, cuda: tuple[int, int] | None
+) -> str:
+    """What a device of that compute capability, under that CUDA, lacks for the recipe, in words;
+    empty where it has it. Null: not known, and not held against it."""
+    facts = RECIPES[recipe]
+    if capability is not None and capability < facts.capability:
+        return (
+            f"{recipe} needs compute capability {_dotted(facts.capability)}, and the GPU has"
+            f" {_dotted(capability)}"
+        )
+    if recipe == "mxfp8" and capability is not None and capability >= NO_MXFP8_FROM:
+        return f"Transformer Engine has no mxfp8 for compute capability {_dotted(capability)} yet"
+    if cuda is not None and cuda < facts.cuda:
+        return f"{recipe} needs CUDA {_dotted(facts.cuda)}, and torch is built for {_dotted(cuda)}"
+    return ""
+
+
+def needed(recipe: Recipe) -> str:
+    """What the recipe asks of a device, in words."""
+    facts = RECIPES[recipe]
+    above = f" and below {_dotted(NO_MXFP8_FROM)}" if recipe == "mxfp8" else ""
+    return (
+        f"compute capability {_dotted(facts.capability)} or higher{above}, and CUDA"
+        f" {_dotted(facts.cuda)} or later"
+    )
+
+
+def version_of(text: str | None) -> tuple[int, int] | None:
+    """(major, minor) of a version of CUDA or a compute capability; null for what is none."""
+    major, _, rest = (text or "").partition(".")
+    minor = rest.partition(".")[0]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def row_multiple(fp8: Fp8Config | None, parallel: ParallelConfig) -> int:
+    """Tokens that a rank's rows are a multiple of, whatever else divides a sequence."""
+    if fp8 is None:
+        return 1
+    return fp8.facts.gathered if parallel.sequence else fp8.facts.rows
+
+
+def fp8_conflicts(config: Config) -> Iterator[str]:
+    """Reasons why 8-bit products do not fit the run; none: they do."""
+    policy = config.policy
+    fp8 = policy.fp8
+    if fp8 is None:
+        return
+    if policy.device == "cpu":
+        yield (
+            "policy.fp8: products in 8-bit floats are CUDA's; set policy.device: cuda, or"
+            " policy.fp8: null"
+        )
+    if policy.layers == "local":
+        yield (
+            "policy.fp8 is for Transformer Engine's layers, and policy.layers is local; set"
+            " policy.layers: transformer_engine, or policy.fp8: null"
+        )
+    if config.model.dtype != "bfloat16":
+        yield (
+            f"policy.fp8 rounds from bfloat16, and model.dtype is {config.model.dtype}; set"
+            " model.dtype: bfloat16, or policy.fp8: null"
+        )
+    if policy.lora is not None:
+        yield (
+            "policy.fp8 is for Transformer Engine's layers, and policy.lora puts adapters beside"
+            " Megatron's own; set one of the two to null"
+        )
+    if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:
+        yield (
+            "policy.fp8.first_last_layers_bf16 needs a recipe that scales each product by itself,"
+            " and Megatron enters recipe: delayed once for all layers; set it to 0, or recipe:"
+            " tensorwise"
+        )
+    if not fp8.primary_weights:
+        return
+    if fp8.facts.primary:
+        yield (
+            f"policy.fp8.primary_weights does not go with recipe: {fp8.recipe}:"
+            f" {fp8.facts.primary}; set it to false, or recipe: tensorwise or blockwise"
+        )
+    if not policy.parallel.distributed_optimizer:
+        yield (
+            "policy.fp8.primary_weights needs the distributed optimizer, which alone makes 8-bit"
+            " weights from float32 ones; set policy.parallel.distributed_optimizer: true, or"
+            " primary_weights: false"
+        )

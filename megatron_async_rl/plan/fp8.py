@@ -1,0 +1,135 @@
+"""Products in 8-bit floats on a machine and a model of given sizes: what is in the way, and how many
+weights are kept in them."""
+
+from __future__ import annotations
+
+from megatron_async_rl.config.fp8 import Fp8Config, lacking, needed
+from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.machine import Machine
+from megatron_async_rl.plan.model_files import ModelShape
+
+KEY = "policy.fp8"
+ORIENTATIONS = 2
+"""Copies of a weight in 8 bits, one as it lies and one transposed: Hopper multiplies in one
+orientation alone, and blocks have scales of their own in each."""
+BFLOAT16 = 2
+"""Bytes."""
+SCALE_BYTES = {"tensorwise": 0.0, "delayed": 0.0, "blockwise": 4 / 128**2, "mxfp8": 1 / 32}
+"""For each weight, by recipe: a float32 for 128 x 128 of them, a byte for 32; or one for a whole
+tensor."""
+
+
+def product_sizes(shape: ModelShape, *, tensor: int) -> dict[str, int]:
+    """The sides of a layer's weights on one rank, by what they are. Experts are not cut."""
+    columns = shape.intermediate if shape.experts else shape.intermediate // tensor
+    queries = shape.heads * shape.head_dim // tensor
+    keys = shape.kv_heads * shape.head_dim // tensor
+    return {
+        "hidden size": shape.hidden,
+        "queries, keys and values of a rank": queries + 2 * keys,
+        "attention outputs of a rank": queries,
+        "columns of an expert" if shape.experts else "MLP columns of a rank": columns,
+    }
+
+
+def layer_weights(shape: ModelShape, *, tensor: int, expert: int) -> int:
+    """Weights of one layer's products on one rank, without biases."""
+    _, qkv, outputs, columns = product_sizes(shape, tensor=tensor).values()
+    held = shape.experts // expert if shape.experts else 1
+    return shape.hidden * (qkv + outputs + held * 3 * columns)
+
+
+def fp8_layers(fp8: Fp8Config, layers: int, *, stage: int, pipeline: int) -> int:
+    """Layers of a stage that compute in 8 bits."""
+    own = layers // pipeline
+    first = stage * own
+    kept = fp8.first_last_layers_bf16
+    return max(0, min(first + own, layers - kept) - max(first, kept))
+
+
+def weight_bytes(fp8: Fp8Config) -> float:
+    """Bytes of one weight in 8 bits, in both orientations, with its share of the scales."""
+    return ORIENTATIONS * (1 + SCALE_BYTES[fp8.recipe])
+
+
+def fp8_copies(config: Config, shape: ModelShape, *, stage: int, in_flight: int) -> int:
+    """Bytes that weights in 8 bits add on a rank of the stage to those in bfloat16, or take off.
+
+    Primary weights take the place of bfloat16 ones. Others are made in each forward pass and kept
+    until its backward pass: for every layer in flight once (`in_flight`: layers that hold a
+    micro-batch's activations, summed over micro-batches), with recompute: full for one layer.
+    """
+    fp8, parallel = config.policy.fp8, config.policy.parallel
+    if fp8 is None:
+        return 0
+    own = shape.layers // parallel.pipeline
+    count = fp8_layers(fp8, shape.layers, stage=stage, pipeline=parallel.pipeline)
+    weights = layer_weights(shape, tensor=parallel.tensor, expert=parallel.expert)
+    each = weight_bytes(fp8)
+    if fp8.primary_weights:
+        return int(count * weights * (each - BFLOAT16))
+    held = 1.0 if config.policy.recompute == "full" else in_flight * count / own
+    return int(held * weights * each)
+
+
+def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Problem]:
+    """A recipe that the machine's GPUs lack, sizes that it does not divide, and more layers in
+    bfloat16 than there are."""
+    fp8, parallel = config.policy.fp8, config.policy.parallel
+    if fp8 is None:
+        return []
+    found = []
+    why = next(
+        (why for gpu in machine.gpus if (why := lacking(fp8.recipe, gpu.capability, None))), ""
+    )
+    if why:
+        fitting = _fitting(machine)
+        fix = f"set it to {' or '.join(fitting)}" if fitting else "set policy.fp8: null"
+        found.append(Problem(key=f"{KEY}.recipe", what=why, fix=fix))
+
+    multiple = fp8.facts.sizes
+    sizes = product_sizes(shape, tensor=parallel.tensor)
+    wrong = [f"{size} ({name})" for name, size in sizes.items() if size % multiple]
+    if wrong:
+        finer = "" if multiple == 16 else ", or a recipe of finer multiples (tensorwise: 16)"
+        found.append(
+            Problem(
+                key=f"{KEY}.recipe",
+                what=f"{fp8.recipe} takes multiples of {multiple}, and the model has"
+                f" {', '.join(wrong)}",
+                fix=f"lower policy.parallel.tensor{finer}, or set policy.fp8: null",
+            )
+        )
+
+    kept, held = fp8.first_last_layers_bf16, shape.layers // parallel.pipeline
+    most = min(held, (shape.layers - 1) // 2)
+    if kept > most:
+        what = (
+            f"{kept} layers at each end are not within the {held} of a pipeline stage, or leave none"
+            f" of {shape.layers} in 8 bits"
+        )
+        fix = f"set it to at most {most}"
+        found.append(Problem(key=f"{KEY}.first_last_layers_bf16", what=what, fix=fix))
+    return found
+
+
+def fp8_warnings(config: Config, machine: Machine) -> list[str]:
+    """What the run's GPUs must have, where that is not known here."""
+    fp8 = config.policy.fp8
+    if fp8 is None or not machine.gpus:
+        return []
+    if all(gpu.capability is not None for gpu in machine.gpus) and not machine.described:
+        return []
+    return [
+        f"policy.fp8.recipe: {fp8.recipe} needs GPUs of {needed(fp8.recipe)}; those of the run are"
+        " not known here, and the ranks will look"
+    ]
+
+
+def _fitting(machine: Machine) -> list[str]:
+    return [
+        recipe
+        for recipe in ("tensorwise", "blockwise", "mxfp8")
+        if not any(lacking(recipe, gpu.capability, None) for gpu in machine.gpus)
+    ]

@@ -1,0 +1,117 @@
+"""Products in 8-bit floats: Megatron's settings for a recipe, weights that are kept in 8 bits, and
+the state of delayed scaling.
+
+Megatron enters Transformer Engine's recipe around each layer (for `delayed` around all of them), and
+around the building of layers whose weights are kept in 8 bits; Transformer Engine rounds.
+
+Invariants:
+- a weight kept in 8 bits is a function of Adam's float32 weights (masters.py), so copies and
+  checkpoints hold those, and no other module knows how its bytes and scales lie;
+- a weight that is not is rounded in every forward pass, from what is in place then: nothing that
+  Transformer Engine keeps outlives a change of the weights (`disable_parameter_transpose_cache`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.fp8_utils import get_fp8_recipe, is_float8tensor
+from torch import Tensor, nn
+
+from megatron_async_rl.config.fp8 import Fp8Config, lacking, needed, version_of
+from megatron_async_rl.config.problem import UserError
+
+if TYPE_CHECKING:
+    from megatron_async_rl.policy.parallel import Layout
+
+HISTORY = 1024
+"""Passes whose largest value scales a tensor under `delayed`, Transformer Engine's own number."""
+DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+"""Where a module of Transformer Engine keeps what delayed scaling knows, in its `fp8_meta`."""
+
+
+def megatron_settings(fp8: Fp8Config | None) -> dict[str, Any]:
+    """Changes to Megatron's TransformerConfig."""
+    if fp8 is None:
+        return {}
+    kept = fp8.first_last_layers_bf16
+    return {
+        "fp8": fp8.facts.format,
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": fp8.primary_weights,
+        "fp8_amax_history_len": HISTORY,
+        "fp8_amax_compute_algo": "max",
+        "first_last_layers_bf16": kept > 0,
+        "num_layers_at_start_in_bf16": kept,
+        "num_layers_at_end_in_bf16": kept,
+    }
+
+
+def refuse_device(fp8: Fp8Config | None, layout: Layout) -> None:
+    """Raises UserError where this rank's GPU, or the CUDA of its torch, lacks the recipe."""
+    if fp8 is None:
+        return
+    capability = (
+        torch.cuda.get_device_capability(layout.device) if layout.device_type == "cuda" else None
+    )
+    why = lacking(fp8.recipe, capability, version_of(torch.version.cuda))
+    if why:
+        raise UserError.of(
+            "policy.fp8.recipe",
+            f"rank {layout.rank}: {why}",
+            f"choose a recipe that it has (`mar doctor` lists them), or GPUs of {needed(fp8.recipe)}",
+        )
+
+
+def is_quantised(parameter: Tensor) -> bool:
+    """True of a weight that is kept in 8 bits."""
+    return bool(is_float8tensor(parameter))
+
+
+def plain(parameter: Tensor) -> Tensor:
+    """The weight's values in the model's dtype, without gradient: the parameter itself, or of one
+    kept in 8 bits a tensor made of it, which is the number a product takes, rounded to that
+    dtype."""
+    values: Tensor = parameter.detach()
+    return values.dequantize() if is_quantised(parameter) else values
+
+
+def delayed_state(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """What delayed scaling has learnt from earlier passes: of each module that has scaled
+    something, its scales and the largest values of its newest passes, on the CPU, by chunk, module
+    and direction. Empty under other recipes, which learn nothing."""
+    return {
+        f"{name}.{direction}.{part}": getattr(meta[direction], part).detach().cpu().clone()
+        for name, module in _scaling_modules(chunks)
+        for meta in [module.fp8_meta]
+        for direction in DIRECTIONS
+        if hasattr(meta.get(direction), "amax_history")
+        for part in ("scale", "amax_history")
+    }
+
+
+def restore_delayed_state(
+    chunks: Sequence[nn.Module], state: Mapping[str, Tensor], config: Any
+) -> None:
+    """Undoes `delayed_state`, on modules that have scaled nothing yet, too. config: Megatron's.
+    Raises KeyError where the state is of other modules."""
+    if not state:
+        return
+    modules, recipe = dict(_scaling_modules(chunks)), get_fp8_recipe(config)
+    for name in sorted({key.rsplit(".", 2)[0] for key in state}):
+        module = modules[name]
+        module.fp8_meta["recipe"] = recipe
+        module.fp8_meta.setdefault("num_gemms", getattr(module, "num_gemms", 1))
+        module.init_fp8_meta_tensors(recipe)
+        for direction in DIRECTIONS:
+            for part in ("scale", "amax_history"):
+                getattr(module.fp8_meta[direction], part).copy_(state[f"{name}.{direction}.{part}"])
+
+
+def _scaling_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
+    for index, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            if hasattr(module, "fp8_meta"):
+                yield f"{index}.{name}", module
