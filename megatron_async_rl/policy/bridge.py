@@ -180,8 +180,14 @@ class PolicyBridge(LLMBridge):
         return names, tensors
 
     def to_megatron(self, name: str, hf_tensors: Sequence[Tensor]) -> Tensor:
-        """The whole Megatron parameter that these Hugging Face tensors make up."""
-        whole: Tensor = self._weight_to_mcore_format(name, list(hf_tensors))
+        """The whole Megatron parameter that these Hugging Face tensors make up, in their dtype."""
+        own = self.dtype
+        # The parent would round to it, and the optimizer's weights keep the files' precision.
+        self.dtype = None
+        try:
+            whole: Tensor = self._weight_to_mcore_format(name, list(hf_tensors))
+        finally:
+            self.dtype = own
         return whole
 
     def merge(self, name: str, shards: Sequence[Tensor], like: Any) -> Tensor:

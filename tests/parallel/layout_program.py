@@ -68,6 +68,7 @@ class Rank:
         layers="local",
         recompute="none",
         lora=None,
+        fp8=None,
         seed=0,
         **optimizer,
     ):
@@ -86,6 +87,7 @@ class Rank:
                 on_anomaly=on_anomaly,
                 recompute=recompute,
                 lora=lora,
+                fp8=fp8,
             ),
             objective or ObjectiveConfig(),
             controls,

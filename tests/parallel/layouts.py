@@ -72,6 +72,21 @@ LORA_LAYOUTS = {
     )
 }
 """For `lora_program`: each way to divide a model once."""
+FP8_LAYOUTS = {
+    name: EVERY_LAYOUT[name]
+    for name in (
+        "single",
+        "sequence",
+        "virtual_pipeline",
+        "data_distributed_optimizer",
+        "data_replicated_optimizer",
+        "context",
+        "mixture_single",
+        "expert",
+        "expert_replicated_optimizer",
+    )
+}
+"""For `fp8_program`."""
 GRADIENT_LAYOUTS = {
     "context_replicated": {"ranks": 2, "context": 2, "distributed_optimizer": False},
     "context_tensor": {"ranks": 4, "context": 2, "tensor": 2, "sequence": True},
@@ -185,6 +200,8 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
         offered = offered | CONTEXT_LAYOUTS
     if program == "lora_program":
         offered = LORA_LAYOUTS
+    if program == "fp8_program":
+        offered = FP8_LAYOUTS
     if program == "objective_program":
         offered = offered | GRADIENT_LAYOUTS
     return run_program(program, material(), offered, ranks)

@@ -1,0 +1,90 @@
+"""What 8-bit products ask of loading, rows, copies and checkpoints, on every way to divide a model:
+the float32 weights are the file's, longer rows change nothing, and float32 weights stand in for
+those kept in 8 bits, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel import layouts
+from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+
+pytestmark = pytest.mark.parallel
+
+DISTRIBUTED = [
+    name
+    for name, settings in layouts.FP8_LAYOUTS.items()
+    if settings.get("distributed_optimizer", True)
+]
+
+
+def results(layout):
+    return layouts.results(layout, "fp8_program")
+
+
+@pytest.mark.parametrize("layout", layouts.FP8_LAYOUTS)
+def test_float32_weights_are_the_files_and_the_models_are_their_rounding(layout):
+    found = results(layout)["loaded"]
+    assert [said for said, holds in found.items() if not holds] == []
+
+
+@pytest.mark.parametrize("layout", layouts.FP8_LAYOUTS)
+def test_rows_of_a_recipes_multiple_change_no_step(layout):
+    rows = results(layout)["rows"]
+    assert {sequence for sequence, _ in rows} == {"padded", "packed"}
+    for (sequence, recipe), run in rows.items():
+        plain = rows[sequence, "plain"]
+        compare_steps(run["steps"], plain["steps"])
+        compare_weights(run["weights"], plain["weights"])
+        shares = [each["steps"][0]["policy/padding_share"] for each in (run, plain)]
+        assert recipe == "plain" or shares[0] > shares[1]
+
+
+@pytest.mark.parametrize("layout", DISTRIBUTED)
+def test_a_copy_of_the_optimizers_weights_is_put_in_place_and_taken_away(layout):
+    found = results(layout)["averaged"]
+    assert [said for said, holds in found.items() if not holds] == []
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("layout", DISTRIBUTED)
+def test_a_policy_that_copies_float32_weights_takes_a_plain_ones_steps(layout):
+    found = results(layout)["kept"]
+    assert found["copies"] == {"HeldMasters", "HeldWeights"}
+    kept, plain = found["runs"]["kept"], found["runs"]["plain"]
+    assert kept["steps"] == plain["steps"]
+    assert_same(kept["weights"], plain["weights"])
+    assert plain["steps"][2]["displacement/cosine"] != 0.0
+
+
+@pytest.mark.parametrize("layout", DISTRIBUTED)
+def test_it_compares_with_another_directorys_model_as_a_plain_one_does(layout):
+    found = results(layout)["reference"]
+    kept, plain = found["kept"], found["plain"]
+    assert kept["steps"] == plain["steps"]
+    assert kept["steps"][0]["ratio/kl_reference"] > 0.0
+    assert_same(kept["weights"], plain["weights"])
+    assert found["moved"]
+    assert found["same masters"]
+
+
+@pytest.mark.parametrize("layout", DISTRIBUTED)
+def test_its_checkpoint_has_float32_weights_alone_and_goes_on_bit_for_bit(layout):
+    found = results(layout)["kept"]
+    assert found["models in the checkpoint"] == 0
+    assert found["same masters"]
+    for weights in found["loaded"].values():
+        assert_same(weights, found["saved"])
+    through, again = found["after"]["kept"], found["after"]["again"]
+    assert again["steps"] == through["steps"]
+    assert_same(again["weights"], through["weights"])
+
+
+@pytest.mark.parametrize("layout", DISTRIBUTED)
+def test_a_plain_policys_checkpoint_goes_on_in_one_that_keeps_8_bits(layout):
+    assert results(layout)["kept"]["from a plain one"]
