@@ -61,6 +61,7 @@ class PolicyBridge(LLMBridge):
     """mbridge's bridge on this package's layers, whose parameters it knows by their names in the
     local family. Mixed in before the bridge of one model type."""
 
+    dtype: torch.dtype | None
     layout: Layout
     layers: Layers
     tied: bool

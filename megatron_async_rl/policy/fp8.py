@@ -5,7 +5,7 @@ Megatron enters Transformer Engine's recipe around each layer (for `delayed` aro
 around the building of layers whose weights are kept in 8 bits; Transformer Engine rounds.
 
 Invariants:
-- a weight kept in 8 bits is a function of Adam's float32 weights (masters.py), so copies and
+- a weight kept in 8 bits is a function of Adam's float32 weights (optimizer.py), so copies and
   checkpoints hold those, and no other module knows how its bytes and scales lie;
 - a weight that is not is rounded in every forward pass, from what is in place then: nothing that
   Transformer Engine keeps outlives a change of the weights (`disable_parameter_transpose_cache`).
@@ -43,6 +43,9 @@ def megatron_settings(fp8: Fp8Config | None) -> dict[str, Any]:
         "fp8_param": fp8.primary_weights,
         "fp8_amax_history_len": HISTORY,
         "fp8_amax_compute_algo": "max",
+        # Within one replica of the model, whose ranks run the same micro-batches: replicas may run
+        # different numbers of them (opob.py), and would wait for one another.
+        "tp_only_amax_red": True,
         "first_last_layers_bf16": kept > 0,
         "num_layers_at_start_in_bf16": kept,
         "num_layers_at_end_in_bf16": kept,

@@ -1,9 +1,16 @@
-"""Megatron's gradient buffers, Megatron's Adam, and the learning rate of a step.
+"""Megatron's gradient buffers, Megatron's Adam with its float32 weights, and the learning rate of a
+step.
 
 Invariants:
 - gradients are float32 and are summed, never averaged, over data- and context-parallel ranks and
   micro-batches: the loss already carries the denominators of the whole batch;
 - weight decay applies to matrices only, not to norms or biases;
+- at a run's start Adam's float32 weights are the files' tensors: Megatron would take the model's,
+  which were rounded to bfloat16 when they were loaded, and for a weight kept in 8 bits what its
+  memory held before that;
+- the model's weights are the rounding of those, at any time between two steps: so a copy of the
+  float32 ones is a copy of the model, and exact where bytes and scales of 8-bit weights would have
+  to be made again;
 - the learning rate is a pure function of the step number: what a control multiplies it by lasts one
   step.
 """
@@ -11,6 +18,8 @@ Invariants:
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +30,18 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
+from megatron_async_rl.policy.fp8 import is_quantised
+from megatron_async_rl.policy.megatron_private import (
+    model_slices,
+    optimizer_parts,
+    weights_from_masters,
+)
+from megatron_async_rl.policy.parameters import HuggingFaceTensors, local_entries, shard_of
+
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
     from megatron_async_rl.config.schema import PolicyConfig
+    from megatron_async_rl.policy.model import PolicyModel
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:
@@ -108,3 +126,29 @@ def build_optimizer(
         # which is not used here.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
     return optimizer
+
+
+def load_masters(
+    optimizer: MegatronOptimizer, model: PolicyModel, directory: Path, *, every: bool = False
+) -> None:
+    """Writes the float32 weights of this rank's shards from the tensors in `directory`, which fit
+    the model; every: also where the loaded parameter has all of the file's precision. Weights kept
+    in 8 bits are then made of them, for which it is collective over the world."""
+    bridge, chunks = model.bridge, model.chunks
+    entries = {
+        id(chunks[entry.chunk].get_parameter(entry.local_name)): entry
+        for entry in local_entries(bridge, chunks)
+    }
+    with ExitStack() as stack, torch.no_grad():
+        tensors = HuggingFaceTensors(directory, stack)
+        for part in optimizer_parts(optimizer):
+            for shard, parameter, start, end in model_slices(part):
+                entry = entries.get(id(parameter))
+                if entry is None or (parameter.dtype == torch.float32 and not every):
+                    continue
+                coarser = {tensors.dtype(name) for name in entry.hf_names} - {parameter.dtype}
+                if every or coarser or is_quantised(parameter):
+                    whole = shard_of(bridge, entry, [tensors[name] for name in entry.hf_names])
+                    shard.view(-1).copy_(whole.reshape(-1)[start:end])
+    if every or model.config.fp8_param:
+        weights_from_masters(optimizer)

@@ -33,12 +33,15 @@ from megatron_async_rl.policy.anomaly import AnomalyReport, Spike
 from megatron_async_rl.policy.batches import receive
 from megatron_async_rl.policy.context_parallel import Context
 from megatron_async_rl.policy.forward import Schedule
-from megatron_async_rl.policy.masters import load_masters
 from megatron_async_rl.policy.microbatch import Batcher, MicroBatch
 from megatron_async_rl.policy.minibatches import Minibatch, divide, over_steps
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
-from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
+from megatron_async_rl.policy.optimizer import (
+    build_optimizer,
+    load_masters,
+    wrap_for_gradients,
+)
 from megatron_async_rl.policy.parameter_state import optimizer_state
 from megatron_async_rl.policy.past_versions import Snapshots, weight_displacement
 from megatron_async_rl.policy.precompute import Fill, PrecomputeTable, passes

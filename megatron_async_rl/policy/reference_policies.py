@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_async_rl.policy.masters import load_masters
+from megatron_async_rl.policy.optimizer import load_masters
 from megatron_async_rl.policy.parameters import load_hf
 from megatron_async_rl.policy.past_versions import Snapshots
 from megatron_async_rl.policy.supported import used_window

@@ -237,6 +237,7 @@ def test_megatron_takes_the_settings_of_every_recipe(recipe, primary):
     assert (config.fp8_recipe, config.fp8_param) == (recipe, primary)
     assert config.num_layers_at_start_in_bf16 == config.num_layers_at_end_in_bf16 == kept
     assert config.first_last_layers_bf16 == bool(kept)
+    assert config.tp_only_amax_red
     assert fp8.megatron_settings(None) == {}
 
 
@@ -351,7 +352,8 @@ def test_what_delayed_scaling_has_learnt_goes_on_in_a_model_that_has_scaled_noth
         for direction in ("scaling_fwd", "scaling_bwd")
         for part in ("scale", "amax_history")
     }
-    learnt["a"].fp8_meta["scaling_fwd"].scale.zero_()  # the state is a copy
+    learnt["a"].fp8_meta["scaling_fwd"].scale.zero_()
+    assert state["0.a.scaling_fwd.scale"].tolist() == [2.0] * 3, "the state is no copy"
 
     fresh = scaling_chunk(None)
     fp8.restore_delayed_state([fresh], state, SimpleNamespace(fp8=None))
@@ -370,6 +372,9 @@ class In8Bits(torch.Tensor):
     def dequantize(self) -> torch.Tensor:
         return torch.full(self.shape, 3.0, dtype=self.dtype)
 
+    def chunk(self, parts: int) -> list[torch.Tensor]:
+        return [part.clone() for part in self.as_subclass(torch.Tensor).chunk(parts)]
+
 
 def test_values_of_a_weight_kept_in_8_bits_are_made_when_they_are_asked_for(monkeypatch):
     monkeypatch.setattr(fp8, "is_float8tensor", lambda tensor: isinstance(tensor, In8Bits))
@@ -383,6 +388,7 @@ def test_values_of_a_weight_kept_in_8_bits_are_made_when_they_are_asked_for(monk
 
 def test_a_fused_weight_kept_in_8_bits_has_the_places_of_one_that_is_not(monkeypatch):
     """Cutting such a weight makes new tensors, which say nothing of where they lay."""
+    monkeypatch.setattr(model_blocks, "is_quantised", lambda tensor: isinstance(tensor, In8Bits))
     weight = torch.arange(24.0, dtype=torch.bfloat16).view(6, 4)
 
     def build(key: str, data: torch.Tensor, *_: Any) -> list[ShardedTensor]:
@@ -391,13 +397,14 @@ def test_a_fused_weight_kept_in_8_bits_has_the_places_of_one_that_is_not(monkeyp
             for name, part in zip(("gate", "up"), data.chunk(2), strict=True)
         ]
 
-    places = {}
-    for kept in (False, True):
-        monkeypatch.setattr(model_blocks, "is_quantised", lambda _, kept=kept: kept)
-        factory = ShardedTensorFactory("w", weight, build, lambda found: found)
-        places[kept] = [
+    usual, kept = (
+        [
             (first, part.key, part.local_shape, part.global_offset)
-            for first, part in model_blocks._parts_of(factory)
+            for first, part in model_blocks._parts_of(
+                ShardedTensorFactory("w", held, build, lambda found: found)
+            )
         ]
-    assert places[True] == places[False]
-    assert [first for first, *_ in places[True]] == [0, 12]
+        for held in (weight, weight.as_subclass(In8Bits))
+    )
+    assert kept == usual
+    assert [first for first, *_ in usual] == [0, 12]

@@ -1,0 +1,69 @@
+"""Products of Megatron's own layers with numbers in 8 bits, by tests/float8.py: what a recipe costs
+in precision, where there is no GPU. One rank; sums are those of the tensors' dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+from tests.float8 import blockwise, restored, tensorwise
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+def by_tensor(kind: torch.dtype = torch.float8_e4m3fn) -> Rounding:
+    return lambda matrix: restored(*tensorwise(matrix, kind)).to(matrix.dtype)
+
+
+def by_block(*block: int) -> Rounding:
+    return lambda matrix: restored(*blockwise(matrix, block)).to(matrix.dtype)
+
+
+ROUNDINGS: dict[str, tuple[Rounding, Rounding, Rounding]] = {
+    "tensorwise": (by_tensor(), by_tensor(), by_tensor(torch.float8_e5m2)),
+    "delayed": (by_tensor(), by_tensor(), by_tensor(torch.float8_e5m2)),
+    "blockwise": (by_block(1, 128), by_block(128, 128), by_block(1, 128)),
+    "mxfp8": (by_block(1, 32), by_block(1, 32), by_block(1, 32)),
+}
+"""Recipe -> how inputs, weights and gradients are rounded, along the sum. `delayed`: by the largest
+value of this pass, and not of earlier ones."""
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, weight: Tensor, recipe: str) -> Tensor:  # type: ignore[override]
+        inputs, weights, _ = ROUNDINGS[recipe]
+        ctx.save_for_backward(values, weight)
+        ctx.recipe = recipe
+        flat = inputs(values.reshape(-1, values.shape[-1]))
+        return (flat @ weights(weight).t()).view(*values.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override]
+        values, weight = ctx.saved_tensors
+        inputs, weights, gradients = ROUNDINGS[ctx.recipe]
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        into = gradients(flat) @ weights(weight.t().contiguous()).t()
+        # Both sides of this product are rounded along the rows that it sums over.
+        across = gradients(flat.t().contiguous())
+        own = inputs(values.reshape(-1, values.shape[-1]).t().contiguous())
+        return into.view(values.shape), across @ own.t(), None
+
+
+@contextmanager
+def in_8_bits(recipe: str) -> Iterator[None]:
+    """Within it every product of a layer is rounded; those of router, logits and attention are
+    not."""
+
+    def product(input: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> Tensor:
+        found = Product.apply(input, weight, recipe)
+        return found if bias is None else found + bias
+
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    with mock.patch.object(layers, name, product):
+        yield

@@ -1,0 +1,155 @@
+"""Training steps of a tiny policy with products in 8-bit floats, beside one in bfloat16 on the same
+rows: scores, gradients, steps under each control, resumed runs, and weights kept in 8 bits.
+
+Arguments: cpu or cuda, the recipe, the material's directory (test_fp8.py), and the file to write.
+On a CPU Megatron's own layers round by tests/gpu/fp8_emulation.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from megatron_async_rl.config.fp8 import Fp8Config
+from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
+from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.policy import device
+from megatron_async_rl.policy.fp8 import is_quantised, plain
+from megatron_async_rl.policy.parameters import whole_model_names
+from tests.float8 import blockwise, restored, tensorwise
+from tests.gpu.fp8_emulation import in_8_bits
+from tests.gpu.layers_program import state_of
+from tests.gpu.train_program import CONTROLS, controlled, cosines, cpu
+from tests.parallel import objective_program
+from tests.parallel.fp8_program import on_local_layers, on_rows_of
+from tests.parallel.layout_program import Rank, received, scorable
+from tests.parallel.objective_program import ReducedGradient
+
+CASES = {
+    "tied": ("tied", "padded", "a"),
+    "packed": ("tied", "packed", "a"),
+    "mixture": ("mixture", "padded", "mixture_a"),
+}
+"""Name -> model, sequence layout, batch."""
+BUDGET = 2048
+COPIES = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(refresh_every=1))
+REFERENCE = {
+    "tensorwise": tensorwise,
+    "blockwise": lambda matrix: blockwise(matrix, (128, 128)),
+}
+
+
+class Fp8Rank(Rank):
+    """Its policies are bfloat16, on Transformer Engine's layers where it is; with `fp8`, unless
+    told otherwise."""
+
+    fp8: Fp8Config | None = None
+
+    def policy(self, model="tied", **settings):
+        given = {"dtype": "bfloat16", "layers": "auto", "budget": BUDGET, "fp8": self.fp8}
+        return super().policy(model, **given | settings)
+
+
+def measured(rank: Fp8Rank, policy, batch: str) -> dict:
+    gradient = cpu(ReducedGradient(rank, policy, batch).whole())
+    scores = policy.score(received(policy, scorable(rank.batches[batch])))
+    (step,) = rank.train(policy, [batch])["steps"]
+    return {"gradient": gradient, "scores": scores, "step": step}
+
+
+def compared(rank: Fp8Rank, recipe: str, kind: str) -> dict:
+    """Each case in 8 bits, and in bfloat16 on the same rows."""
+    found = {}
+    for name, (model, sequence, batch) in CASES.items():
+        rounded = rank.policy(model, sequence=sequence, lr=1e-3)
+        usual = on_rows_of(rank.policy(model, sequence=sequence, lr=1e-3, fp8=None), rounded)
+        with emulated(kind, recipe):
+            found[name] = {"fp8": measured(rank, rounded, batch)}
+        found[name]["bfloat16"] = measured(rank, usual, batch)
+        found[name]["layers"] = rounded.model.bridge.layers.name
+    return found
+
+
+def kept(rank: Fp8Rank, recipe: str, kind: str) -> dict:
+    """Weights kept in 8 bits: as they were loaded, after a step, in a run with a reference, and
+    resumed."""
+    rank.fp8, rank.scratch = Fp8Config(recipe=recipe, primary_weights=True), rank.scratch / "kept"
+    exact = rank.policy(dtype="float32", layers="local", fp8=None, budget=BUDGET)
+    policy = rank.policy(objective=COPIES, lr=1e-2)
+    found = {
+        "file": canonical(exact, lambda parameter: parameter.detach()),
+        "loaded": held(policy, recipe),
+        "names": [
+            name
+            for parameter, name in whole_model_names(policy.model.bridge, policy.model.chunks[0])
+            if is_quantised(parameter)
+        ],
+    }
+    with emulated(kind, recipe):
+        found["steps"] = rank.train(policy, ["a", "a", "b"])["steps"]
+        found["stepped"] = held(policy, recipe)
+        found["exported"] = cpu(rank.weights(policy))
+        found["resumed"] = objective_program.resumed(rank, "tied", "a", "b")
+    rank.fp8 = Fp8Config(recipe=recipe)
+    return found
+
+
+def held(policy, recipe: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Adam's float32 weights, the model's, and what the reference makes of the former; on a CPU,
+    where no weight is kept in 8 bits, the model's are bfloat16. By canonical name."""
+    state = {
+        name.removeprefix("adam.master/"): tensor.cpu()
+        for name, tensor in state_of(policy).items()
+        if name.startswith("adam.master/")
+    }
+    quantised = canonical(policy, lambda parameter: torch.tensor(is_quantised(parameter)))
+    expected = {
+        name: restored(*REFERENCE[recipe](master.bfloat16())) if quantised[name] else master
+        for name, master in state.items()
+    }
+    return {
+        "masters": state,
+        "weights": canonical(policy, plain),
+        "expected": {name: each.bfloat16() for name, each in expected.items()},
+    }
+
+
+def canonical(policy, read) -> dict[str, torch.Tensor]:
+    model = policy.model
+    named = whole_model_names(model.bridge, model.chunks[0])
+    return {name: read(parameter).cpu().clone() for parameter, name in named}
+
+
+def emulated(kind: str, recipe: str) -> ExitStack:
+    stack = ExitStack()
+    if kind == "cpu":
+        stack.enter_context(in_8_bits(recipe))
+    return stack
+
+
+def main() -> None:
+    kind, recipe, material, output = sys.argv[1:]
+    rank = Fp8Rank(Path(material), ParallelConfig(), Path(output).with_suffix(".scratch"), kind)
+    rank.fp8 = Fp8Config(recipe=recipe)
+    with ExitStack() as stack:
+        if kind == "cpu":
+            stack.enter_context(on_local_layers())
+        results = {"cases": compared(rank, recipe, kind)}
+        with emulated(kind, recipe):
+            results["controls"] = {
+                each.name: controlled(rank, each, "bfloat16") for each in CONTROLS
+            }
+            results["cosines"] = cosines(rank, "bfloat16")
+            results["resumed"] = objective_program.resumed(rank, "tied", "a", "b")
+        if not rank.fp8.facts.primary:
+            results["kept"] = kept(rank, recipe, kind)
+    torch.save(results, output)
+    rank.layout.shutdown()
+
+
+if __name__ == "__main__":
+    device.install(sys.argv[1])
+    main()

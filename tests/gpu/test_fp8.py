@@ -1,0 +1,199 @@
+"""Products in 8-bit floats on one CUDA device: each recipe against bfloat16 on the same rows, GAC's
+cosine, a step under every control, resumed runs, and weights kept in 8 bits.
+
+The bounds are about twice what rounding by tests/float8.py costs this model on a CPU, which
+MAR_GPU_TESTS=cpu repeats.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
+from megatron_async_rl.controls.registry import CONTROLS
+from tests.gpu.fp8_program import CASES
+from tests.gpu.hardware import DEVICE, ON_DEVICE_WITH_TE, run_program
+from tests.gpu.test_train_step import flat
+from tests.gradients import cosine
+from tests.parallel import layouts
+from tests.parallel.test_export import assert_same
+from tests.tiny_models import save_tiny_model
+from tests.train_batches import ragged_batch
+
+pytestmark = ON_DEVICE_WITH_TE
+IN_BFLOAT16 = "bfloat16 on the same rows"
+KEPT = [recipe for recipe, facts in RECIPES.items() if not facts.primary]
+SIZES = {"hidden_size": 256, "heads": 4, "kv_heads": 2, "intermediate_size": 256, "layers": 2}
+"""Every side of a weight is a multiple of 128."""
+TOLERANCES = {
+    "tensorwise": {"logprob": 0.3, "gradient": 0.1, "norm": 0.3},
+    "blockwise": {"logprob": 0.3, "gradient": 0.1, "norm": 0.3},
+    "delayed": {"logprob": 3.0, "gradient": 1.0, "norm": 3.0},
+    "mxfp8": {"logprob": 0.3, "gradient": 0.1, "norm": 0.3},
+}
+
+
+@functools.cache
+def material() -> Path:
+    directory = layouts.temporary()
+    common = {"tied": True, "vocab_size": layouts.VOCABULARY, "scale": 2.0, **SIZES}
+    save_tiny_model(directory / "tied", seed=1, **common)
+    experts = {"num_experts": 4, "moe_intermediate_size": 128}
+    save_tiny_model(directory / "mixture", "qwen3_moe", seed=2, **common, **experts)
+    batches = {}
+    for seed, name in enumerate(("a", "b")):
+        raw = ragged_batch(vocabulary=layouts.VOCABULARY, seed=seed)
+        batches[name] = layouts.with_behavior(directory / "tied", raw)
+        batches[f"mixture_{name}"] = layouts.with_behavior(directory / "mixture", raw)
+    (directory / "batches.pickle").write_bytes(pickle.dumps(batches))
+    return directory
+
+
+def found(recipe: str) -> dict:
+    """Skips where the device lacks the recipe."""
+    if DEVICE == "cuda":
+        capability = torch.cuda.get_device_capability()
+        why = lacking(recipe, capability, version_of(torch.version.cuda))
+        if why:
+            pytest.skip(why)
+    outcome = _found(recipe)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+@functools.cache
+def _found(recipe: str) -> dict | Exception:
+    """A failure is returned, so that it is waited for once and not by every test."""
+    output = layouts.temporary() / "fp8.pt"
+    try:
+        run_program("tests.gpu.fp8_program", [DEVICE, recipe, material(), output])
+    except subprocess.SubprocessError as failure:
+        return failure
+    return torch.load(output, weights_only=False, map_location="cpu")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_log_probs_are_near_those_of_bfloat16_and_others(recipe, case, figure):
+    each = found(recipe)["cases"][case]
+    assert each["layers"] == ("transformer_engine" if DEVICE == "cuda" else "local")
+    rounded, usual = (np.concatenate(each[name]["scores"]) for name in ("fp8", "bfloat16"))
+    apart = np.abs(rounded - usual).mean()
+    assert apart > 1e-4, "nothing was rounded"
+    bound = TOLERANCES[recipe]["logprob"]
+    name = f"log-probs, {recipe}, {case}, mean error"
+    figure(name, apart, at_most=bound, unit="nats", against=IN_BFLOAT16)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_point_where_those_of_bfloat16_do(recipe, case, figure):
+    each = found(recipe)["cases"][case]
+    rounded, usual = (flat(each[name]["gradient"]) for name in ("fp8", "bfloat16"))
+    figure(
+        f"cosine of the gradient, {recipe}, {case}",
+        cosine(rounded, usual),
+        at_least=1.0 - TOLERANCES[recipe]["gradient"],
+        against=IN_BFLOAT16,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_steps_gradient_norm_is_that_of_bfloat16(recipe, case, figure):
+    each = found(recipe)["cases"][case]
+    rounded, usual = (each[name]["step"]["policy/grad_norm"] for name in ("fp8", "bfloat16"))
+    figure(
+        f"gradient norm, {recipe}, {case}, relative error",
+        abs(rounded / usual - 1.0),
+        at_most=TOLERANCES[recipe]["norm"],
+        against=IN_BFLOAT16,
+    )
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_control_takes_its_steps(recipe, control):
+    run = found(recipe)["controls"][control]
+    assert [step["policy/skipped"] for step in run["steps"]] == [0.0, 0.0, 0.0]
+    assert all(np.isfinite(value) for step in run["steps"] for value in step.values())
+    assert all(bool(tensor.isfinite().all()) for tensor in run["weights"].values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gacs_cosine_is_that_of_the_same_shards_in_float64(recipe, figure):
+    measured, exact = found(recipe)["cosines"]
+    assert 0.01 < abs(exact) < 0.99
+    figure(
+        f"GAC's cosine over the model, {recipe}, error",
+        abs(measured - exact),
+        at_most=1e-6,
+        against="the same shards, put together in float64",
+    )
+
+
+def assert_goes_on(resumed: dict) -> None:
+    assert_same(resumed["loaded"], resumed["saved"])
+    through, again = resumed["runs"]
+    assert_same(again["weights"], through["weights"])
+    for mine, theirs in zip(again["steps"], through["steps"], strict=True):
+        assert {k: v for k, v in mine.items() if not k.startswith("time/")} == {
+            k: v for k, v in theirs.items() if not k.startswith("time/")
+        }
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_goes_on_bit_for_bit(recipe):
+    assert_goes_on(found(recipe)["resumed"])
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+def test_weights_kept_in_8_bits_go_on_bit_for_bit(recipe):
+    kept = found(recipe)["kept"]
+    assert_goes_on(kept["resumed"])
+    assert all(np.isfinite(step["policy/grad_norm"]) for step in kept["steps"])
+    # Its reference is refreshed after every step, so it stays the policy itself.
+    assert [step["ratio/kl_reference"] for step in kept["steps"]] == [
+        pytest.approx(0.0, abs=1e-6)
+    ] * 3
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+def test_float32_weights_are_the_files_where_weights_are_kept_in_8_bits(recipe):
+    kept = found(recipe)["kept"]
+    products = [name for name in kept["file"] if ".linear_" in name and name.endswith("weight")]
+    assert len(products) == 2 * 4
+    assert sorted(kept["names"]) == (sorted(products) if DEVICE == "cuda" else [])
+    assert_same(kept["loaded"]["masters"], {k: v.float() for k, v in kept["file"].items()})
+
+
+@pytest.mark.parametrize("when", ["loaded", "stepped"])
+@pytest.mark.parametrize("recipe", KEPT)
+def test_kept_weights_are_the_references_rounding_of_the_float32_ones(recipe, when, figure):
+    kept = found(recipe)["kept"][when]
+    weights, expected = flat(kept["weights"]), flat(kept["expected"])
+    # A scale that is no power of two is multiplied by here and divided by there: of two numbers
+    # that are equally near, another may be taken.
+    figure(
+        f"weights kept in 8 bits, {recipe}, {when}, share that differ",
+        float((weights != expected).double().mean()),
+        at_most=0.0 if recipe == "blockwise" else 1e-3,
+        against="tests/float8.py",
+    )
+    assert bool(((weights - expected).abs() <= expected.abs() / 7 + 1e-3).all())
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+def test_engines_get_the_numbers_that_the_policy_multiplies_by(recipe):
+    kept = found(recipe)["kept"]
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    exported = kept["exported"]["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(exported, kept["stepped"]["weights"][name].float())
