@@ -54,6 +54,8 @@ class Fp8Rank(Rank):
 
 
 def measured(rank: Fp8Rank, policy, batch: str) -> dict:
+    """After a pass that changes no weight: delayed scaling begins at 1."""
+    ReducedGradient(rank, policy, batch)
     gradient = cpu(ReducedGradient(rank, policy, batch).whole())
     scores = policy.score(received(policy, scorable(rank.batches[batch])))
     (step,) = rank.train(policy, [batch])["steps"]

@@ -1,8 +1,9 @@
 """Products in 8-bit floats on one CUDA device: each recipe against bfloat16 on the same rows, GAC's
 cosine, a step under every control, resumed runs, and weights kept in 8 bits.
 
-The bounds are about twice what rounding by tests/float8.py costs this model on a CPU, which
-MAR_GPU_TESTS=cpu repeats.
+The bounds are some twice of what rounding by tests/float8.py costs this model on a CPU, which
+MAR_GPU_TESTS=cpu repeats; all recipes have the same, after a first pass from which delayed scaling
+learns.
 """
 
 from __future__ import annotations
@@ -32,12 +33,9 @@ IN_BFLOAT16 = "bfloat16 on the same rows"
 KEPT = [recipe for recipe, facts in RECIPES.items() if not facts.primary]
 SIZES = {"hidden_size": 256, "heads": 4, "kv_heads": 2, "intermediate_size": 256, "layers": 2}
 """Every side of a weight is a multiple of 128."""
-TOLERANCES = {
-    "tensorwise": {"logprob": 0.3, "gradient": 0.1, "norm": 0.3},
-    "blockwise": {"logprob": 0.3, "gradient": 0.1, "norm": 0.3},
-    "delayed": {"logprob": 3.0, "gradient": 1.0, "norm": 3.0},
-    "mxfp8": {"logprob": 0.3, "gradient": 0.1, "norm": 0.3},
-}
+TOLERANCES = {"logprob": 0.15, "gradient": 0.15, "norm": 0.1}
+"""Mean error of log-probs in nats; 1 - cosine; relative. Rounding on a CPU gave up to 0.080, 0.078
+and 0.020 over recipes and cases."""
 
 
 @functools.cache
@@ -88,7 +86,7 @@ def test_log_probs_are_near_those_of_bfloat16_and_others(recipe, case, figure):
     rounded, usual = (np.concatenate(each[name]["scores"]) for name in ("fp8", "bfloat16"))
     apart = np.abs(rounded - usual).mean()
     assert apart > 1e-4, "nothing was rounded"
-    bound = TOLERANCES[recipe]["logprob"]
+    bound = TOLERANCES["logprob"]
     name = f"log-probs, {recipe}, {case}, mean error"
     figure(name, apart, at_most=bound, unit="nats", against=IN_BFLOAT16)
 
@@ -101,7 +99,7 @@ def test_gradients_point_where_those_of_bfloat16_do(recipe, case, figure):
     figure(
         f"cosine of the gradient, {recipe}, {case}",
         cosine(rounded, usual),
-        at_least=1.0 - TOLERANCES[recipe]["gradient"],
+        at_least=1.0 - TOLERANCES["gradient"],
         against=IN_BFLOAT16,
     )
 
@@ -114,7 +112,7 @@ def test_a_steps_gradient_norm_is_that_of_bfloat16(recipe, case, figure):
     figure(
         f"gradient norm, {recipe}, {case}, relative error",
         abs(rounded / usual - 1.0),
-        at_most=TOLERANCES[recipe]["norm"],
+        at_most=TOLERANCES["norm"],
         against=IN_BFLOAT16,
     )
 
@@ -131,7 +129,7 @@ def test_every_control_takes_its_steps(recipe, control):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gacs_cosine_is_that_of_the_same_shards_in_float64(recipe, figure):
     measured, exact = found(recipe)["cosines"]
-    assert 0.01 < abs(exact) < 0.99
+    assert 0.001 < abs(exact) < 0.99
     figure(
         f"GAC's cosine over the model, {recipe}, error",
         abs(measured - exact),
