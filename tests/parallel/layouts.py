@@ -81,7 +81,6 @@ FP8_LAYOUTS = {
         "data_distributed_optimizer",
         "data_replicated_optimizer",
         "context",
-        "mixture_single",
         "expert",
         "expert_replicated_optimizer",
     )

@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from tests.parallel import layouts
+from tests.parallel.fp8_program import PARTS
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 
 pytestmark = pytest.mark.parallel
-
-DISTRIBUTED = [
-    name
-    for name, settings in layouts.FP8_LAYOUTS.items()
-    if settings.get("distributed_optimizer", True)
-]
 
 
 def results(layout):
@@ -29,7 +24,7 @@ def test_float32_weights_are_the_files_and_the_models_are_their_rounding(layout)
     assert [said for said, holds in found.items() if not holds] == []
 
 
-@pytest.mark.parametrize("layout", layouts.FP8_LAYOUTS)
+@pytest.mark.parametrize("layout", PARTS["rows"])
 def test_rows_of_a_recipes_multiple_change_no_step(layout):
     rows = results(layout)["rows"]
     assert {sequence for sequence, _ in rows} == {"padded", "packed"}
@@ -41,7 +36,7 @@ def test_rows_of_a_recipes_multiple_change_no_step(layout):
         assert recipe == "plain" or shares[0] > shares[1]
 
 
-@pytest.mark.parametrize("layout", DISTRIBUTED)
+@pytest.mark.parametrize("layout", PARTS["averaged"])
 def test_a_copy_of_the_optimizers_weights_is_put_in_place_and_taken_away(layout):
     found = results(layout)["averaged"]
     assert [said for said, holds in found.items() if not holds] == []
@@ -52,7 +47,7 @@ def assert_same(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("layout", DISTRIBUTED)
+@pytest.mark.parametrize("layout", PARTS["kept"])
 def test_a_policy_that_copies_float32_weights_takes_a_plain_ones_steps(layout):
     found = results(layout)["kept"]
     assert found["copies"] == {"HeldMasters", "HeldWeights"}
@@ -62,7 +57,7 @@ def test_a_policy_that_copies_float32_weights_takes_a_plain_ones_steps(layout):
     assert plain["steps"][2]["displacement/cosine"] != 0.0
 
 
-@pytest.mark.parametrize("layout", DISTRIBUTED)
+@pytest.mark.parametrize("layout", PARTS["reference"])
 def test_it_compares_with_another_directorys_model_as_a_plain_one_does(layout):
     found = results(layout)["reference"]
     kept, plain = found["kept"], found["plain"]
@@ -73,7 +68,7 @@ def test_it_compares_with_another_directorys_model_as_a_plain_one_does(layout):
     assert found["same masters"]
 
 
-@pytest.mark.parametrize("layout", DISTRIBUTED)
+@pytest.mark.parametrize("layout", PARTS["kept"])
 def test_its_checkpoint_has_float32_weights_alone_and_goes_on_bit_for_bit(layout):
     found = results(layout)["kept"]
     assert found["models in the checkpoint"] == 0
@@ -85,6 +80,6 @@ def test_its_checkpoint_has_float32_weights_alone_and_goes_on_bit_for_bit(layout
     assert_same(again["weights"], through["weights"])
 
 
-@pytest.mark.parametrize("layout", DISTRIBUTED)
+@pytest.mark.parametrize("layout", PARTS["kept"])
 def test_a_plain_policys_checkpoint_goes_on_in_one_that_keeps_8_bits(layout):
     assert results(layout)["kept"]["from a plain one"]
