@@ -251,9 +251,10 @@ def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
 
 
 def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
-    import ray
+    from megatron_async_rl.rollout.cluster import join_ray, prepare_environment
 
-    from megatron_async_rl.rollout.cluster import join_ray
+    prepare_environment(os.environ)
+    import ray
 
     rollout = job.rollout
     count = "1 engine" if rollout.engines == 1 else f"{rollout.engines} engines"
@@ -272,7 +273,6 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
         for index in range(rollout.engines)
     ]
     try:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         join_ray(trainer_gpus=0, quiet=True)
         with sampling_progress(console, len(job.prompts)) as on_progress:
             return asyncio.run(_evaluate(job, specs, on_progress))

@@ -33,6 +33,7 @@ from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.metrics.status import Status, read_status, write_status
 from megatron_async_rl.report.progress import Progress, print_summary
+from megatron_async_rl.rollout.cluster import prepare_environment
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import EventReader, Failure, first_failure, record_failure
 from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY, find_cause
@@ -175,7 +176,7 @@ def _start_ranks(
     environment.setdefault(
         "SPT_NOENV", "1"
     )  # a process that gives itself a title would erase what it is found by
-    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    prepare_environment(environment)
     environment.setdefault("HF_HUB_OFFLINE", "1")
     command = [
         sys.executable,

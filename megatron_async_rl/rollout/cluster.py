@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.watchdog import watch
@@ -36,6 +37,21 @@ def object_store_bytes(responses: int, tokens: int) -> int:
     step; `tokens`: of the longest prompt and response together."""
     batch = responses * (tokens * TOKEN_BYTES + SAMPLE_BYTES)
     return max(STORED_BATCHES * batch, LEAST_STORE_BYTES)
+
+
+def prepare_environment(environment: MutableMapping[str, str]) -> None:
+    """Sets, where nobody has, the variables that Ray reads once it is imported.
+
+    - Ray's workers, and so engines, keep the run's priority. By default Ray gives them the lowest,
+      and on a busy machine they hardly move.
+    - `ray start` asks for a token where this user has one, which any Ray on one machine leaves
+      behind. Ray shows it by itself to a cluster that it found, not to one that RAY_ADDRESS names;
+      a cluster that asks for none does not mind.
+    """
+    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    environment.setdefault("RAY_worker_niceness", "0")
+    if environment.get("RAY_ADDRESS") and (Path.home() / ".ray" / "auth_token").is_file():
+        environment.setdefault("RAY_AUTH_MODE", "token")
 
 
 def join_ray(
