@@ -38,6 +38,9 @@ LAYOUTS = {
     "data_replicated_optimizer": {"ranks": 2, "distributed_optimizer": False},
     "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
 }
+DISTINCT = {name: LAYOUTS[name] for name in LAYOUTS if name not in ("tensor", "pipeline")}
+"""For the programs that need not see every layout: a tensor's cut and a pipeline by themselves are
+in `sequence`, `virtual_pipeline` and `tensor_pipeline`, too."""
 MIXTURE_LAYOUTS = {
     "mixture_single": {"ranks": 1},
     "expert": {"ranks": 2, "expert": 2},
@@ -192,9 +195,10 @@ def results(layout: str, program: str = "layout_program") -> dict:
 def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionError:
     """The layouts of this many ranks share one start of the processes, which takes longer than the
     steps.
-
     """
-    offered = ALL_LAYOUTS if program in WITH_MIXTURES else LAYOUTS
+    offered = LAYOUTS if program == "layout_program" else DISTINCT
+    if program in WITH_MIXTURES:
+        offered = offered | MIXTURE_LAYOUTS
     if program in WITH_CONTEXT:
         offered = offered | CONTEXT_LAYOUTS
     if program == "lora_program":
@@ -202,7 +206,7 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
     if program == "fp8_program":
         offered = FP8_LAYOUTS
     if program == "objective_program":
-        offered = offered | GRADIENT_LAYOUTS
+        offered = LAYOUTS | offered | GRADIENT_LAYOUTS
     return run_program(program, material(), offered, ranks)
 
 

@@ -24,7 +24,7 @@ from megatron_async_rl.policy.adam_view import gradients_of
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.step import clip_to
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
-from tests.parallel.layouts import GRADIENT_LAYOUTS
+from tests.parallel.layouts import DISTINCT, MIXTURE_LAYOUTS
 from tests.parallel.whole_tensors import assembled
 
 # With bounds at which the material's batches have tokens on both sides.
@@ -252,7 +252,7 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
             for name in (["mixture"] if mixture else ["tied", "untied"])
         }
     }
-    if output.stem in GRADIENT_LAYOUTS:
+    if output.stem not in DISTINCT | MIXTURE_LAYOUTS:
         if rank.layout.rank == 0:
             torch.save(results, output)
         rank.layout.shutdown()

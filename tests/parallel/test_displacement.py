@@ -9,7 +9,8 @@ from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 
 pytestmark = pytest.mark.parallel
 
-LAYOUTS = [name for name, settings in layouts.ALL_LAYOUTS.items() if settings["ranks"] <= 2]
+OFFERED = layouts.DISTINCT | layouts.MIXTURE_LAYOUTS
+LAYOUTS = [name for name, settings in OFFERED.items() if settings["ranks"] <= 2]
 OTHERS = [name for name in LAYOUTS if name not in ("single", "mixture_single")]
 RUNS = ("zero", "threshold", "idle", "spared")
 
@@ -65,7 +66,7 @@ def test_all_ranks_decide_alike_to_the_bit(layout):
         for layout in LAYOUTS
         for run in ("zero", "threshold")
         for dtype in ("float32", "bfloat16")
-        if (run, dtype) in ADDED or layouts.ALL_LAYOUTS[layout]["ranks"] == 1
+        if (run, dtype) in ADDED or OFFERED[layout]["ranks"] == 1
     ],
 )
 def test_what_the_optimizers_own_parameters_gain_has_the_cosine_asked_for(layout, run, dtype):

@@ -12,7 +12,8 @@ from tests.train_batches import samples_in
 
 pytestmark = pytest.mark.parallel
 
-OTHERS = [layout for layout in layouts.ALL_LAYOUTS if layout not in ("single", "mixture_single")]
+LAYOUTS = layouts.DISTINCT | layouts.MIXTURE_LAYOUTS
+OTHERS = [layout for layout in LAYOUTS if layout not in ("single", "mixture_single")]
 MIXTURES = list(layouts.MIXTURE_LAYOUTS)
 
 
@@ -78,7 +79,7 @@ def test_the_steps_compared_project_and_lower_the_learning_rate(layout):
     assert 0.0 < second["policy/lr_scale"] < 0.99
 
 
-@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_decide_alike_to_the_bit(layout):
     assert results(layout)["ranks_agree"]
 
@@ -118,7 +119,7 @@ def test_the_decisions_compared_are_not_trivial(layout):
     ("layout", "kind"),
     [
         (layout, kind)
-        for layout in layouts.ALL_LAYOUTS
+        for layout in LAYOUTS
         for kind in ("report", "skip")
         if kind == "report" or layout in SKIPPING
     ],
@@ -151,7 +152,7 @@ def test_an_anomalous_gradient_is_traced_to_its_parameter_and_sample(layout, kin
         assert record[key] == pytest.approx(other[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_reported_anomalous_step_goes_on_as_if_unreported(layout):
     reported = results(layout)["anomalous"]["report"]
     compare_weights(reported["after"], alone(layout)["anomalous"]["report"]["after"])
@@ -166,7 +167,7 @@ def test_a_skipped_anomalous_step_changes_nothing(layout):
         assert torch.equal(skipped["after"][name], weight), name
 
 
-@pytest.mark.parametrize("layout", layouts.ALL_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_number_of_collectives_does_not_depend_on_the_number_of_micro_batches(layout):
     many, few = results(layout)["collectives"]
     assert many["micro_batches"] > few["micro_batches"]

@@ -19,7 +19,9 @@ from tests.written_run import config_tree
 
 pytestmark = pytest.mark.parallel
 
-LAYOUTS = [name for name, parallel in layouts.LAYOUTS.items() if "virtual_pipeline" not in parallel]
+LAYOUTS = [
+    name for name, parallel in layouts.DISTINCT.items() if "virtual_pipeline" not in parallel
+]
 OTHERS = [name for name in LAYOUTS if name != "single"]
 RUNS = [
     f"{name}-{model}"

@@ -15,9 +15,12 @@ from tests.train_batches import samples_in
 
 pytestmark = pytest.mark.parallel
 
+DENSE = layouts.DISTINCT | layouts.CONTEXT_LAYOUTS
+LAYOUTS = DENSE | layouts.MIXTURE_LAYOUTS
+
 RUNS = [
     (layout, run)
-    for layout, settings in layouts.EVERY_LAYOUT.items()
+    for layout, settings in LAYOUTS.items()
     for run in runs_of(layout, settings.get("virtual_pipeline", 1))
 ]
 
@@ -44,12 +47,12 @@ def test_padded_rows_shared_by_two_ranks_train_as_on_one(run):
     compare_weights(found["weights"], expected["weights"])
 
 
-@pytest.mark.parametrize("layout", layouts.EVERY_LAYOUT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_of_a_layout_are_told_the_same_numbers(layout):
     assert results(layout)["ranks_agree"]
 
 
-@pytest.mark.parametrize("layout", layouts.EVERY_LAYOUT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_are_those_of_padded_rows(layout):
     single = "mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single"
     for found, expected in zip(
@@ -58,7 +61,7 @@ def test_scores_are_those_of_padded_rows(layout):
         np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", DENSE)
 def test_scores_are_transformers_log_probs(layout):
     reference = layouts.reference_model("tied")
     for sample, score in zip(
@@ -69,7 +72,7 @@ def test_scores_are_transformers_log_probs(layout):
         np.testing.assert_allclose(score, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", DENSE)
 def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layout):
     loss, norm, entropy = first_step_by_hand()
     first = results(layout)["controls"]["steps"][0]
@@ -78,7 +81,7 @@ def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layou
     assert first["policy/entropy"] == pytest.approx(entropy, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", DENSE)
 def test_a_samples_log_probs_do_not_change_by_a_bit_with_its_neighbours_tokens(layout):
     found = results(layout)["among_others"]
     np.testing.assert_array_equal(*found["own"])
@@ -93,9 +96,9 @@ def test_nor_do_those_of_experts_which_get_other_tokens_beside_them(layout):
     assert not np.array_equal(*found["others"])
 
 
-@pytest.mark.parametrize("layout", layouts.EVERY_LAYOUT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_micro_batch_is_one_row_with_no_more_padding_than_the_layout_asks_for(layout):
-    settings = layouts.EVERY_LAYOUT[layout]
+    settings = LAYOUTS[layout]
     context = settings.get("context", 1)
     multiple = settings.get("tensor", 1) if settings.get("sequence") else 1
     multiple = 2 * context if context > 1 else multiple

@@ -13,13 +13,15 @@ from tests.written_run import write_run
 
 pytestmark = pytest.mark.parallel
 
+LAYOUTS = layouts.DISTINCT | layouts.MIXTURE_LAYOUTS | layouts.CONTEXT_LAYOUTS
+
 
 def results(layout, dtype="float32"):
     return layouts.results(layout, "recompute_program")[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", layouts.EVERY_LAYOUT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_weights_and_metrics_are_the_same_bits(layout, dtype):
     for rank in results(layout, dtype)["ranks"]:
         assert [kind for kind, (same, _, _) in rank.items() if not same] == []
@@ -27,7 +29,7 @@ def test_gradients_weights_and_metrics_are_the_same_bits(layout, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", layouts.EVERY_LAYOUT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_less_is_kept_on_every_rank_and_nothing_after_the_step(layout, dtype):
     for rank in results(layout, dtype)["ranks"]:
         peaks = {kind: peak for kind, (_, peak, _) in rank.items()}
@@ -42,7 +44,7 @@ def test_less_is_kept_on_every_rank_and_nothing_after_the_step(layout, dtype):
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
 def test_the_plan_knows_what_is_kept(tmp_path, kind, layout):
     rank = results(layout)["ranks"][0]
-    parallel = layouts.EVERY_LAYOUT[layout]
+    parallel = LAYOUTS[layout]
     settings = [f"model.path={layouts.material() / 'tied'}", "model.dtype=float32"]
     settings += ["policy.tokens_per_micro_batch=160", "policy.logprob_chunk_tokens=16"]
     settings += [f"policy.parallel.{key}={size}" for key, size in parallel.items()]

@@ -9,7 +9,7 @@ from tests.parallel.test_layout_invariance import compare_steps
 
 pytestmark = pytest.mark.parallel
 
-LAYOUTS = [name for name, settings in layouts.LAYOUTS.items() if settings["ranks"] <= 2]
+LAYOUTS = [name for name, settings in layouts.DISTINCT.items() if settings["ranks"] <= 2]
 RUNS = ["frozen", "refreshed", "path", "snapshot", "average"]
 
 
