@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_worker_niceness", "0")  # as the launcher does
 settings.register_profile("shared-cores", deadline=None)
 settings.load_profile("shared-cores")
 
