@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import MutableMapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.watchdog import watch
@@ -26,10 +25,19 @@ where there is one, reward."""
 SAMPLE_BYTES = 512
 """Size of a sample beside its tokens."""
 RESERVE_S = 60.0
+TOKEN_HINT = (
+    "If it was started where ~/.ray/auth_token is, which any Ray on one machine leaves behind, it"
+    " asks for that token: set RAY_AUTH_MODE=token for the run, or RAY_AUTH_MODE=disabled for `ray"
+    " start`."
+)
 
 
 class TrainerDevicesTaken(RuntimeError):
     """Another job of the cluster has GPUs that the trainer's ranks use."""
+
+
+class ClusterNotJoined(RuntimeError):
+    """The cluster that RAY_ADDRESS names is out of reach, or lets nobody in without a token."""
 
 
 def object_store_bytes(responses: int, tokens: int) -> int:
@@ -40,18 +48,11 @@ def object_store_bytes(responses: int, tokens: int) -> int:
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
-    """Sets, where nobody has, the variables that Ray reads once it is imported.
-
-    - Ray's workers, and so engines, keep the run's priority. By default Ray gives them the lowest,
-      and on a busy machine they hardly move.
-    - `ray start` asks for a token where this user has one, which any Ray on one machine leaves
-      behind. Ray shows it by itself to a cluster that it found, not to one that RAY_ADDRESS names;
-      a cluster that asks for none does not mind.
-    """
+    """Sets, where nobody has, the variables that Ray reads once it is imported. Its workers, and so
+    engines, keep the run's priority: by default they get the lowest, and on a busy machine they
+    hardly move."""
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_worker_niceness", "0")
-    if environment.get("RAY_ADDRESS") and (Path.home() / ".ray" / "auth_token").is_file():
-        environment.setdefault("RAY_AUTH_MODE", "token")
 
 
 def join_ray(
@@ -62,7 +63,7 @@ def join_ray(
 
     `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must
     not hand out. `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray says on
-    this terminal only what went wrong. Raises TrainerDevicesTaken.
+    this terminal only what went wrong. Raises TrainerDevicesTaken and ClusterNotJoined.
     """
     import ray
 
@@ -75,7 +76,13 @@ def join_ray(
             for name in (RUN_ID_VARIABLE, watch.INHERITED)
             if name in os.environ
         }
-        ray.init(log_to_driver=False, logging_level=level, runtime_env={"env_vars": inherited})
+        try:
+            ray.init(log_to_driver=False, logging_level=level, runtime_env={"env_vars": inherited})
+        except ConnectionError as error:
+            raise ClusterNotJoined(
+                f"no Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']} lets this run in. Is it"
+                f" there (`ray status`)? {TOKEN_HINT}"
+            ) from error
         return reserve(visible_gpus()[:trainer_gpus]) if trainer_gpus else None
 
     if trainer_gpus:
