@@ -19,7 +19,7 @@ Recipe = Literal["tensorwise", "blockwise", "delayed", "mxfp8"]
 
 @dataclass(frozen=True)
 class RecipeFacts:
-    """What Transformer Engine asks of a device and of shapes.
+    """Demands of Transformer Engine on a device and on shapes.
 
     capability: CUDA's compute capability, at least. cuda: the version torch is built for, at least.
     sizes: both sides of every weight on a rank are multiples of it; rows: the rows (tokens) of a
@@ -89,8 +89,8 @@ class Fp8Config(Strict):
 def lacking(
     recipe: Recipe, capability: tuple[int, int] | None, cuda: tuple[int, int] | None
 ) -> str:
-    """What a device of that compute capability, under that CUDA, lacks for the recipe, in words;
-    empty where it has it. Null: not known, and not held against it."""
+    """The lack of a device of that compute capability, under that CUDA, for the recipe, in words;
+    empty where there is none. Null: not known, and not held against it."""
     facts = RECIPES[recipe]
     if capability is not None and capability < facts.capability:
         return (
@@ -105,7 +105,7 @@ def lacking(
 
 
 def needed(recipe: Recipe) -> str:
-    """What the recipe asks of a device, in words."""
+    """The recipe's demands on a device, in words."""
     facts = RECIPES[recipe]
     above = f" and below {_dotted(NO_MXFP8_FROM)}" if recipe == "mxfp8" else ""
     return (

@@ -115,7 +115,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
 
 
 def fp8_warnings(config: Config, machine: Machine) -> list[str]:
-    """What the run's GPUs must have, where that is not known here."""
+    """Demands on the run's GPUs, where it is not known here that they are met."""
     fp8 = config.policy.fp8
     if fp8 is None or not machine.gpus:
         return []

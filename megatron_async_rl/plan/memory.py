@@ -49,7 +49,7 @@ class RankMemory:
     held: int
     staged: int
     fp8: int = 0
-    """What weights in 8 bits add to `parameters`, or take off."""
+    """Bytes that weights in 8 bits add to `parameters`, or take off."""
 
     @property
     def total(self) -> int:

@@ -82,7 +82,7 @@ def plain(parameter: Tensor) -> Tensor:
 
 
 def delayed_state(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """What delayed scaling has learnt from earlier passes: of each module that has scaled
+    """State of delayed scaling from earlier passes: of each module that has scaled
     something, its scales and the largest values of its newest passes, on the CPU, by chunk, module
     and direction. Empty under other recipes, which learn nothing."""
     return {
