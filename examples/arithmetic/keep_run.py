@@ -1,10 +1,11 @@
 """Keeps a run of the demo, small enough for the repository, to stand beside later ones
 (`observe.beside`).
 
-    mar train examples/arithmetic_cpu.yaml run.dir=runs/without_correction objective.loss=reinforce
-    python examples/arithmetic/keep_run.py runs/without_correction
+    mar train examples/arithmetic_cpu.yaml run.dir=runs/without_control \\
+        'controls=[{name: gac, c_low: 0.999}]'
+    python examples/arithmetic/keep_run.py runs/without_control
 
-writes `without_correction/` beside this file: the metrics that a report or a comparison draws, to
+writes `without_control/` beside this file: the metrics that a report or a comparison draws, to
 five digits, the evaluations, how it ended, and the settings without paths.
 """
 

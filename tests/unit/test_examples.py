@@ -30,12 +30,14 @@ def holds(settings, kept):
     return all(key in settings and holds(settings[key], kept[key]) for key in kept)
 
 
-def test_the_run_beside_the_demo_differs_from_it_in_the_loss_alone():
+def test_the_run_beside_the_demo_differs_from_it_in_one_control_alone():
     demo = load(EXAMPLES / "arithmetic_cpu.yaml").model_dump(mode="json")
-    folder = EXAMPLES / "arithmetic" / "without_correction"
+    folder = EXAMPLES / "arithmetic" / "without_control"
     kept = yaml.safe_load((folder / "config.yaml").read_text())
-    assert kept["objective"].pop("loss") == {"name": "reinforce"}
-    assert demo["objective"].pop("loss")["name"] == "ppo_clip"
+    without = kept.pop("controls")
+    assert [control["name"] for control in demo["controls"]] == ["gac", "displacement"]
+    assert all(map(holds, demo["controls"], without))
+    assert len(without) == 1
     assert holds(demo, kept)
     run = read_run(folder)
     assert [row["step"] for row in run.rows] == list(range(1, demo["run"]["steps"] + 1))
