@@ -44,6 +44,10 @@ echo "Setting up $VENV with $("$python" --version) (once, a few minutes)"
 pip=("$VENV/bin/python" -m pip -qq --disable-pip-version-check --no-input install --no-deps --progress-bar off)
 from_cpu_index=(--index-url "$TORCH_CPU_INDEX")
 quickly=(--timeout 10 --retries 1) # an index that is out of reach must not hold up the set-up
+# Beside torch, which is most of what is to be fetched and unpacked.
+"${pip[@]}" -r <(grep -v '^torch==' requirements/cpu.txt) -r requirements/dev.txt &
+others=$!
+trap 'kill "$others" 2>/dev/null || true' EXIT
 torch="$(grep '^torch==' requirements/cpu.txt)"
 served() { # torch's CPU build, by pip's own sources or with more arguments; nothing is installed
   "${pip[@]}" --dry-run "$@" "$torch" >"$VENV/torch.log" 2>&1
@@ -60,6 +64,6 @@ about 2.1 GB more to fetch and 3 GB more on disk. TORCH_CPU_INDEX=URL names a mi
 MESSAGE
   "${pip[@]}" "${torch%+cpu}" -r requirements/nvidia.txt
 fi
-"${pip[@]}" -r <(grep -v '^torch==' requirements/cpu.txt) -r requirements/dev.txt
+wait "$others"
 "${pip[@]}" --no-build-isolation --editable .
 pwd > "$ready"
