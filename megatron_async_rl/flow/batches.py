@@ -10,7 +10,6 @@ Both keep one contract with the loop:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import ray
@@ -27,9 +26,7 @@ from megatron_async_rl.rollout.cluster import join_ray, object_store_bytes
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import ray_get
-from megatron_async_rl.weights.export import Bucket
-from megatron_async_rl.weights.staging import Staging
-from megatron_async_rl.weights.transport import carrier
+from megatron_async_rl.weights.manifest import Manifest
 
 DAY_S = 86400.0
 """For what the controller watches itself: it ends a batch or an evaluation of which nothing
@@ -43,8 +40,11 @@ class Batches(Protocol):
     def next_batch(self, version: int) -> Handout | None:
         """The batch that trains `version`; None when the user asked the run to stop."""
 
-    def publish(self, version: int, buckets: Iterator[Bucket]) -> None:
-        """Takes the weights `version`; the engines load them while the loop goes on."""
+    def until_released(self, version: int) -> None:
+        """Returns when no engine reads the weights whose place `version` takes."""
+
+    def publish(self, version: int, manifest: Manifest) -> None:
+        """`version` is staged; the engines load it while the loop goes on."""
 
     def evaluate(self, version: int) -> None:
         """Begins to evaluate `version`, published before, on the held-out prompts; waits for the
@@ -58,7 +58,7 @@ class Batches(Protocol):
 
 
 class RolloutBatches:
-    """The controller's handle, and the staged weights."""
+    """The controller's handle."""
 
     def __init__(self, config: Config, device_type: str, position: DataState | None) -> None:
         assert config.rollout is not None
@@ -69,7 +69,6 @@ class RolloutBatches:
         """Answered once no engine reads a version before the one staged last."""
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
-        self._staging = Staging(carrier(config.weights.transport))
         spec = controller_spec(config, device_type)
         prompts = read_prompts(config.data.train, load_tokenizer(config.model.path))
         source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
@@ -98,13 +97,14 @@ class RolloutBatches:
         handout: Handout | None = ray_get(pending, f"the batch for version {version}", DAY_S)
         return handout
 
-    def publish(self, version: int, buckets: Iterator[Bucket]) -> None:
+    def until_released(self, version: int) -> None:
         if self._released is not None:
-            # Each engine's load ends within the same time, and began before this wait; the
-            # collective around it has a longer deadline.
+            # Each engine's load ends within the same time, and began before this wait; the other
+            # ranks wait for it in a collective with a longer deadline.
             name = f"engines to be done with version {version - 2} before {version} takes its place"
             ray_get(self._released, name, self._timeout_s)
-        manifest = self._staging.stage(version, buckets)
+
+    def publish(self, version: int, manifest: Manifest) -> None:
         self._released = self._controller.staged.remote(version, manifest)
 
     def evaluate(self, version: int) -> None:
@@ -137,7 +137,6 @@ class RolloutBatches:
             with watch.doing("wait", "the controller to end the engines", 2 * STOP_ENGINES_S):
                 ray.wait([closing], timeout=2 * STOP_ENGINES_S)
             ray.kill(self._controller)
-        self._staging.close()
         ray.shutdown()
 
 
@@ -163,8 +162,11 @@ class GivenResponses:
             return None
         return Handout(batch=self._source.next_batch(version), metrics={})
 
-    def publish(self, version: int, buckets: Iterator[Bucket]) -> None:
-        """There is nobody to send to, and nothing was gathered."""
+    def until_released(self, version: int) -> None:
+        """Nobody reads."""
+
+    def publish(self, version: int, manifest: Manifest) -> None:
+        """There is nobody to send to."""
 
     def evaluate(self, version: int) -> None:
         raise RuntimeError("a supervised run has no engines to sample with")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_async_rl.config.schema import Config
@@ -29,7 +29,11 @@ from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.export import Bucket
+from megatron_async_rl.weights.export import WeightExporter
+from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.shards import WeightShards
+from megatron_async_rl.weights.staging import Staging
+from megatron_async_rl.weights.transport import carrier
 
 
 class OtherRank:
@@ -40,6 +44,17 @@ class OtherRank:
         self.layout = layout
         self.version = 0
         self.schedule: EvalSchedule | None = None
+        self._staging: Staging | None = None
+        self._shards: WeightShards | None = None
+
+    def stage_from(self, exporter: WeightExporter) -> None:
+        """Collective: what `publish` takes the weights from. A supervised run has nobody to send
+        to."""
+        if self.config.rollout is not None:
+            weights = self.config.weights
+            self._staging = Staging(carrier(weights.transport), self.layout)
+            max_bytes = weights.bucket_mib * 2**20
+            self._shards = WeightShards(exporter, self._staging.reached, max_bytes)
 
     def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
         """The run is at `version`; `resumed`: what the checkpoint holds. `oldest`: the oldest
@@ -56,17 +71,19 @@ class OtherRank:
         """On rank 0: what trains this version; None when the user asked the run to stop."""
         raise RuntimeError("only rank 0 takes batches")
 
-    def publish(self, version: int, buckets: Iterator[Bucket]) -> None:
-        """Collective: the gather runs on every rank, rank 0 stages; the engines load while the loop
-        goes on. A supervised run has nobody to send to."""
+    def publish(self, version: int) -> None:
+        """Collective: every rank stages what it holds; the engines load while the loop goes on."""
         self.version = version
         self.enter("publishing")
-        if self.config.rollout is not None:
-            self._stage(buckets)
+        if self._staging is not None and self._shards is not None:
+            buckets, parts = self._shards.buckets, self._shards.parts()
+            self._staged(self._staging.stage(version, buckets, parts, self._until_released))
 
-    def _stage(self, buckets: Iterator[Bucket]) -> None:
-        for _ in buckets:
-            pass
+    def _until_released(self) -> None:
+        """On rank 0."""
+
+    def _staged(self, manifest: Manifest) -> None:
+        """On rank 0."""
 
     def evaluate(self) -> None:
         """Collective where this version is evaluated or is the last one, whose result is waited
@@ -124,6 +141,11 @@ class OtherRank:
 
     def close(self) -> None:
         self.enter("ending")
+        self._close_staging()
+
+    def _close_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
 
 
 class Rank0(OtherRank):
@@ -171,8 +193,11 @@ class Rank0(OtherRank):
         self._flow_metrics = handout.metrics
         return handout.batch
 
-    def _stage(self, buckets: Iterator[Bucket]) -> None:
-        self._open.publish(self.version, buckets)
+    def _until_released(self) -> None:
+        self._open.until_released(self.version)
+
+    def _staged(self, manifest: Manifest) -> None:
+        self._open.publish(self.version, manifest)
 
     def _evaluate(self, *, due: bool, wait: bool) -> None:
         if due and self.schedule is not None:
@@ -256,5 +281,6 @@ class Rank0(OtherRank):
         self._timeline.close()
         if self._batches is not None:
             self._batches.close()
+        self._close_staging()
         if self._log is not None:
             self._log.close()

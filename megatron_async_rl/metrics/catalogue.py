@@ -367,7 +367,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "s", "Part of `time/train_s`: controls, clipping and the optimizer.", steps="sum"
             ),
             "time/publish_s": Metric(
-                "s", "Handing the new weights over: gathering, sending, checking."
+                "s", "Handing the new weights over: waiting for their place, digests, copies."
             ),
             "time/step_s": Metric(
                 "s",

@@ -101,12 +101,9 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
     """
     from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_async_rl.policy import device
-    from megatron_async_rl.policy.checkpoint import (
-        holds_masters_alone,
-        load_model,
-        refuse_other_base,
-    )
+    from megatron_async_rl.policy.checkpoint import holds_masters_alone, load_model
     from megatron_async_rl.policy.checkpoint_folder import about, newest
+    from megatron_async_rl.policy.lora_base import refuse_other_base
     from megatron_async_rl.policy.model import assemble_model, build_model
     from megatron_async_rl.policy.parallel import initialise
 
@@ -134,7 +131,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
         build = build_model if "lora" in content else assemble_model
         settings = PolicyConfig(lora=content.get("lora"))
         model = build(ModelConfig(path=source, dtype=content["dtype"]), settings, layout)
-        refuse_other_base(path, content, model, layout)
+        refuse_other_base(path, content, model)
         load_model(path, model, from_masters=holds_masters_alone(content))
         export_hf(WeightExporter(model.bridge, model.chunks), source, out_dir)
         export_adapter(model, out_dir / "adapter")

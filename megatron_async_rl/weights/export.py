@@ -1,4 +1,5 @@
-"""Megatron shards -> full tensors under Hugging Face names, one bucket at a time.
+"""Megatron shards -> full tensors under Hugging Face names on rank 0, one bucket at a time: for files,
+and for engines where ranks on other machines hold weights that none on rank 0's has (shards.py).
 
 A bucket is a run of parameters of one pipeline stage, all of them experts divided over ranks or
 none. Its shards are packed into one flat tensor, so it costs one gather over the tensor-parallel
@@ -52,28 +53,29 @@ class WeightExporter:
     def __init__(
         self, bridge: Any, chunks: Sequence[torch.nn.Module], *, adapters: bool = False
     ) -> None:
-        self._bridge = bridge
+        self.bridge = bridge
         self._chunks = chunks
         seen: set[str] = set()
-        self._entries: list[ParameterEntry] = []
+        self.entries: list[ParameterEntry] = []
+        """Every exported parameter of the model, in order."""
         for entry in all_entries(bridge, chunks, adapters=adapters):
             # The last stage's copy of a tied embedding is the first stage's tensor again.
             if not seen.intersection(entry.hf_names):
                 seen.update(entry.hf_names)
-                self._entries.append(entry)
+                self.entries.append(entry)
         # Experts after the rest of their stage, so that the two kinds do not cut each other's
         # buckets short.
-        self._entries.sort(key=lambda entry: (entry.stage, entry.owner is not None))
+        self.entries.sort(key=lambda entry: (entry.stage, entry.owner is not None))
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every exported tensor, in order."""
-        return tuple(name for entry in self._entries for name in entry.hf_names)
+        return tuple(name for entry in self.entries for name in entry.hf_names)
 
     @property
     def receives(self) -> bool:
         """True on rank 0, where the tensors come together."""
-        return bool(self._bridge.layout.rank == 0)
+        return bool(self.bridge.layout.rank == 0)
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Collective on all ranks: each must take every bucket. A bucket holds at most `max_bytes`
@@ -85,7 +87,7 @@ class WeightExporter:
                 yield Bucket(names, (None,) * len(names))
                 continue
             full = (
-                merged(self._bridge, entry, parts)
+                merged(self.bridge, entry, parts)
                 for entry, parts in zip(entries, shards, strict=True)
             )
             yield Bucket(names, tuple(tensor for tensors in full for tensor in tensors))
@@ -95,7 +97,7 @@ class WeightExporter:
         buckets: list[list[ParameterEntry]] = []
         size = 0
         for _, owned in groupby(
-            self._entries, key=lambda entry: (entry.stage, entry.chunk, entry.local_name)
+            self.entries, key=lambda entry: (entry.stage, entry.chunk, entry.local_name)
         ):
             entries = list(owned)
             added = sum(entry.hf_bytes for entry in entries)
@@ -112,17 +114,17 @@ class WeightExporter:
 
     def _shards(self, entries: list[ParameterEntry]) -> list[list[Tensor]] | None:
         """On rank 0 the shards of each entry, else None."""
-        layout = self._bridge.layout
+        layout = self.bridge.layout
         holders = layout.tp_size if entries[0].owner is None else layout.ep_size
         if layout.rank == 0 and entries[0].stage == 0 and holders == 1:
-            return [[self._parameter(entry)] for entry in entries]
+            return [[self.shard(entry)] for entry in entries]
         held = self._gather(entries)
         return None if held is None else self._unpacked(entries, held)
 
     def _gather(self, entries: list[ParameterEntry]) -> Tensor | None:
         """On rank 0 [holders, elements], else None. Holders: of divided experts their owners, else
         the tensor-parallel ranks."""
-        layout = self._bridge.layout
+        layout = self.bridge.layout
         stage, divided = entries[0].stage, entries[0].owner is not None
         if (layout.expert_replica if divided else layout.replica) != 0:
             return None
@@ -150,11 +152,12 @@ class WeightExporter:
         dist.send(held, group_dst=0, group=layout.pp_group)
         return None
 
-    def _parameter(self, entry: ParameterEntry) -> Tensor:
+    def shard(self, entry: ParameterEntry) -> Tensor:
+        """This rank's shard of `entry`, which it holds: may be the live parameter."""
         return plain(weight_of(self._chunks[entry.chunk], entry.local_name))
 
     def _packed(self, entries: list[ParameterEntry]) -> Tensor:
-        parameters = [self._parameter(entry).reshape(-1) for entry in entries]
+        parameters = [self.shard(entry).reshape(-1) for entry in entries]
         return parameters[0] if len(parameters) == 1 else torch.cat(parameters)
 
     @staticmethod

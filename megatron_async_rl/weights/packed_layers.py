@@ -44,7 +44,8 @@ class AwaitedWeight:
     """A parameter of `layer` as vLLM first made it, in place of what its kernel made of it, while
     its pieces come in.
 
-    `memory`: where they are put. `when_full` is called as soon as all are there.
+    `memory`: where they are put. `take` is called with a tensor that is the whole weight and is used
+    where it lies, `when_full` as soon as all pieces are there.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class AwaitedWeight:
         layer: Any,
         attribute: str,
         memory: Callable[[torch.Size, torch.dtype], Tensor],
+        take: Callable[[Tensor], None],
         when_full: Callable[[], None],
     ) -> None:
         self.name = f"{name}.{attribute}"
@@ -60,6 +62,7 @@ class AwaitedWeight:
         self._layer = layer
         self._attribute = attribute
         self._memory = memory
+        self._take_as_it_is = take
         self._when_full = when_full
         original = get_layerwise_info(layer).restore_metadata[0][attribute]
         self._shape, self._total = original.shape, original.numel()
@@ -96,6 +99,7 @@ class AwaitedWeight:
         # halves of two.
         whole = all(one is None for one in part)
         if whole and piece.shape == self._shape and piece.dtype == self._nothing.dtype:
+            self._take_as_it_is(piece)
             self.parameter.data = piece
             answer, size = None, self._total
         else:
@@ -118,10 +122,12 @@ class AwaitedWeight:
 class PackedLinear:
     """A linear layer whose kernel holds a packed copy of the weight, and nobody anything else."""
 
-    def __init__(self, name: str, layer: Any, scratch: Scratch) -> None:
+    def __init__(
+        self, name: str, layer: Any, scratch: Scratch, take: Callable[[Tensor], None]
+    ) -> None:
         self._layer = layer
         self._scratch = scratch
-        self._weight = AwaitedWeight(name, layer, "weight", scratch.take, self._pack)
+        self._weight = AwaitedWeight(name, layer, "weight", scratch.take, take, self._pack)
         self.weights = (self._weight,)
 
     def await_pieces(self) -> None:
@@ -139,10 +145,10 @@ class PackedExperts:
     """The experts of one layer, whose kernel packs both their weights once. vLLM's own reload
     leaves them unpacked on a CPU, and the kernel then reads them as if they were packed."""
 
-    def __init__(self, name: str, layer: Any) -> None:
+    def __init__(self, name: str, layer: Any, take: Callable[[Tensor], None]) -> None:
         self._layer = layer
         self.weights = tuple(
-            AwaitedWeight(name, layer, attribute, _fresh, self._pack_if_full)
+            AwaitedWeight(name, layer, attribute, _fresh, take, self._pack_if_full)
             for attribute in ("w13_weight", "w2_weight")
         )
 

@@ -3,8 +3,7 @@
 Invariants:
 - versions only grow; an update to a version that is not newer is refused before a weight is
   touched;
-- a digest is taken of every tensor as `load_weights` consumes it, so it is of what this worker
-  was given, not what was sent;
+- digests are of what the loaders wrote, not of what was sent (`loaded.py`);
 - an update ends only when every parameter of the model was loaded in it. A fused parameter (qkv,
   gate_up) counts as loaded when each of its parts came;
 - what the kernels made of the old weights is made anew (`reload.py`).
@@ -23,9 +22,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from megatron_async_rl.weights.loaded import Loaded, LoadWatch
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 from megatron_async_rl.weights.reload import reload_of
-from megatron_async_rl.weights.transport import Reader, carrier, tensor_digest
+from megatron_async_rl.weights.transport import Reader, carrier
 
 
 @dataclass
@@ -84,14 +84,14 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parameters = frozenset(name for name, _ in self.model.named_parameters())
-        self._reload = reload_of(self.model, self.model_config)
+        self._watch = LoadWatch(self.model.parameters())
+        self._reload = reload_of(self.model, self.model_config, self._watch.take)
         self._loaded: set[str] = set()
         self._incomplete: list[str] = []
         self._version = -1
         self._reader: Reader | None = None
         self._paths: set[str] = set()
         self._paths_before: set[str] = set()
-        self.digests: dict[str, str] = {}
 
     def init_transfer_engine(self, init_info: FirstVersion) -> None:
         self._version = init_info.version
@@ -109,15 +109,17 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     def start_weight_update(self) -> None:
         self._loaded = set()
         self._paths_before, self._paths = self._paths, set()
-        self.digests = {}
+        self._watch.begin()
         self._reload.begin()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         self._paths.add(update_info.path)
-        self._loaded |= self._reload.load(self._verified(update_info.ref()))
+        with self._watch:
+            self._loaded |= self._reload.load(self._offered(update_info.ref()))
 
     def finish_weight_update(self) -> None:
-        self._incomplete = self._reload.end()
+        with self._watch:
+            self._incomplete = self._reload.end()
         assert self._reader is not None
         # Versions are staged in two slots in turn: the next one comes where the one before was.
         self._reader.keep(self._paths | self._paths_before)
@@ -127,12 +129,12 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         part of one."""
         fused = getattr(self.model, "packed_modules_mapping", {})
         missing = (
-            missing_parameters(self._parameters, self._loaded, self.digests.keys(), fused)
+            missing_parameters(self._parameters, self._loaded, self._watch.names, fused)
             or self._incomplete
         )
         if missing:
             raise RuntimeError(
-                f"the update to version {self._version} brought {len(self.digests)} tensors and"
+                f"the update to version {self._version} brought {len(self._watch.names)} tensors and"
                 f" left out {len(missing)}:"
                 f" {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
             )
@@ -142,26 +144,30 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         if self._reader is not None:
             self._reader.keep(())
 
-    def _verified(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
+    def loaded(self) -> dict[str, Loaded]:
+        """Parts of each tensor that this worker holds after the update that just ended."""
+        return self._watch.loaded()
+
+    def _offered(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
         assert self._reader is not None
         for name, tensor in self._reader.read(ref):
-            if name in self.digests:
+            if name in self._watch.names:
                 raise ValueError(
                     f"tensor {name} came twice in the update to version {self._version}"
                 )
-            self.digests[name] = tensor_digest(tensor)
+            self._watch.offer(name, tensor)
             yield name, tensor
 
 
 class WeightLoadingWorker:
-    """Mixed into vLLM's worker (`worker_extension_cls`): a whole bucket in one call, with the
-    digests as its answer."""
+    """Mixed into vLLM's worker (`worker_extension_cls`): a whole bucket in one call, with what was
+    loaded as its answer."""
 
     def load_weight_bucket(
         self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool
-    ) -> dict[str, str]:
-        """`first` and `last` open and close the update. Returns, with the last bucket, name ->
-        digest of all its tensors."""
+    ) -> dict[str, Loaded]:
+        """`first` and `last` open and close the update. Returns, with the last bucket, what this
+        worker loaded of each tensor, by name."""
         receiver = self.weight_transfer_engine
         if first:
             receiver.accept(version)
@@ -171,4 +177,5 @@ class WeightLoadingWorker:
             return {}
         self.finish_weight_update()
         receiver.require_complete()
-        return dict(receiver.digests)
+        loaded: dict[str, Loaded] = receiver.loaded()
+        return loaded

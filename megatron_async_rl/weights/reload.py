@@ -13,7 +13,7 @@ Invariants, of both:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -65,16 +65,18 @@ class Reload(Protocol):
         ...
 
 
-def reload_of(model: torch.nn.Module, model_config: ModelConfig) -> Reload:
+def reload_of(
+    model: torch.nn.Module, model_config: ModelConfig, take: Callable[[Tensor], None]
+) -> Reload:
     """In place where that is known to be right for every layer of `model`; the log says which it
-    is, and why.
+    is, and why. take: called with tensors that are used where they lie, without a copy.
 
     Raises RuntimeError for a model whose reload by vLLM is known to be wrong.
     """
     obstacle = _obstacle(model)
     if obstacle is None:
         log.info("new weights are loaded in place")
-        return InPlaceReload(model)
+        return InPlaceReload(model, take)
     if current_platform.is_cpu() and any(
         isinstance(getattr(x, "quant_method", None), FusedMoEMethodBase) for x in model.modules()
     ):
@@ -139,7 +141,7 @@ class InPlaceReload:
     """An embedding that only looks rows up needs no packed copy: it gets one when it is first used
     as a linear layer."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, take: Callable[[Tensor], None]) -> None:
         self._model = model
         self._packed: list[PackedLinear | PackedExperts] = []
         self._heads: list[Any] = []
@@ -151,9 +153,9 @@ class InPlaceReload:
             elif isinstance(layer, VocabParallelEmbedding):
                 self._lookups.append(layer)
             elif are_packed_experts(layer):
-                self._packed.append(PackedExperts(name, layer))
+                self._packed.append(PackedExperts(name, layer, take))
             elif keeps_only_packed(layer):
-                self._packed.append(PackedLinear(name, layer, scratch))
+                self._packed.append(PackedLinear(name, layer, scratch, take))
 
     def begin(self) -> None:
         for layer in self._packed:

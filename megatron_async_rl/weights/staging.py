@@ -1,13 +1,18 @@
 """Versions of the weights, whole, where every engine of this machine can read them: for an update,
 after a restart, or when it joins.
 
+    rank 0      makes room for a version, and says where
+    every rank  writes the parts that it holds there, and digests them        no tensor goes through
+    all         add up what they wrote: only if that is every tensor whole    another rank
+                there is a manifest, and the version
+
 Invariants:
 - there are two slots, written in turn: staging a version leaves the one before it as it is, for
-  engines that are reading it, and takes the place of the one before that. The caller stages only
-  once nobody reads that one any more (`Controller.staged` answers when that is so);
+  engines that are reading it, and takes the place of the one before that. It begins only once nobody
+  reads that one any more (`when_free`);
 - a version is there completely or not at all;
-- a digest is taken of the sender's own tensor as it is copied, so that nothing between it and an
-  engine's memory is trusted;
+- a digest is taken of the sender's own memory, so that nothing between it and an engine's is
+  trusted;
 - a tensor comes once;
 - buckets of the same sizes are written in place: memory speed after the first time.
 """
@@ -15,42 +20,186 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Protocol
 
-from megatron_async_rl.weights.manifest import BucketRef, Manifest
+import torch
+from torch import Tensor
+
+from megatron_async_rl.weights.digest import digest_text, matrix_shape, partial_digest
+from megatron_async_rl.weights.manifest import BucketRef, Manifest, TensorEntry
 from megatron_async_rl.weights.transport import (
     Carrier,
-    NamedTensors,
+    Part,
     Place,
+    TensorSpec,
     entries_of,
     size_of,
-    tensor_digest,
 )
+
+PROBE_BYTES = 64
+
+
+class Ranks(Protocol):
+    """Those that stage a version together: the policy's layout."""
+
+    @property
+    def rank(self) -> int: ...
+    def from_rank_zero[T](self, make: Callable[[], T]) -> T: ...
+    def gathered[T](self, mine: T) -> list[T]: ...
+    def summed(self, numbers: Tensor) -> Tensor: ...
+
+
+class Alone:
+    """A process that stages by itself."""
+
+    rank = 0
+
+    def from_rank_zero[T](self, make: Callable[[], T]) -> T:
+        return make()
+
+    def gathered[T](self, mine: T) -> list[T]:
+        return [mine]
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        return numbers
+
+
+class NotStaged(RuntimeError):
+    """Other ranks could not write their parts of a version."""
+
+    consequence = True
 
 
 class Staging:
-    """For one thread. The slots' memory is given back by `close`."""
+    """Made by every rank of `ranks` and used by one thread of each; rank 0's has the memory, which
+    `close` gives back.
 
-    def __init__(self, carrier: Carrier) -> None:
+    reached: for each rank, true where it can write to that memory.
+    """
+
+    def __init__(self, carrier: Carrier, ranks: Ranks | None = None) -> None:
+        """Collective. Raises OSError where there is no room for anything."""
+        self._ranks: Ranks = ranks or Alone()
         self._slots = (_Slot(carrier), _Slot(carrier))
         self._next = 0
+        self._writer = carrier.writer()
+        self._paths: list[str] = []
 
-    def stage(self, version: int, buckets: Iterable[NamedTensors]) -> Manifest:
-        """Copies every bucket; its tensors are free again when the next one is asked for.
+        probes: list[Place] = []
 
-        Raises ValueError for an update without buckets or with a tensor that comes twice, OSError
-        when memory is out; then the version staged last is still there.
+        def probe() -> str:
+            probes.append(carrier.place(PROBE_BYTES))
+            return probes[0].path
+
+        path = self._ranks.from_rank_zero(probe)
+        self.reached = self._ranks.gathered(self._writer.reaches(path))
+        for place in probes:
+            place.close()
+
+    def stage(
+        self,
+        version: int,
+        buckets: Sequence[Sequence[TensorSpec]],
+        parts: Iterable[Part],
+        when_free: Callable[[], None] = lambda: None,
+    ) -> Manifest:
+        """Collective. buckets: of the whole version, the same on every rank. parts: this rank's; one
+        is done with when the next is asked for. when_free: returns once the slot may be written, on
+        rank 0.
+
+        Raises ValueError for an update without buckets, with a tensor that comes twice, or with one
+        that the parts of all ranks do not make up, OSError when memory is out, and NotStaged where
+        it is another rank that could not write; then the version staged last is still there.
         """
-        started = time.monotonic()
-        refs, digests = self._slots[self._next].write(buckets)
-        if not refs:
+        entries = [entries_of(bucket) for bucket in buckets]
+        flat = [entry for bucket in entries for entry in bucket]
+        number = {entry.name: index for index, entry in enumerate(flat)}
+        if not flat:
             raise ValueError(f"the update to version {version} has no buckets")
+        if len(number) < len(flat):
+            twice = next(e.name for i, e in enumerate(flat) if number[e.name] != i)
+            raise ValueError(f"tensor {twice} comes twice in one update")
+
+        paths = self._ranks.from_rank_zero(lambda: self._open(entries, when_free))
+        started = time.monotonic()
+        refs = [
+            BucketRef(
+                path=path,
+                size=size_of(bucket),
+                nbytes=sum(entry.nbytes for entry in bucket),
+                entries=bucket,
+            )
+            for path, bucket in zip(paths, entries, strict=True)
+        ]
+        sums = self._write(refs, number, parts)
+        digests = {}
+        for entry, (d1, d2, elements) in zip(flat, sums, strict=True):
+            if elements != prod(entry.shape):
+                raise ValueError(
+                    f"the ranks wrote {elements} of the {prod(entry.shape)} elements of"
+                    f" {entry.name} in the update to version {version}"
+                )
+            dtype = getattr(torch, entry.dtype)
+            digests[entry.name] = digest_text(dtype, entry.shape, (d1, d2, elements))
         self._next = 1 - self._next
         return Manifest(buckets=tuple(refs), digests=digests, seconds=time.monotonic() - started)
 
     def close(self) -> None:
+        self._writer.keep(())
         for slot in self._slots:
             slot.discard_from(0)
+
+    def _open(
+        self, entries: Sequence[Sequence[TensorEntry]], when_free: Callable[[], None]
+    ) -> list[str]:
+        when_free()
+        return self._slots[self._next].places([size_of(bucket) for bucket in entries])
+
+    def _write(
+        self, refs: Sequence[BucketRef], number: dict[str, int], parts: Iterable[Part]
+    ) -> list[list[int]]:
+        """[d1, d2, elements] of every tensor, over all ranks."""
+        where = {entry.name: (ref, entry) for ref in refs for entry in ref.entries}
+        names: list[int] = []
+        digests: list[Tensor] = []
+        failure: Exception | None = None
+        for part in parts:
+            if failure is not None:
+                continue  # the other ranks may be giving it their parts
+            try:
+                self._put(part, *where[part.name])
+                digests.append(partial_digest(part.tensor, part.row, part.column))
+                names.append(number[part.name])
+            except Exception as error:  # noqa: BLE001 - raised once the others know
+                failure = error
+        sums = torch.zeros(len(number) + 1, 3, dtype=torch.int64)
+        if failure is not None:
+            sums[-1] = 1
+        elif digests:
+            sums.index_add_(0, torch.tensor(names), torch.stack(digests).cpu())
+        *found, (failed, _, _) = self._ranks.summed(sums).tolist()
+
+        paths = [ref.path for ref in refs]
+        self._writer.keep({*self._paths, *paths})  # the two slots'
+        self._paths = paths
+        if failure is not None:
+            raise failure
+        if failed:
+            raise NotStaged(f"{failed} other ranks could not write their parts of the weights")
+        return found
+
+    def _put(self, part: Part, ref: BucketRef, entry: TensorEntry) -> None:
+        rows, columns = part.tensor.shape
+        whole = self._writer.view(ref, entry).view(matrix_shape(entry.shape))
+        place = whole[part.row : part.row + rows, part.column : part.column + columns]
+        if place.shape != part.tensor.shape:
+            raise ValueError(
+                f"{rows} x {columns} elements from ({part.row}, {part.column}) on are not within"
+                f" {part.name}, {list(entry.shape)}"
+            )
+        place.copy_(part.tensor.detach())
 
 
 class _Slot:
@@ -60,39 +209,17 @@ class _Slot:
         self._carrier = carrier
         self._places: list[Place] = []
 
-    def write(self, buckets: Iterable[NamedTensors]) -> tuple[list[BucketRef], dict[str, str]]:
-        refs: list[BucketRef] = []
-        digests: dict[str, str] = {}
-        for bucket in buckets:
-            refs.append(self._write(len(refs), bucket, digests))
-        self.discard_from(len(refs))
-        return refs, digests
+    def places(self, sizes: Sequence[int]) -> list[str]:
+        """Paths of buckets of these sizes. Raises OSError when memory is out."""
+        self.discard_from(len(sizes))
+        for index, size in enumerate(sizes):
+            if index < len(self._places) and self._places[index].size == size:
+                continue
+            self.discard_from(index)  # before more memory is asked for
+            self._places.append(self._carrier.place(size))
+        return [place.path for place in self._places]
 
     def discard_from(self, index: int) -> None:
         for place in self._places[index:]:
             place.close()
         del self._places[index:]
-
-    def _write(self, index: int, bucket: NamedTensors, digests: dict[str, str]) -> BucketRef:
-        entries = entries_of(bucket)
-        for entry in entries:
-            if entry.name in digests:
-                raise ValueError(f"tensor {entry.name} comes twice in one update")
-
-        place = self._place(index, size_of(entries))
-        for entry, tensor, view in zip(entries, bucket.tensors, place.views(entries), strict=True):
-            assert tensor is not None
-            on_host = tensor.device.type == "cpu"
-            if on_host:
-                digests[entry.name] = tensor_digest(tensor)
-            view.copy_(tensor.detach())
-            if not on_host:  # of what arrived from the device, instead of fetching it twice
-                digests[entry.name] = tensor_digest(view)
-        return place.ref(entries)
-
-    def _place(self, index: int, size: int) -> Place:
-        if index < len(self._places) and self._places[index].size == size:
-            return self._places[index]
-        self.discard_from(index)  # before more memory is asked for
-        self._places.append(self._carrier.place(size))
-        return self._places[index]

@@ -1,14 +1,14 @@
-"""How weights travel: a sender writes buckets of named tensors into a carrier, and an engine's
-workers read them out of it.
+"""How weights travel: ranks write parts of named tensors into the buckets of a carrier, and an
+engine's workers read them out of it.
 
-    rank 0: staging.py --write--> Carrier   BucketRef (small, picklable)   Carrier --read--> engine
+    every rank: staging.py --Writer--> bucket   BucketRef (small, picklable)   bucket --Reader--> engine
 
 A carrier is one file, `weights/<name>.py`, with its class under the name `CARRIER`, and one line:
 its name in `config.schema.Transport`.
 
 Invariants:
-- a `BucketRef` describes what its bucket holds until the sender writes the bucket again, which it
-  does only while no engine reads (`staging.py`);
+- a `BucketRef` describes what its bucket holds until the ranks write the bucket again, which they do
+  only while no engine reads (`staging.py`);
 - tensors come out under the names, with the dtypes and shapes, and in the order in which they went
   in.
 """
@@ -18,43 +18,77 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from math import prod
 
 import torch
-import xxhash
 from torch import Tensor
 
+from megatron_async_rl.weights.digest import matrix_shape
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 
 ALIGNMENT = 64
 """Bytes. Every tensor starts on a cache line, so it can be viewed as any dtype."""
 
 
-class NamedTensors(Protocol):
-    """Full tensors under their Hugging Face names."""
+@dataclass(frozen=True)
+class TensorSpec:
+    """A full tensor under its Hugging Face name."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
+        return cls(name, tensor.dtype, tuple(tensor.shape))
 
     @property
-    def names(self) -> Sequence[str]: ...
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def tensors(self) -> Sequence[Tensor | None]: ...
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows and columns of the tensor `name`, as a matrix, from (`row`, `column`) on. A vector is one
+    row; of more dimensions a tensor has as many columns as its last is long."""
+
+    name: str
+    row: int
+    column: int
+    tensor: Tensor
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Part:
+        return cls(name, 0, 0, tensor.reshape(matrix_shape(tensor.shape)))
 
 
 class Place(ABC):
-    """The sender's end of one bucket, of `size` bytes."""
+    """Memory of one bucket, of `size` bytes, made by the process that keeps it. `path`: what all
+    ends know it by."""
 
+    path: str
     size: int
-
-    @abstractmethod
-    def views(self, entries: Sequence[TensorEntry]) -> Iterator[Tensor]:
-        """The places of `entries` in the bucket, to be written."""
-
-    @abstractmethod
-    def ref(self, entries: tuple[TensorEntry, ...]) -> BucketRef: ...
 
     @abstractmethod
     def close(self) -> None:
         """Gives the bucket's memory back. What a reader still maps stays valid."""
+
+
+class Writer(ABC):
+    """A rank's end."""
+
+    @abstractmethod
+    def reaches(self, path: str) -> bool:
+        """True where this rank can write to that place."""
+
+    @abstractmethod
+    def view(self, ref: BucketRef, entry: TensorEntry) -> Tensor:
+        """One tensor of the bucket, to be written."""
+
+    @abstractmethod
+    def keep(self, paths: Collection[str]) -> None:
+        """Lets go of every bucket that is not at one of `paths`."""
 
 
 class Reader(ABC):
@@ -71,11 +105,14 @@ class Reader(ABC):
 
 
 class Carrier(ABC):
-    """Both ends of one way for weights to travel."""
+    """The ends of one way for weights to travel."""
 
     @abstractmethod
     def place(self, size: int) -> Place:
         """Raises OSError when there is no room."""
+
+    @abstractmethod
+    def writer(self) -> Writer: ...
 
     @abstractmethod
     def reader(self) -> Reader: ...
@@ -87,28 +124,22 @@ def carrier(name: str) -> Carrier:
     return made
 
 
-def entries_of(bucket: NamedTensors) -> tuple[TensorEntry, ...]:
-    """Where the tensors of `bucket` lie in it. Raises ValueError for an absent tensor or a bucket
-    without bytes."""
+def entries_of(bucket: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
+    """Where the tensors of `bucket` lie in it. Raises ValueError for a bucket without bytes."""
     entries: list[TensorEntry] = []
     end = 0
-    for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
-        if tensor is None:
-            raise ValueError(
-                f"{name}: only the rank that holds the gathered tensors can send a bucket"
-            )
+    for spec in bucket:
         offset = -(-end // ALIGNMENT) * ALIGNMENT
-        nbytes = tensor.numel() * tensor.element_size()
         entries.append(
             TensorEntry(
-                name=name,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
+                name=spec.name,
+                dtype=str(spec.dtype).removeprefix("torch."),
+                shape=spec.shape,
                 offset=offset,
-                nbytes=nbytes,
+                nbytes=spec.nbytes,
             )
         )
-        end = offset + nbytes
+        end = offset + spec.nbytes
     if end == 0:
         raise ValueError(
             f"a bucket of {len(entries)} tensors holds no bytes; there is nothing to send"
@@ -118,18 +149,3 @@ def entries_of(bucket: NamedTensors) -> tuple[TensorEntry, ...]:
 
 def size_of(entries: Sequence[TensorEntry]) -> int:
     return max(entry.offset + entry.nbytes for entry in entries)
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """32 hexadecimal digits over dtype, shape and elements in row-major order; device and strides
-    do not matter.
-
-    XXH3 in 128 bits: it reads as fast as memory does, and two different tensors agree with
-    probability 2^-128. It guards against wrong, missing, swapped and damaged bytes; it is no
-    signature against somebody who makes bytes to fit. A CUDA tensor is copied to the host first.
-    """
-    state = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    if flat.numel():
-        state.update(flat.view(torch.uint8).numpy().data)
-    return state.hexdigest()

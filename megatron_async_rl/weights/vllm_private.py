@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import torch
+
+from megatron_async_rl.weights.loaded import digests_of
 
 NAMES = (
     "vllm.distributed.weight_transfer.WeightTransferEngineFactory._registry",
@@ -124,7 +126,7 @@ def _load_bucket(
 
     def load() -> dict[str, str]:
         answers = core.collective_rpc("load_weight_bucket", None, (bucket, version, first, last))
-        digests = _of_all_workers(answers)
+        digests = digests_of(answers)
         if last:
             core.set_weight_version(str(version))
             if digests == resume_if:
@@ -151,19 +153,6 @@ def _load_bucket(
 
     paused.add_done_callback(on_pause)
     return loaded
-
-
-def _of_all_workers(answers: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Raises RuntimeError where workers loaded different weights."""
-    digests = answers[0]
-    for rank, other in enumerate(answers):
-        if other != digests:
-            names = sorted(digests.keys() | other.keys())
-            differ = [name for name in names if digests.get(name) != other.get(name)]
-            raise RuntimeError(
-                f"workers 0 and {rank} loaded different weights: {', '.join(differ[:8])}"
-            )
-    return digests
 
 
 def after_each_step(call: Callable[[int, Any], None]) -> None:

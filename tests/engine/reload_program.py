@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ |= {
@@ -30,10 +29,13 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION, register
+from megatron_async_rl.weights.loaded import digests_of
+from megatron_async_rl.weights.manifest import require_equal
 from megatron_async_rl.weights.reload import LayerwiseReload
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from tests.engine.reference import PROMPT
+from tests.staged import stage
 
 OWN = [(1, False), (0, False), (1, False)]
 LAYERWISE = [(0, True), (1, True)]
@@ -74,12 +76,13 @@ def states(
     for version, (which, layerwise) in enumerate(updates, start=1):
         if layerwise:
             engine.collective_rpc(use_layerwise)
-        manifest = staging.stage(version, buckets(checkpoints[which]))
+        manifest = stage(staging, version, buckets(checkpoints[which]))
         for index, ref in enumerate(manifest.buckets):
             last = index == len(manifest.buckets) - 1
-            engine.collective_rpc(
+            loaded = engine.collective_rpc(
                 "load_weight_bucket", args=(ref.as_plain(), version, index == 0, last)
             )
+        require_equal("the engine", manifest.digests, digests_of(loaded))
         done.append((engine.collective_rpc(name_of_reload)[0], which, outputs(engine)))
     staging.close()
     del engine
@@ -96,14 +99,11 @@ def use_layerwise(worker: Any) -> None:
     receiver._reload = LayerwiseReload(receiver.model, receiver.model_config)
 
 
-def buckets(checkpoint: Path) -> list[SimpleNamespace]:
+def buckets(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
     """Two, the first of which ends within a fused weight."""
     weights = list(load_file(checkpoint / "model.safetensors").items())
     cut = next(i for i, (name, _) in enumerate(weights) if "k_proj" in name) + 1
-    return [
-        SimpleNamespace(names=names, tensors=tensors)
-        for names, tensors in (zip(*part, strict=True) for part in (weights[:cut], weights[cut:]))
-    ]
+    return [dict(weights[:cut]), dict(weights[cut:])]
 
 
 def outputs(engine: LLM) -> list[float]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import batched
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from tests.engine.asking import sampled
 from tests.engine.reference import VOCABULARY, Reference, checkpoint_weights
+from tests.staged import stage
 
 TOLERANCE = 1e-5
 
@@ -92,7 +93,7 @@ class Engines:
     def stage(self, checkpoint: int, *, per_bucket: int = 1000) -> Manifest:
         self.version += 1
         self.of_version[self.version] = checkpoint
-        return self.staging.stage(self.version, buckets(self.checkpoints[checkpoint], per_bucket))
+        return stage(self.staging, self.version, buckets(self.checkpoints[checkpoint], per_bucket))
 
     def feed(self, manifest: Manifest, only: Sequence[int] | None = None) -> None:
         """What is staged into all engines, or into those of `only`, at the same time. Raises what
@@ -165,11 +166,9 @@ def call(handle: Any, method: str, *arguments: Any) -> Any:
     return ray_get(getattr(handle, method).remote(*arguments), f"an engine to {method}", 60)
 
 
-def buckets(checkpoint: Path, per_bucket: int = 1000) -> Iterator[SimpleNamespace]:
-    weights = list(checkpoint_weights(checkpoint).items())
-    for start in range(0, len(weights), per_bucket):
-        names, tensors = zip(*weights[start : start + per_bucket], strict=True)
-        yield SimpleNamespace(names=names, tensors=tensors)
+def buckets(checkpoint: Path, per_bucket: int = 1000) -> list[dict[str, torch.Tensor]]:
+    weights = iter(checkpoint_weights(checkpoint).items())
+    return [dict(bucket) for bucket in batched(weights, per_bucket)]
 
 
 def prompt_of(length: int, seed: int = 0, **fields: Any) -> Prompt:

@@ -26,6 +26,7 @@ from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from tests.engine.asking import sampled
 from tests.engine.running import buckets, started, stop
+from tests.staged import stage
 from tests.vllm_process import core_of
 
 pytestmark = pytest.mark.engine
@@ -176,7 +177,7 @@ def test_the_controller_feeds_batches_while_engines_join_leave_and_die(
         starts = [versions[0] for versions in batch.samples.column("versions").to_pylist()]
         assert min(starts) == max(0, version - 1)
         weights = buckets(root / "arithmetic" / "model")
-        ask("staged", version + 1, staging.stage(version + 1, weights))
+        ask("staged", version + 1, stage(staging, version + 1, weights))
         assert ask("state").state["consumed"] == first + 3
 
     assert ask("add_engine") == 1
@@ -187,7 +188,7 @@ def test_the_controller_feeds_batches_while_engines_join_leave_and_die(
     ask("remove_engine", 0)
     for version in (2, 3, 4):  # what trains last was admitted after that
         batch = ask("next_batch", version).batch
-        ask("staged", version + 1, staging.stage(version + 1, buckets(specs[0].model_path)))
+        ask("staged", version + 1, stage(staging, version + 1, buckets(specs[0].model_path)))
     ask("state")  # writes the sample log
     last = [entry for entry in read_entries(run_dir) if entry.steps == (5,)]
     assert {sample.engine for _, sample in load(run_dir, last)} == {1}

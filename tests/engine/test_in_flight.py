@@ -26,6 +26,7 @@ from tests.engine.asking import abort, finished, outcomes, report, sampled, subm
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import TOLERANCE, Engines, buckets, call, prompt_of, running, started
 from tests.parallel.ranks import run_ranks
+from tests.staged import stage
 from tests.vllm_process import core_of, workers_of
 
 pytestmark = pytest.mark.engine
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.engine
 KEEP, RECOMPUTE = 0, 1
 BOTH = pytest.mark.parametrize("engine", [KEEP, RECOMPUTE], ids=["keep", "recompute, two workers"])
 TEMPERATURE = 1.0
-MAX_TOKENS = 600
+MAX_TOKENS = 400
 UPDATES = 3
 
 
@@ -59,16 +60,15 @@ def through_updates(engines: Engines) -> dict[int, list[Sample]]:
     asked = engines.asked([prompt_of(20, seed) for seed in range(6)], 2)
     for handle in engines.handles:
         submit(handle, asked)
+    done: list[set[str]] = [set(), set()]
     for checkpoint in range(1, UPDATES + 1):
-        time.sleep(0.3)
+        for engine, handle in enumerate(engines.handles):
+            done[engine] |= grown(handle)
         engines.publish(checkpoint)
     found = {}
     for engine, handle in enumerate(engines.handles):
-        samples = [
-            sample
-            for sample in outcomes(handle, [r.id for r in asked])
-            if isinstance(sample, Sample)
-        ]
+        ids = [request.id for request in asked if request.id not in done[engine]]
+        samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
         found[engine] = [s for s in samples if len(set(s.versions.tolist())) == UPDATES + 1]
         assert len(found[engine]) >= 2, [s.versions.tolist() for s in samples]
     return found
@@ -194,7 +194,7 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_t
     call(handle, "wake", ("weights",))
     refused(handle, "was to wake, and weights is awake", "wake", ("weights",))
     assert report(handle, 0.1).state == "asleep"
-    manifest = engines.staging.stage(version, buckets(engines.checkpoints[0]))
+    manifest = stage(engines.staging, version, buckets(engines.checkpoints[0]))
     assert call(handle, "update", version, manifest) == manifest.digests
     refused(handle, "was to wake, and it is awake", "wake", None)
     engines.of_version[version] = 0

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -25,6 +24,7 @@ from megatron_async_rl.weights.manifest import WeightMismatch
 from tests.engine.asking import abort, outcomes, report, sampled, submit
 from tests.engine.reference import checkpoint_weights, save_checkpoint
 from tests.engine.running import TOLERANCE, Engines, buckets, call, prompt_of, running, started
+from tests.staged import stage
 from tests.vllm_process import core_of
 
 pytestmark = pytest.mark.engine
@@ -312,7 +312,7 @@ def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(
 
 
 def test_a_version_that_does_not_grow_is_refused_and_the_weights_stay(engines: Engines) -> None:
-    manifest = engines.staging.stage(engines.version, buckets(engines.checkpoints[2]))
+    manifest = stage(engines.staging, engines.version, buckets(engines.checkpoints[2]))
     with pytest.raises(Exception, match=f"weight version {engines.version} was refused"):
         engines.feed(manifest)
     for handle in engines.handles:
@@ -324,13 +324,10 @@ def test_a_version_that_does_not_grow_is_refused_and_the_weights_stay(engines: E
 
 def test_an_update_that_leaves_out_part_of_a_fused_parameter_is_refused(engines: Engines) -> None:
     left_out = "model.layers.0.self_attn.k_proj.weight"
-    pairs = [
-        pair for pair in checkpoint_weights(engines.checkpoints[2]).items() if pair[0] != left_out
-    ]
-    names, tensors = zip(*pairs, strict=True)
+    weights = checkpoint_weights(engines.checkpoints[2])
+    part = {name: tensor for name, tensor in weights.items() if name != left_out}
     engines.version += 1
-    part = [SimpleNamespace(names=names, tensors=tensors)]
-    manifest = engines.staging.stage(engines.version, part)
+    manifest = stage(engines.staging, engines.version, [part])
     with pytest.raises(Exception, match=f"left out 1: {left_out}"):
         engines.feed(manifest)
     engines.publish(2)

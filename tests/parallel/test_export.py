@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from megatron_async_rl.weights.transport import tensor_digest
+from megatron_async_rl.weights.digest import tensor_digest
 from tests.parallel.models import (
     ALL_LAYOUTS,
     CASES,
+    FAULTY,
     LAYOUTS,
     MIXTURE_LAYOUTS,
     as_transformers_loads,
@@ -65,13 +66,44 @@ def test_what_one_rank_holds_whole_is_exported_without_a_copy(layout, model):
     assert results(layout)[0]["models"][model]["lent"] == exported - parted
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_digests_of_the_exported_tensors_are_those_of_the_checkpoint(layout):
-    expected = {
-        name: tensor_digest(tensor)
-        for name, tensor in tensors_of(source_of("qwen3-bfloat16")).items()
-    }
-    assert results(layout)[0]["models"]["qwen3-bfloat16"]["digests"] == expected
+STAGED = [*CASES, *((layout, "qwen3-bfloat16") for layout in LAYOUTS)]
+
+
+@pytest.mark.parametrize("way", ["by tensors", "by rows", "gathered"])
+@pytest.mark.parametrize(("layout", "model"), STAGED)
+def test_what_all_ranks_stage_is_the_checkpoint_and_so_are_its_digests(layout, model, way):
+    """Digests of the checkpoint are of whole tensors; on every rank the same sums of parts."""
+    expected = tensors_of(source_of(model))
+    digests = {name: tensor_digest(tensor) for name, tensor in expected.items()}
+    for rank in results(layout):
+        staged = rank["models"][model]["staging"][way]
+        assert_same(staged["tensors"], expected)
+        assert staged["digests"] == digests
+
+
+@pytest.mark.parametrize(("layout", "model"), CASES)
+def test_every_rank_writes_its_share_and_no_weights_go_through_another(layout, model):
+    settings = ALL_LAYOUTS[layout]
+    expected = tensors_of(source_of(model))
+    total = sum(tensor.nbytes for tensor in expected.values())
+    for rank in results(layout):
+        staging = rank["models"][model]["staging"]
+        assert sum(staging["bytes"]) == total
+        if settings.get("pipeline", 1) == 1:
+            assert max(staging["bytes"]) < 1.05 * total / settings["ranks"] + 1500
+        assert staging["collectives"].keys() <= {"all_reduce"}
+        assert staging["collectives"].get("all_reduce", 0) == (settings["ranks"] > 1)
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_a_flipped_bit_swapped_rows_and_a_stale_shard_are_each_caught(layout):
+    model = FAULTY[layout in MIXTURE_LAYOUTS]
+    damaged = "model.layers.1.self_attn.q_proj.weight"
+    for rank in results(layout):
+        found = rank["models"][model]["faults"]
+        stale = found.pop("stale shard")
+        assert found == {"nothing": "", "flipped bit": damaged, "swapped rows": damaged}
+        assert stale in tensors_of(source_of(model))
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)

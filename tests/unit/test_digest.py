@@ -1,36 +1,112 @@
+"""A digest is of a tensor's bytes at their places: the same however it is cut, another with any
+change."""
+
+from __future__ import annotations
+
+from unittest import mock
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from megatron_async_rl.weights.transport import tensor_digest
+from megatron_async_rl.weights import digest
+from megatron_async_rl.weights.digest import digest_text, partial_digest, tensor_digest
 
 BASE = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64]
 
 
-def test_equal_tensors_have_equal_digests_whatever_their_strides():
+@st.composite
+def matrices(draw: st.DrawFn) -> Tensor:
+    """Random bytes as a matrix, some of them with gaps between the rows."""
+    dtype = draw(st.sampled_from(DTYPES))
+    rows, columns, gap = (draw(st.integers(*span)) for span in ((1, 9), (1, 40), (0, 3)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    shape = (rows, (columns + gap) * dtype.itemsize)
+    raw = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    return raw.view(dtype)[:, :columns]
+
+
+@given(matrices(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_digests_of_parts_add_up_to_the_tensors_however_it_is_cut(
+    matrix: Tensor, data: st.DataObject
+) -> None:
+    """Cut by rows, each of the two parts by columns somewhere else, and read in pieces of any
+    size."""
+    rows, columns = matrix.shape
+    row, left, right = (data.draw(st.integers(0, n)) for n in (rows, columns, columns))
+    total = torch.zeros(3, dtype=torch.int64)
+    with mock.patch.object(digest, "PIECE_BYTES", data.draw(st.sampled_from([8, 64, 2**18]))):
+        for first, block, cut in ((0, matrix[:row], left), (row, matrix[row:], right)):
+            total += partial_digest(block[:, :cut], first)
+            total += partial_digest(block[:, cut:], first, cut)
+    assert digest_text(matrix.dtype, matrix.shape, total.tolist()) == tensor_digest(matrix)
+
+
+@given(matrices(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_swapped_rows_and_one_changed_bit_change_the_digest(
+    matrix: Tensor, data: st.DataObject
+) -> None:
+    matrix = matrix.contiguous()
+    raw = matrix.view(torch.uint8).clone()
+    first, second = (data.draw(st.integers(0, len(raw) - 1)) for _ in range(2))
+    swapped = raw.clone()
+    swapped[[first, second]] = raw[[second, first]]
+    same = torch.equal(swapped, raw)
+    assert (tensor_digest(swapped.view(matrix.dtype)) == tensor_digest(matrix)) == same
+    place = data.draw(st.integers(0, raw.numel() - 1))
+    raw.view(-1)[place] ^= 1 << data.draw(st.integers(0, 7))
+    assert tensor_digest(raw.view(matrix.dtype)) != tensor_digest(matrix)
+
+
+def test_values_of_a_known_tensor_stay_what_they_are() -> None:
+    """Computed by hand in Python's integers, word by word."""
+    mask = 2**64 - 1
+
+    def key(seed: int, place: int) -> int:
+        x = ((place + 1) * 0x9E3779B97F4A7C15 + seed * 0xD1B54A32D192ED03) & mask
+        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
+        return (x ^ x >> 31) | 1
+
+    def by_hand(tensor: Tensor, size: int, rows: int, columns: int) -> int:
+        total = 0
+        for row, values in enumerate(tensor.view(torch.uint8).tolist()):
+            for at in range(0, len(values), size):
+                word = int.from_bytes(bytes(values[at : at + size]), "little")
+                total += key(rows, row) * key(columns, at // size) * word
+        return total
+
+    tensor = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -0.25]])
+    d1, d2 = by_hand(tensor, 8, 1, 3) % 2**64, by_hand(tensor, 4, 2, 4) % 2**32
+    assert tensor_digest(tensor) == f"float32[2,3]:{d1:016x}{d2:08x}"
+
+
+def test_equal_tensors_have_equal_digests_whatever_their_strides() -> None:
     assert tensor_digest(BASE.t().contiguous().t()) == tensor_digest(BASE.clone())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
-def test_one_changed_bit_changes_the_digest(dtype):
-    tensor = BASE.to(dtype)
-    other = tensor.clone()
-    other.view(torch.uint8).view(-1)[5] ^= 1
-    assert tensor_digest(tensor) != tensor_digest(other)
+def test_shape_and_dtype_are_part_of_the_digest() -> None:
+    views = (BASE, BASE.reshape(4, 3), BASE.view(torch.int32), BASE.double(), torch.zeros(0, 2))
+    assert len({tensor_digest(tensor) for tensor in (*views, torch.zeros(2, 0), BASE[0, 1])}) == 7
 
 
-def test_shape_and_dtype_are_part_of_the_digest():
-    assert (
-        len(
-            {
-                tensor_digest(t)
-                for t in (BASE, BASE.reshape(4, 3), BASE.view(torch.int32), BASE.double())
-            }
-        )
-        == 4
-    )
+def test_a_tensor_of_more_dimensions_is_cut_by_its_first() -> None:
+    cube = torch.randn(4, 3, 5)
+    parts = partial_digest(cube[:3]) + partial_digest(cube[3:], row=9)
+    assert digest_text(cube.dtype, cube.shape, parts.tolist()) == tensor_digest(cube)
 
 
-def test_empty_and_scalar_tensors_have_digests():
-    assert (
-        len({tensor_digest(t) for t in (torch.empty(0), torch.empty(0, 2), torch.tensor(1.0))}) == 3
-    )
+@pytest.mark.parametrize(("first", "elements"), [(slice(0, 2), 8), (slice(0, 3), 16)])
+def test_a_part_that_is_missing_or_there_twice_is_named(first: slice, elements: int) -> None:
+    """Also where it holds zeros alone."""
+    zeros = torch.zeros(3, 4)
+    sums = partial_digest(zeros[first])
+    if elements > 12:
+        sums += partial_digest(zeros[:1])
+    text = digest_text(zeros.dtype, zeros.shape, sums.tolist())
+    assert text.endswith(f", of {elements} of 12 elements")

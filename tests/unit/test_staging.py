@@ -3,8 +3,7 @@ tensors."""
 
 import gc
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
@@ -15,23 +14,20 @@ import torch
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Transport
 from megatron_async_rl.flow.batches import controller_spec
+from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
-from megatron_async_rl.weights.staging import Staging
+from megatron_async_rl.weights.staging import Alone, NotStaged, Staging
 from megatron_async_rl.weights.stale_files import PREFIX
-from megatron_async_rl.weights.transport import Carrier, carrier, tensor_digest
+from megatron_async_rl.weights.transport import Carrier, Part, TensorSpec, carrier
+from tests.staged import parts, specs, stage
 from tests.written_run import write_run
 
 
-@dataclass
-class Bucket:
-    names: tuple[str, ...]
-    tensors: tuple[torch.Tensor | None, ...]
-
-
-def buckets(count: int, value: float = 0.0) -> Iterator[Bucket]:
-    for i in range(count):
-        yield Bucket((f"w{i}", f"v{i}"), (torch.full((4,), i + value), torch.arange(3 + i)))
+def buckets(count: int, value: float = 0.0) -> list[dict[str, torch.Tensor]]:
+    return [
+        {f"w{i}": torch.full((4,), i + value), f"v{i}": torch.arange(3 + i)} for i in range(count)
+    ]
 
 
 def files(directory: Path) -> set[Path]:
@@ -52,7 +48,7 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
 
 
 def test_a_version_is_read_back_with_the_digests_of_what_was_sent(staging: Staging) -> None:
-    manifest = staging.stage(3, buckets(3))
+    manifest = stage(staging, 3, buckets(3))
     tensors = loaded(manifest)
     assert sorted(tensors) == ["v0", "v1", "v2", "w0", "w1", "w2"]
     assert {name: tensor_digest(tensor) for name, tensor in tensors.items()} == manifest.digests
@@ -63,9 +59,9 @@ def test_a_version_is_read_back_with_the_digests_of_what_was_sent(staging: Stagi
 def test_what_an_engine_still_reads_is_not_touched_by_the_version_after_it(
     staging: Staging,
 ) -> None:
-    first = staging.stage(1, buckets(2))
+    first = stage(staging, 1, buckets(2))
     reading = loaded(first)
-    second = staging.stage(2, buckets(2, value=7.0))
+    second = stage(staging, 2, buckets(2, value=7.0))
     assert float(reading["w0"][0]) == float(loaded(first)["w0"][0]) == 0.0
     assert float(loaded(second)["w0"][0]) == 7.0
 
@@ -73,48 +69,107 @@ def test_what_an_engine_still_reads_is_not_touched_by_the_version_after_it(
 def test_the_version_after_the_next_takes_the_same_memory_and_another_shape_none_beside_it(
     staging: Staging, tmp_path: Path
 ) -> None:
-    staging.stage(1, buckets(2))
-    staging.stage(2, buckets(2))
+    stage(staging, 1, buckets(2))
+    stage(staging, 2, buckets(2))
     both = files(tmp_path)
-    third = staging.stage(3, buckets(2, value=5.0))
+    third = stage(staging, 3, buckets(2, value=5.0))
     assert files(tmp_path) == both
     assert float(loaded(third)["w1"][0]) == 6.0
-    staging.stage(4, buckets(1))
+    stage(staging, 4, buckets(1))
     assert len(files(tmp_path)) == 3
 
 
-def test_tensors_may_be_overwritten_once_the_next_bucket_is_asked_for(staging: Staging) -> None:
-    buffer = torch.empty(4)
-
-    def reused() -> Iterator[Bucket]:
-        for i in range(3):
-            yield Bucket((f"w{i}",), (buffer.fill_(i),))
-
-    tensors = loaded(staging.stage(1, reused()))
+def test_a_parts_memory_may_be_overwritten_once_the_next_is_asked_for(staging: Staging) -> None:
+    buffer = torch.empty(1, 4)
+    specs = [[TensorSpec(f"w{i}", torch.float32, (4,)) for i in range(3)]]
+    reused = (Part(f"w{i}", 0, 0, buffer.fill_(i)) for i in range(3))
+    tensors = loaded(staging.stage(1, specs, reused))
     assert [float(tensors[f"w{i}"][0]) for i in range(3)] == [0.0, 1.0, 2.0]
 
 
 def test_an_update_that_fails_on_the_way_leaves_the_version_before_it(staging: Staging) -> None:
-    first = staging.stage(1, buckets(2))
+    first = stage(staging, 1, buckets(2))
 
-    def failing() -> Iterator[Bucket]:
-        yield from buckets(1, value=9.0)
+    def failing() -> Iterator[Part]:
+        yield from parts(buckets(1, value=9.0))
         raise RuntimeError("rank 1 is gone")
 
     with pytest.raises(RuntimeError, match="rank 1 is gone"):
-        staging.stage(2, failing())
+        staging.stage(2, specs(buckets(2)), failing())
     with pytest.raises(ValueError, match="the update to version 2 has no buckets"):
-        staging.stage(2, iter(()))
+        stage(staging, 2, [])
     with pytest.raises(ValueError, match="tensor w0 comes twice in one update"):
-        staging.stage(2, [*buckets(1), *buckets(1)])
+        stage(staging, 2, [*buckets(1), *buckets(1)])
     assert float(loaded(first)["w1"][0]) == 1.0
-    assert float(loaded(staging.stage(2, buckets(1, value=4.0)))["w0"][0]) == 4.0
+    assert float(loaded(stage(staging, 2, buckets(1, value=4.0)))["w0"][0]) == 4.0
     assert float(loaded(first)["w1"][0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda all_parts: all_parts[:-1], "0 of the 4 elements of v1"),
+        (lambda all_parts: [*all_parts, all_parts[0]], "8 of the 4 elements of w0"),
+        (
+            lambda all_parts: [*all_parts[1:], Part("w0", 0, 1, all_parts[0].tensor[:, 1:])],
+            "3 of the 4 elements of w0",
+        ),
+    ],
+)
+def test_a_version_that_is_not_there_whole_is_none(
+    staging: Staging, change: Callable[[list[Part]], list[Part]], said: str
+) -> None:
+    first = stage(staging, 1, buckets(2))
+    with pytest.raises(ValueError, match=f"the ranks wrote {said} in the update to version 2"):
+        staging.stage(2, specs(buckets(2)), change(list(parts(buckets(2, value=9.0)))))
+    again = stage(staging, 2, buckets(2, value=5.0))
+    assert {ref.path for ref in again.buckets}.isdisjoint(ref.path for ref in first.buckets)
+    assert float(loaded(first)["w1"][0]) == 1.0
+
+
+class WithAnother(Alone):
+    """Rank 0 beside one that adds `numbers`."""
+
+    def __init__(self) -> None:
+        self.numbers: torch.Tensor | int = 0
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers + self.numbers
+
+
+def test_a_version_that_another_rank_could_not_write_is_none(tmp_path: Path) -> None:
+    ranks = WithAnother()
+    staging = Staging(SharedMemory(tmp_path), ranks)
+    stage(staging, 1, buckets(1))
+    ranks.numbers = torch.tensor([[0, 0, 0], [0, 0, 0], [1, 1, 1]])
+    with pytest.raises(NotStaged, match="1 other ranks could not write"):
+        stage(staging, 2, buckets(1))
+    staging.close()
+
+
+def test_a_rank_that_fails_takes_its_further_parts_and_tells_the_others(tmp_path: Path) -> None:
+    """The parts may be a walk that all ranks make together."""
+    ranks, asked = WithAnother(), []
+    told = ranks.summed
+    ranks.summed = lambda numbers: asked.append(numbers.tolist()) or told(numbers)  # type: ignore[func-returns-value,method-assign]
+    staging = Staging(SharedMemory(tmp_path), ranks)
+    taken = []
+
+    def wrong() -> Iterator[Part]:
+        for part in parts(buckets(2)):
+            taken.append(part.name)
+            yield Part(part.name, 7, 0, part.tensor)
+
+    with pytest.raises(ValueError, match=r"1 x 4 elements from \(7, 0\) on are not within w0"):
+        staging.stage(1, specs(buckets(2)), wrong())
+    assert taken == ["w0", "v0", "w1", "v1"]
+    assert asked[0][-1] == [1, 1, 1]
+    staging.close()
 
 
 def test_shared_memory_goes_with_its_staging(tmp_path: Path) -> None:
     staging = Staging(SharedMemory(tmp_path))
-    staging.stage(1, buckets(2))
+    stage(staging, 1, buckets(2))
     assert len(files(tmp_path)) == 2
     del staging
     gc.collect()
@@ -150,7 +205,7 @@ def test_a_carrier_is_added_by_one_file(tmp_path: Path, second_carrier: str) -> 
     """And by its name in config.schema.Transport."""
     staging = Staging(carrier(second_carrier))
     reader = carrier(second_carrier).reader()
-    (ref, *_) = staging.stage(1, buckets(2)).buckets
+    (ref, *_) = stage(staging, 1, buckets(2)).buckets
     assert Path(ref.path).parent == tmp_path
     assert [name for name, _ in reader.read(ref)] == ["w0", "v0"]
     staging.close()

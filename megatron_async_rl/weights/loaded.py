@@ -1,0 +1,197 @@
+"""Digests of the weights as they lie in an engine worker's memory after it loaded them, under the
+places that they have in the trainer's tensors.
+
+    bucket --offer--> vLLM's loaders --copy--> parameter: this part of it is rows and columns ...
+                                                 |
+              worker's parts: {name: Loaded} <---+    all workers' parts --digests_of--> one digest
+
+How an engine cuts and fuses tensors is vLLM's affair: each copy out of an offered tensor says what
+part of it went where.
+
+Invariants:
+- a digest is of what was written, read back: of a parameter that stays, when the update ends; of
+  memory that something else is made from (a packed or quantised weight), as soon as it is written;
+- a part of a tensor that several workers hold counts once if they hold the same. If they do not, or
+  if nobody took a part, the digest is not the trainer's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_async_rl.weights.digest import digest_text, matrix_shape, partial_digest
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+
+@dataclass
+class Loaded:
+    """The parts of a tensor that one worker took. parts: (row, column, rows, columns, d1, d2), each once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: set[tuple[int, ...]] = field(default_factory=set)
+
+
+def digests_of(workers: Sequence[dict[str, Loaded]]) -> dict[str, str]:
+    """Name -> digest of every tensor of which a worker took a part."""
+    found: dict[str, Loaded] = {}
+    for loaded in workers:
+        for name, one in loaded.items():
+            found.setdefault(name, Loaded(one.dtype, one.shape)).parts |= one.parts
+    return {
+        name: digest_text(
+            one.dtype,
+            one.shape,
+            [
+                sum(d1 for *_, d1, _ in one.parts),
+                sum(d2 for *_, d2 in one.parts),
+                sum(rows * columns for _, _, rows, columns, *_ in one.parts),
+            ],
+        )
+        for name, one in found.items()
+        if one.parts
+    }
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Rows and columns of the tensor `name`."""
+
+    name: str
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+class LoadWatch(TorchDispatchMode):
+    """A context in which an engine's loaders run; `begin` first, in each update.
+
+    lasting: parameters that keep their memory through an update.
+    """
+
+    def __init__(self, lasting: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._lasting = {p.untyped_storage().data_ptr() for p in lasting if p.numel()}
+        self._reading = False
+        self.begin()
+
+    def begin(self) -> None:
+        self._loaded: dict[str, Loaded] = {}
+        self._starts: list[int] = []
+        self._offered: list[tuple[str, Tensor]] = []
+        self._copy: tuple[_Place, Tensor] | None = None
+        """A loader's own copy of a part, which it has not put anywhere yet."""
+        self._written: list[tuple[_Place, Tensor]] = []
+        """Parts in memory that lasts."""
+        self._taken: list[tuple[_Place, Tensor]] = []
+        """Parts and their digests."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors offered in this update."""
+        return frozenset(self._loaded)
+
+    def offer(self, name: str, tensor: Tensor) -> None:
+        """The loaders get `tensor` next; its memory stays as it is until the update ends."""
+        self._loaded[name] = Loaded(tensor.dtype, tuple(tensor.shape))
+        if tensor.numel():
+            at = bisect_right(self._starts, tensor.data_ptr())
+            self._starts.insert(at, tensor.data_ptr())
+            self._offered.insert(at, (name, tensor))
+
+    def take(self, part: Tensor) -> None:
+        """A kernel reads `part` of an offered tensor where it lies."""
+        place = self._place(part)
+        assert place is not None, "the part of a tensor that was not offered"
+        self._reading = True  # copies that a digest makes of a part are not the loaders'
+        try:
+            self._digest(place, part)
+        finally:
+            self._reading = False
+
+    def loaded(self) -> dict[str, Loaded]:
+        """Parts taken of each tensor; the update has ended."""
+        for place, memory in self._written:
+            self._digest(place, memory)
+        if self._taken:
+            sums = torch.stack([digest for _, digest in self._taken]).tolist()
+            for (place, _), (d1, d2, _) in zip(self._taken, sums, strict=True):
+                self._loaded[place.name].parts.add(
+                    (place.row, place.column, place.rows, place.columns, d1, d2)
+                )
+        self._starts, self._offered, self._copy = [], [], None
+        self._written, self._taken = [], []
+        return self._loaded
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._reading:
+            return result
+        if func is torch.ops.aten.copy_.default and not args[0].is_meta:
+            place = self._place(args[1])
+            if place is None:
+                pass
+            elif args[0].untyped_storage().data_ptr() in self._lasting:
+                self._written.append((place, args[0]))
+            else:
+                self._digest(place, args[0])
+        elif func in _COPIES:
+            place = self._place(args[0])
+            if place is not None:
+                self._copy = place, result
+        return result
+
+    def _digest(self, place: _Place, memory: Tensor) -> None:
+        # A parameter of a wider dtype holds the same numbers.
+        part = memory.detach().to(self._loaded[place.name].dtype)
+        part = part.reshape(place.rows, place.columns)
+        self._taken.append((place, partial_digest(part, place.row, place.column)))
+
+    def _place(self, part: Tensor) -> _Place | None:
+        """The part of an offered tensor that `part` shows, or that was copied to it; else None.
+        Raises RuntimeError for one that is not rows and columns of it."""
+        if part.is_meta or not part.numel():
+            return None
+        if self._copy is not None and _within(part, self._copy[1]):
+            origin, whole = self._copy
+        else:
+            at = bisect_right(self._starts, part.data_ptr()) - 1
+            if at < 0 or not _within(part, self._offered[at][1]):
+                return None
+            name, whole = self._offered[at]
+            origin = _Place(name, 0, 0, *matrix_shape(whole.shape))
+        if not part.dim():
+            part = part.reshape(1)
+        offset = (part.data_ptr() - whole.data_ptr()) // whole.element_size()
+        row, column = divmod(offset, origin.columns)
+        rows, columns = matrix_shape(part.shape)
+        strides = [*(origin.columns * rows for rows in part.shape[-2:-1]), origin.columns, 1]
+        regular = all(
+            size == 1 or stride == wanted
+            for size, stride, wanted in zip(
+                part.shape[-3:], part.stride()[-3:], strides[-part.dim() :], strict=True
+            )
+        )
+        if part.dim() > 3 or not regular or column + columns > origin.columns:
+            raise RuntimeError(
+                f"tensor {origin.name} is loaded in an order of vLLM's own, {list(part.shape)} at"
+                f" strides {list(part.stride())}: its digest would not be the trainer's"
+            )
+        return _Place(origin.name, origin.row + row, origin.column + column, rows, columns)
+
+
+def _within(part: Tensor, whole: Tensor) -> bool:
+    start, size = whole.data_ptr(), whole.numel() * whole.element_size()
+    same = part.element_size() == whole.element_size()
+    return same and start <= part.data_ptr() < start + size

@@ -1,0 +1,25 @@
+"""Whole tensors as a staged version, in buckets of the caller's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.staging import Staging
+from megatron_async_rl.weights.transport import Part, TensorSpec
+
+Bucket = Mapping[str, Tensor]
+
+
+def specs(buckets: Iterable[Bucket]) -> list[list[TensorSpec]]:
+    return [[TensorSpec.of(name, tensor) for name, tensor in b.items()] for b in buckets]
+
+
+def parts(buckets: Iterable[Bucket]) -> Iterator[Part]:
+    return (Part.whole(name, tensor) for bucket in buckets for name, tensor in bucket.items())
+
+
+def stage(staging: Staging, version: int, buckets: Sequence[Bucket]) -> Manifest:
+    return staging.stage(version, specs(buckets), parts(buckets))

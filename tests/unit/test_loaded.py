@@ -1,0 +1,140 @@
+"""Reports of an engine's workers on the weights that they loaded, in whatever way loaders cut and fuse
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async_rl.weights.digest import tensor_digest
+from megatron_async_rl.weights.loaded import Loaded, LoadWatch, digests_of
+
+Offer = Callable[[str], Tensor]
+
+
+@pytest.fixture
+def sent() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes = {"q": (8, 6), "k": (4, 6), "v": (4, 6), "o": (6, 8), "bias": (8,), "one": (1,)}
+    return {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+@contextmanager
+def watched(sent: dict[str, Tensor], *lasting: Tensor) -> Iterator[tuple[LoadWatch, Offer]]:
+    watch = LoadWatch(lasting)
+    watch.begin()
+
+    def offer(name: str) -> Tensor:
+        watch.offer(name, sent[name])
+        return sent[name]
+
+    with watch:
+        yield watch, offer
+
+
+def expected(sent: dict[str, Tensor], *names: str) -> dict[str, str]:
+    return {name: tensor_digest(sent[name]) for name in names}
+
+
+def fused(sent: dict[str, Tensor], rank: int, workers: int) -> dict[str, Loaded]:
+    """A worker's share of queries, keys and values in one parameter, and of the columns of o. Keys
+    and values have two heads of 2 rows: of four workers two hold the same."""
+    heads = min(workers, 2)
+    own = 8 // workers + 2 * (4 // heads)
+    qkv, o = (
+        torch.empty(own, 6).to(torch.bfloat16),
+        torch.empty(6, 8 // workers, dtype=torch.bfloat16),
+    )
+    with watched(sent, qkv) as (watch, offer):
+        start = 0
+        for name in ("q", "k", "v"):
+            parts = workers if name == "q" else heads
+            size = len(sent[name]) // parts
+            part = offer(name).narrow(0, rank * parts // workers * size, size)
+            qkv.narrow(0, start, size).copy_(part)
+            start += size
+        o.copy_(offer("o").narrow(1, rank * o.shape[1], o.shape[1]))
+        o.zero_()  # what it was packed from is used again
+    return watch.loaded()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_digests_are_the_trainers_over_any_number_of_workers(
+    sent: dict[str, Tensor], workers: int
+) -> None:
+    loaded = [fused(sent, rank, workers) for rank in range(workers)]
+    assert digests_of(loaded) == expected(sent, "q", "k", "v", "o")
+    if workers > 1:
+        assert digests_of(loaded[1:])["q"].endswith("elements")
+
+
+def test_a_parameter_that_stays_is_read_back_when_the_update_ends(sent: dict[str, Tensor]) -> None:
+    parameter = torch.zeros_like(sent["q"])
+    with watched(sent, parameter) as (watch, offer):
+        parameter.copy_(offer("q"))
+    parameter.view(torch.int16)[3, 2] ^= 1
+    assert digests_of([watch.loaded()]) == expected({"q": parameter}, "q")
+
+
+def test_memory_that_is_used_again_is_read_back_at_once(sent: dict[str, Tensor]) -> None:
+    scratch = torch.empty_like(sent["q"])
+    with watched(sent) as (watch, offer):
+        scratch.copy_(offer("q"))
+        scratch[:4].copy_(offer("k"))
+        watch.take(offer("v")[1:])
+    found = digests_of([watch.loaded()])
+    assert {name: found[name] for name in ("q", "k")} == expected(sent, "q", "k")
+    assert found["v"].endswith("of 18 of 24 elements")
+
+
+def test_memory_that_could_not_take_the_numbers_has_another_digest(
+    sent: dict[str, Tensor],
+) -> None:
+    with watched(sent) as (watch, offer):
+        torch.empty(8, 6, dtype=torch.float8_e4m3fn).copy_(offer("q"))
+    assert digests_of([watch.loaded()])["q"] != tensor_digest(sent["q"])
+
+
+def test_a_loaders_own_copy_of_a_part_keeps_its_place(sent: dict[str, Tensor]) -> None:
+    """As that of the columns of an expert, which vLLM then puts into its memory by rows."""
+    memory = torch.empty(6, 8)
+    with watched(sent) as (watch, offer):
+        whole = offer("o")
+        for half in (slice(0, 4), slice(4, 8)):
+            part = whole[:, half].contiguous()
+            for rows in (slice(0, 2), slice(2, 6)):
+                memory[rows, half].copy_(part[rows])
+    assert digests_of([watch.loaded()]) == expected(sent, "o")
+
+
+def test_vectors_single_numbers_and_wider_parameters_are_read_back(
+    sent: dict[str, Tensor],
+) -> None:
+    bias, one = torch.empty(8, dtype=torch.float64), torch.empty(())
+    with watched(sent, bias) as (watch, offer):
+        whole = offer("bias")
+        for half in (slice(0, 4), slice(4, 8)):
+            bias[half].copy_(whole[half])
+        one.copy_(offer("one").reshape(()))
+    assert digests_of([watch.loaded()]) == expected(sent, "bias", "one")
+
+
+def test_a_tensor_that_nobody_took_has_no_digest(sent: dict[str, Tensor]) -> None:
+    meta = torch.empty(8, 6, device="meta")
+    with watched(sent) as (watch, offer):
+        meta.copy_(offer("q"))  # vLLM counts elements like this
+        torch.empty(4, 6).copy_(torch.ones(4, 6))
+    assert watch.names == {"q"}
+    assert digests_of([watch.loaded()]) == {}
+
+
+def test_an_order_of_the_engines_own_is_refused(sent: dict[str, Tensor]) -> None:
+    with (
+        watched(sent) as (_, offer),
+        pytest.raises(RuntimeError, match="tensor q is loaded in an order of vLLM's own"),
+    ):
+        torch.empty(6, 8).copy_(offer("q").t())
