@@ -11,14 +11,17 @@ from megatron_async_rl.samples.columns import spans
 
 
 def part_of(targets: StepTargets, rows, dtype=torch.float64) -> TokenBatch:
-    """The micro-batch of the samples `rows` of a step, numbered as build_micro_batches does."""
+    """The micro-batch of the samples `rows` of a step, all of one owner, numbered as
+    build_micro_batches does."""
     chosen = np.array(rows, dtype=np.int64)
-    starts, lengths = targets.samples.starts[chosen], targets.samples.lengths[chosen]
+    starts, lengths = targets.samples.owned_starts[chosen], targets.samples.lengths[chosen]
     tokens, sequence = spans(starts, lengths), np.repeat(np.arange(len(chosen)), lengths)
     if not len(chosen):
-        chosen = np.array([len(targets.samples.lengths)])
-        tokens, sequence = np.array([len(targets.whole.mask)]), np.array([0])
-    placed = targets.placed(dtype, torch.device("cpu"))
+        chosen, tokens, sequence = np.array([-1]), np.array([-1]), np.array([0])
+        placed = targets.owned_by(0).placed(dtype, torch.device("cpu"))
+        return placed.part(*map(torch.from_numpy, (tokens, chosen, sequence)))
+    owner = int(targets.samples.owner[chosen[0]])
+    placed = targets.owned_by(owner).placed(dtype, torch.device("cpu"))
     return placed.part(*map(torch.from_numpy, (tokens, chosen, sequence)))
 
 

@@ -72,9 +72,11 @@ class StepTargets:
     corrected: bool
     metrics: Mapping[str, float]
 
-    def placed(self, dtype: torch.dtype, device: torch.device) -> PlacedTargets:
-        """The step's numbers on the device, floats in `dtype`, uploaded together."""
-        whole = self.whole
+    def owned_by(self, owner: int) -> OwnedTargets:
+        """The step's numbers of its samples, and of the tokens of those that the data-parallel rank
+        `owner` trains; on the host."""
+        whole, samples = self.whole, self.samples
+        owned = torch.from_numpy(samples.owner[samples.rows] == owner)
         kinds: dict[Kind, Mapping[str, Tensor]] = {
             "batch": {
                 name: each for name, each in _tensors(whole) if name not in ("group", "sequence")
@@ -85,34 +87,45 @@ class StepTargets:
         numbers: dict[tuple[Kind, str], Tensor] = {}
         for kind, tensors in kinds.items():
             for name, each in tensors.items():
-                of_nobody = each.new_zeros((1, *each.shape[1:]))
-                filled = torch.cat((each, of_nobody))
-                numbers[kind, name] = filled.to(dtype) if each.is_floating_point() else filled
-        return PlacedTargets(on_device(numbers, device), whole.decided.scalars)
+                if not _by_sequence(kind, name):
+                    each = each[owned]
+                numbers[kind, name] = torch.cat((each, each.new_zeros((1, *each.shape[1:]))))
+        return OwnedTargets(numbers, whole.decided.scalars)
 
 
 @dataclass(frozen=True, eq=False)
-class PlacedTargets:
-    """A step's numbers where the model computes: those of its tokens, or of its samples, in order,
-    and behind them a 0 of nobody."""
+class OwnedTargets:
+    """A step's numbers: those of its samples, in order, or of the tokens of one owner's, and behind
+    them a 0 of nobody."""
 
     numbers: Mapping[tuple[Kind, str], Tensor]
     scalars: Mapping[str, float]
 
+    def placed(self, dtype: torch.dtype, device: torch.device) -> OwnedTargets:
+        """The same on the device, floats in `dtype`, uploaded together."""
+        numbers = {
+            key: each.to(dtype) if each.is_floating_point() else each
+            for key, each in self.numbers.items()
+        }
+        return OwnedTargets(on_device(numbers, device), self.scalars)
+
     def part(self, tokens: Tensor, samples: Tensor, sequence: Tensor) -> TokenBatch:
-        """One micro-batch. tokens [N], samples [S]: int64, on the device, their places in the step;
-        one past the last is nobody's, with which a micro-batch without samples is filled.
-        sequence: [N], the token's place in `samples`.
+        """One micro-batch. tokens [N], samples [S]: int64, on the device, places among the owner's
+        tokens and the step's samples; -1 is nobody's, with which a micro-batch without samples is
+        filled. sequence: [N], the token's place in `samples`.
 
         `logp` (and `logp_prox`, where it was not precomputed) is nan until the caller replaces it.
         """
         taken: dict[Kind, dict[str, Any]] = {"batch": {}, "tokens": {}, "sequences": {}}
         for (kind, name), values in self.numbers.items():
-            by_sequence = kind == "sequences" or (kind == "batch" and name in PER_SEQUENCE)
-            taken[kind][name] = values[samples if by_sequence else tokens]
+            taken[kind][name] = values[samples if _by_sequence(kind, name) else tokens]
         taken["batch"] |= {"sequence": sequence, "sequences": len(samples)}
         decided = BatchDecision(taken["tokens"], taken["sequences"], self.scalars)
         return TokenBatch(**taken["batch"], decided=decided)
+
+
+def _by_sequence(kind: Kind, name: str) -> bool:
+    return kind == "sequences" or (kind == "batch" and name in PER_SEQUENCE)
 
 
 def _tensors(batch: TokenBatch) -> Iterator[tuple[str, Tensor]]:

@@ -21,6 +21,7 @@ from rich.table import Table
 from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
 from megatron_async_rl.plan.machine import GIB, Machine, this_machine
 from megatron_async_rl.plan.screen import size
+from megatron_async_rl.policy.supported import PINNED, engine_obstacle
 
 PROBE_TIMEOUT_S = 60.0
 LEAST_SHARED_MEMORY = GIB // 2
@@ -68,7 +69,7 @@ PARTS = (
     Part("transformers", "5.19.0", ("cpu", "cuda"), "model configs and chat templates"),
     Part(
         "transformer-engine-torch",
-        "2.12.0",
+        PINNED,
         (),
         "fused and FP8 layers, attention of packed rows and context parallelism (GPU only)",
     ),
@@ -233,8 +234,8 @@ def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
     version = version_of(cuda)
     having = [one for one in RECIPES if not any(lacking(one, each, version) for each in known)]
     advice = "policy.fp8.recipe; needs Transformer Engine"
-    if not machine.transformer_engine:
-        advice += ", which is not installed"
+    if why := engine_obstacle(machine.transformer_engine):
+        advice += f": {why}"
     return [Finding("FP8 recipes", "ok" if having else "note", ", ".join(having) or "none", advice)]
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.lora import lora_problems
+from megatron_async_rl.plan.layers import lora_problems
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import ChosenLayers, choose_layers
@@ -42,7 +42,7 @@ def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLaye
         dtype=config.model.dtype,
         device=device_of(config, machine),
         lora=policy.lora is not None,
-        installed=machine.transformer_engine,
+        engine=machine.transformer_engine,
         fp8=policy.fp8 is not None,
     )
 

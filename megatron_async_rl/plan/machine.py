@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_async_rl.config.fp8 import version_of
+from megatron_async_rl.policy.supported import PINNED
 
 GIB = 2**30
 MIB = 2**20
@@ -31,7 +33,8 @@ class Gpu:
 class Machine:
     """`memory` and `shared_memory` in bytes: what may be used in all, and what is free in /dev/shm
     (0: there is none). `described`: named on the command line, so that only its GPUs are known and
-    nothing that lies on its disks is. `transformer_engine`: is installed, or the machine described.
+    nothing that lies on its disks is. `transformer_engine`: its version, null where it is not
+    installed; of a machine that is described, requirements/gpu.txt's.
 
     `nodes`: machines like this one that the run has. Each has the same number of ranks, and the
     first has the engines.
@@ -43,7 +46,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     nodes: int = 1
     described: bool = False
-    transformer_engine: bool = False
+    transformer_engine: str | None = None
 
 
 def described_machine(*, gpus: int, gpu_memory_gib: float, nodes: int) -> Machine:
@@ -56,7 +59,7 @@ def described_machine(*, gpus: int, gpu_memory_gib: float, nodes: int) -> Machin
         gpus=(gpu,) * gpus,
         nodes=nodes,
         described=True,
-        transformer_engine=True,
+        transformer_engine=PINNED,
     )
 
 
@@ -68,20 +71,26 @@ def this_machine(nodes: int = 1) -> Machine:
         shared_memory=shared,
         gpus=_gpus(),
         nodes=nodes,
-        transformer_engine=_has_transformer_engine(),
+        transformer_engine=_transformer_engine(),
     )
 
 
-def _has_transformer_engine() -> bool:
-    """True where it is installed with its part for torch. That is a file which it loads by its
-    path: beside the package, in it, or in its `wheel_lib`, by how it was built."""
+def _transformer_engine() -> str | None:
+    """Its version, where it is installed with its part for torch. That is a file which it loads by
+    its path: beside the package, in it, or in its `wheel_lib`, by how it was built."""
     found = find_spec("transformer_engine")
     places = found.submodule_search_locations if found is not None else None
-    return any(
+    if not any(
         any(folder.glob("transformer_engine_torch*.so"))
         for place in map(Path, places or ())
         for folder in (place.parent, place, place / "wheel_lib")
-    )
+    ):
+        return None
+    try:
+        return version("transformer-engine")
+    except PackageNotFoundError:
+        # Its parts alone do not import: they ask for this one's version, too.
+        return "not known"
 
 
 def usable_cores() -> int:

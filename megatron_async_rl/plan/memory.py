@@ -3,8 +3,8 @@
 Weights, gradients, optimizer state and KV cache are exact up to padding; activations and the
 log-prob chunk are estimates of what the layers keep for the backward pass. Attention is
 torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a GPU has no
-such kernel. With policy.fp8 activations are counted as in bfloat16, which is more than they take,
-and weights in 8 bits twice, as they lie and transposed (fp8.py).
+such kernel. With policy.fp8 inputs of products are counted in 8 bits, and weights twice, as they lie
+and transposed (layers.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from functools import partial
 
 from megatron_async_rl.config.controls import AlignmentSettings
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.fp8 import fp8_copies
-from megatron_async_rl.plan.lora import stage_adapters
+from megatron_async_rl.plan.layers import fp8_copies, fp8_inputs, stage_adapters
 from megatron_async_rl.plan.machine import GIB
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import LayerFamily
@@ -26,7 +25,7 @@ REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
 LOGIT_COPIES = 3
 """Chunks of float32 logits whose memory the log-probs take: policy/logprobs.py keeps to it."""
 TARGET_BYTES = 50
-"""For each token that a step trains on, whichever rank's it is: losses need 36 to 49 of them."""
+"""For each token that a rank trains on in a step: losses need 36 to 49 of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +144,7 @@ def rank_memory(
         copied = value_bytes(config) if config.model.dtype == "bfloat16" else 0
         head = shape.vocabulary // parallel.tensor * shape.hidden * (FLOAT32 + copied)
     step = config.rollout.sampling.max_tokens if config.rollout is not None else longest
-    targets = TARGET_BYTES * prompts * config.flow.group_size * step
+    targets = TARGET_BYTES * samples * step
     return RankMemory(
         stage=stage,
         parameters=(frozen + trained) * value_bytes(config),
@@ -270,13 +269,14 @@ def _activations(
     count = _layers_in_flight(config, shape, stage)
     recompute, parallel = config.policy.recompute, config.policy.parallel
     kept = partial(_layer_activations, config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
+    less = fp8_inputs(config, shape, stage=stage, tokens=tokens, layers=count)
     if recompute == "none":
-        return count * kept()
+        return count * kept() - less
     if recompute == "selective":
         without = kept(core=False)
-        return count * without + (kept() - without)
+        return count * without + (kept() - without) - less
     parts = parallel.tensor if parallel.sequence else 1
-    return count * tokens * shape.hidden // parts * value_bytes(config) + kept()
+    return count * tokens * shape.hidden // parts * value_bytes(config) + kept() - less
 
 
 def _layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.fp8 import fp8_problems, fp8_warnings
+from megatron_async_rl.plan.layers import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
     Process,

@@ -12,7 +12,8 @@
     DIR/step_00000012/about.json  step, layout, dtype, vocabulary, layers, the source model
                                   directory, names of the parameter state, Adam's step count, where
                                   the weights are (in the model, or in Adam's float32 ones); of
-                                  adapters (lora.py) their settings and the base model's digest
+                                  adapters their settings and the base model's digest
+                                  (lora_base.py)
 
 Invariants:
 - a directory named step_N is complete: it is written under another name, synced, and renamed;
@@ -40,7 +41,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -48,7 +48,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron_async_rl.policy import model_blocks
 from megatron_async_rl.policy.checkpoint_folder import LATEST, CheckpointBroken, about, newest
 from megatron_async_rl.policy.fp8 import delayed_state, restore_delayed_state
-from megatron_async_rl.policy.lora import base_digest
+from megatron_async_rl.policy.lora_base import base_entries, refuse_other_base
 from megatron_async_rl.policy.megatron_private import weights_from_masters
 from megatron_async_rl.policy.model_blocks import Content, ModelBlocks
 from megatron_async_rl.policy.parallel import Layout
@@ -71,7 +71,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FULL_BYTES = 2**20
-_digests: WeakKeyDictionary[PolicyModel, str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +129,7 @@ def save(
     description = {
         "step": step,
         **_description(model, optimizer, layout),
-        **_base(model, layout),
+        **base_entries(model),
         "adam_steps": adam_steps(optimizer),
         "parameter_state": sorted(parameter_state),
     }
@@ -213,7 +212,7 @@ def load(
     if path is None:
         return None
     content = about(path)
-    refuse_other_base(path, content, model, layout)
+    refuse_other_base(path, content, model)
     state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
     names = frozenset(content.get("parameter_state", ()))
     adam = {
@@ -278,46 +277,6 @@ def _read_masters(path: Path, model: PolicyModel, masters: Sliced) -> None:
 def _master(key: str) -> str:
     """The key of Adam's float32 weights of a tensor of the model."""
     return f"{model_blocks.STATE}.{MASTER}.{key}"
-
-
-def _base(model: PolicyModel, layout: Layout) -> dict[str, Any]:
-    """Entries of about.json on the weights that are not saved. Collective over the world."""
-    if model.lora is None:
-        return {}
-    return {
-        "lora": model.lora.model_dump(mode="json"),
-        "base_digest": _digest_of_base(model, layout),
-    }
-
-
-def _digest_of_base(model: PolicyModel, layout: Layout) -> str:
-    """Collective over the world at the first call for a model: frozen weights stay as they are."""
-    if model not in _digests:
-        _digests[model] = base_digest(model.chunks, layout)
-    return _digests[model]
-
-
-def refuse_other_base(
-    path: Path, content: Mapping[str, Any], model: PolicyModel, layout: Layout
-) -> None:
-    """Raises CheckpointBroken where the checkpoint is of other adapters than the model has, or of
-    adapters trained over other weights. content: its about.json. Collective over the world."""
-    own = _base(model, layout)
-    if own.get("lora") != content.get("lora"):
-        trained = "adapters" if "lora" in content else "whole weights"
-        raise CheckpointBroken.of(
-            "policy.lora",
-            f"{path} holds {trained} (lora: {content.get('lora')}), and the model is built with"
-            f" lora: {own.get('lora')}",
-            "set it as it was, or choose another run.dir",
-        )
-    if own and own["base_digest"] != content.get("base_digest"):
-        raise CheckpointBroken.of(
-            "model.path",
-            f"{path} holds adapters that were trained over other weights than those of"
-            f" {model.source} (digest {content.get('base_digest')}, here {own['base_digest']})",
-            f"put the model of {content['model_path']} back, or choose another run.dir",
-        )
 
 
 def _read(path: Path, content: Content, layout: Layout) -> None:

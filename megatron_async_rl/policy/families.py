@@ -23,6 +23,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.utils import get_te_version
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,12 +33,7 @@ from megatron_async_rl.policy.bridge import PolicyBridge
 from megatron_async_rl.policy.fp8 import megatron_settings, refuse_device
 from megatron_async_rl.policy.layers import LAYERS, GemmaNorm, NormedAdd
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.supported import (
-    FAMILIES,
-    AskedLayers,
-    choose_layers,
-    unsupported,
-)
+from megatron_async_rl.policy.supported import FAMILIES, AskedLayers, choose_layers, unsupported
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.fp8 import Fp8Config
@@ -223,7 +219,7 @@ def build_bridge(
         dtype=str(dtype).removeprefix("torch."),
         device=layout.device_type,
         lora=lora is not None,
-        installed=HAVE_TE,
+        engine=str(get_te_version()) if HAVE_TE else None,
         fp8=fp8 is not None,
     )
     refuse_device(fp8, layout)
@@ -252,8 +248,11 @@ def refuse_mixed(families: Sequence[str]) -> None:
     differ, and gradients be added up one to another. families: by rank."""
     if len(set(families)) > 1:
         without = [str(rank) for rank, family in enumerate(families) if family == "local"]
-        what = f"ranks {', '.join(without)} have no Transformer Engine, and the others have"
-        raise UserError.of("policy.layers", what, "install it on every machine, or set local")
+        what = (
+            f"ranks {', '.join(without)} cannot take Transformer Engine's layers, and the others do"
+        )
+        fix = "install the same version on every machine, or set local"
+        raise UserError.of("policy.layers", what, fix)
 
 
 def refuse_unsupported(path: Path, hf_config: Any) -> None:

@@ -109,6 +109,8 @@ class TransformerEngineLayers(Layers):
         "bias_activation_fusion": True,
         "apply_rope_fusion": True,
         "moe_grouped_gemm": True,
+        # A token's experts are added up in one order; torch's scatter on CUDA has none.
+        "moe_permute_fusion": True,
         # Otherwise the first micro-batch of a forward-backward pass overwrites the gradient that
         # `finish` has products add to, and what an earlier pass left there is lost.
         "disable_parameter_transpose_cache": True,

@@ -30,32 +30,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
-    param_is_not_tensor_parallel_duplicate,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_async_rl.gradients import block_elements
-from megatron_async_rl.policy.parameters import ADAPTER, EXPERT, local_entries
+from megatron_async_rl.policy.parameters import ADAPTER, local_entries
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.lora import LoraConfig
     from megatron_async_rl.policy.bridge import PolicyBridge
-    from megatron_async_rl.policy.parallel import Layout
 
 
 @dataclass(frozen=True)
@@ -302,29 +297,3 @@ def weight_of(chunk: nn.Module, name: str) -> Tensor:
     if isinstance(layer, Adapted) and name.endswith(".weight"):
         return layer.merged_weight()
     return chunk.get_parameter(name).detach()
-
-
-@torch.no_grad()
-def base_digest(chunks: Sequence[nn.Module], layout: Layout) -> str:
-    """Digest of the frozen weights over the whole model, the same on every layout: the sum of a
-    hash of each element's bits. Collective over the world."""
-    total = torch.zeros((), dtype=torch.int64, device=layout.device)
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            replica = layout.expert_replica if EXPERT.search(name) else layout.replica
-            if (
-                parameter.requires_grad
-                or replica != 0
-                or not param_is_not_shared(parameter)
-                or not param_is_not_tensor_parallel_duplicate(parameter)
-            ):
-                continue
-            bits = torch.int32 if parameter.dtype == torch.float32 else torch.int16
-            flat = parameter.detach().reshape(-1).view(bits)
-            for part in flat.split(block_elements(parameter.device)):
-                # 0 hashes to 0: padding rows of a vocabulary, which depend on the layout, add none.
-                mixed = part.to(torch.int64) * -7046029254386353131
-                mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
-                total += (mixed ^ (mixed >> 32)).sum()
-    dist.all_reduce(total, group=layout.world_group)
-    return f"{int(total) % 2**64:016x}"

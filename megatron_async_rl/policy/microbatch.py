@@ -72,11 +72,11 @@ class MicroBatch:
 
     tokens, position_ids: [B, L] int64. rows: [N] int64, flat index b * L + t into [B, L] of the
     position that predicts the response token, one before it. targets: [N] int64. sequence: [N]
-    int64, the place in `samples` of the token's. versions: [N] int64. batch_tokens [N],
-    batch_samples [S]: int64, places of these tokens and of `samples` in the planned batch. packing:
-    where samples begin and end in a row that has several; null where a row is one. An all-masked
-    micro-batch has samples == () and one token of nobody, whose places are one past the batch's
-    last.
+    int64, the place in `samples` of the token's. versions: [N] int64. owned_tokens: [N] int64,
+    places of these tokens among those of the samples that their owner has in the planned batch.
+    batch_samples: [S] int64, `samples`. packing: where samples begin and end in a row that has
+    several; null where a row is one. An all-masked micro-batch has samples == () and one token of
+    nobody, whose places are -1.
 
     Under context parallelism L is the length of this rank's part, `rows` is [n] and of its own
     positions, and `places`, [n] int64, says which of the N tokens they predict; else null.
@@ -89,7 +89,7 @@ class MicroBatch:
     targets: Tensor
     sequence: Tensor
     versions: Tensor
-    batch_tokens: Tensor
+    owned_tokens: Tensor
     batch_samples: Tensor
     packing: PackedSequences | None = None
     places: Tensor | None = None
@@ -202,15 +202,12 @@ def _arrays(
         "targets": batch.token_ids[spans(starts + prompts, lengths)],
         "sequence": np.repeat(np.arange(len(chosen)), lengths),
         "versions": batch.versions[spans(batch.starts[chosen], lengths)],
-        "batch_tokens": spans(batch.starts[chosen], lengths),
+        "owned_tokens": spans(batch.owned_starts[chosen], lengths),
         "batch_samples": chosen,
     }
     if not rows:
         per_token = dict.fromkeys(per_token, np.zeros(1, dtype=np.int64))
-        per_token |= {
-            "batch_tokens": np.array([len(batch.rows)]),
-            "batch_samples": np.array([len(batch)]),
-        }
+        per_token |= dict.fromkeys(("owned_tokens", "batch_samples"), np.array([-1]))
     own = sequences.own(fed)
     if sequences.context.size > 1:
         here = np.full(len(tokens), -1)

@@ -135,9 +135,10 @@ Content = dict[str, Blocks]
 
 class ModelBlocks:
     """Where each trained parameter, and each buffer, of this rank lies in the model's tensors. Made
-    anew for each save or load. Of a model that keeps weights in 8 bits, `state` alone can be had."""
+    anew for each save or load. Of a model that keeps weights in 8 bits, `state` alone can be had.
+    frozen: the parameters that are not trained instead."""
 
-    def __init__(self, model: PolicyModel) -> None:
+    def __init__(self, model: PolicyModel, *, frozen: bool = False) -> None:
         self._layout = model.bridge.layout
         self._model: list[tuple[Slice, Tensor]] = []
         self._parts: dict[int, list[tuple[int, ShardedTensor]]] = {}
@@ -147,7 +148,8 @@ class ModelBlocks:
                 if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
                     continue  # what layers keep beside tensors; of delayed scaling see fp8.py
                 tensor = parameters.get(name, entry.data)
-                if name in parameters and not tensor.requires_grad:
+                trained = name not in parameters or tensor.requires_grad
+                if trained == frozen:
                     continue
                 self._parts[id(tensor)] = _parts_of(entry)
                 self._model.append((Slice(tensor, 0, tensor.numel(), own=False), tensor.detach()))

@@ -155,6 +155,12 @@ class Layout:
             dist.all_gather_object(found, mine, group=self.cpu_group)
         return found
 
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Collective over the world: adds up integers on the host, modulo 2^64, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(numbers, group=self.cpu_group)
+        return numbers
+
     def barrier(self, group: Any = None) -> None:
         """Collective over the world. group: null for `cpu_group`."""
         if self.world_size > 1:

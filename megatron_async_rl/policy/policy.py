@@ -318,6 +318,7 @@ class Policy:
             self.objective,
             targets,
             table if self.layout.records_outputs else None,
+            owner=self.layout.dp_rank,
             advantage=advantage,
             with_terms=with_terms,
         )

@@ -111,12 +111,13 @@ class PrecomputeTable:
         """One forward pass under the weights in place. rows: the samples that the micro-batches
         number; null for all."""
         numbers = np.arange(len(self.samples)) if rows is None else np.asarray(rows)
+        numbers = numbers[self.samples.owner[numbers] == self.layout.dp_rank]
         tokens = spans(self.samples.starts[numbers], self.samples.lengths[numbers])
-        whole = torch.from_numpy(tokens).to(self.layout.device)
+        owned = torch.from_numpy(tokens).to(self.layout.device)
         for micro_batch, outputs in schedule.forward(micro_batches):
             if not self.layout.records_outputs or not micro_batch.samples:
                 continue
-            places = whole[micro_batch.batch_tokens]
+            places = owned[micro_batch.owned_tokens]
             for fill in fills:
                 target, output = (
                     self.values[self.columns.index(fill.column)],

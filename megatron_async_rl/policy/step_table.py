@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_async_rl.controls.ess_lr import effective_sample_size
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 from megatron_async_rl.objectives.objective import BatchLoss, Objective
-from megatron_async_rl.objectives.targets import PlacedTargets, StepTargets
+from megatron_async_rl.objectives.targets import OwnedTargets, StepTargets
 from megatron_async_rl.objectives.terms import kl_estimate
 from megatron_async_rl.policy.forward import TokenOutputs
 from megatron_async_rl.policy.microbatch import MicroBatch
@@ -146,8 +146,9 @@ class RecordedLoss:
     """The objective's loss of a micro-batch, from its log-probs on the last stage; and the rows of
     the table.
 
-    table: null where another tensor-parallel rank records. advantage: of every trained token; null
-    for the batch's own. with_terms: false leaves out what is added to the loss.
+    table: null where another tensor-parallel rank records. owner: the data-parallel rank.
+    advantage: of every trained token; null for the batch's own. with_terms: false leaves out what
+    is added to the loss.
     """
 
     def __init__(
@@ -156,22 +157,24 @@ class RecordedLoss:
         targets: StepTargets,
         table: StepTable | None,
         *,
+        owner: int = 0,
         advantage: float | None = None,
         with_terms: bool = True,
     ) -> None:
         self._objective = objective
         self._targets = targets
         self._table = table
+        self._owned = targets.owned_by(owner)
         self._advantage = advantage
         self._with_terms = with_terms
-        self._placed: PlacedTargets | None = None
+        self._placed: OwnedTargets | None = None
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
         targets = self._targets
         if self._placed is None:
-            self._placed = targets.placed(outputs.logp.dtype, outputs.logp.device)
+            self._placed = self._owned.placed(outputs.logp.dtype, outputs.logp.device)
         tokens = self._placed.part(
-            micro_batch.batch_tokens, micro_batch.batch_samples, micro_batch.sequence
+            micro_batch.owned_tokens, micro_batch.batch_samples, micro_batch.sequence
         )
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
         if outputs.values is not None:

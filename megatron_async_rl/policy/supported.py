@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_async_rl.config.fp8 import version_of
 from megatron_async_rl.config.problem import UserError
 
 Window = Literal["none", "every layer", "chosen layers"]
@@ -268,6 +269,13 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
+OLDEST, NEWEST = (2, 11), (2, 12)
+"""Releases of Transformer Engine, (major, minor), that were checked against this Megatron-Core and
+cuBLAS. Later ones import, and die at a product for want of a function of cuBLAS."""
+PINNED = "2.12.0"
+"""The one of requirements/gpu.txt."""
+
+
 @dataclass(frozen=True)
 class ChosenLayers:
     """A family of layers (layers.py). why: what keeps Transformer Engine's away where nobody asked
@@ -277,6 +285,21 @@ class ChosenLayers:
     why: str = ""
 
 
+def engine_obstacle(version: str | None) -> str:
+    """The lack of an installation of Transformer Engine, in words; empty where there is none.
+    version: null where it is not installed."""
+    if version is None:
+        return "it is not installed; requirements/gpu.txt has its version"
+    found = version_of(version)
+    if found is not None and OLDEST <= found <= NEWEST:
+        return ""
+    oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+    return (
+        f"its version is {version}, and {oldest} and {newest} are the ones checked with this"
+        f" Megatron-Core and cuBLAS; install transformer-engine=={PINNED} with its parts"
+    )
+
+
 def choose_layers(
     asked: AskedLayers,
     *,
@@ -284,15 +307,16 @@ def choose_layers(
     dtype: str,
     device: str,
     lora: bool,
-    installed: bool,
+    engine: str | None,
     fp8: bool = False,
 ) -> ChosenLayers:
-    """The layers of a model under `policy.layers`. installed: Transformer Engine is there. fp8:
-    products are in 8-bit floats. Raises UserError where its layers are needed and cannot be had."""
-    local = FAMILIES[model_type].local
+    """The layers of a model under `policy.layers`. engine: Transformer Engine's version, null where
+    it is not installed. fp8: products are in 8-bit floats. Raises UserError where its layers are
+    needed and cannot be had."""
+    local, unfit = FAMILIES[model_type].local, engine_obstacle(engine)
     obstacles = (
         (device != "cuda", "it computes on CUDA alone, and the policy is on the CPU"),
-        (not installed, "it is not installed; requirements/gpu.txt has its version"),
+        (bool(unfit), unfit),
         (dtype != "bfloat16", f"it rounds products of {dtype} to TF32; set model.dtype: bfloat16"),
         (lora, "adapters (policy.lora) go beside Megatron's own layers"),
         (bool(local), f"{model_type} has {local}, which it does not"),

@@ -126,6 +126,15 @@ class RankBatch:
         """[N]: the row of each response token."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
+    @cached_property
+    def owned_starts(self) -> NDArray[np.int64]:
+        """[S]: where each sample's response tokens begin among those of its owner."""
+        starts = np.zeros(len(self), dtype=np.int64)
+        for owner in np.unique(self.owner):
+            owned = self.owner == owner
+            starts[owned] = np.cumsum(self.lengths[owned]) - self.lengths[owned]
+        return starts
+
     @property
     def fed(self) -> NDArray[np.int64]:
         """[S]: the tokens that go into the model: all but the last, which predicts nothing."""

@@ -1,14 +1,19 @@
 """Products of Megatron's own layers with numbers in 8 bits, by tests/float8.py: what a recipe costs
-in precision, where there is no GPU. One rank; sums are those of the tensors' dtype."""
+in precision, where there is no GPU. Sums are those of the tensors' dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    layers,
+)
 from torch import Tensor
 
 from tests.float8 import blockwise, restored, tensorwise
@@ -60,7 +65,20 @@ def in_8_bits(recipe: str) -> Iterator[None]:
     """Within it every product of a layer is rounded; those of router, logits and attention are
     not."""
 
-    def product(input: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> Tensor:
+    def product(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any,
+        **_: object,
+    ) -> Tensor:
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         found = Product.apply(input, weight, recipe)
         return found if bias is None else found + bias
 

@@ -34,13 +34,19 @@ ON_DEVICE_WITH_TE = [
 """Bodies that put another implementation in the place of Transformer Engine's on a CPU."""
 
 
-def run_program(program: str, arguments: list[str | Path]) -> None:
-    """A module's main in a process that has touched no CUDA before and is a world of one. Raises
+def run_program(program: str, arguments: list[str | Path], ranks: int = 1) -> None:
+    """A module's main in processes that have touched no CUDA before: a world of one, or of so many
+    ranks, each with a device of its own, where it skips for want of devices. Raises
     subprocess.CalledProcessError and TimeoutExpired."""
+    if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    launch = [sys.executable, "-m", program, *arguments]
+    launch = [sys.executable]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launch += ["-m", program, *map(str, arguments)]
     subprocess.run(launch, check=True, timeout=PROGRAM_S, env=environment)

@@ -9,6 +9,7 @@ learns.
 from __future__ import annotations
 
 import functools
+import json
 import pickle
 import subprocess
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
 from megatron_async_rl.controls.registry import CONTROLS
 from tests.gpu.fp8_program import CASES
 from tests.gpu.hardware import DEVICE, ON_DEVICE_WITH_TE, run_program
-from tests.gpu.test_train_step import flat
+from tests.gpu.test_train_step import flat, hold_gacs_cosine
 from tests.gradients import cosine
 from tests.parallel import layouts
 from tests.parallel.test_export import assert_same
@@ -54,17 +55,50 @@ def material() -> Path:
     return directory
 
 
-def found(recipe: str) -> dict:
+def refuse(recipe: str) -> None:
     """Skips where the device lacks the recipe."""
     if DEVICE == "cuda":
         capability = torch.cuda.get_device_capability()
         why = lacking(recipe, capability, version_of(torch.version.cuda))
         if why:
             pytest.skip(why)
+
+
+def found(recipe: str) -> dict:
+    """Skips where the device lacks the recipe."""
+    refuse(recipe)
     outcome = _found(recipe)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
+
+
+LAYOUTS = {
+    "tensor": {"ranks": 2, "tensor": 2, "sequence": True},
+    "pipeline": {"ranks": 2, "pipeline": 2},
+    "data": {"ranks": 2},
+}
+
+
+def on_layout(recipe: str, layout: str) -> dict:
+    """Skips where the device lacks the recipe, or there are too few."""
+    refuse(recipe)
+    outcome = _on_layout(recipe, layout)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+@functools.cache
+def _on_layout(recipe: str, layout: str) -> dict | Exception:
+    output = layouts.temporary() / "fp8.pt"
+    settings = LAYOUTS[layout]
+    arguments = [DEVICE, recipe, json.dumps(settings), material(), output]
+    try:
+        run_program("tests.gpu.fp8_layouts_program", arguments, settings["ranks"])
+    except subprocess.SubprocessError as failure:
+        return failure
+    return torch.load(output, weights_only=False, map_location="cpu")
 
 
 @functools.cache
@@ -117,6 +151,33 @@ def test_a_steps_gradient_norm_is_that_of_bfloat16(recipe, case, figure):
     )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_divided_model_is_as_near_to_bfloat16_as_one_ranks_bound(recipe, layout, figure):
+    each = on_layout(recipe, layout)
+    assert each["ranks_agree"]
+    assert each["layers"] == ("transformer_engine" if DEVICE == "cuda" else "local")
+    rounded, usual = (np.concatenate(each[name]["scores"]) for name in ("fp8", "bfloat16"))
+    apart = np.abs(rounded - usual).mean()
+    assert apart > 1e-4, "nothing was rounded"
+    bound, at = TOLERANCES["logprob"], f"{recipe}, {layout} of 2"
+    name = f"log-probs, {at}, mean error"
+    figure(name, apart, at_most=bound, unit="nats", against=IN_BFLOAT16)
+    gradients = (flat(each[name]["gradient"]) for name in ("fp8", "bfloat16"))
+    figure(
+        f"cosine of the gradient, {at}",
+        cosine(*gradients),
+        at_least=1.0 - TOLERANCES["gradient"],
+        against=IN_BFLOAT16,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", KEPT)
+def test_weights_kept_in_8_bits_go_on_bit_for_bit_on_a_divided_model(recipe, layout):
+    assert_goes_on(on_layout(recipe, layout)["resumed"])
+
+
 @pytest.mark.parametrize("control", CONTROLS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_control_takes_its_steps(recipe, control):
@@ -128,14 +189,7 @@ def test_every_control_takes_its_steps(recipe, control):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gacs_cosine_is_that_of_the_same_shards_in_float64(recipe, figure):
-    measured, exact = found(recipe)["cosines"]
-    assert 0.001 < abs(exact) < 0.99
-    figure(
-        f"GAC's cosine over the model, {recipe}, error",
-        abs(measured - exact),
-        at_most=1e-6,
-        against="the same shards, put together in float64",
-    )
+    hold_gacs_cosine(figure, recipe, *found(recipe)["cosines"], least=0.001)
 
 
 def assert_goes_on(resumed: dict) -> None:

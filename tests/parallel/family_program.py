@@ -8,8 +8,16 @@ from pathlib import Path
 
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ParallelConfig
-from tests.parallel.layout_program import Rank, received, run_each, save, scorable
+from tests.parallel.layout_program import (
+    Rank,
+    exporter_of,
+    received,
+    run_each,
+    save,
+    scorable,
+)
 from tests.parallel.opob_program import exported_gradient
+from tests.parallel.staged_weights import staged_as_exported
 
 CONTEXT_MODELS = ("mistral-window", "gemma3")
 """Those whose sequences are also divided over ranks: a window that reaches over a part's start, and
@@ -48,6 +56,7 @@ def measured(rank: Rank, model: str) -> dict:
         "packed_scores": packed.score(received(packed, batch)),
         "weights": rank.weights(policy),
     }
+    staged_as_exported(exporter_of(policy), rank.layout, found["weights"])
     step, found["gradient"] = trained(rank, policy)
     found["steps"] = [step]
     _, found["recomputed_gradient"] = trained(rank, supervised(rank, model, recompute="full"))

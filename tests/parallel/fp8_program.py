@@ -28,8 +28,9 @@ from megatron_async_rl.policy import families
 from megatron_async_rl.policy.adam_view import masters_of
 from megatron_async_rl.policy.parameter_state import MASTER, adam_shards
 from megatron_async_rl.policy.weight_copies import HeldMasters
-from tests.parallel.layout_program import Rank, received, run_each, save
+from tests.parallel.layout_program import Rank, exporter_of, received, run_each, save
 from tests.parallel.reference_program import at_version
+from tests.parallel.staged_weights import staged_as_exported
 from tests.parallel.whole_tensors import assembled
 
 PARTS = {
@@ -163,6 +164,7 @@ def kept_in_8_bits(rank: Rank, model: str, a: str, b: str) -> dict:
     folder = rank.scratch / "kept"
     kept.save(folder, 3, {"version": 3}, keep=1)
     own, again, foreign = rank.weights(kept), policy(fp8=KEPT), policy()
+    staged_as_exported(exporter_of(kept), rank.layout, own)
     again.load(folder)
     foreign.load(folder)
     found = {

@@ -30,14 +30,22 @@ from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.parameter_state import adam_shards
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.weights.convert import export_adapter
-from tests.parallel.layout_program import Rank, received, run_each, save, scorable
+from tests.parallel.layout_program import (
+    Rank,
+    exporter_of,
+    received,
+    run_each,
+    save,
+    scorable,
+)
 from tests.parallel.layouts import MIXTURE_LAYOUTS
+from tests.parallel.staged_weights import staged_as_exported
 from tests.train_batches import groups_of
 
 LORA = LoraConfig(rank=3, alpha=4.5)
 DROPPED = LORA.model_copy(update={"dropout": 0.5})
 CHECKPOINT = "lora_checkpoint"
-DROPS = ("tensor", "sequence")
+DROPS = ("tensor_pipeline", "sequence")
 """Layouts whose ranks draw masks of the same inputs, and of different ones."""
 OBJECTIVE = ObjectiveConfig(
     kl=KlConfig(coef=0.1), reference=ReferenceConfig(), proximal="ewma", ewma_decay=0.6
@@ -136,20 +144,47 @@ def dropouts(rank: Rank, model: str) -> dict:
     }
 
 
+def recomputes(rank: Rank, model: str) -> bool:
+    """True where recomputed layers, in bfloat16 and under dropout, take the same steps to the
+    bit."""
+    found = []
+    for recompute in ("none", "full"):
+        trained = policy(rank, model, lora=DROPPED, dtype="bfloat16", recompute=recompute)
+        steps = without_times(rank.train(trained, ["a", "b"])["steps"])
+        found.append((steps, bits(trained)))
+    (steps, plain), (again, recomputed) = found
+    return steps == again and same(plain, recomputed)
+
+
 def refusals(rank: Rank, model: str, folder: Path, output: Path) -> dict:
-    """The refusals to load over another base model, and where the adapters are not expected."""
-    other = output / "other"
-    shutil.copytree(rank.material / model, other)
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.layers.2.mlp.up_proj.weight"][1, 2] += 1e-3
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    """The refusals to load over base models with one other number, and with two numbers of a matrix
+    or two matrices exchanged, and where the adapters are not expected."""
+    name = "model.layers.{}.mlp.up_proj.weight".format
+
+    def one_number(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name(2)][1, 2] += 1e-3
+
+    def two_numbers(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name(2)][1, [2, 3]] = tensors[name(2)][1, [3, 2]]
+
+    def matrices(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name(1)], tensors[name(2)] = tensors[name(2)], tensors[name(1)]
+
+    tried: dict[str, tuple[Any, LoraConfig | None]] = {"whole": (model, None)}
+    for change in (one_number, two_numbers, matrices):
+        other = output / change.__name__
+        shutil.copytree(rank.material / model, other)
+        tensors = load_file(other / "model.safetensors")
+        change(tensors)
+        save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+        tried[change.__name__] = (other, LORA)
     found = {}
-    for name, (source, lora) in {"other": (other, LORA), "whole": (model, None)}.items():
+    for case, (source, lora) in tried.items():
         try:
             policy(rank, source, lora=lora).load(folder)
-            found[name] = None
+            found[case] = None
         except CheckpointBroken as error:
-            found[name] = error.problems[0]
+            found[case] = error.problems[0]
     return found
 
 
@@ -194,6 +229,7 @@ def alone(rank: Rank, model: str, folder: Path, output: Path) -> dict:
     gradient.load(folder)
     adapters = rank.weights(gradient, adapters=True)
     merged = rank.weights(gradient)
+    staged_as_exported(exporter_of(gradient), rank.layout, merged)
     export_adapter(gradient.model, output / "adapter")
     scores = gradient.score(received(gradient, scorable(rank.batches["a"])))
     step = rank.train(gradient, ["a"])["steps"][0]
@@ -254,6 +290,10 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
             results["steps"]
         ) and same(bits(recomputed), bits(trained))
         results["resumed"] = resumes(rank, trained, model, material / CHECKPOINT)
+        results["recomputed"] = {
+            "float32": results["recomputed"],
+            "bfloat16": recomputes(rank, model),
+        }
         results["dropout"] = dropouts(rank, model)
         results |= alone(rank, model, material / CHECKPOINT, output.parent)
     if layout == "data_distributed_optimizer":

@@ -47,9 +47,9 @@ from megatron_async_rl.policy.sequence_layout import sequence_layout
 from megatron_async_rl.policy.weight_copies import HeldWeights
 from megatron_async_rl.weights.convert import export_hf
 from megatron_async_rl.weights.export import WeightExporter
-from megatron_async_rl.weights.transport import tensor_digest
 from tests.parallel.allocations import Allocations
-from tests.parallel.models import CHECKPOINTED, TEMPERATURE
+from tests.parallel.models import CHECKPOINTED, FAULTY, TEMPERATURE
+from tests.parallel.staged_weights import faults, staging_of
 from tests.parallel.whole_tensors import assembled
 from tests.train_batches import columns_of
 
@@ -567,10 +567,14 @@ def main() -> None:
             "exported": whole,
             "exported_seconds": time.perf_counter() - started,
             "exported_in_small_buckets": exported(model, 5000),
-            "digests": {name: tensor_digest(tensor) for name, tensor in (whole or {}).items()},
+            "staging": staging_of(WeightExporter(model.bridge, model.chunks), layout),
             "lent": lent(model),
             "collectives": collectives_of_one_export(model, 1 << 30),
         }
+        if path.name in FAULTY:
+            parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+            exporter = WeightExporter(model.bridge, model.chunks)
+            results["models"][path.name]["faults"] = faults(exporter, layout, parameters)
     kind = "mixture" if (material / CHECKPOINTED["mixture"]).exists() else "dense"
     results["checkpoint"] = checkpoints(
         material / CHECKPOINTED[kind], parallel, layout, output, other, samples

@@ -53,6 +53,8 @@ LAYERS = 4
 TEMPERATURE = 0.7
 CHECKPOINTED = {"dense": "qwen3-tied-odd", "mixture": "mixture"}
 """The models that are trained a little, saved and loaded."""
+FAULTY = ("qwen3-untied", "mixture-not-normalised")
+"""The models whose staged weights are damaged."""
 DENSE = (
     "llama-untied",
     "llama-tied",

@@ -62,7 +62,8 @@ def test_adapters_alone_are_trained_and_their_copies_agree(layout):
 
 
 def test_recomputed_layers_give_their_adapters_the_same_gradient():
-    assert results("single")["recomputed"]
+    """In bfloat16 under dropout, whose masks are drawn again."""
+    assert results("single")["recomputed"] == {"float32": True, "bfloat16": True}
 
 
 @pytest.mark.parametrize("layout", EVERY)
@@ -106,8 +107,9 @@ def test_a_resumed_run_goes_on_to_the_bit_from_adapters_alone(layout):
 
 def test_a_checkpoint_over_another_base_model_or_for_whole_weights_is_refused():
     refusals = results("single")["refusals"]
-    assert refusals["other"].key == "model.path"
-    assert "trained over other weights" in refusals["other"].what
+    for change in ("one_number", "two_numbers", "matrices"):
+        assert refusals[change].key == "model.path"
+        assert "trained over other weights" in refusals[change].what
     assert refusals["whole"].key == "policy.lora"
 
 

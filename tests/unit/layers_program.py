@@ -33,7 +33,12 @@ from megatron_async_rl.policy.parameters import local_entries, whole_model_names
 from megatron_async_rl.weights.export import WeightExporter
 
 FAMILIES = ("local", "transformer_engine")
-SETTINGS = ("bias_activation_fusion", "apply_rope_fusion", "disable_parameter_transpose_cache")
+SETTINGS = (
+    "bias_activation_fusion",
+    "apply_rope_fusion",
+    "disable_parameter_transpose_cache",
+    "moe_permute_fusion",
+)
 MARKS = {"allreduce": True, "sequence_parallel": False, "tensor_model_parallel": False}
 """What Megatron reads of a parameter besides its elements -> the value of a missing mark."""
 

@@ -26,7 +26,7 @@ from megatron_async_rl.plan.screen import resolved
 from megatron_async_rl.policy import fp8, model_blocks
 from megatron_async_rl.policy.context_parallel import Context
 from megatron_async_rl.policy.sequence_layout import LAYOUTS, sequence_layout
-from megatron_async_rl.policy.supported import choose_layers
+from megatron_async_rl.policy.supported import PINNED, choose_layers
 from tests.written_run import write_model, write_run
 
 SIZES = {
@@ -38,6 +38,14 @@ SIZES = {
     "num_hidden_layers": 4,
 }
 """Multiples of 128 on two tensor-parallel ranks."""
+EXPERTS = SIZES | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
 BASE = ("model.dtype=bfloat16", "policy.device=cuda")
 HOPPER, ADA, AMPERE, BLACKWELL, LATER = (9, 0), (8, 9), (8, 0), (10, 0), (12, 0)
 
@@ -48,7 +56,7 @@ def node(capability: tuple[int, int] | None) -> Machine:
         memory=512 * GIB,
         shared_memory=64 * GIB,
         gpus=(Gpu("A", 80 * GIB, capability),) * 8,
-        transformer_engine=True,
+        transformer_engine=PINNED,
     )
 
 
@@ -120,6 +128,19 @@ def test_a_device_has_a_recipe_from_its_capability_and_cuda_on(recipe, capabilit
     assert bool(found) == bool(why)
 
 
+def test_a_rank_refuses_a_recipe_that_its_gpu_or_cuda_lacks(monkeypatch):
+    layout = SimpleNamespace(device_type="cuda", device=torch.device("cuda", 0), rank=3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    fp8.refuse_device(None, layout)
+    fp8.refuse_device(Fp8Config(recipe="tensorwise"), layout)
+    with pytest.raises(UserError, match=r"rank 3: blockwise needs CUDA 12\.9"):
+        fp8.refuse_device(Fp8Config(recipe="blockwise"), layout)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: AMPERE)
+    with pytest.raises(UserError, match=r"rank 3: delayed needs compute capability 8\.9"):
+        fp8.refuse_device(Fp8Config(recipe="delayed"), layout)
+
+
 def test_a_version_of_cuda_is_compared_as_numbers():
     assert version_of("12.10.1") == (12, 10) > (12, 9)
     assert version_of("9.0") == (9, 0)
@@ -145,10 +166,10 @@ def test_a_plan_for_machines_elsewhere_says_what_they_must_have(file):
 
 
 def test_layers_that_are_not_transformer_engines_refuse_8_bit_products(file):
-    without = Machine(**{**vars(node(HOPPER)), "transformer_engine": False})
+    without = Machine(**{**vars(node(HOPPER)), "transformer_engine": None})
     found = problems(file, "policy.fp8={recipe: tensorwise}", on=without)
     assert "it is not installed" in found["policy.fp8"]
-    fitting = {"model_type": "qwen3", "dtype": "bfloat16", "lora": False, "installed": True}
+    fitting = {"model_type": "qwen3", "dtype": "bfloat16", "lora": False, "engine": PINNED}
     for asked, device in (("local", "cuda"), ("auto", "cpu")):
         with pytest.raises(UserError) as refused:
             choose_layers(asked, device=device, fp8=True, **fitting)
@@ -255,11 +276,63 @@ def test_a_plan_counts_weights_in_8_bits_in_both_orientations_with_their_scales(
     for recipe, scale in (("tensorwise", 0.0), ("blockwise", 4 / 128**2)):
         rounded = memory(file, f"policy.fp8={{recipe: {recipe}}}")
         assert rounded.fp8 == int(4 * LAYER * 2 * (1 + scale))
-        assert rounded.total == plain.total + rounded.fp8
+        assert rounded.total - rounded.activations == (
+            plain.total - plain.activations + rounded.fp8
+        )
         kept = memory(file, f"policy.fp8={{recipe: {recipe}, primary_weights: true}}")
         assert kept.fp8 == int(4 * LAYER * (2 * (1 + scale) - 2))
         ends = f"policy.fp8={{recipe: {recipe}, first_last_layers_bf16: 1}}"
         assert memory(file, ends).fp8 == int(2 * LAYER * 2 * (1 + scale))
+
+
+FULL = "policy.recompute=full"
+SEQUENCE = ("policy.parallel={ranks: 2, tensor: 2, sequence: true}",)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "fewer"),
+    [
+        # Queries, keys and values take 256 numbers of a token, the MLP's two products 256 and 512.
+        ("tensorwise", (), 4 * 1024),
+        ("blockwise", (), 4 * 1024 * (1 - 4 / 128)),
+        ("mxfp8", (), 4 * 1024 * (1 - 1 / 32)),
+        # Attention's 256 outputs are kept in 8 bits beside those in bfloat16.
+        ("delayed", (), 4 * (1024 - 256)),
+        ("tensorwise", ("policy.fp8.first_last_layers_bf16=1",), 2 * 1024),
+        ("tensorwise", ("policy.recompute=selective",), 4 * 1024),
+        ("tensorwise", (FULL,), 1024),
+        ("tensorwise", (FULL, "policy.fp8.first_last_layers_bf16=1"), 0),
+        ("tensorwise", ("policy.parallel={ranks: 2, tensor: 2}",), 4 * (512 + 512 // 2)),
+        ("tensorwise", SEQUENCE, 4 * 1024 // 2),
+        # The first of two stages has two micro-batches in flight, of two layers each.
+        ("tensorwise", ("policy.parallel={ranks: 2, pipeline: 2}",), 2 * 2 * 1024),
+    ],
+)
+def test_inputs_of_products_are_counted_in_8_bits(file, recipe, more, fewer):
+    asked, tokens = f"policy.fp8={{recipe: {recipe}}}", "policy.tokens_per_micro_batch=16"
+    plain = [each for each in more if not each.startswith("policy.fp8")]
+    on = node(BLACKWELL)
+    usual, rounded = (
+        plan(file, *given, tokens, on=on).ranks[0].activations for given in (plain, (asked, *more))
+    )
+    assert usual - rounded == 16 * fewer
+
+
+def test_experts_keep_the_copies_of_their_tokens_in_8_bits(file):
+    write_model(file.parent / "model", **EXPERTS)
+    tokens = "policy.tokens_per_micro_batch=16"
+    usual, rounded = memory(file, tokens), memory(file, tokens, "policy.fp8={recipe: tensorwise}")
+    assert usual.activations - rounded.activations == 4 * 16 * (256 + 2 * (256 + 128))
+
+
+def test_a_rank_rounds_the_weights_of_its_own_experts_which_tensor_parallelism_does_not_cut(file):
+    write_model(file.parent / "model", **EXPERTS)
+    layout = "policy.parallel={ranks: 4, tensor: 2, expert: 2, sequence: true}"
+    for recipe, scale in (("tensorwise", 0.0), ("blockwise", 4 / 128**2)):
+        found = plan(file, f"policy.fp8={{recipe: {recipe}}}", layout)
+        assert found.problems == ()
+        weights = 256 * (128 + 2 * 64 + 128) + 2 * 256 * 3 * 128
+        assert found.ranks[0].fp8 == int(4 * weights * 2 * (1 + scale))
 
 
 def test_rounded_weights_are_counted_for_each_micro_batch_in_flight(file):
@@ -269,6 +342,10 @@ def test_rounded_weights_are_counted_for_each_micro_batch_in_flight(file):
     # The first of two stages runs a second micro-batch before the first one's backward pass.
     assert [stage.fp8 for stage in stages] == [2 * 2 * LAYER * 2, 2 * LAYER * 2]
     assert memory(file, asked, "policy.recompute=full").fp8 == LAYER * 2
+    ends, four = "policy.fp8.first_last_layers_bf16=1", "policy.parallel={ranks: 4, pipeline: 4}"
+    in_flight = [0, 3, 2, 0]
+    stages = plan(file, asked, ends, four).ranks
+    assert [stage.fp8 for stage in stages] == [count * LAYER * 2 for count in in_flight]
 
 
 def test_copies_of_weights_kept_in_8_bits_are_float32_and_the_model_is_not_staged(file):

@@ -3,6 +3,7 @@ are one another's."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.policy.families import refuse_mixed
 from megatron_async_rl.policy.layers import CHECKPOINT_KEYS, LAYERS
 from megatron_async_rl.policy.parameters import whole_model_names
-from megatron_async_rl.policy.supported import FAMILIES, ChosenLayers, choose_layers
+from megatron_async_rl.policy.supported import FAMILIES, PINNED, ChosenLayers, choose_layers
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run
 
@@ -31,18 +32,22 @@ NODE = Machine(
     memory=512 * GIB,
     shared_memory=64 * GIB,
     gpus=(Gpu("A", 80 * GIB),) * 8,
-    transformer_engine=True,
+    transformer_engine=PINNED,
 )
 FITTING = {
     "model_type": "qwen3",
     "dtype": "bfloat16",
     "device": "cuda",
     "lora": False,
-    "installed": True,
+    "engine": PINNED,
 }
 OBSTACLES = [
     ({"device": "cpu"}, "on the CPU"),
-    ({"installed": False}, "not installed"),
+    ({"engine": None}, "not installed"),
+    ({"engine": "2.10.0"}, "version is 2.10.0, and 2.11 and 2.12 are"),
+    ({"engine": "2.13.0+cu13"}, "install transformer-engine==2.12.0"),
+    ({"engine": "3.11"}, "version is 3.11"),
+    ({"engine": "not known"}, "version is not known"),
     ({"dtype": "float32"}, "TF32"),
     ({"lora": True}, "policy.lora"),
     ({"model_type": "gemma3_text"}, "norms behind attention"),
@@ -146,16 +151,35 @@ def test_transformer_engine_is_found_wherever_its_build_put_it(tmp_path, monkeyp
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
-    assert not this_machine().transformer_engine
+    about = tmp_path / "transformer_engine-2.11.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: transformer-engine\nVersion: 2.11.0\n")
+    assert this_machine().transformer_engine is None
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so").touch()
-    assert this_machine().transformer_engine
+    assert this_machine().transformer_engine == "2.11.0"
+    (about / "METADATA").unlink()
+    about.rmdir()
+    assert this_machine().transformer_engine == "not known"
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.0", "2.12.0.post1+cu13"])
+def test_a_version_of_transformer_engine_that_was_checked_is_taken(version):
+    assert choose_layers("auto", **FITTING | {"engine": version}).family == "transformer_engine"
+
+
+def test_the_image_installs_the_version_of_transformer_engine_that_is_asked_for():
+    root = Path(__file__).resolve().parents[2]
+    locked = (root / "requirements" / "gpu.txt").read_text().splitlines()
+    # Its parts do not import without the first.
+    assert {f"transformer-engine=={PINNED}", f"transformer-engine-cu13=={PINNED}"} <= {*locked}
+    assert f" transformer-engine-torch=={PINNED}\n" in (root / "Dockerfile").read_text()
 
 
 def test_ranks_with_different_layers_are_refused_by_number():
     refuse_mixed(["local", "local"])
     refuse_mixed(["transformer_engine"] * 2)
-    with pytest.raises(UserError, match="ranks 1, 3 have no Transformer Engine"):
+    with pytest.raises(UserError, match="ranks 1, 3 cannot take"):
         refuse_mixed(["transformer_engine", "local"] * 2)
 
 
@@ -172,6 +196,20 @@ def test_a_plan_refuses_layers_that_cannot_be_had_and_names_those_it_takes(tmp_p
     assert "TF32" in plan(file, "model.dtype=float32").layers.why
     machine = described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
     assert plan(file, bf16, machine=machine).layers == ChosenLayers("transformer_engine")
+
+
+def test_a_plan_takes_local_layers_beside_a_transformer_engine_that_was_not_checked(tmp_path):
+    file, bf16 = write_run(tmp_path), "model.dtype=bfloat16"
+    newer = dataclasses.replace(NODE, transformer_engine="2.14.1")
+    assert "2.14.1" in plan(file, bf16, machine=newer).layers.why
+    (asked,) = plan(file, bf16, "policy.layers=transformer_engine", machine=newer).problems
+    assert (asked.key, "install transformer-engine==2.12.0" in asked.what) == (
+        "policy.layers",
+        True,
+    )
+    (rounded,) = plan(file, bf16, "policy.fp8={recipe: tensorwise}", machine=newer).problems
+    assert rounded.key == "policy.fp8"
+    assert "install transformer-engine==2.12.0" in rounded.what
 
 
 def test_a_plan_counts_a_fused_gate_without_what_it_does_not_keep(tmp_path):

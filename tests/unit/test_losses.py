@@ -92,7 +92,12 @@ def test_a_loss_and_its_gradient_equal_the_reference_vector(case, dtype):
 def part(whole, rows, dtype=torch.float64):
     """The micro-batch of the sequences `rows`, as a training step cuts it; `logp` is a leaf."""
     lengths = torch.bincount(whole.sequence, minlength=whole.sequences).numpy()
-    samples = SimpleNamespace(lengths=lengths, starts=np.cumsum(lengths) - lengths)
+    samples = SimpleNamespace(
+        lengths=lengths,
+        owned_starts=np.cumsum(lengths) - lengths,
+        owner=np.zeros_like(lengths),
+        rows=np.repeat(np.arange(len(lengths)), lengths),
+    )
     targets = StepTargets(samples, detached(whole), Denominators.of(whole), True, {})
     cut = part_of(targets, rows, dtype)
     return cut.replace(logp=cut.logp.requires_grad_())

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.batch import on_device
+from megatron_async_rl.objectives.targets import StepTargets, whole_batch
 from megatron_async_rl.policy import microbatch
 from megatron_async_rl.policy.batches import split
 from megatron_async_rl.policy.context_parallel import Context
@@ -267,11 +269,41 @@ def test_places_of_a_micro_batch_are_those_of_its_tokens_in_the_batch():
     (*parts, nobody) = build_micro_batches(batch, (*plan.ranks[0], ()), CPU)
     for part in parts:
         assert part.batch_samples.tolist() == list(part.samples)
-        assert torch.equal(torch.from_numpy(batch.versions)[part.batch_tokens], part.versions)
-        owners = torch.from_numpy(batch.rows)[part.batch_tokens]
+        assert torch.equal(torch.from_numpy(batch.versions)[part.owned_tokens], part.versions)
+        owners = torch.from_numpy(batch.rows)[part.owned_tokens]
         assert torch.equal(owners, part.batch_samples[part.sequence])
-    assert nobody.batch_tokens.tolist() == [len(batch.rows)]
-    assert nobody.batch_samples.tolist() == [len(batch)]
+    assert nobody.owned_tokens.tolist() == nobody.batch_samples.tolist() == [-1]
+
+
+def test_tokens_of_a_micro_batch_are_numbered_among_those_of_their_owner():
+    plan, batches = planned(SAMPLES, data_parallel=3, budget=96)
+    for owner, batch in enumerate(batches):
+        rows = batch.rows[batch.owner[batch.rows] == owner]
+        parts = build_micro_batches(batch, [c for c in plan.ranks[owner] if c], CPU)
+        for part in parts:
+            places = part.owned_tokens.numpy()
+            assert (rows[places] == part.batch_samples[part.sequence].numpy()).all()
+        seen = torch.cat([part.owned_tokens for part in parts])
+        assert sorted(seen.tolist()) == list(range(len(rows)))
+
+
+def test_targets_that_are_placed_are_those_of_the_owners_tokens():
+    plan, batches = planned(SAMPLES, data_parallel=3, budget=96)
+    for owner, batch in enumerate(batches):
+        whole = whole_batch(batch, {})
+        targets = StepTargets(batch, whole, Denominators.of(whole), True, {})
+        placed = targets.owned_by(owner).placed(torch.float32, CPU)
+        held = batch.owner[batch.rows] == owner
+        assert len(placed.numbers["batch", "mask"]) == 1 + held.sum() < len(batch.rows)
+        for rows in filter(None, plan.ranks[owner]):
+            micro = build_micro_batch(batch, rows, CPU)
+            part = placed.part(micro.owned_tokens, micro.batch_samples, micro.sequence)
+            own = np.concatenate([np.flatnonzero(batch.rows == row) for row in rows])
+            expected = batch.behavior_logprobs[own]
+            assert torch.equal(part.logp_behavior, torch.from_numpy(expected))
+            assert torch.equal(part.rewards, whole.rewards[list(rows)].float())
+        nobody = placed.part(*(torch.tensor(at) for at in ([-1], [-1], [0])))
+        assert nobody.mask.tolist() == nobody.rewards.tolist() == [0.0]
 
 
 def test_tensors_are_moved_by_one_copy_per_dtype_and_come_back_whole(monkeypatch):

@@ -811,7 +811,7 @@ def test_a_reward_that_answers_for_some_prompt_is_fine(file, monkeypatch, name):
     assert plan(file, f"rollout.reward.name=probed_rewards:{name}").problems == ()
 
 
-def test_a_rank_that_computes_losses_holds_the_targets_of_the_whole_step(tmp_path: Path) -> None:
+def test_a_rank_that_computes_losses_holds_its_own_targets_of_a_step(tmp_path: Path) -> None:
     file = write_run(tmp_path)
     shape, _ = read_model(load(file).model.path)
 
@@ -821,5 +821,5 @@ def test_a_rank_that_computes_losses_holds_the_targets_of_the_whole_step(tmp_pat
         return rank_memory(config, shape, stage=0, data_parallel=2, longest=16).logprobs
 
     more = last("flow.prompts_per_step=16") - last()
-    assert more == TARGET_BYTES * 8 * 4 * load(file).rollout.sampling.max_tokens
+    assert more == TARGET_BYTES * 8 * 4 // 2 * load(file).rollout.sampling.max_tokens
     assert last("objective.minibatches=2") + more // 2 == last()

@@ -1,15 +1,21 @@
-"""Products in 8-bit floats on a machine and a model of given sizes: what is in the way, and how many
-weights are kept in them."""
+"""Settings of a policy's layers on a machine and a model of given sizes, low-rank adapters and
+products in 8-bit floats: what is in the way, and the memory that they take.
+
+The memory of products in 8 bits was read in the source of Transformer Engine 2.12 and Megatron-Core
+0.19.2, and not measured. A product keeps its input for the backward pass once, in 8 bits; but the
+output projection of attention keeps the bfloat16 tensor that attention keeps anyway, except under
+`delayed`, which keeps both.
+"""
 
 from __future__ import annotations
 
 from megatron_async_rl.config.fp8 import Fp8Config, lacking, needed
+from megatron_async_rl.config.lora import ATTENTION, MLP, ROW_PARALLEL, LoraConfig, Target
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 
-KEY = "policy.fp8"
 ORIENTATIONS = 2
 """Copies of a weight in 8 bits, one as it lies and one transposed: Hopper multiplies in one
 orientation alone, and blocks have scales of their own in each."""
@@ -18,6 +24,8 @@ BFLOAT16 = 2
 SCALE_BYTES = {"tensorwise": 0.0, "delayed": 0.0, "blockwise": 4 / 128**2, "mxfp8": 1 / 32}
 """For each weight, by recipe: a float32 for 128 x 128 of them, a byte for 32; or one for a whole
 tensor."""
+INPUT_SCALE_BYTES = {**SCALE_BYTES, "blockwise": 4 / 128}
+"""The same for each input: blocks are of 1 x 128."""
 
 
 def product_sizes(shape: ModelShape, *, tensor: int) -> dict[str, int]:
@@ -73,6 +81,29 @@ def fp8_copies(config: Config, shape: ModelShape, *, stage: int, in_flight: int)
     return int(held * weights * each)
 
 
+def fp8_inputs(config: Config, shape: ModelShape, *, stage: int, tokens: int, layers: int) -> int:
+    """Bytes that inputs of products take less in 8 bits than in bfloat16, on a rank of the stage
+    with micro-batches of `tokens`. layers: those of the rank that hold a micro-batch's activations,
+    summed over micro-batches; with recompute: full that is one."""
+    fp8, parallel = config.policy.fp8, config.policy.parallel
+    if fp8 is None:
+        return 0
+    own = shape.layers // parallel.pipeline
+    rounded = fp8_layers(fp8, shape.layers, stage=stage, pipeline=parallel.pipeline)
+    if config.policy.recompute == "full":
+        # The largest of the layers, which are computed again one at a time.
+        rounded, layers = own * (rounded == own), 1
+    saved = BFLOAT16 - 1 - INPUT_SCALE_BYTES[fp8.recipe]
+    experts = shape.experts_per_token
+    # Queries, keys and values, and a dense MLP; experts get copies of their tokens.
+    whole = shape.hidden * (1 if experts else 2) * saved
+    divided = ((experts * shape.hidden) + max(1, experts) * shape.intermediate) * saved
+    if fp8.recipe == "delayed":
+        divided -= shape.heads * shape.head_dim
+    whole /= parallel.tensor if parallel.sequence else 1
+    return int(layers * rounded / own * tokens * (whole + divided / parallel.tensor))
+
+
 def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Problem]:
     """A recipe that the machine's GPUs lack, sizes that it does not divide, and more layers in
     bfloat16 than there are."""
@@ -86,7 +117,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
     if why:
         fitting = _fitting(machine)
         fix = f"set it to {' or '.join(fitting)}" if fitting else "set policy.fp8: null"
-        found.append(Problem(key=f"{KEY}.recipe", what=why, fix=fix))
+        found.append(Problem(key="policy.fp8.recipe", what=why, fix=fix))
 
     multiple = fp8.facts.sizes
     sizes = product_sizes(shape, tensor=parallel.tensor)
@@ -95,7 +126,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
         finer = "" if multiple == 16 else ", or a recipe of finer multiples (tensorwise: 16)"
         found.append(
             Problem(
-                key=f"{KEY}.recipe",
+                key="policy.fp8.recipe",
                 what=f"{fp8.recipe} takes multiples of {multiple}, and the model has"
                 f" {', '.join(wrong)}",
                 fix=f"lower policy.parallel.tensor{finer}, or set policy.fp8: null",
@@ -110,16 +141,14 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
             f" of {shape.layers} in 8 bits"
         )
         fix = f"set it to at most {most}"
-        found.append(Problem(key=f"{KEY}.first_last_layers_bf16", what=what, fix=fix))
+        found.append(Problem(key="policy.fp8.first_last_layers_bf16", what=what, fix=fix))
     return found
 
 
 def fp8_warnings(config: Config, machine: Machine) -> list[str]:
     """Demands on the run's GPUs, where it is not known here that they are met."""
     fp8 = config.policy.fp8
-    if fp8 is None or not machine.gpus:
-        return []
-    if all(gpu.capability is not None for gpu in machine.gpus) and not machine.described:
+    if fp8 is None or all(gpu.capability is not None for gpu in machine.gpus):
         return []
     return [
         f"policy.fp8.recipe: {fp8.recipe} needs GPUs of {needed(fp8.recipe)}; those of the run are"
@@ -133,3 +162,50 @@ def _fitting(machine: Machine) -> list[str]:
         for recipe in ("tensorwise", "blockwise", "mxfp8")
         if not any(lacking(recipe, gpu.capability, None) for gpu in machine.gpus)
     ]
+
+
+def sides(shape: ModelShape, target: Target) -> tuple[int, int]:
+    """(inputs, outputs) of the matrix in each layer."""
+    hidden, queries = shape.hidden, shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
+    return {
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+        "gate_proj": (hidden, shape.intermediate),
+        "up_proj": (hidden, shape.intermediate),
+        "down_proj": (shape.intermediate, hidden),
+    }[target]
+
+
+def stage_adapters(lora: LoraConfig, shape: ModelShape, *, pipeline: int, tensor: int) -> int:
+    """Adapter parameters on one rank: tensor parallelism divides the outputs of a column-parallel
+    matrix's adapter, and the inputs of a row-parallel one's."""
+    layer = 0
+    for target in lora.targets:
+        inputs, outputs = sides(shape, target)
+        if target in ROW_PARALLEL:
+            layer += lora.rank * (inputs // tensor + outputs)
+        else:
+            layer += lora.rank * (inputs + outputs // tensor)
+    return shape.layers // pipeline * layer
+
+
+def lora_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    """Targets that the model does not have, and a rank that a target has no room for."""
+    lora = config.policy.lora
+    if lora is None:
+        return []
+    experts = [target for target in lora.targets if shape.experts and target in MLP]
+    if experts:
+        rest = [target for target in lora.targets if target in ATTENTION] or ATTENTION
+        what = f"{', '.join(experts)} are experts in this model, which have no adapters"
+        fix = f"set it to [{', '.join(rest)}]"
+        return [Problem(key="policy.lora.targets", what=what, fix=fix)]
+    most, target = min((min(sides(shape, target)), target) for target in lora.targets)
+    if lora.rank <= most:
+        return []
+    what = f"{lora.rank} is more than {most}, the smaller side of {target}"
+    fix = f"set it to at most {most}, far below to save anything"
+    return [Problem(key="policy.lora.rank", what=what, fix=fix)]
