@@ -99,7 +99,7 @@ class Rank:
         )
 
     def weights(self, policy, *, adapters=False):
-        exporter = WeightExporter(policy.model.bridge, policy.model.chunks, adapters=adapters)
+        exporter = exporter_of(policy, adapters=adapters)
         tensors = {}
         for bucket in exporter.buckets(2**30):
             for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
@@ -117,6 +117,10 @@ class Rank:
             "ours": squared_norm(gradients_of(policy.optimizer, self.layout)) ** 0.5,
             "megatron": policy.optimizer.get_grad_norm(),
         }
+
+
+def exporter_of(policy, *, adapters=False):
+    return WeightExporter(policy.model.bridge, policy.model.chunks, adapters=adapters)
 
 
 def received(policy, batch):

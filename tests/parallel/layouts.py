@@ -47,34 +47,27 @@ MIXTURE_LAYOUTS = {
     "expert_replicated_optimizer": {"ranks": 2, "expert": 2, "distributed_optimizer": False},
     "expert_tensor": {"ranks": 4, "expert": 2, "tensor": 2, "sequence": True},
 }
-"""For the model with experts; for the programs of `WITH_MIXTURES` alone."""
-WITH_MIXTURES = (
-    "objective_program",
-    "displacement_program",
-    "packing_program",
-    "recompute_program",
-)
+"""For the model with experts."""
 ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
 CONTEXT_LAYOUTS = {"context": {"ranks": 2, "context": 2}}
-"""For the tied dense model; for the programs of `WITH_CONTEXT` alone."""
-WITH_CONTEXT = ("layout_program", "packing_program", "recompute_program")
+"""For the tied dense model."""
 DENSE_LAYOUTS = {**LAYOUTS, **CONTEXT_LAYOUTS}
 EVERY_LAYOUT = {**ALL_LAYOUTS, **CONTEXT_LAYOUTS}
 LORA_LAYOUTS = {
     name: EVERY_LAYOUT[name]
     for name in (
         "single",
-        "tensor",
         "sequence",
-        "pipeline",
+        "virtual_pipeline",
+        "tensor_pipeline",
         "data_distributed_optimizer",
         "data_replicated_optimizer",
         "context",
         "mixture_single",
-        "expert",
+        "expert_tensor",
     )
 }
-"""For `lora_program`: each way to divide a model once."""
+"""For `lora_program`: each way to divide a model, most in one with another."""
 FP8_LAYOUTS = {
     name: EVERY_LAYOUT[name]
     for name in (
@@ -122,6 +115,27 @@ GRADIENT_LAYOUTS = {
 }
 """Two dimensions at a time: what decides where a gradient is counted. `objective_program` measures
 the gradient alone on these. Those named `expert...` run the model with experts."""
+
+
+FEW = ("single", "data_distributed_optimizer", "tensor_pipeline")
+"""For what depends on samples and their log-probs alone: samples divided, and the model divided both
+ways."""
+BEFORE_THE_OPTIMIZER = {
+    name: settings
+    for name, settings in (DISTINCT | MIXTURE_LAYOUTS | CONTEXT_LAYOUTS).items()
+    if settings.get("distributed_optimizer", True)
+}
+"""For the forward and backward pass."""
+OFFERED = {
+    "layout_program": DENSE_LAYOUTS,
+    "objective_program": LAYOUTS | MIXTURE_LAYOUTS | GRADIENT_LAYOUTS,
+    "displacement_program": DISTINCT | MIXTURE_LAYOUTS,
+    "packing_program": BEFORE_THE_OPTIMIZER,
+    "recompute_program": BEFORE_THE_OPTIMIZER,
+    "lora_program": LORA_LAYOUTS,
+    "fp8_program": FP8_LAYOUTS,
+}
+"""The layouts of each program; `DISTINCT` for the others."""
 
 
 _directories: list[tempfile.TemporaryDirectory] = []
@@ -196,18 +210,7 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
     """The layouts of this many ranks share one start of the processes, which takes longer than the
     steps.
     """
-    offered = LAYOUTS if program == "layout_program" else DISTINCT
-    if program in WITH_MIXTURES:
-        offered = offered | MIXTURE_LAYOUTS
-    if program in WITH_CONTEXT:
-        offered = offered | CONTEXT_LAYOUTS
-    if program == "lora_program":
-        offered = LORA_LAYOUTS
-    if program == "fp8_program":
-        offered = FP8_LAYOUTS
-    if program == "objective_program":
-        offered = LAYOUTS | offered | GRADIENT_LAYOUTS
-    return run_program(program, material(), offered, ranks)
+    return run_program(program, material(), OFFERED.get(program, DISTINCT), ranks)
 
 
 def run_program(

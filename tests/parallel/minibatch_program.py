@@ -13,6 +13,7 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ParallelConfig
 from megatron_async_rl.policy import policy as policy_module
 from tests.parallel.layout_program import Rank, received, run_each, save
+from tests.parallel.layouts import FEW
 from tests.parallel.reference_program import at_version
 
 CLIP = 0.02
@@ -52,6 +53,8 @@ OBJECTIVES = {
     ),
     "more_minibatches_than_groups": ppo(minibatches=7, epochs=1),
 }
+EVERYWHERE = ("ppo", "one_epoch")
+"""The others are on the layouts `FEW`."""
 SMALL = {"lr": 1e-3, "weight_decay": 1.0}
 """Steps after which layouts still agree where a threshold decides."""
 
@@ -79,6 +82,17 @@ def train(rank: Rank, policy, names) -> dict:
     return {"batches": batches, "steps": steps, "weights": rank.weights(policy)}
 
 
+def controlled(rank: Rank) -> dict:
+    policy = rank.policy(
+        objective=ppo(snapshots=5),
+        controls=(GacControl(), EssLrControl(reference_ratio="auto"), DisplacementControl()),
+        **SMALL,
+    )
+    batch = received(policy, at_version(rank.batches["a"], 0))
+    metrics, steps = steps_of(policy, batch)
+    return {"batches": [metrics], "steps": steps, "weights": rank.weights(policy)}
+
+
 def resumed_equals_uninterrupted(rank: Rank) -> bool:
     """Bit for bit: weights and every metric but times."""
     build = {"objective": ppo(), "controls": (GacControl(), EssLrControl()), **LEARNING}
@@ -99,28 +113,16 @@ def resumed_equals_uninterrupted(rank: Rank) -> bool:
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
     results = {}
-    for name in ("ppo", "one_epoch"):
+    for name in EVERYWHERE:
         policy = rank.policy(objective=OBJECTIVES[name], controls=(WATCHING,), **LEARNING)
         results[name] = train(rank, policy, ["a", "b"])
-    others = [name for name in OBJECTIVES if name not in results]
-    for name in others:
-        if name == "measured" and parallel.virtual_pipeline > 1:
-            continue
-        results[name] = train(
-            rank, rank.policy(objective=OBJECTIVES[name], controls=(), **SMALL), ["a", "b"]
-        )
-    controlled = rank.policy(
-        objective=ppo(snapshots=5),
-        controls=(GacControl(), EssLrControl(reference_ratio="auto"), DisplacementControl()),
-        **SMALL,
-    )
-    fresh = received(controlled, at_version(rank.batches["a"], 0))
-    metrics, steps = steps_of(controlled, fresh)
-    results["controlled"] = {
-        "batches": [metrics],
-        "steps": steps,
-        "weights": rank.weights(controlled),
-    }
+    if output.stem in FEW:
+        for name in OBJECTIVES:
+            if name in EVERYWHERE:
+                continue
+            policy = rank.policy(objective=OBJECTIVES[name], controls=(), **SMALL)
+            results[name] = train(rank, policy, ["a", "b"])
+        results["controlled"] = controlled(rank)
     results["resumes"] = resumed_equals_uninterrupted(rank)
     runs = [result["steps"] for result in results.values() if isinstance(result, dict)]
     save(rank, results, runs, output)

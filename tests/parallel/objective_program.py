@@ -24,7 +24,7 @@ from megatron_async_rl.policy.adam_view import gradients_of
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.step import clip_to
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
-from tests.parallel.layouts import DISTINCT, MIXTURE_LAYOUTS
+from tests.parallel.layouts import DISTINCT, FEW, LAYOUTS, MIXTURE_LAYOUTS
 from tests.parallel.whole_tensors import assembled
 
 # With bounds at which the material's batches have tokens on both sides.
@@ -55,11 +55,13 @@ DENSE_OBJECTIVES = {
         loss="trajectory_balance", advantage="none", reference={}
     ),
 }
-"""Losses that decide on the whole batch and know nothing of experts."""
+"""Losses that decide on the whole batch and know nothing of experts; on the layouts `FEW`."""
 WHOLE_BATCH = ("m2po", "bapo", *DENSE_OBJECTIVES)
 SKIPPING = ("single", "tensor_pipeline", "mixture_single", "expert_tensor")
-"""Layouts that also skip an anomalous step; that a skipped step changes nothing is shown on every
+"""Layouts that skip an anomalous step; that a skipped step changes nothing is shown on every
 layout by those that GAC skips."""
+ANOMALOUS = (*SKIPPING, "data_distributed_optimizer", "expert_replicated_optimizer")
+"""Layouts that trace one."""
 
 
 class Recorder:
@@ -179,6 +181,18 @@ def measured_gradients(rank: Rank, model: str, a: str, b: str) -> dict:
     }
 
 
+def models_of(layout: str) -> tuple[str, ...]:
+    """Whose gradient is measured. The one with experts is tied, too; what is not tied is counted
+    like any parameter, so one dimension at a time shows it."""
+    if layout.startswith(("mixture", "expert")):
+        return ("mixture",)
+    return ("tied", "untied") if layout in LAYOUTS else ("tied",)
+
+
+def objectives_of(layout: str) -> dict[str, ObjectiveConfig]:
+    return OBJECTIVES | DENSE_OBJECTIVES if layout in FEW else OBJECTIVES
+
+
 def measured(rank: Rank, policy, names) -> dict:
     recorder = Recorder(policy)
     result = rank.train(policy, names)
@@ -247,17 +261,14 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     mixture = output.stem.startswith(("mixture", "expert"))
     model, a, b = ("mixture", "mixture_a", "mixture_b") if mixture else ("tied", "a", "b")
     results: dict = {
-        "gradients": {
-            name: measured_gradients(rank, name, a, b)
-            for name in (["mixture"] if mixture else ["tied", "untied"])
-        }
+        "gradients": {name: measured_gradients(rank, name, a, b) for name in models_of(output.stem)}
     }
     if output.stem not in DISTINCT | MIXTURE_LAYOUTS:
         if rank.layout.rank == 0:
             torch.save(results, output)
         rank.layout.shutdown()
         return
-    objectives = OBJECTIVES if mixture else OBJECTIVES | DENSE_OBJECTIVES
+    objectives = objectives_of(output.stem)
     for name, objective in objectives.items():
         results[name] = measured(rank, rank.policy(model, objective=objective), [a, b])
     if output.stem == "single":
@@ -265,8 +276,10 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
             one_by_one = rank.policy(model, objective=objectives[name], budget=26)
             results[f"{name}_one_by_one"] = rank.train(one_by_one, [a, b])
     prefix = "mixture_" if mixture else ""
-    kinds = ("report", "skip") if output.stem in SKIPPING else ("report",)
-    results["anomalous"] = {kind: anomalous(rank, prefix, kind) for kind in kinds}
+    kinds = {"report": ANOMALOUS, "skip": SKIPPING}
+    results["anomalous"] = {
+        kind: anomalous(rank, prefix, kind) for kind, on in kinds.items() if output.stem in on
+    }
     results["collectives"] = [
         collectives_of_a_step(
             rank,

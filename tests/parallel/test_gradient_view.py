@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.parallel import layouts
+from tests.parallel.objective_program import models_of
 
 pytestmark = pytest.mark.parallel
 
@@ -17,12 +18,7 @@ def is_mixture(layout):
     return layout.startswith(("mixture", "expert"))
 
 
-CASES = [
-    (layout, model)
-    for layout in ALL
-    for model in (["mixture"] if is_mixture(layout) else ["tied", "untied"])
-]
-"""Whoever has experts is tied, too."""
+CASES = [(layout, model) for layout in ALL for model in models_of(layout)]
 
 
 def measured(layout, model):

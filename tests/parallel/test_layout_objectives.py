@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.parallel import layouts
-from tests.parallel.objective_program import DENSE_OBJECTIVES, OBJECTIVES, SKIPPING, WHOLE_BATCH
+from tests.parallel.objective_program import ANOMALOUS, SKIPPING, WHOLE_BATCH, objectives_of
 from tests.parallel.test_layout_invariance import PER_LAYOUT, compare_steps, compare_weights
 from tests.train_batches import samples_in
 
@@ -20,11 +20,7 @@ MIXTURES = list(layouts.MIXTURE_LAYOUTS)
 RUNS = [
     (layout, run)
     for layout in OTHERS
-    for run in (
-        ["controls", *OBJECTIVES]
-        if layout in layouts.MIXTURE_LAYOUTS
-        else [*OBJECTIVES, *DENSE_OBJECTIVES]
-    )
+    for run in (*(["controls"] if layout in MIXTURES else []), *objectives_of(layout))
 ]
 """The dense model's steps under controls are test_layout_invariance's."""
 
@@ -117,12 +113,7 @@ def test_the_decisions_compared_are_not_trivial(layout):
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [
-        (layout, kind)
-        for layout in LAYOUTS
-        for kind in ("report", "skip")
-        if kind == "report" or layout in SKIPPING
-    ],
+    [*((layout, "report") for layout in ANOMALOUS), *((layout, "skip") for layout in SKIPPING)],
 )
 def test_an_anomalous_gradient_is_traced_to_its_parameter_and_sample(layout, kind):
     """A token that the model embeds as zeros multiplies the gradient of its embedding by
@@ -152,7 +143,7 @@ def test_an_anomalous_gradient_is_traced_to_its_parameter_and_sample(layout, kin
         assert record[key] == pytest.approx(other[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ANOMALOUS)
 def test_a_reported_anomalous_step_goes_on_as_if_unreported(layout):
     reported = results(layout)["anomalous"]["report"]
     compare_weights(reported["after"], alone(layout)["anomalous"]["report"]["after"])

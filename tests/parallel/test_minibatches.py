@@ -12,7 +12,7 @@ import torch
 
 from tests.parallel import layouts
 from tests.parallel.layout_program import TEMPERATURE
-from tests.parallel.minibatch_program import CLIP, LEARNING, OBJECTIVES
+from tests.parallel.minibatch_program import CLIP, EVERYWHERE, LEARNING, OBJECTIVES
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 from tests.train_batches import groups_of
 
@@ -155,9 +155,8 @@ def test_m2po_bounds_the_moment_of_the_minibatch_under_the_steps_own_weights():
     [
         (layout, run)
         for layout in layouts.DISTINCT
-        for run in (*OBJECTIVES, "controlled")
-        # Refused: exact OPOB runs one sequence at a time.
-        if layout != "single" and (layout, run) != ("virtual_pipeline", "measured")
+        if layout != "single"
+        for run in ((*OBJECTIVES, "controlled") if layout in layouts.FEW else EVERYWHERE)
     ],
 )
 def test_every_step_is_that_of_one_process(layout, run):

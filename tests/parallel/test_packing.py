@@ -15,8 +15,9 @@ from tests.train_batches import samples_in
 
 pytestmark = pytest.mark.parallel
 
-DENSE = layouts.DISTINCT | layouts.CONTEXT_LAYOUTS
-LAYOUTS = DENSE | layouts.MIXTURE_LAYOUTS
+LAYOUTS = layouts.OFFERED["packing_program"]
+DENSE = [name for name in LAYOUTS if name not in layouts.MIXTURE_LAYOUTS]
+MIXTURES = [name for name in LAYOUTS if name in layouts.MIXTURE_LAYOUTS]
 
 RUNS = [
     (layout, run)
@@ -88,7 +89,7 @@ def test_a_samples_log_probs_do_not_change_by_a_bit_with_its_neighbours_tokens(l
     assert not np.array_equal(*found["others"]), "the neighbours were meant to change"
 
 
-@pytest.mark.parametrize("layout", layouts.MIXTURE_LAYOUTS)
+@pytest.mark.parametrize("layout", MIXTURES)
 def test_nor_do_those_of_experts_which_get_other_tokens_beside_them(layout):
     """An expert's product has as many rows as it has tokens, so its sums may round otherwise."""
     found = results(layout)["among_others"]

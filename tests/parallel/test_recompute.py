@@ -13,7 +13,7 @@ from tests.written_run import write_run
 
 pytestmark = pytest.mark.parallel
 
-LAYOUTS = layouts.DISTINCT | layouts.MIXTURE_LAYOUTS | layouts.CONTEXT_LAYOUTS
+LAYOUTS = layouts.OFFERED["recompute_program"]
 
 
 def results(layout, dtype="float32"):

@@ -451,7 +451,7 @@ def test_math_calls_a_response_that_computes_for_ever_wrong() -> None:
     async def work(scorer: Scorer) -> list[Scored]:
         return [await scorer.score(asked, text) for text in ("$9^{9^{9^{9}}}$", r"\boxed{42}")]
 
-    settings = RewardConfig(name="math", workers=1)
+    settings = RewardConfig(name="math", workers=1, timeout_s=600)
     assert scored_by(settings, work) == [Scored(reward=0.0), Scored(reward=1.0)]
 
 
