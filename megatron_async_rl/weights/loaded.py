@@ -73,18 +73,19 @@ class _Place:
 
 
 class LoadWatch(TorchDispatchMode):
-    """A context in which an engine's loaders run; `begin` first, in each update.
+    """A context in which an engine's loaders run; `begin` first, in each update."""
 
-    lasting: parameters that keep their memory through an update.
-    """
-
-    def __init__(self, lasting: Iterable[Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._lasting = {p.untyped_storage().data_ptr() for p in lasting if p.numel()}
         self._reading = False
-        self.begin()
+        self.begin(())
 
-    def begin(self) -> None:
+    def begin(self, lasting: Iterable[Tensor]) -> None:
+        """lasting: parameters that keep their memory through this update. Of any other an address
+        says nothing: it may be given to something else while the update goes on."""
+        self._lasting = {
+            p.untyped_storage().data_ptr() for p in lasting if p.numel() and not p.is_meta
+        }
         self._loaded: dict[str, Loaded] = {}
         self._starts: list[int] = []
         self._offered: list[tuple[str, Tensor]] = []

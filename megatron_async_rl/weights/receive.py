@@ -84,7 +84,7 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parameters = frozenset(name for name, _ in self.model.named_parameters())
-        self._watch = LoadWatch(self.model.parameters())
+        self._watch = LoadWatch()
         self._reload = reload_of(self.model, self.model_config, self._watch.take)
         self._loaded: set[str] = set()
         self._incomplete: list[str] = []
@@ -109,8 +109,9 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     def start_weight_update(self) -> None:
         self._loaded = set()
         self._paths_before, self._paths = self._paths, set()
-        self._watch.begin()
         self._reload.begin()
+        # Those that the reload fills in memory of its own are gone from the model by now.
+        self._watch.begin(self.model.parameters())
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         self._paths.add(update_info.path)

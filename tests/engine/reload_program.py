@@ -31,6 +31,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION, register
 from megatron_async_rl.weights.loaded import digests_of
 from megatron_async_rl.weights.manifest import require_equal
+from megatron_async_rl.weights.packed_layers import PackedExperts, PackedLinear
 from megatron_async_rl.weights.reload import LayerwiseReload
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
@@ -74,8 +75,7 @@ def states(
     done = [("none", 0, outputs(engine))]
     staging = Staging(SharedMemory())
     for version, (which, layerwise) in enumerate(updates, start=1):
-        if layerwise:
-            engine.collective_rpc(use_layerwise)
+        engine.collective_rpc(use_layerwise if layerwise else lend_memory_of_experts)
         manifest = stage(staging, version, buckets(checkpoints[which]))
         for index, ref in enumerate(manifest.buckets):
             last = index == len(manifest.buckets) - 1
@@ -97,6 +97,19 @@ def name_of_reload(worker: Any) -> str:
 def use_layerwise(worker: Any) -> None:
     receiver = worker.weight_transfer_engine
     receiver._reload = LayerwiseReload(receiver.model, receiver.model_config)
+
+
+def lend_memory_of_experts(worker: Any) -> None:
+    """As the allocator may: what experts were packed in before this update is where pieces of other
+    weights are put in it."""
+    packed = worker.weight_transfer_engine._reload._packed
+    for experts in packed:
+        if isinstance(experts, PackedExperts):
+            old = experts._layer.w13_weight.detach().flatten()
+            for linear in packed:
+                if isinstance(linear, PackedLinear):
+                    (weight,) = linear.weights
+                    linear._scratch.give(old[: weight._total].view(weight._shape))
 
 
 def buckets(checkpoint: Path) -> list[dict[str, torch.Tensor]]:

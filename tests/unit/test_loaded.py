@@ -25,8 +25,8 @@ def sent() -> dict[str, Tensor]:
 
 @contextmanager
 def watched(sent: dict[str, Tensor], *lasting: Tensor) -> Iterator[tuple[LoadWatch, Offer]]:
-    watch = LoadWatch(lasting)
-    watch.begin()
+    watch = LoadWatch()
+    watch.begin(lasting)
 
     def offer(name: str) -> Tensor:
         watch.offer(name, sent[name])
