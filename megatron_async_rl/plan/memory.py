@@ -1,10 +1,10 @@
 """Bytes each trainer rank and each engine needs, by arithmetic on the model's sizes.
 
-Weights, gradients, optimizer state and KV cache are exact up to padding; activations and the
-log-prob chunk are estimates of what the layers keep for the backward pass. Attention is
-torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a GPU has no
-such kernel. With policy.fp8 inputs of products are counted in 8 bits, and weights twice, as they lie
-and transposed (layers.py).
+Weights, gradients, optimizer state and KV cache are exact up to padding. Activations are what the
+layers keep for the backward pass: within 5 % of what autograd is seen to keep on a CPU, by reading of
+the kernels on a GPU. Attention is torch's fused kernel, which keeps no scores; only float32 with
+grouped-query heads on a GPU has no such kernel. With policy.fp8 inputs of products are counted in 8
+bits, and weights twice, as they lie and transposed (layers.py).
 """
 
 from __future__ import annotations
@@ -263,20 +263,22 @@ def _activations(
     on_gpu: bool,
     layers: LayerFamily,
 ) -> int:
-    """Bytes of a rank's layers in flight. With policy.recompute: full each keeps its input alone,
-    and one at a time is computed again; `selective` keeps what attention keeps, but no scores, and
-    one layer's at a time."""
+    """Bytes of a rank's layers in flight, and of the last norm. With policy.recompute: full each
+    layer keeps its input alone, and one at a time is computed again; `selective` keeps what attention
+    keeps, but no scores, and one layer's at a time."""
     count = _layers_in_flight(config, shape, stage)
     recompute, parallel = config.policy.recompute, config.policy.parallel
     kept = partial(_layer_activations, config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
-    less = fp8_inputs(config, shape, stage=stage, tokens=tokens, layers=count)
+    numbers = tokens * shape.hidden // (parallel.tensor if parallel.sequence else 1)
+    beside = -fp8_inputs(config, shape, stage=stage, tokens=tokens, layers=count)
+    if stage == parallel.pipeline - 1:
+        beside += numbers * _norm_bytes(config, shape, on_gpu=on_gpu)
     if recompute == "none":
-        return count * kept() - less
+        return count * kept() + beside
     if recompute == "selective":
         without = kept(core=False)
-        return count * without + (kept() - without) - less
-    parts = parallel.tensor if parallel.sequence else 1
-    return count * tokens * shape.hidden // parts * value_bytes(config) + kept() - less
+        return count * without + (kept() - without) + beside
+    return count * numbers * value_bytes(config) + kept() + beside
 
 
 def _layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:
@@ -298,6 +300,14 @@ def stores_scores(config: Config, shape: ModelShape, *, on_gpu: bool) -> bool:
     return on_gpu and config.model.dtype == "float32" and shape.heads != shape.kv_heads
 
 
+def _norm_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> int:
+    """Bytes that a norm keeps of each number. One kernel, on GPUs, keeps its input; torch's on a CPU
+    that and the normalised one, both in float32."""
+    if not on_gpu:
+        return 2 * FLOAT32
+    return FLOAT32 if shape.family.float32_norms else value_bytes(config)
+
+
 def _layer_activations(
     config: Config,
     shape: ModelShape,
@@ -310,41 +320,44 @@ def _layer_activations(
 ) -> int:
     """Bytes one layer keeps of a micro-batch of `tokens` of this rank: the inputs of its norms,
     products, attention and gate. core: with what attention keeps between its projections."""
-    parallel = config.policy.parallel
-    whole = (2 + shape.family.layer_norms) * shape.hidden
-    attention = (
-        2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.heads * shape.head_dim
-    )
-    # Experts get copies of their tokens and give as many back. A fused gate keeps its two inputs
-    # and its output alone.
-    gate = (
-        max(1, shape.experts_per_token)
-        * (3 if layers == "transformer_engine" else 4)
-        * shape.intermediate
-        + 2 * shape.experts_per_token * shape.hidden
-    )
-    stores = core and stores_scores(config, shape, on_gpu=on_gpu)
-    scores = 2 * shape.heads * longest if stores else 0
-    divided = attention + gate + scores
-    rotation = 0
-    if config.policy.sequence == "packed":
-        # Cosine and sine of each token's position, for queries and for keys, which rows of one
-        # sample each share; and the samples' attention once more, put together to a row.
-        rotation = 4 * shape.head_dim
-        divided += shape.heads * shape.head_dim
+    parallel, own, fused = config.policy.parallel, value_bytes(config), layers != "local"
+    norm = _norm_bytes(config, shape, on_gpu=on_gpu)
+    whole = shape.hidden * (shape.family.layer_norms * norm + 2 * own)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    divided = 3 * (queries + keys) * own + shape.heads * FLOAT32
     if parallel.context > 1 and core:
-        # Keys and values of all ranks (Transformer Engine keeps this rank's alone), queries in
-        # reverse, and the attention of two pieces once more, put together. On GPUs torch's kernels
-        # want as many heads of keys and values as of queries.
-        heads = shape.heads if on_gpu else shape.kv_heads
-        divided += 2 * parallel.context * heads * shape.head_dim
-        divided += 2 * shape.heads * shape.head_dim
-    per_token = rotation + (
+        # Queries, half of them in reverse, and the attention of two pieces, alone and put together;
+        # keys and values of all ranks (Transformer Engine keeps this rank's alone). On GPUs torch's
+        # kernels want as many heads of these as of queries.
+        divided += queries * own // 2 - 3 * keys * own
+        divided += 2 * parallel.context * (queries if on_gpu else keys) * own
+    if shape.family.head_norms:
+        # In float32 the keys are a view of what the projection gave.
+        keys_too = not on_gpu or own < norm
+        divided += queries * norm + (keys * (norm if own < FLOAT32 else FLOAT32) if keys_too else 0)
+    # A gate keeps its two inputs, the activation, the other factor once more, and its output; the
+    # fused one inputs and output alone. Experts get copies of their tokens, and weigh what they
+    # give.
+    if shape.experts:
+        gate = (3 if fused else 6) * shape.intermediate + shape.hidden
+        divided += shape.experts_per_token * gate * own
+    else:
+        divided += (3 if fused else 5) * shape.intermediate * own
+    if core and stores_scores(config, shape, on_gpu=on_gpu):
+        divided += 2 * shape.heads * longest * own
+    # Cosine and sine of each place, for queries and for keys, which padded rows share.
+    places = 0 if fused else min(tokens, -(-longest // parallel.context))
+    if config.policy.sequence == "packed":
+        places = tokens
+        # The samples' attention once more, put together to a row.
+        divided += queries * own
+    rotation = 4 * shape.head_dim * own * places
+    per_token = (
         (whole + divided) // parallel.tensor
         if parallel.sequence
         else whole + divided // parallel.tensor
     )
-    return tokens * per_token * value_bytes(config)
+    return tokens * per_token + rotation
 
 
 def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineMemory:

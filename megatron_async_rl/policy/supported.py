@@ -31,9 +31,9 @@ class Family:
 
     models, biases: in words. window: which layers have `sliding_window`, where it is used. mixture:
     of experts, in every layer. tied: what a missing `tie_word_embeddings` means. layer_norms,
-    head_norms: of each layer, over the hidden state and over a head. ropes: the values of
-    rope_type. only: the family's own rules, as `EXPECTED`. local: why its layers cannot be
-    Transformer Engine's, if so.
+    head_norms: of each layer, over the hidden state and over a head. float32_norms: they compute in
+    float32 whatever the model's dtype. ropes: the values of rope_type. only: the family's own rules,
+    as `EXPECTED`. local: why its layers cannot be Transformer Engine's, if so.
     """
 
     model_type: str
@@ -45,6 +45,7 @@ class Family:
     tied: bool = False
     layer_norms: int = 2
     head_norms: int = 0
+    float32_norms: bool = False
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     local: str = ""
@@ -124,6 +125,7 @@ FAMILIES: Mapping[str, Family] = {
             window="chosen layers",
             tied=True,
             layer_norms=4,
+            float32_norms=True,
             head_norms=2,
             ropes=("default", "linear"),
             only=NO_BIAS | GEMMA,

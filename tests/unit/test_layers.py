@@ -212,7 +212,7 @@ def test_a_plan_takes_local_layers_beside_a_transformer_engine_that_was_not_chec
     assert "install transformer-engine==2.12.0" in rounded.what
 
 
-def test_a_plan_counts_a_fused_gate_without_what_it_does_not_keep(tmp_path):
+def test_a_plan_counts_a_fused_gate_and_rotation_without_what_they_do_not_keep(tmp_path):
     file, bf16 = write_run(tmp_path), "model.dtype=bfloat16"
     fused, local = (
         plan(file, bf16, "policy.tokens_per_micro_batch=16", f"policy.layers={layers}")
@@ -221,8 +221,9 @@ def test_a_plan_counts_a_fused_gate_without_what_it_does_not_keep(tmp_path):
         for layers in ("transformer_engine", "local")
     )
     sizes = json.loads((load(file, ()).model.path / "config.json").read_text())
-    a_token = 2 * sizes["num_hidden_layers"] * sizes["intermediate_size"]
-    assert local - fused == 16 * a_token
+    longest = plan(file, bf16).batch.longest
+    gate, rotation = 2 * sizes["intermediate_size"], 4 * sizes["head_dim"]
+    assert local - fused == 2 * sizes["num_hidden_layers"] * (16 * gate + longest * rotation)
 
 
 needs_transformer_engine = pytest.mark.skipif(

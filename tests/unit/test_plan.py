@@ -191,7 +191,10 @@ def test_virtual_stages_keep_more_layers_in_flight(tmp_path):
         ]
 
     plain, interleaved = activations(), activations("policy.parallel.virtual_pipeline=2")
-    assert plain[0] == 2 * plain[1]
+    # Of 8 samples the last stage's norm keeps its input in float32, and what it makes of it.
+    last_norm = 8 * 16 * shape.hidden * 8
+    assert plain[0] == 2 * (plain[1] - last_norm)
+    interleaved[1] -= last_norm
     assert [4 * found // plain[0] for found in interleaved] == [5, 3]
 
 
@@ -208,7 +211,9 @@ def test_packed_rows_keep_each_tokens_rotations_and_its_attention_twice(tmp_path
         )
         for name in ("padded", "packed")
     )
-    more = 64 * shape.layers * (4 * shape.head_dim + shape.heads * shape.head_dim) * 4
+    # Padded rows, of 16 tokens, share their rotations.
+    rotations, attention = 4 * shape.head_dim * (64 - 16), 64 * shape.heads * shape.head_dim
+    more = shape.layers * (rotations + attention) * 4
     assert packed.activations - padded.activations == more
     assert packed.total - padded.total == more
 
@@ -571,12 +576,13 @@ def activations_of_8b(tmp_path: Path, *overrides: str, on_gpu: bool = True) -> i
 def test_attention_scores_count_only_where_torch_keeps_them(tmp_path: Path) -> None:
     bfloat16 = "model.dtype=bfloat16"
     assert activations_of_8b(tmp_path, bfloat16) < 40 * GIB
-    assert activations_of_8b(tmp_path, bfloat16, on_gpu=False) < 40 * GIB
+    assert activations_of_8b(tmp_path, on_gpu=False) < 100 * GIB
     assert activations_of_8b(tmp_path) > 200 * GIB, "float32, grouped queries, GPU: no fused kernel"
 
 
 def test_norms_behind_attention_and_mlp_keep_their_inputs_too(tmp_path: Path) -> None:
-    """Two more of them in each of 32 layers of 16k tokens, bfloat16, on every rank."""
+    """Two more of them in each of 32 layers of 16k tokens, bfloat16, on every rank: input and normed
+    one in float32; and Gemma's norms of heads."""
     shapes = (shape_of(tmp_path, **LLAMA_8B | also) for also in ({}, GEMMA))
     plain, gemma = (
         rank_memory(
@@ -588,20 +594,22 @@ def test_norms_behind_attention_and_mlp_keep_their_inputs_too(tmp_path: Path) ->
         ).activations
         for shape in shapes
     )
-    assert gemma - plain == 32 * 16384 * 2 * 4096 * 2
+    heads = (32 + 8) * 128
+    assert gemma - plain == 32 * 16384 * (2 * 4096 + heads) * 8
 
 
 def test_recomputation_keeps_inputs_of_layers_or_no_scores(tmp_path: Path) -> None:
-    """32 layers of 16k tokens over eight ranks, of which one layer at a time is whole."""
-    layer = activations_of_8b(tmp_path) // 32
-    full = activations_of_8b(tmp_path, "policy.recompute=full")
-    assert full == 32 * 16384 * 4096 * 4 + layer
-    sequence = ["policy.recompute=full", "policy.parallel.sequence=true"]
-    whole = activations_of_8b(tmp_path, "policy.parallel.sequence=true") // 32
-    assert activations_of_8b(tmp_path, *sequence) == 32 * 16384 * 4096 * 4 // 8 + whole
+    """32 layers of 16k tokens over eight ranks, of which one layer at a time is whole; and the last
+    norm's input."""
+    sequence, hidden = "policy.parallel.sequence=true", 16384 * 4096 * 4
+    for more, numbers in (([], hidden), ([sequence], hidden // 8)):
+        layer = (activations_of_8b(tmp_path, *more) - numbers) // 32
+        full = activations_of_8b(tmp_path, "policy.recompute=full", *more)
+        assert full == 32 * numbers + layer + numbers
+    layer = (activations_of_8b(tmp_path) - hidden) // 32
+    scores = 2 * 32 // 8 * 16384 * 16384 * 4
     selective = activations_of_8b(tmp_path, "policy.recompute=selective")
-    without = activations_of_8b(tmp_path, on_gpu=False)
-    assert selective == without + (layer - without // 32)
+    assert selective == 32 * (layer - scores) + scores + hidden
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
