@@ -5,6 +5,7 @@ Layouts named `mixture...` or `expert...` run the model with experts, the others
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -64,7 +65,10 @@ class Kept:
 def steps(rank: Rank, kind: str, model: str, names: list[str], dtype: str) -> dict:
     policy = rank.policy(model, recompute=kind, controls=(GacControl(),), dtype=dtype, budget=160)
     live = LiveBytes(policy.model.chunks[0].parameters())
-    found = []
+    found, shapes = [], set()
+    policy.model.chunks[0].register_forward_pre_hook(
+        lambda _, given: shapes.add(tuple(given[0].shape))
+    )
     with live.hooks():
         for name in names:
             metrics = policy.train_step(received(policy, rank.batches[name]))
@@ -74,6 +78,8 @@ def steps(rank: Rank, kind: str, model: str, names: list[str], dtype: str) -> di
         "steps": found,
         "peak": live.peak,
         "left": live.now,
+        # Rows and length of the micro-batch with the most tokens.
+        "largest": max(shapes, key=math.prod),
         "buffers": buffers,
         "weights": [p.detach().clone() for c in policy.model.chunks for p in c.parameters()],
     }
@@ -96,7 +102,10 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         by_kind = {kind: steps(rank, kind, model, names, dtype) for kind in KINDS}
         mine = {
-            kind: (same(found, by_kind["none"]), found["peak"], found["left"])
+            kind: {
+                "same": same(found, by_kind["none"]),
+                **{name: found[name] for name in ("peak", "left", "largest")},
+            }
             for kind, found in by_kind.items()
         }
         everyone: list = [None] * rank.layout.world_size
