@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.activations import value_bytes
 from megatron_async_rl.plan.layers import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
@@ -28,7 +29,6 @@ from megatron_async_rl.plan.memory import (
     RankMemory,
     engine_memory,
     rank_memory,
-    value_bytes,
 )
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import ChosenLayers

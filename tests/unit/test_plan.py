@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
+from megatron_async_rl.plan.activations import stores_scores
 from megatron_async_rl.plan.layout import rank_coordinates
 from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
 from megatron_async_rl.plan.memory import (
     TARGET_BYTES,
     rank_memory,
     stage_parameters,
-    stores_scores,
 )
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Plan
