@@ -47,6 +47,8 @@ ALLOWED = (
     "policy.optimizer.schedule",
     "policy.optimizer.warmup_steps",
     "policy.optimizer.clip_grad",
+    # The same bits, elsewhere.
+    "policy.optimizer.moment_offload",
     "policy.on_anomaly",
     # Where and how fast it runs. A checkpoint loads on any parallel layout.
     "policy.parallel",
