@@ -27,6 +27,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
     about,
     newest,
     read_file,
+    refuse_other_moments,
     require_whole,
 )
 
@@ -194,6 +195,7 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
             return []
         require_whole(path)
         content = about(path)
+        refuse_other_moments(path, content, config.policy.optimizer.moment_dtype)
         source = content.get("model_path")
         buffer = read_file(path.parent, buffer_file.NAME)
         if buffer is not None:
