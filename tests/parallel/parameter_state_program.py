@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -32,14 +33,17 @@ from megatron_async_rl.config.schema import (
     ParallelConfig,
     PolicyConfig,
 )
+from megatron_async_rl.gradients import products_with
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.adam_view import optimizer_parameters
+from megatron_async_rl.policy.adam_view import AdamView, TakenStep, optimizer_parameters
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import DTYPES, build_model
 from megatron_async_rl.policy.model_blocks import ModelBlocks, read, write
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parameter_state import adam_names, adam_shards, optimizer_state
+from tests.gradients import cosine
 from tests.parallel.layout_program import Rank, received
+from tests.parallel.objective_program import ReducedGradient
 from tests.parallel.reference_program import at_version
 from tests.parallel.whole_tensors import assembled
 
@@ -168,8 +172,26 @@ def lean(rank: Rank, checkpoints: Path) -> dict:
             "moments": {tensor.dtype for shards in mine[:2] for tensor in shards},
             "masters": {tensor.dtype for tensor in mine[2]},
             "buffers": {buffer.dtype for buffer in gradient_buffers(first.schedule.chunks)},
+            "cosines": cosines_with_momentum(rank, first),
         }
     return found
+
+
+def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:
+    """Of the next gradient: as controls see it, and of the shards of both put together in float64,
+    which are the whole model's where no rank has a part of it alone."""
+    rank.batches["next"] = at_version(rank.batches["a"], 4)
+    gradient = ReducedGradient(rank, policy, "next")
+    view = AdamView(policy.optimizer, policy.config.optimizer, 4, TakenStep(1e-3, 0.9))
+    product, norm, other = products_with(gradient.view(), view.momentum())
+    wholes = [
+        torch.cat([each.double().flatten() for own in chunks for each in own.values()])
+        for chunks in (
+            assembled(shards, policy.model, policy.optimizer)
+            for shards in (gradient.shards(), adam_shards(policy.optimizer, "adam.exp_avg"))
+        )
+    ]
+    return product / math.sqrt(norm * other), cosine(*wholes)
 
 
 def lean_from(rank: Rank, checkpoints: Path) -> list[dict]:

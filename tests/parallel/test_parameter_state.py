@@ -136,6 +136,8 @@ def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_goes_on_bit_for_bi
     assert found["resumed"]
 
 
+WHOLE = ("single", "data_distributed_optimizer", "data_replicated_optimizer")
+"""Layouts whose ranks have the whole model."""
 READ = ("policy/grad_norm", "gac/cosine", "momentum/cosine", "displacement/cosine")
 """What controls and clipping read of gradients, moments and the update to come."""
 
@@ -143,10 +145,18 @@ READ = ("policy/grad_norm", "gac/cosine", "momentum/cosine", "displacement/cosin
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("layout", [name for name in LEAN_LAYOUTS if name != "single"])
 def test_controls_read_the_same_of_gradients_and_moments_in_bfloat16_on_any_layout(layout, trained):
-    """Within what sums in bfloat16 by another order move them."""
+    """Within what products of a model in bfloat16 move them, which layouts round differently."""
     found, expected = (of(each)["lean"][trained]["steps"] for each in (layout, "single"))
     assert_read_alike(found, expected)
     assert set(READ) <= set(found[-1])
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("layout", [name for name in LEAN_LAYOUTS if name in WHOLE])
+def test_a_cosine_with_moments_in_bfloat16_is_that_of_the_same_shards_in_float64(layout, trained):
+    found, exact = of(layout)["lean"][trained]["cosines"]
+    assert 0.01 < abs(exact) < 0.99
+    assert found == pytest.approx(exact, abs=1e-6)
 
 
 def test_one_rank_goes_on_with_the_moments_in_bfloat16_that_any_layout_saved():
@@ -161,7 +171,7 @@ def assert_read_alike(found, expected):
         read = [key for key in READ if key in theirs]
         assert read == [key for key in READ if key in mine]
         for key in read:
-            assert mine[key] == pytest.approx(theirs[key], rel=0.01, abs=0.002), key
+            assert mine[key] == pytest.approx(theirs[key], rel=0.02, abs=0.01), key
 
 
 def of(layout):
