@@ -36,6 +36,7 @@ from megatron_async_rl.config.schema import (
 from megatron_async_rl.gradients import products_with
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, optimizer_parameters
+from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import DTYPES, build_model
 from megatron_async_rl.policy.model_blocks import ModelBlocks, read, write
@@ -133,7 +134,7 @@ def moved_there_and_back(rank: Rank, path: Path, dtype: str) -> dict[str, bool]:
 def lean_policy(rank: Rank, trained: str):
     """With controls that read gradients, moments, and the update to come."""
     controls = (GAC, MomentumByAlignmentControl(), DisplacementControl())
-    objective = ObjectiveConfig(snapshots=4)
+    objective = ObjectiveConfig(snapshots=5)
     return rank.policy(
         controls=controls, objective=objective, lora=TRAINED[trained], lr=1e-3, **LEAN
     )
@@ -192,6 +193,15 @@ def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:
         )
     ]
     return product / math.sqrt(norm * other), cosine(*wholes)
+
+
+def refused_moments(rank: Rank, checkpoints: Path) -> str:
+    """A policy whose moments are float32 on a checkpoint of those in bfloat16."""
+    try:
+        rank.policy(dtype="bfloat16").load(checkpoints / "lean_weights")
+    except CheckpointBroken as broken:
+        return str(broken)
+    return ""
 
 
 def lean_from(rank: Rank, checkpoints: Path) -> list[dict]:
@@ -259,6 +269,8 @@ def run_layout(
     }
     if rank.layout.world_size == 1:
         results["absences"] = absences(rank, rank.scratch)
+        if "lean" in results:
+            results["refused_moments"] = refused_moments(rank, checkpoints / name)
     if rank.layout.rank == 0:
         torch.save(results, output / f"{name}.pt")
     rank.layout.shutdown()

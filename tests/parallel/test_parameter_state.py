@@ -166,6 +166,11 @@ def test_one_rank_goes_on_with_the_moments_in_bfloat16_that_any_layout_saved():
         assert_read_alike(steps, of(origin)["lean"]["weights"]["steps"][2:])
 
 
+def test_moments_in_bfloat16_are_not_taken_for_those_in_float32():
+    said = of("single")["refused_moments"]
+    assert "moments in bfloat16, and here they are float32" in said
+
+
 def assert_read_alike(found, expected):
     for mine, theirs in zip(found, expected, strict=True):
         read = [key for key in READ if key in theirs]
