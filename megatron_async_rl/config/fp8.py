@@ -67,8 +67,8 @@ NO_MXFP8_FROM = (12, 0)
 class Fp8Config(Strict):
     """Products of the layers in 8-bit floats, on Transformer Engine's layers: inputs, weights and
     gradients are rounded, and sums are not. Embedding, output layer, router, norms and attention
-    between its projections stay in bfloat16, gradients and optimizer state in float32. Null, the
-    default, computes everything in bfloat16."""
+    between its projections stay in bfloat16, and gradients and optimizer state are what they are
+    without it. Null, the default, computes everything in bfloat16."""
 
     recipe: Recipe
     """How numbers are scaled. `tensorwise`: a tensor by its own largest value. `blockwise`: blocks

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
     from megatron_async_rl.config.schema import Config
 
+BFLOAT16_BETA = 1.0 - 2.0**-8
+"""Largest beta at which a moment in bfloat16, left alone, still decays at every step: half the
+distance of two neighbouring numbers is at most 2^-8 of them."""
+
 
 def objective_conflicts(objective: ObjectiveConfig) -> Iterator[str]:
     """Reasons why the parts of this objective do not compose; none: they do."""
@@ -156,6 +160,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from flow_conflicts(config)
     yield from lora_conflicts(config)
     yield from fp8_conflicts(config)
+    yield from _precision(config)
     objective, flow = config.objective, config.flow
     if objective.minibatches > flow.prompts_per_step:
         yield (
@@ -296,3 +301,34 @@ def _beta1(config: Config, control: Control) -> Iterator[str]:
             f"controls: momentum_by_alignment lowers beta1 from policy.optimizer.betas ({own:g}) to"
             f" beta1_min ({control.beta1_min:g}), which must be below it"
         )
+
+
+def _precision(config: Config) -> Iterator[str]:
+    """Reasons why the numbers of gradients and moments do not fit the run; none: they do."""
+    settings = config.policy.optimizer
+    if settings.gradient_dtype == "bfloat16" and config.model.dtype != "bfloat16":
+        yield (
+            "policy.optimizer.gradient_dtype: bfloat16 sums gradients in the model's numbers, and"
+            f" model.dtype is {config.model.dtype}, so it would change nothing; set model.dtype:"
+            " bfloat16, or gradient_dtype: float32"
+        )
+    if settings.moment_dtype == "bfloat16":
+        for key, beta in _betas(config):
+            if beta > BFLOAT16_BETA:
+                yield (
+                    f"{key}: {beta:g} does not go with policy.optimizer.moment_dtype: bfloat16: a"
+                    f" step changes a moment by {1.0 - beta:.2g} of itself, and bfloat16 rounds by up"
+                    " to 2^-8 = 0.0039 of it, so that it would stay where it is; set it to at most"
+                    " 0.996, or moment_dtype: float32"
+                )
+
+
+def _betas(config: Config) -> Iterator[tuple[str, float]]:
+    """(key, value) of every beta that the configuration gives Adam."""
+    for index, beta in enumerate(config.policy.optimizer.betas):
+        yield f"policy.optimizer.betas.{index}", beta
+    for index, control in enumerate(config.controls):
+        for name in ("beta1", "beta1_max") if control.sets_beta1 else ():
+            own = getattr(control, name, None)
+            if own is not None:
+                yield f"controls.{index}.{name}", own

@@ -35,8 +35,8 @@ class RankMemory:
     neighbours need the same.
 
     In host memory, not part of `total`: `held`, copies of the weights (reference, proximal
-    policies), divided over the ranks that hold the same parameters; `staged`, what a checkpoint
-    that is written beside the steps copies first.
+    policies), divided over the ranks that hold the same parameters; `moments`, Adam's where a GPU's
+    are offloaded; `staged`, what a checkpoint that is written beside the steps copies first.
     """
 
     stage: int
@@ -48,6 +48,7 @@ class RankMemory:
     logprobs: int
     held: int
     staged: int
+    moments: int = 0
     fp8: int = 0
     """Bytes that weights in 8 bits add to `parameters`, or take off."""
 
@@ -62,6 +63,10 @@ class RankMemory:
             + self.activations
             + self.logprobs
         )
+
+    @property
+    def host(self) -> int:
+        return self.held + self.moments + self.staged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +113,10 @@ def rank_memory(
     """`longest`: tokens of the longest prompt + response.
 
     Gradients, optimizer state and copies are of what is trained, with policy.lora the adapters.
-    The first two are float32 (AdamW: two moments, and a master copy under bfloat16); the
-    distributed optimizer shards the state, not the gradient buffer: over the ranks that hold the
-    same parameters, which for experts are other ones."""
+    AdamW has two moments, and a float32 copy of the weights under bfloat16; the distributed
+    optimizer shards that, not the gradient buffer: over the ranks that hold the same parameters,
+    which for experts are other ones. Beside a buffer in bfloat16 the gradient of what this rank's
+    optimizer updates is in float32, too."""
     parallel = config.policy.parallel
     dense = stage_parameters(shape, stage=stage, pipeline=parallel.pipeline, tensor=parallel.tensor)
     experts = stage_experts(shape, pipeline=parallel.pipeline, expert=parallel.expert)
@@ -136,17 +142,19 @@ def rank_memory(
         * LOGIT_COPIES
     )
     head = 0
-    if parallel.overlap_grad_reduce and lora is None:
+    narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
+    if (parallel.overlap_grad_reduce or narrow) and lora is None:
         # The gradient of the output layer's weight, and its copy in the model's dtype.
         copied = value_bytes(config) if config.model.dtype == "bfloat16" else 0
         head = shape.vocabulary // parallel.tensor * shape.hidden * (FLOAT32 + copied)
+    offloaded = on_gpu and config.policy.optimizer.moment_offload == "cpu"
     step = config.rollout.sampling.max_tokens if config.rollout is not None else longest
     targets = TARGET_BYTES * samples * step
     return RankMemory(
         stage=stage,
         parameters=(frozen + trained) * value_bytes(config),
-        gradients=trained * FLOAT32,
-        optimizer=own * state_bytes(config),
+        gradients=trained * 2 + own * FLOAT32 if narrow else trained * FLOAT32,
+        optimizer=own * (state_bytes(config) - (moment_bytes(config) if offloaded else 0)),
         controls=control_bytes(
             config, own, largest=largest_parameter(shape, tensor=parallel.tensor), on_gpu=on_gpu
         ),
@@ -156,6 +164,7 @@ def rank_memory(
         logprobs=chunk + head + targets if stage == parallel.pipeline - 1 else 0,
         held=share * held_bytes(config) + own * past_master_bytes(config),
         staged=share * staged_bytes(config),
+        moments=own * moment_bytes(config) if offloaded else 0,
         fp8=fp8_copies(
             config, shape, stage=stage, in_flight=layers_in_flight(config, shape, stage)
         ),
@@ -195,7 +204,12 @@ def copy_bytes(config: Config) -> int:
 
 def state_bytes(config: Config) -> int:
     """Bytes of AdamW's state per parameter: two moments, and a master copy under bfloat16."""
-    return 2 * FLOAT32 + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
+    return moment_bytes(config) + (FLOAT32 if config.model.dtype == "bfloat16" else 0)
+
+
+def moment_bytes(config: Config) -> int:
+    """Bytes per parameter of both moments."""
+    return 2 * (2 if config.policy.optimizer.moment_dtype == "bfloat16" else FLOAT32)
 
 
 def held_bytes(config: Config) -> int:

@@ -352,11 +352,11 @@ def _warnings(
                 f" {machine.memory / GIB:.1f} GiB"
             )
     elif machine.gpus and ranks:
-        held = sum(rank.held + rank.staged for rank in ranks) * (parallel.ranks // len(ranks))
+        held = sum(rank.host for rank in ranks) * (parallel.ranks // len(ranks))
         if not machine.described and held > machine.memory:
             found.append(
-                "copies of the weights (reference, proximal policies) and of what a checkpoint"
-                f" writes (checkpoint.asynchronous) take about {held / GIB:.1f} GiB of host memory"
+                "copies of the weights (reference, proximal policies), offloaded moments and the copy"
+                f" that a checkpoint is written from (checkpoint.asynchronous) take about {held / GIB:.1f} GiB of host memory"
                 f" over all ranks, this machine gives {machine.memory / GIB:.1f} GiB"
             )
         needed = max(rank.total for rank in ranks)
@@ -371,7 +371,7 @@ def _warnings(
 def _host_bytes(config: Config, ranks: Sequence[RankMemory], engine: EngineMemory | None) -> int:
     per_stage = config.policy.parallel.ranks // max(1, len(ranks))
     total = (
-        sum(rank.total + rank.held + rank.staged for rank in ranks) * per_stage
+        sum(rank.total + rank.host for rank in ranks) * per_stage
         + config.policy.parallel.ranks * RANK_PROCESS_BYTES
     )
     if engine is not None and config.rollout is not None:

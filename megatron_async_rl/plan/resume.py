@@ -27,6 +27,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
     about,
     newest,
     read_file,
+    refuse_other_moments,
     require_whole,
 )
 
@@ -47,6 +48,8 @@ ALLOWED = (
     "policy.optimizer.schedule",
     "policy.optimizer.warmup_steps",
     "policy.optimizer.clip_grad",
+    # The same bits, elsewhere.
+    "policy.optimizer.moment_offload",
     "policy.on_anomaly",
     # Where and how fast it runs. A checkpoint loads on any parallel layout.
     "policy.parallel",
@@ -192,6 +195,7 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
             return []
         require_whole(path)
         content = about(path)
+        refuse_other_moments(path, content, config.policy.optimizer.moment_dtype)
         source = content.get("model_path")
         buffer = read_file(path.parent, buffer_file.NAME)
         if buffer is not None:

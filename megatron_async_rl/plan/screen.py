@@ -313,7 +313,9 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
         "total ~",
     ]
     holds = any(rank.held for rank in plan.ranks)
+    offloads = any(rank.moments for rank in plan.ranks)
     columns += ["other weights, on the host"] if holds else []
+    columns += ["moments, on the host"] if offloads else []
     columns += ["a checkpoint's copy, on the host"] if config.checkpoint.asynchronous else []
     for column in columns:
         table.add_column(column, justify="right")
@@ -329,6 +331,7 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
             rank.total,
         ]
         parts += [rank.held] if holds else []
+        parts += [rank.moments] if offloads else []
         parts += [rank.staged] if config.checkpoint.asynchronous else []
         table.add_row(
             f"stage {rank.stage}" if len(plan.ranks) > 1 else "the policy",

@@ -2,8 +2,9 @@
 and of Adam what a control may see.
 
 Invariants:
-- controls see tensors in the order of the gradient shards (`gradients_of`). Nothing of that is
-  stored: all is read or computed from the optimizer's own state when asked for;
+- controls see tensors in the order of the gradient shards (`gradients_of`), in float32 on their
+  device. Nothing of that is stored: all is read or computed from the optimizer's own state when
+  asked for, and one tensor at a time where it is not in place;
 - whether there is anything to read is known from the steps taken, so it is the same on every rank,
   also on one without shards;
 - what should be there and is not raises StateMissing; nothing is passed over.
@@ -12,8 +13,9 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -22,7 +24,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from megatron_async_rl.gradients import Gradients, GradientShard, block_elements, blocks
+from megatron_async_rl.gradients import Gradients, GradientShard, blocks
 from megatron_async_rl.policy.megatron_private import optimizer_parts
 
 if TYPE_CHECKING:
@@ -88,15 +90,23 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 
 
 def moment_of(state: Mapping[str, Any], name: str) -> Tensor:
-    """`exp_avg` or `exp_avg_sq` of Adam's state of one parameter, in place. Raises StateMissing;
-    also for a moment in few bits, which is meaningless without its scale."""
+    """`exp_avg` or `exp_avg_sq` of Adam's state of one parameter, in place: float32 or bfloat16, on
+    the parameter's device or the host (`BlockAdam`). Raises StateMissing; also for a moment in other
+    numbers of few bits, which is meaningless without its scale."""
     moment = state.get(name)
-    if moment is None or moment.dtype.itemsize < FLOAT32_BYTES:
+    scaled = moment is not None and moment.dtype.itemsize < FLOAT32_BYTES
+    if moment is None or (scaled and moment.dtype != torch.bfloat16):
         found = f"has {sorted(state)}" if moment is None else f"holds it as {moment.dtype}"
         raise StateMissing(
-            f"Adam's state of a parameter {found}, where {name} in float32 is wanted"
+            f"Adam's state of a parameter {found}, where {name} in float32 or bfloat16 is wanted"
         )
     return moment
+
+
+def _in_float32(moment: Tensor, device: torch.device) -> Tensor:
+    """The moment or a part of it, in place where it is float32 on the device already."""
+    moved = moment.to(device, non_blocking=True)
+    return moved.float() if moved.dtype == torch.bfloat16 else moved
 
 
 def masters_of(optimizer: MegatronOptimizer) -> list[nn.Parameter]:
@@ -148,33 +158,36 @@ class AdamView:
     def momentum(self) -> Sequence[Tensor] | None:
         if self._last is None:
             return None
-        return [moment_of(state, "exp_avg") for state, _ in self._states()]
+        return _Computed(
+            [
+                partial(_in_float32, moment_of(state, "exp_avg"), parameter.device)
+                for parameter, state, _ in _states(self._optimizer)
+            ]
+        )
 
     def last_update(self) -> Sequence[Tensor] | None:
         """-lr / (1 - beta1^n) m / (sqrt(v / (1 - beta2^n)) + eps), with the n-th step's own lr and
-        beta1 (arXiv 1412.6980)."""
-        return None if self._last is None else _Updates(self._states(), self._last)
+        beta1 (arXiv 1412.6980). Of moments in bfloat16, as they were rounded after it."""
+        if self._last is None:
+            return None
+        return _Computed(
+            [partial(_last_update, *each, self._last) for each in _states(self._optimizer)]
+        )
 
     def next_update(self) -> NextUpdate:
         """The update of the step that the optimizer is set for: its groups' lr and betas, and the
         gradients as they are."""
         return NextUpdate(_states(self._optimizer))
 
-    def _states(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        return [(state, group) for _, state, group in _states(self._optimizer)]
 
+class _Computed(Sequence[Tensor]):
+    """Each tensor is made when it is read, so that they never exist all at once."""
 
-class _Updates(Sequence[Tensor]):
-    """Each tensor is computed when it is read, so that the whole update never exists at once."""
-
-    def __init__(
-        self, states: Sequence[tuple[dict[str, Any], dict[str, Any]]], last: TakenStep
-    ) -> None:
-        self._states = states
-        self._last = last
+    def __init__(self, make: Sequence[Callable[[], Tensor]]) -> None:
+        self._make = make
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._make)
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -182,20 +195,24 @@ class _Updates(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
         if isinstance(index, slice):
-            return _Updates(self._states[index], self._last)
-        state, group = self._states[index]
-        # torch's Adam counts each parameter's steps, the fused ones a group's.
-        step = float(state["step"] if "step" in state else group["step"])
-        first, second = 1.0 - self._last.beta1**step, 1.0 - group["betas"][1] ** step
-        moment, square = moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
-        update = torch.empty_like(moment)
-        size = block_elements(moment.device)
-        for part, m, v in zip(
-            *(x.view(-1).split(size) for x in (update, moment, square)), strict=True
-        ):
-            torch.sqrt(v, out=part).div_(math.sqrt(second)).add_(group["eps"])
-            torch.div(m, part, out=part).mul_(-self._last.lr / first)
-        return update
+            return _Computed(self._make[index])
+        return self._make[index]()
+
+
+def _last_update(
+    parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any], last: TakenStep
+) -> Tensor:
+    # torch's Adam counts each parameter's steps, the fused ones a group's.
+    step = float(state["step"] if "step" in state else group["step"])
+    first, second = 1.0 - last.beta1**step, 1.0 - group["betas"][1] ** step
+    update = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    for part, *moments in blocks(
+        update, moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
+    ):
+        m, v = (_in_float32(moment, part.device) for moment in moments)
+        torch.sqrt(v, out=part).div_(math.sqrt(second)).add_(group["eps"])
+        torch.div(m, part, out=part).mul_(-last.lr / first)
+    return update
 
 
 class NextUpdate:
@@ -245,8 +262,9 @@ def _next_update(parameter: nn.Parameter, state: dict[str, Any], group: dict[str
         moment_of(state, name) if state else nothing for name in ("exp_avg", "exp_avg_sq")
     )
     update = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    for part, g, m, v in blocks(update, gradient, moment, square):
+    for part, g, *moments in blocks(update, gradient, moment, square):
         g = g.to(part.dtype)
+        m, v = (_in_float32(each, part.device) for each in moments)
         torch.mul(v, beta2, out=part).addcmul_(g, g, value=1.0 - beta2).sqrt_()
         part.div_(math.sqrt(1.0 - beta2**step)).add_(group["eps"])
         torch.div(torch.lerp(m, g, 1.0 - beta1), part, out=part).mul_(

@@ -11,9 +11,9 @@
                                   delayed scaling of 8-bit products has learnt (fp8.py)
     DIR/step_00000012/about.json  step, layout, dtype, vocabulary, layers, the source model
                                   directory, names of the parameter state, Adam's step count, where
-                                  the weights are (in the model, or in Adam's float32 ones); of
-                                  adapters their settings and the base model's digest
-                                  (lora_base.py)
+                                  the weights are (in the model, or in Adam's float32 ones), the
+                                  moments' dtype; of adapters their settings and the base model's
+                                  digest (lora_base.py)
 
 Invariants:
 - a directory named step_N is complete: it is written under another name, synced, and renamed;
@@ -24,6 +24,7 @@ Invariants:
 - files are read back without running code from them;
 - weights kept in 8 bits are not saved: Adam's float32 ones are, and stand in for them wherever the
   checkpoint is read;
+- moments are saved and loaded as they are kept, and none that are kept otherwise are taken for them;
 - what is not trained is not saved: under adapters a checkpoint goes with the base model in its
   source directory, and is refused over another one.
 """
@@ -46,7 +47,13 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_async_rl.policy import model_blocks
-from megatron_async_rl.policy.checkpoint_folder import LATEST, CheckpointBroken, about, newest
+from megatron_async_rl.policy.checkpoint_folder import (
+    LATEST,
+    CheckpointBroken,
+    about,
+    newest,
+    refuse_other_moments,
+)
 from megatron_async_rl.policy.fp8 import delayed_state, restore_delayed_state
 from megatron_async_rl.policy.lora_base import base_entries, refuse_other_base
 from megatron_async_rl.policy.megatron_private import weights_from_masters
@@ -58,6 +65,7 @@ from megatron_async_rl.policy.parameter_state import (
     adam_names,
     adam_shards,
     adam_steps,
+    moment_dtype,
     optimizer_state,
     set_adam_steps,
 )
@@ -213,6 +221,7 @@ def load(
         return None
     content = about(path)
     refuse_other_base(path, content, model)
+    refuse_other_moments(path, content, _dtype_name(moment_dtype(optimizer)))
     state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
     names = frozenset(content.get("parameter_state", ()))
     adam = {
@@ -313,11 +322,16 @@ def _description(
     return {
         "layout": _layout_key(optimizer, layout),
         "model_path": str(model.source),
-        "dtype": str(model.config.params_dtype).removeprefix("torch."),
+        "dtype": _dtype_name(model.config.params_dtype),
         "vocab_size": model.vocab_size,
         "layers": model.bridge.layers.name,
         "weights": MASTER if model.config.fp8_param else "model",
+        "moments": _dtype_name(moment_dtype(optimizer)),
     }
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _rng_state(layout: Layout) -> dict[str, Any]:

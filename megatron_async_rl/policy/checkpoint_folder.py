@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ def require_whole(path: Path) -> None:
         raise _broken(path, "state.pt", error) from error
     if not (path / "sharded" / ".metadata").is_file():
         raise _broken(path, "sharded/.metadata", FileNotFoundError("it is not there"))
+
+
+def refuse_other_moments(path: Path, content: Mapping[str, Any], wanted: str) -> None:
+    """content: about.json of the checkpoint at `path`. wanted: dtype of the moments that Adam keeps
+    here. Raises CheckpointBroken."""
+    # Absent in checkpoints of earlier versions.
+    held = content.get("moments", "float32")
+    if held != wanted:
+        raise CheckpointBroken.of(
+            "policy.optimizer.moment_dtype",
+            f"{path} holds Adam's moments in {held}, and here they are {wanted}",
+            "set it back, or choose another run.dir",
+        )
 
 
 def _broken(path: Path, name: str, error: Exception) -> CheckpointBroken:

@@ -189,9 +189,10 @@ class Schedule:
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Megatron's gradient buffer, where it may be added to directly: while it is reduced beside
-        the backward, Megatron wants every gradient from autograd."""
+        the backward, Megatron wants every gradient from autograd; and to a buffer in bfloat16 each
+        chunk of tokens would round."""
         settings = getattr(self.chunks[-1], "ddp_config", None)
-        if settings is None or settings.overlap_grad_reduce:
+        if settings is None or settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
             return None
         return getattr(parameter, "main_grad", None)
 

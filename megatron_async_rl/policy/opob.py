@@ -27,7 +27,7 @@ Invariants:
 - equal rewards in a group give a gradient of exactly zero.
 
 Costs: one schedule call per sequence (over pipeline stages a bubble each), and two more gradient
-buffers.
+buffers, in float32.
 """
 
 from __future__ import annotations
@@ -146,7 +146,11 @@ class ExactBaseline:
         """
         whole, samples = targets.whole, targets.samples
         centred = whole.group_centred(whole.require("rewards"))
-        total, scores = ([torch.zeros_like(buffer) for buffer in self._buffers()] for _ in range(2))
+        # In float32, whatever the buffers are in: each sequence is added to them.
+        total, scores = (
+            [torch.zeros_like(buffer, dtype=torch.float32) for buffer in self._buffers()]
+            for _ in range(2)
+        )
         rows = torch.zeros(3, len(samples), dtype=torch.float64, device=self.layout.device)
         for members in own_groups(samples.owner, samples.group, self.layout.dp_rank):
             rows[:, list(members)] = self._group(

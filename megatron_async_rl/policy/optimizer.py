@@ -2,8 +2,9 @@
 step.
 
 Invariants:
-- gradients are float32 and are summed, never averaged, over data- and context-parallel ranks and
-  micro-batches: the loss already carries the denominators of the whole batch;
+- gradients are summed, never averaged, over data- and context-parallel ranks and micro-batches: the
+  loss already carries the denominators of the whole batch. Controls and Adam have them in float32,
+  whatever they are summed in;
 - weight decay applies to matrices only, not to norms or biases;
 - at a run's start Adam's float32 weights are the files' tensors: Megatron would take the model's,
   which were rounded to bfloat16 when they were loaded, and for a weight kept in 8 bits what its
@@ -12,12 +13,17 @@ Invariants:
   float32 ones is a copy of the model, and exact where bytes and scales of 8-bit weights would have
   to be made again;
 - the learning rate is a pure function of the step number: what a control multiplies it by lasts one
-  step.
+  step;
+- moments are where Megatron's Adam has them, but for settings that it has no answer to: its
+  precision-aware one is a kernel of Transformer Engine, for CUDA alone, which takes gradients and
+  float32 weights out of the controls' sight, and its offloaded one steps on the CPU. `BlockAdam`
+  leaves both where every other module looks for them, and runs wherever torch does.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +35,10 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from torch import Tensor, nn
 
+from megatron_async_rl.gradients import blocks
+from megatron_async_rl.policy.adam_view import gradient_of
 from megatron_async_rl.policy.fp8 import is_quantised
 from megatron_async_rl.policy.megatron_private import (
     model_slices,
@@ -67,8 +76,8 @@ def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> f
 
 
 def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[DistributedDataParallel]:
-    """Each model chunk inside Megatron's DDP, with float32 gradient buffers that are summed over
-    data- and context-parallel ranks."""
+    """Each model chunk inside Megatron's DDP, with gradient buffers of `gradient_dtype` that are
+    summed over data- and context-parallel ranks."""
 
     def finalize(model: list[Any], num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
         # Megatron would divide by the tokens it counted; the loss has its denominators already.
@@ -80,7 +89,8 @@ def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[Distribu
         chunk.config.calculate_per_token_loss = True
         chunk.config.finalize_model_grads_func = finalize
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        # Else in the parameters' own numbers, which config/ allows for bfloat16 ones only.
+        grad_reduce_in_fp32=policy.optimizer.gradient_dtype == "float32",
         use_distributed_optimizer=policy.parallel.distributed_optimizer,
         overlap_grad_reduce=policy.parallel.overlap_grad_reduce,
         average_in_collective=False,
@@ -102,7 +112,8 @@ def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[Distribu
 def build_optimizer(
     wrapped: list[DistributedDataParallel], policy: PolicyConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Megatron's AdamW over wrapped chunks; float32 main parameters where the model is bfloat16."""
+    """Megatron's AdamW over wrapped chunks, or ours where moments are kept otherwise than it does;
+    float32 main parameters where the model is bfloat16."""
     settings = policy.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -121,6 +132,14 @@ def build_optimizer(
         ),
         wrapped,
     )
+    if settings.moment_dtype != "float32" or settings.moment_offload != "none":
+        for part in optimizer_parts(optimizer):
+            adam = BlockAdam(
+                part.optimizer,
+                dtype=getattr(torch, settings.moment_dtype),
+                offload=settings.moment_offload == "cpu",
+            )
+            part.optimizer, part.init_state_fn = adam, lambda adam, _: adam.materialise()
     for group in optimizer.param_groups:
         # wd_mult is 0 for one-dimensional parameters; Megatron applies it in its own scheduler,
         # which is not used here.
@@ -152,3 +171,89 @@ def load_masters(
                     shard.view(-1).copy_(whole.reshape(-1)[start:end])
     if every or model.config.fp8_param:
         weights_from_masters(optimizer)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class BlockAdam(torch.optim.AdamW):
+    """AdamW whose moments are kept in `dtype`, and with `offload` in host memory, page-locked, where
+    parameters are on CUDA: they come to the device a block at a time, and go back.
+
+    A step computes in float32, from the moments as they are kept, and applies the new ones before
+    they are rounded to be kept; of float32 moments it is torch's own, to the bit, wherever they
+    lie. The device holds three blocks besides.
+    replaced: an Adam that has not stepped yet, whose groups of float32 parameters are taken over.
+    """
+
+    def __init__(
+        self,
+        replaced: torch.optim.Optimizer,
+        *,
+        dtype: torch.dtype = torch.float32,
+        offload: bool = False,
+    ) -> None:
+        super().__init__([{"params": []}])
+        # The distributed optimizer's shards are views of what autograd knows, which torch's
+        # constructor refuses.
+        self.param_groups = replaced.param_groups
+        self.dtype = dtype
+        self.offload = offload
+
+    def materialise(self) -> None:
+        """Gives every parameter that has not been stepped yet the state it starts from."""
+        for parameter, _ in self._parameters():
+            self._state_of(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Host memory has the new moments when it returns. closure: not supported. Raises
+        StateMissing for a parameter without a gradient."""
+        assert closure is None
+        for parameter, group in self._parameters():
+            self._update(parameter, gradient_of(parameter), group)
+        if any(self._offloads(parameter) for parameter, _ in self._parameters()):
+            torch.cuda.current_stream().synchronize()
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self._state_of(parameter), group["betas"]
+        state["step"] += 1
+        step = state["step"].item()
+        first, second = 1 - beta1**step, 1 - beta2**step
+        for weight, g, *kept in blocks(
+            parameter.detach().view(-1), gradient, *(state[name] for name in MOMENTS)
+        ):
+            # In the numbers they are kept in over the bus, in float32 from there on; moments that
+            # are float32 here already are changed in place.
+            m, v = (each.to(weight.device, non_blocking=True).float() for each in kept)
+            if group["weight_decay"] != 0:
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            root = v.sqrt().div_(second**0.5).add_(group["eps"])
+            weight.addcdiv_(m, root, value=-group["lr"] / first)
+            for new, place in zip((m, v), kept, strict=True):
+                if new is not place:
+                    place.copy_(new.to(place.dtype), non_blocking=True)
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            offloaded = self._offloads(parameter)
+            for name in MOMENTS:
+                state[name] = torch.zeros(
+                    parameter.shape,
+                    dtype=self.dtype,
+                    device="cpu" if offloaded else parameter.device,
+                    pin_memory=offloaded,
+                )
+        return state
+
+    def _offloads(self, parameter: nn.Parameter) -> bool:
+        return self.offload and parameter.is_cuda
+
+    def _parameters(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield parameter, group

@@ -8,7 +8,7 @@ distributed optimizer a slice of it; and copies of the weights are divided over 
 the optimizer (weight_copies.py). model_blocks.py takes slices to a checkpoint and back.
 
 Adam's state is saved so:
-    adam.exp_avg, adam.exp_avg_sq   the moments
+    adam.exp_avg, adam.exp_avg_sq   the moments, in the dtype they are kept in
     adam.master                     the float32 parameters, where the model's own are not float32
 Adam counts steps for all parameters alike; the count is one number. Settings (betas, eps, decay,
 lr) are the configuration's.
@@ -33,6 +33,7 @@ from megatron_async_rl.policy.megatron_private import (
     model_slices,
     optimizer_parts,
 )
+from megatron_async_rl.policy.optimizer import BlockAdam
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -88,9 +89,18 @@ def adam_names(model: PolicyModel) -> tuple[str, ...]:
     return moments if model.config.params_dtype == torch.float32 else (*moments, MASTER)
 
 
+def moment_dtype(optimizer: MegatronOptimizer) -> torch.dtype:
+    """Numbers that moments are kept in; known also on a rank that has no shard."""
+    (dtype,) = {
+        part.optimizer.dtype if isinstance(part.optimizer, BlockAdam) else torch.float32
+        for part in optimizer_parts(optimizer)
+    }
+    return dtype
+
+
 def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:
-    """The state of one name, in place, in the order of the gradient shards; as it would start where
-    there is none yet."""
+    """The state of one name, in place, in the order of the gradient shards, on the device or on the
+    host; as it would start where there is none yet."""
     materialise(optimizer)
     if name == MASTER:
         return [parameter.detach() for parameter in masters_of(optimizer)]

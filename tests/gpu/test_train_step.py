@@ -240,15 +240,53 @@ def hold_gacs_cosine(figure, what: str, found: float, exact: float, *, least: fl
 def test_a_missing_gradient_moment_or_master_is_refused(device, dtype):
     refused = trained(device, dtype)["refusals"]
     replicated = "FP32Optimizer" if dtype == "float32" else "Float16OptimizerWithFloat16Params"
-    assert refused.keys() == {"DistributedOptimizer", replicated}
-    for said in refused.values():
+    assert refused.keys() == {
+        f"{kind} over {adam}"
+        for kind in ("DistributedOptimizer", replicated)
+        for adam in ("Adam", "BlockAdam")
+    }
+    for said in map(dict, refused.values()):
         there = {name: said.pop(f"{name} there") for name in list(said) if "there" not in name}
         assert set(there.values()) == {"fine"}
         assert "decoupled_grad" in said["gradient"]
         assert "decoupled_grad" in said["update"]
-        assert "holds it as torch.bfloat16" in said["moment"]
-        assert "exp_avg_sq in float32 is wanted" in said["saved"]
+        assert "holds it as torch.float16" in said["moment"]
+        assert "exp_avg_sq in float32 or bfloat16 is wanted" in said["saved"]
         assert "no float32 master" in said["master"]
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), *RUNS])
+def test_gradients_and_moments_in_bfloat16_move_the_weights_as_those_in_float32(
+    device, dtype, figure
+):
+    """Cosine of the movement, which weights in bfloat16 round; norms of gradients."""
+    found, expected = trained(device, dtype)["lean"]["cpu"], trained(device, dtype)["tied"]
+    assert found["buffers"] == {f"torch.{dtype}"}
+    start = flat({n: t.float() for n, t in tensors_of(layouts.material() / "tied").items()})
+    figure(
+        f"cosine of three steps with gradients and moments in bfloat16, {dtype}",
+        cosine(flat(found["weights"]) - start, flat(expected["weights"]) - start),
+        at_least=0.999 if dtype == "float32" else 0.98,
+        against="those in float32",
+    )
+    figure(
+        f"norms of gradients with gradients and moments in bfloat16, {dtype}, relative error",
+        max(
+            abs(mine["policy/grad_norm"] / theirs["policy/grad_norm"] - 1.0)
+            for mine, theirs in zip(found["steps"], expected["steps"], strict=True)
+        ),
+        at_most=0.03,
+        against="those in float32",
+    )
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), *RUNS])
+def test_offloaded_moments_lie_in_page_locked_host_memory_and_change_no_bit(device, dtype):
+    found = trained(device, dtype)["lean"]
+    on_cuda = device == "cuda"
+    assert found["cpu"]["moments"] == {("cpu", "torch.bfloat16", on_cuda)}
+    assert found["none"]["moments"] == {(device, "torch.bfloat16", False)}
+    assert_same(found["cpu"]["weights"], found["none"]["weights"])
 
 
 @pytest.mark.parametrize("sequence", ["padded", "packed"])

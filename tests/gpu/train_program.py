@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -34,7 +35,7 @@ from megatron_async_rl.policy.adam_view import (
     gradients_of,
     optimizer_parameters,
 )
-from megatron_async_rl.policy.megatron_private import optimizer_parts
+from megatron_async_rl.policy.megatron_private import gradient_buffers, optimizer_parts
 from megatron_async_rl.policy.parameter_state import adam_shards
 from tests import gradients
 from tests.gpu.host_syncs import host_syncs
@@ -52,6 +53,11 @@ CONTROLS = (
     EssLrControl(),
     DisplacementControl(),
 )
+
+
+LEAN = {"moment_dtype": "bfloat16", "moment_offload": "cpu"}
+"""The least that moments take on the device; with models in bfloat16 gradients are summed so,
+too."""
 
 
 def cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -99,17 +105,39 @@ def waits(rank: Rank, kind: str, dtype: str, sequence: str) -> dict:
 
 
 def refusals(rank: Rank, dtype: str) -> dict[str, dict[str, str]]:
-    """With the distributed optimizer and without: what its accessors say."""
+    """With the distributed optimizer and without, over Megatron's Adam and over ours: what its
+    accessors say."""
     found, whole = {}, rank.parallel
-    for distributed in (True, False):
+    for distributed, settings in product((True, False), ({}, LEAN)):
         rank.parallel = whole.model_copy(update={"distributed_optimizer": distributed})
-        policy = rank.policy(dtype=dtype, controls=())
+        policy = rank.policy(dtype=dtype, controls=(), **settings)
         policy.train_step(received(policy, rank.batches["a"]))
         ReducedGradient(rank, policy, "a")
         (part,) = optimizer_parts(policy.optimizer)
-        found[type(part).__name__] = said_of(policy, part)
+        adam = type(part.optimizer).__name__ if settings else "Adam"
+        found[f"{type(part).__name__} over {adam}"] = said_of(policy, part)
     rank.parallel = whole
     return found
+
+
+def lean(rank: Rank, dtype: str, **settings: str) -> dict:
+    """The steps of the tied policy with moments in bfloat16, and where those lie: (device, dtype,
+    whether the host's memory is page-locked)."""
+    policy = rank.policy(dtype=dtype, lr=1e-3, **settings)
+    trained = rank.train(policy, ["a", "a", "b"])
+    moments = [
+        moment
+        for name in ("adam.exp_avg", "adam.exp_avg_sq")
+        for moment in adam_shards(policy.optimizer, name)
+    ]
+    return {
+        "steps": trained["steps"],
+        "weights": cpu(trained["weights"]),
+        "moments": {
+            (m.device.type, str(m.dtype), m.device.type == "cpu" and m.is_pinned()) for m in moments
+        },
+        "buffers": {str(each.dtype) for each in gradient_buffers(policy.schedule.chunks)},
+    }
 
 
 def said_of(policy, part) -> dict[str, str]:
@@ -125,7 +153,7 @@ def said_of(policy, part) -> dict[str, str]:
     said = {f"{name} there": answer(ask) for name, ask in asked.items()}
     parameter = optimizer_parameters(policy.optimizer)[-1]
     state, gradient = part.optimizer.state[parameter], parameter.grad
-    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].bfloat16(), None
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].half(), None
     said |= {name: answer(asked[name]) for name in ("moment", "saved")}
     parameter.grad, parameter.decoupled_grad = None, gradient
     said |= {name: answer(asked[name]) for name in ("gradient", "update")}
@@ -202,6 +230,11 @@ def main() -> None:
     results["resumed"] = objective_program.resumed(rank, "tied", "a", "b", dtype=dtype)
     results["host_syncs"] = {each: waits(rank, kind, dtype, each) for each in ("padded", "packed")}
     results["refusals"] = refusals(rank, dtype)
+    summed = {"gradient_dtype": "bfloat16"} if dtype == "bfloat16" else {}
+    results["lean"] = {
+        place: lean(rank, dtype, **{**LEAN, "moment_offload": place}, **summed)
+        for place in ("none", "cpu")
+    }
     results["carried"] = carried(rank, dtype, Path(checkpoint))
     torch.save(results, output)
     rank.layout.shutdown()

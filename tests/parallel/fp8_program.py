@@ -29,6 +29,7 @@ from megatron_async_rl.policy.adam_view import masters_of
 from megatron_async_rl.policy.parameter_state import MASTER, adam_shards
 from megatron_async_rl.policy.weight_copies import HeldMasters
 from tests.parallel.layout_program import Rank, exporter_of, received, run_each, save
+from tests.parallel.parameter_state_program import LEAN
 from tests.parallel.reference_program import at_version
 from tests.parallel.staged_weights import staged_as_exported
 from tests.parallel.whole_tensors import assembled
@@ -190,10 +191,11 @@ def kept_in_8_bits(rank: Rank, model: str, a: str, b: str) -> dict:
 
 def with_reference(rank: Rank, model: str, a: str) -> dict[str, dict]:
     """A step whose reference is another directory's model, which a plain policy puts in place as
-    bfloat16 weights, and one that keeps 8 bits as float32 ones."""
+    bfloat16 weights, and one that keeps 8 bits as float32 ones; both with gradients and moments in
+    bfloat16."""
     path = rank.material / f"{model}_blank"
     objective = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(path=path))
-    settings = {"dtype": "bfloat16", "budget": BUDGET, "objective": objective, "controls": ()}
+    settings = {"budget": BUDGET, "objective": objective, "controls": (), **LEAN}
     with on_local_layers():
         kept = rank.policy(model, **settings, fp8=KEPT)
         plain = on_rows_of(rank.policy(model, **settings), kept)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_async_rl.config.controls import GacControl
+from megatron_async_rl.config.controls import (
+    DisplacementControl,
+    GacControl,
+    MomentumByAlignmentControl,
+)
+from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.config.schema import (
     ModelConfig,
@@ -27,13 +33,19 @@ from megatron_async_rl.config.schema import (
     ParallelConfig,
     PolicyConfig,
 )
+from megatron_async_rl.gradients import products_with
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.adam_view import optimizer_parameters
+from megatron_async_rl.policy.adam_view import AdamView, TakenStep, optimizer_parameters
+from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
+from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import DTYPES, build_model
 from megatron_async_rl.policy.model_blocks import ModelBlocks, read, write
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
-from megatron_async_rl.policy.parameter_state import optimizer_state
-from tests.parallel.layout_program import Rank
+from megatron_async_rl.policy.parameter_state import adam_names, adam_shards, optimizer_state
+from tests.gradients import cosine
+from tests.parallel.layout_program import Rank, received
+from tests.parallel.objective_program import ReducedGradient
+from tests.parallel.reference_program import at_version
 from tests.parallel.whole_tensors import assembled
 
 OBJECTIVE = ObjectiveConfig(
@@ -44,6 +56,22 @@ GAC = GacControl(c_low=0.15)
 MODELS = ("untied", "uneven")
 """The second, which is tied, lies beside the checkpoints: the distributed optimizer cuts through
 one of its matrices."""
+
+LEAN = {
+    "dtype": "bfloat16",
+    "gradient_dtype": "bfloat16",
+    "moment_dtype": "bfloat16",
+    "moment_offload": "cpu",
+}
+"""The least that gradients and moments take."""
+LEAN_LAYOUTS = (
+    "single",
+    "data_distributed_optimizer",
+    "data_replicated_optimizer",
+    "sequence",
+    "pipeline",
+)
+TRAINED = {"weights": None, "adapters": LoraConfig(rank=4)}
 
 
 def directory(rank: Rank, model: str, all_checkpoints: Path) -> Path:
@@ -103,6 +131,85 @@ def moved_there_and_back(rank: Rank, path: Path, dtype: str) -> dict[str, bool]:
     return {"same": all(same for same, _ in everyone), "parts": any(parts for _, parts in everyone)}
 
 
+def lean_policy(rank: Rank, trained: str):
+    """With controls that read gradients, moments, and the update to come."""
+    controls = (GAC, MomentumByAlignmentControl(), DisplacementControl())
+    objective = ObjectiveConfig(snapshots=5)
+    return rank.policy(
+        controls=controls, objective=objective, lora=TRAINED[trained], lr=1e-3, **LEAN
+    )
+
+
+def lean_steps(rank: Rank, policy, version: int) -> list[dict]:
+    found = [
+        policy.train_step(received(policy, at_version(rank.batches[name], version + later)))
+        for later, name in enumerate(("a", "b"))
+    ]
+    return [{k: v for k, v in step.items() if not k.startswith("time/")} for step in found]
+
+
+def lean(rank: Rank, checkpoints: Path) -> dict:
+    """Per `TRAINED`: what a policy with all three settings does, resumed in the middle."""
+    found = {}
+    for trained in TRAINED:
+        first = lean_policy(rank, trained)
+        early = lean_steps(rank, first, 0)
+        first.save(checkpoints / f"lean_{trained}", 2, {}, keep=1)
+        again = lean_policy(rank, trained)
+        again.load(checkpoints / f"lean_{trained}")
+        late = [lean_steps(rank, each, 2) for each in (first, again)]
+        names = adam_names(first.model)
+        mine, theirs = ([adam_shards(p.optimizer, n) for n in names] for p in (first, again))
+        same = late[0] == late[1] and all(
+            torch.equal(a, b)
+            for pair in zip(mine, theirs, strict=True)
+            for a, b in zip(*pair, strict=True)
+        )
+        everyone: list = [None] * rank.layout.world_size
+        dist.all_gather_object(everyone, same)
+        found[trained] = {
+            "steps": early + late[0],
+            "resumed": all(everyone),
+            "moments": {tensor.dtype for shards in mine[:2] for tensor in shards},
+            "masters": {tensor.dtype for tensor in mine[2]},
+            "buffers": {buffer.dtype for buffer in gradient_buffers(first.schedule.chunks)},
+            "cosines": cosines_with_momentum(rank, first),
+        }
+    return found
+
+
+def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:
+    """Of the next gradient: as controls see it, and of the shards of both put together in float64,
+    which are the whole model's where no rank has a part of it alone."""
+    rank.batches["next"] = at_version(rank.batches["a"], 4)
+    gradient = ReducedGradient(rank, policy, "next")
+    view = AdamView(policy.optimizer, policy.config.optimizer, 4, TakenStep(1e-3, 0.9))
+    product, norm, other = products_with(gradient.view(), view.momentum())
+    wholes = [
+        torch.cat([each.double().flatten() for own in chunks for each in own.values()])
+        for chunks in (
+            assembled(shards, policy.model, policy.optimizer)
+            for shards in (gradient.shards(), adam_shards(policy.optimizer, "adam.exp_avg"))
+        )
+    ]
+    return product / math.sqrt(norm * other), cosine(*wholes)
+
+
+def refused_moments(rank: Rank, checkpoints: Path) -> str:
+    """A policy whose moments are float32 on a checkpoint of those in bfloat16."""
+    try:
+        rank.policy(dtype="bfloat16").load(checkpoints / "lean_weights")
+    except CheckpointBroken as broken:
+        return str(broken)
+    return ""
+
+
+def lean_from(rank: Rank, checkpoints: Path) -> list[dict]:
+    policy = lean_policy(rank, "weights")
+    policy.load(checkpoints / "lean_weights")
+    return lean_steps(rank, policy, 2)
+
+
 class _Heard(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -149,12 +256,21 @@ def run_layout(
             dtype: moved_there_and_back(rank, checkpoints / "uneven", dtype)
             for dtype in ("float32", "bfloat16")
         }
+        if name in LEAN_LAYOUTS:
+            results["lean"] = lean(rank, checkpoints / name)
+    results["lean_from"] = {
+        origin: lean_from(rank, checkpoints / origin)
+        for origin in todo["load"]
+        if origin in LEAN_LAYOUTS and todo["save"]
+    }
     results["resumed"] = {
         origin: resumed(rank, checkpoints / origin, models)
         for origin, models in todo["load"].items()
     }
     if rank.layout.world_size == 1:
         results["absences"] = absences(rank, rank.scratch)
+        if "lean" in results:
+            results["refused_moments"] = refused_moments(rank, checkpoints / name)
     if rank.layout.rank == 0:
         torch.save(results, output / f"{name}.pt")
     rank.layout.shutdown()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.parallel import layouts
-from tests.parallel.parameter_state_program import MODELS
+from tests.parallel.parameter_state_program import LEAN_LAYOUTS, MODELS, TRAINED
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 from tests.ports import free_ports
@@ -125,3 +125,60 @@ def test_a_control_or_an_average_that_the_checkpoint_lacks_starts_afresh_and_say
 
 def test_state_of_a_control_that_is_no_longer_configured_is_passed_over():
     assert "gac/regime" not in results()[0]["absences"]["removed"][0]
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("layout", LEAN_LAYOUTS)
+def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_goes_on_bit_for_bit(layout, trained):
+    found = of(layout)["lean"][trained]
+    assert found["moments"] == found["buffers"] == {torch.bfloat16}
+    assert found["masters"] == {torch.float32}
+    assert found["resumed"]
+
+
+WHOLE = ("single", "data_distributed_optimizer", "data_replicated_optimizer")
+"""Layouts whose ranks have the whole model."""
+READ = ("policy/grad_norm", "gac/cosine", "momentum/cosine", "displacement/cosine")
+"""What controls and clipping read of gradients, moments and the update to come."""
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("layout", [name for name in LEAN_LAYOUTS if name != "single"])
+def test_controls_read_the_same_of_gradients_and_moments_in_bfloat16_on_any_layout(layout, trained):
+    """Within what products of a model in bfloat16 move them, which layouts round differently."""
+    found, expected = (of(each)["lean"][trained]["steps"] for each in (layout, "single"))
+    assert_read_alike(found, expected)
+    assert set(READ) <= set(found[-1])
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("layout", [name for name in LEAN_LAYOUTS if name in WHOLE])
+def test_a_cosine_with_moments_in_bfloat16_is_that_of_the_same_shards_in_float64(layout, trained):
+    found, exact = of(layout)["lean"][trained]["cosines"]
+    assert 0.01 < abs(exact) < 0.99
+    assert found == pytest.approx(exact, abs=1e-6)
+
+
+def test_one_rank_goes_on_with_the_moments_in_bfloat16_that_any_layout_saved():
+    single = of("single")
+    assert set(single["lean_from"]) == {*CHECKPOINTED, "single"} & set(LEAN_LAYOUTS)
+    for origin, steps in single["lean_from"].items():
+        assert_read_alike(steps, of(origin)["lean"]["weights"]["steps"][2:])
+
+
+def test_moments_in_bfloat16_are_not_taken_for_those_in_float32():
+    said = of("single")["refused_moments"]
+    assert "moments in bfloat16, and here they are float32" in said
+
+
+def assert_read_alike(found, expected):
+    for mine, theirs in zip(found, expected, strict=True):
+        read = [key for key in READ if key in theirs]
+        assert read == [key for key in READ if key in mine]
+        for key in read:
+            assert mine[key] == pytest.approx(theirs[key], rel=0.02, abs=0.01), key
+
+
+def of(layout):
+    single, pairs = results()
+    return single if layout == "single" else pairs[layout]
