@@ -65,7 +65,6 @@ from megatron_async_rl.policy.parameter_state import (
     adam_names,
     adam_shards,
     adam_steps,
-    moment_dtype,
     optimizer_state,
     set_adam_steps,
 )
@@ -221,7 +220,7 @@ def load(
         return None
     content = about(path)
     refuse_other_base(path, content, model)
-    refuse_other_moments(path, content, _dtype_name(moment_dtype(optimizer)))
+    refuse_other_moments(path, content, _dtype_name(optimizer.config.exp_avg_dtype))
     state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
     names = frozenset(content.get("parameter_state", ()))
     adam = {
@@ -326,7 +325,7 @@ def _description(
         "vocab_size": model.vocab_size,
         "layers": model.bridge.layers.name,
         "weights": MASTER if model.config.fp8_param else "model",
-        "moments": _dtype_name(moment_dtype(optimizer)),
+        "moments": _dtype_name(optimizer.config.exp_avg_dtype),
     }
 
 

@@ -140,6 +140,8 @@ def build_optimizer(
                 offload=settings.moment_offload == "cpu",
             )
             part.optimizer, part.init_state_fn = adam, lambda adam, _: adam.materialise()
+    # For whoever asks what moments are kept in, also on a rank without a parameter.
+    optimizer.config.exp_avg_dtype = getattr(torch, settings.moment_dtype)
     for group in optimizer.param_groups:
         # wd_mult is 0 for one-dimensional parameters; Megatron applies it in its own scheduler,
         # which is not used here.

@@ -33,7 +33,6 @@ from megatron_async_rl.policy.megatron_private import (
     model_slices,
     optimizer_parts,
 )
-from megatron_async_rl.policy.optimizer import BlockAdam
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -87,15 +86,6 @@ def adam_names(model: PolicyModel) -> tuple[str, ...]:
     rank."""
     moments = ("adam.exp_avg", "adam.exp_avg_sq")
     return moments if model.config.params_dtype == torch.float32 else (*moments, MASTER)
-
-
-def moment_dtype(optimizer: MegatronOptimizer) -> torch.dtype:
-    """Numbers that moments are kept in; known also on a rank that has no shard."""
-    (dtype,) = {
-        part.optimizer.dtype if isinstance(part.optimizer, BlockAdam) else torch.float32
-        for part in optimizer_parts(optimizer)
-    }
-    return dtype
 
 
 def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:

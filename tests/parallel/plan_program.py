@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.policy import device
+from megatron_async_rl.policy.adam_view import gradient_of, optimizer_parameters
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import assemble_model
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
@@ -54,16 +55,20 @@ def leave() -> None:
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    """Of memory, once where several show the same."""
+    memory = [tensor.untyped_storage() for tensor in tensors]
+    return sum({each._cdata: each.nbytes() for each in memory}.values())
 
 
 def held(config: Config, rank: int) -> dict[str, int]:
     model = assemble_model(config.model, config.policy, layout_of(config, rank, META))
     wrapped = wrap_for_gradients(model.chunks, config.policy)
     optimizer = build_optimizer(wrapped, config.policy, model.config.params_dtype)
+    optimizer.prepare_grads()
+    shards = optimizer_parameters(optimizer)
     found = {
         "parameters": nbytes(p for chunk in model.chunks for p in chunk.parameters()),
-        "gradients": nbytes(gradient_buffers(wrapped)),
+        "gradients": nbytes([*gradient_buffers(wrapped), *map(gradient_of, shards)]),
         "optimizer": nbytes(
             shard for name in adam_names(model) for shard in adam_shards(optimizer, name)
         ),

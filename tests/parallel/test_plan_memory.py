@@ -138,6 +138,16 @@ CASES: dict[str, tuple[str, list[str], list[int]]] = {
         [BFLOAT16, *layout(ranks=32, pipeline=2, expert=8)],
         [0, 31],
     ),
+    "gradients and moments in bfloat16": (
+        "qwen2.5-7b-tied",
+        [
+            BFLOAT16,
+            *layout(ranks=8, tensor=4),
+            "policy.optimizer.gradient_dtype=bfloat16",
+            "policy.optimizer.moment_dtype=bfloat16",
+        ],
+        [0],
+    ),
     "tied embeddings on two stages": (
         "qwen2.5-7b-tied",
         [BFLOAT16, *layout(ranks=8, tensor=4, pipeline=2)],
