@@ -1,13 +1,16 @@
 """`Policy.train_step` on packed rows against padded ones, on the same samples, in one process each
 turn about.
 
-Four ways to lay out a batch whose responses have geometric lengths (`--mean-response`, at most
+Five ways to lay out a batch whose responses have geometric lengths (`--mean-response`, at most
 `--response-tokens`), or lengths spread evenly over `--narrow LOW HIGH`:
 
 packed       one row, samples end to end
 padded       rows of like length share a micro-batch, as the planner cuts them
 one_bucket   every row padded to the longest of the batch
 fixed        as many tokens in as many samples, all of one length, padded: nothing to pad
+prompt_once  packed, and of each group one sample has the prompt and the others its last token: no less
+             could be computed if the samples of a group shared their prompt (they would attend to it,
+             besides), so that 1 / ratio bounds what sharing would gain
 
 Ratio = seconds of the other / packed seconds, per trained token: above 1, packed is faster. Seconds
 are the process's own CPU time: one thread, so that other programs on the machine weigh little.
@@ -56,9 +59,10 @@ class OneBucket(Padded):
 
 
 def samples_of(
-    lengths: NDArray[np.int64], prompt_tokens: int, group: int, vocab: int
+    lengths: NDArray[np.int64], prompt_tokens: int, group: int, vocab: int, *, once: bool = False
 ) -> TrainBatch:
-    """Random tokens in groups of `group`, as far as `lengths` goes."""
+    """Random tokens in groups of `group`, as far as `lengths` goes. once: only the first of a group
+    has more than the prompt's last token."""
     rng = np.random.default_rng(1)
     groups = []
     for first in range(0, len(lengths), group):
@@ -68,7 +72,7 @@ def samples_of(
             [
                 Sample(
                     id=f"{first}-{index}",
-                    prompt=prompt,
+                    prompt=replace(prompt, token_ids=ids[-1:]) if once and index else prompt,
                     response_ids=rng.integers(0, vocab, length).astype(np.int32),
                     behavior_logprobs=np.full(length, -np.log(vocab), dtype=np.float32),
                     versions=np.zeros(length, dtype=np.int32),
@@ -118,8 +122,8 @@ def main() -> None:
     )
     mean = round(float(lengths.mean()))
 
-    def received(lengths: NDArray[np.int64]) -> RankBatch:
-        whole = samples_of(lengths, args.prompt_tokens, args.group, vocab)
+    def received(lengths: NDArray[np.int64], *, once: bool = False) -> RankBatch:
+        whole = samples_of(lengths, args.prompt_tokens, args.group, vocab, once=once)
         batch = policy.receive(lambda: whole)
         assert batch is not None
         return batch
@@ -131,6 +135,7 @@ def main() -> None:
         "padded": (spread, Padded()),
         "one_bucket": (spread, OneBucket(longest=int(spread.fed.max()))),
         "fixed": (even, Padded()),
+        "prompt_once": (received(lengths, once=True), Packed()),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     told: dict[str, dict[str, float]] = {}
