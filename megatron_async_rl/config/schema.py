@@ -134,18 +134,19 @@ class OptimizerConfig(Strict):
     log_update_norm: bool = False
     """Logs `update/norm` and `staleness/drift`, for which Adam's state is swept once more."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Numbers in which gradients are summed over micro-batches and ranks. `bfloat16`, for a model in
+    """Precision in which gradients are summed over micro-batches and ranks. `bfloat16`, for a model in
     bfloat16: half the buffer and half of what ranks send, and each addition rounds. Controls,
     clipping and Adam read float32 either way, of a copy of what the rank's optimizer updates: 2 + 4 /
     sharding bytes per parameter in the place of 4."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Numbers in which Adam's moments are kept; it computes in float32. `bfloat16`: 4 bytes per
+    """Precision in which Adam's moments are kept; it computes in float32. `bfloat16`: 4 bytes per
     parameter in the place of 8. Each step rounds, so a moment may be off by 2^-8 / (1 - beta) of
-    its late size at worst (8 % at 0.95), and betas above 0.996 are refused: what decays by less in
+    its recent size at worst (8 % at 0.95), and betas above 0.996 are refused: what decays by less in
     a step would round back to where it was."""
     moment_offload: Literal["none", "cpu"] = "none"
     """`cpu` keeps the moments in page-locked host memory, which go to the device and back a block
-    at a time while the step computes; no bit of the result changes. On a CPU it changes nothing."""
+    at a time while the step computes. Results differ from those of a fused Adam by rounding. On a
+    CPU it changes nothing."""
 
 
 class PolicyConfig(Strict):

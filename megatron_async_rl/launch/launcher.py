@@ -44,6 +44,9 @@ from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 POLL_S = 0.25
 KILL_GRACE_S = 10.0
+PAGE_LOCKED = "pinned_max_round_threshold_mb:1"
+"""For torch. It rounds page-locked tensors up to a power of two: moments and copies of the weights
+in host memory could take twice what the plan says."""
 CLOSING_S = 30.0
 """Longest time for a rank that failed to stop its engines and itself."""
 START_S = 600.0
@@ -178,6 +181,8 @@ def _start_ranks(
     )  # a process that gives itself a title would erase what it is found by
     prepare_environment(environment)
     environment.setdefault("HF_HUB_OFFLINE", "1")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # the same, by its older name
+        environment.setdefault("PYTORCH_ALLOC_CONF", PAGE_LOCKED)
     command = [
         sys.executable,
         "-m",

@@ -1,5 +1,6 @@
-"""Bytes of what a rank's layers keep of a micro-batch for its backward pass: within 5 % of what autograd
-is seen to keep on a CPU, by reading of the kernels on a GPU.
+"""Bytes of what a rank's layers keep of a micro-batch for its backward pass: within 5 % of what
+autograd is seen to keep on a CPU, by reading of the kernels on a GPU. With policy.lora it is an
+estimate: frozen products keep no input, and dropout keeps a copy of each adapter's.
 
 Attention is torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a
 GPU has no such kernel. With policy.fp8 inputs of products are counted in 8 bits (layers.py).

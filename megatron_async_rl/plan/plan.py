@@ -352,12 +352,13 @@ def _warnings(
                 f" {machine.memory / GIB:.1f} GiB"
             )
     elif machine.gpus and ranks:
-        held = sum(rank.host for rank in ranks) * (parallel.ranks // len(ranks))
+        held = sum(rank.host for rank in ranks) * (parallel.ranks // len(ranks)) // machine.nodes
         if not machine.described and held > machine.memory:
             found.append(
-                "copies of the weights (reference, proximal policies), offloaded moments and the copy"
-                f" that a checkpoint is written from (checkpoint.asynchronous) take about {held / GIB:.1f} GiB of host memory"
-                f" over all ranks, this machine gives {machine.memory / GIB:.1f} GiB"
+                "copies of the weights (reference, proximal policies), offloaded moments and the"
+                " copy that a checkpoint is written from (checkpoint.asynchronous) take about"
+                f" {held / GIB:.1f} GiB of host memory over all ranks of a machine, this one gives"
+                f" {machine.memory / GIB:.1f} GiB"
             )
         needed = max(rank.total for rank in ranks)
         if needed > machine.gpus[0].memory:

@@ -48,7 +48,7 @@ ALLOWED = (
     "policy.optimizer.schedule",
     "policy.optimizer.warmup_steps",
     "policy.optimizer.clip_grad",
-    # The same bits, elsewhere.
+    # The same moments, elsewhere; steps differ by rounding from those of a fused Adam.
     "policy.optimizer.moment_offload",
     "policy.on_anomaly",
     # Where and how fast it runs. A checkpoint loads on any parallel layout.

@@ -69,6 +69,8 @@ def require_whole(path: Path) -> None:
 def refuse_other_moments(path: Path, content: Mapping[str, Any], wanted: str) -> None:
     """content: about.json of the checkpoint at `path`. wanted: dtype of the moments that Adam keeps
     here. Raises CheckpointBroken."""
+    if "adam.exp_avg" not in content.get("parameter_state", ()):
+        return
     # Absent in checkpoints of earlier versions.
     held = content.get("moments", "float32")
     if held != wanted:

@@ -140,6 +140,9 @@ def build_optimizer(
                 offload=settings.moment_offload == "cpu",
             )
             part.optimizer, part.init_state_fn = adam, lambda adam, _: adam.materialise()
+            if adam.offload:
+                # Page-locked memory that is not to be had is missed now, not in the first step.
+                adam.materialise()
     # For whoever asks what moments are kept in, also on a rank without a parameter.
     optimizer.config.exp_avg_dtype = getattr(torch, settings.moment_dtype)
     for group in optimizer.param_groups:
@@ -183,8 +186,8 @@ class BlockAdam(torch.optim.AdamW):
     parameters are on CUDA: they come to the device a block at a time, and go back.
 
     A step computes in float32, from the moments as they are kept, and applies the new ones before
-    they are rounded to be kept; of float32 moments it is torch's own, to the bit, wherever they
-    lie. The device holds three blocks besides.
+    they are rounded to be kept; of float32 moments it is that of torch's AdamW(foreach=False), to the
+    bit, wherever they lie. The device holds four blocks besides.
     replaced: an Adam that has not stepped yet, whose groups of float32 parameters are taken over.
     """
 
@@ -237,6 +240,7 @@ class BlockAdam(torch.optim.AdamW):
             for new, place in zip((m, v), kept, strict=True):
                 if new is not place:
                     place.copy_(new.to(place.dtype), non_blocking=True)
+            del m, v, root, new
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]

@@ -100,16 +100,17 @@ def use_layerwise(worker: Any) -> None:
 
 
 def lend_memory_of_experts(worker: Any) -> None:
-    """As the allocator may: what experts were packed in before this update is where pieces of other
-    weights are put in it."""
+    """As the allocator may: what experts were packed in before this update is where pieces of another
+    weight, which comes in three, are put in it."""
     packed = worker.weight_transfer_engine._reload._packed
-    for experts in packed:
-        if isinstance(experts, PackedExperts):
-            old = experts._layer.w13_weight.detach().flatten()
-            for linear in packed:
-                if isinstance(linear, PackedLinear):
-                    (weight,) = linear.weights
-                    linear._scratch.give(old[: weight._total].view(weight._shape))
+    experts = [one for one in packed if isinstance(one, PackedExperts)]
+    fused = [
+        one for one in packed if isinstance(one, PackedLinear) and "qkv" in one.weights[0].name
+    ]
+    if experts:
+        (weight,) = fused[0].weights
+        old = experts[0]._layer.w13_weight.detach().flatten()[: weight._total]
+        fused[0]._scratch.give(old.view(weight._shape))
 
 
 def buckets(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
