@@ -179,7 +179,7 @@ def lean(rank: Rank, checkpoints: Path) -> dict:
 
 
 def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:
-    """Of the next gradient: as controls see it, and of the shards of both put together in float64,
+    """Numbers of the next gradient: as controls see it, and of the shards of both put together in float64,
     which are the whole model's where no rank has a part of it alone."""
     rank.batches["next"] = at_version(rank.batches["a"], 4)
     gradient = ReducedGradient(rank, policy, "next")

@@ -55,7 +55,7 @@ def leave() -> None:
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of memory, once where several show the same."""
+    """Bytes of memory, once where several show the same."""
     memory = [tensor.untyped_storage() for tensor in tensors]
     return sum({each._cdata: each.nbytes() for each in memory}.values())
 

@@ -139,7 +139,7 @@ def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_goes_on_bit_for_bi
 WHOLE = ("single", "data_distributed_optimizer", "data_replicated_optimizer")
 """Layouts whose ranks have the whole model."""
 READ = ("policy/grad_norm", "gac/cosine", "momentum/cosine", "displacement/cosine")
-"""What controls and clipping read of gradients, moments and the update to come."""
+"""Readings by controls and clipping of gradients, moments and the update to come."""
 
 
 @pytest.mark.parametrize("trained", TRAINED)

@@ -21,11 +21,11 @@ from megatron_async_rl.policy.optimizer import BlockAdam
 from tests.written_run import write_run
 
 SHAPES = ((3, 5), (CPU_BLOCK + 17,), (257, 2 * CPU_BLOCK // 257), (1,))
-"""Of one block, and of several whose last is short."""
+"""Shapes of one block, and of several whose last is short."""
 BETAS = (0.9, 0.95)
 LAST = TakenStep(1e-2, BETAS[0])
 ROUNDING = 2.0**-8
-"""Of bfloat16, relative."""
+"""Rounding of bfloat16, relative."""
 
 
 class Run:
@@ -215,7 +215,7 @@ def test_gradients_in_bfloat16_are_refused_for_a_model_in_float32(file):
 def test_bytes_per_parameter_follow_the_numbers_and_the_place_of_gradients_and_moments(
     file, settings, on_gpu, device, host, staged
 ):
-    """Of a bfloat16 model whose optimizer two ranks share."""
+    """The memory of a bfloat16 model whose optimizer two ranks share."""
     overrides = ["model.dtype=bfloat16", "policy.parallel.ranks=2"]
     overrides += [f"policy.optimizer.{each}" for each in settings]
     config = load(file, overrides)

@@ -89,7 +89,7 @@ class Core:
 
 
 def part(value: float, row: int = 0, rows: int = 2, total: int = 2) -> dict[str, Loaded]:
-    """What a worker answers that holds `rows` of the `total` rows of w."""
+    """The answer of a worker that holds `rows` of the `total` rows of w."""
     d1, d2, _ = partial_digest(torch.full((rows, 3), value), row).tolist()
     return {"w": Loaded(torch.float32, (total, 3), {(row, 0, rows, 3, d1, d2)})}
 
