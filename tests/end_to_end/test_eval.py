@@ -13,7 +13,7 @@ import pytest
 from tests.end_to_end.conftest import HELD_OUT as PROMPTS
 from tests.end_to_end.conftest import PER_PROMPT as SAMPLES
 from tests.end_to_end.conftest import SYNCHRONOUS_STEPS as STEPS
-from tests.end_to_end.conftest import Workspace
+from tests.end_to_end.workspace import Workspace
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from megatron_async_rl.metrics.timeline import read_timeline
 from tests.end_to_end.conftest import LOOP_STEPS as STEPS
-from tests.end_to_end.conftest import SYNCHRONOUS_STEPS, Workspace
+from tests.end_to_end.conftest import SYNCHRONOUS_STEPS
+from tests.end_to_end.workspace import Workspace
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 

@@ -25,7 +25,7 @@ import pytest
 from megatron_async_rl.flow.buffer_file import read
 from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir
 from megatron_async_rl.metrics.timeline import read_timeline
-from tests.end_to_end.conftest import Workspace, alive, started_by, wait_until
+from tests.end_to_end.workspace import Workspace, alive, started_by, wait_until
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow]
 
@@ -37,7 +37,7 @@ RESULT_S = 500
 ONE_RANK, TWO_RANKS = (
     {"parallel": {"ranks": n, "tensor": n}, "optimizer": {"lr": 1e-3}} for n in (1, 2)
 )
-STILL_S = 20
+STILL_S = 30
 """watchdog.timeout_s of the runs that come to a standstill."""
 STILL = {"watchdog": {"timeout_s": STILL_S}}
 SOON = {"unresponsive_s": STILL_S - 2}
@@ -140,7 +140,7 @@ def run(workspace: Workspace, name: str) -> Ended:
         psutil.Process(pid).send_signal(signal.SIGSTOP)
     else:
         (workspace.folder / {"replay": "broken"}.get(name, name)).touch()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=400)
     left, rows = alive(processes), workspace.metrics(name)
     return Ended(process.returncode, output, pid, left, directory, rows, orphaned)
 
@@ -159,7 +159,7 @@ def orphan(directory: Path, launcher: Any) -> Orphaned:
             refusal = "none"
     except RunDirectoryError as error:
         refusal = str(error)
-    _, left = psutil.wait_procs(processes, timeout=120)
+    _, left = psutil.wait_procs(processes, timeout=400)
     status = json.loads((directory / "status.json").read_text())
     return Orphaned(launcher.pid, refusal, alive(left), status)
 

@@ -16,19 +16,19 @@ from megatron_async_rl.samples.types import Aborted, Request
 def submit(handle: Any, requests: Sequence[Request]) -> None:
     import ray
 
-    ray.get(handle.submit.remote(list(requests)), timeout=60)
+    ray.get(handle.submit.remote(list(requests)), timeout=400)
 
 
 def abort(handle: Any, ids: Sequence[str]) -> None:
     import ray
 
-    ray.get(handle.abort.remote(list(ids)), timeout=60)
+    ray.get(handle.abort.remote(list(ids)), timeout=400)
 
 
 def report(handle: Any, timeout_s: float = 5.0) -> EngineReport:
     import ray
 
-    answer: EngineReport = ray.get(handle.report.remote(timeout_s), timeout=timeout_s + 30)
+    answer: EngineReport = ray.get(handle.report.remote(timeout_s), timeout=timeout_s + 400)
     return answer
 
 
@@ -36,7 +36,18 @@ def finished(answer: EngineReport) -> list[Sample]:
     return samples_of(answer.finished)
 
 
-def outcomes(handle: Any, ids: Sequence[str], timeout_s: float = 120.0) -> list[Sample | Aborted]:
+def grown(handle: Any) -> set[str]:
+    """Waits until responses have grown since the report before; which ones finished meanwhile."""
+    done: set[str] = set()
+    while True:
+        answer = report(handle, 0.05)
+        done |= {sample.id for sample in finished(answer)}
+        if answer.sampling:
+            return done
+        assert answer.running, "all of them finished"
+
+
+def outcomes(handle: Any, ids: Sequence[str], timeout_s: float = 400.0) -> list[Sample | Aborted]:
     """What became of these requests, in order."""
     came: dict[str, Sample | Aborted] = {}
     deadline = time.monotonic() + timeout_s

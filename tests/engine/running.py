@@ -52,7 +52,7 @@ class Engines:
                         },
                         "kv_cache_gib": 0.25,
                         "max_concurrent": 64,
-                        "start_timeout_s": 400,
+                        "start_timeout_s": 900,
                         **of_engine,
                     }
                 ),
@@ -101,7 +101,7 @@ class Engines:
         indices = range(len(self.handles)) if only is None else only
         calls = [self.handles[index].update.remote(self.version, manifest) for index in indices]
         for index, answer in zip(indices, calls, strict=True):
-            loaded = ray_get(answer, "an engine to take weights", 60)
+            loaded = ray_get(answer, "an engine to take weights", 400)
             require_equal(self.specs[index].name, manifest.digests, loaded)
 
     def reference(self, version: int) -> Reference:
@@ -157,13 +157,13 @@ def started(specs: Sequence[EngineSpec], *, again: bool = False) -> list[Any]:
 def stop(handles: Sequence[Any]) -> None:
     import ray
 
-    ray.wait([handle.stop.remote() for handle in handles], num_returns=len(handles), timeout=20)
+    ray.wait([handle.stop.remote() for handle in handles], num_returns=len(handles), timeout=60)
     for handle in handles:
         ray.kill(handle)
 
 
 def call(handle: Any, method: str, *arguments: Any) -> Any:
-    return ray_get(getattr(handle, method).remote(*arguments), f"an engine to {method}", 60)
+    return ray_get(getattr(handle, method).remote(*arguments), f"an engine to {method}", 400)
 
 
 def buckets(checkpoint: Path, per_bucket: int = 1000) -> list[dict[str, torch.Tensor]]:

@@ -75,7 +75,7 @@ def states(root: Path) -> dict[str, list[State]]:
     answer = root / "answer.json"
     program = [sys.executable, "-m", "tests.engine.reload_program", str(answer), *asked]
     run = subprocess.run(
-        program, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+        program, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     found: dict[str, list[State]] = json.loads(answer.read_text())

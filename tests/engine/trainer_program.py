@@ -25,7 +25,7 @@ from tests.train_batches import columns_of
 def main() -> None:
     samples = columns_of(pickle.loads(Path(sys.argv[1]).read_bytes()))
     device.install("cpu")
-    layout = initialise(ParallelConfig(), "cpu", timeout_s=60)
+    layout = initialise(ParallelConfig(), "cpu", timeout_s=600)
     found = {}
     for checkpoint in sys.argv[4:]:
         model = build_model(

@@ -45,7 +45,7 @@ def two_steps(config, model, layout):
 def main() -> None:
     model, output = Path(sys.argv[1]), Path(sys.argv[2])
     device.install("cpu")
-    layout = initialise(ParallelConfig(), "cpu", timeout_s=60)
+    layout = initialise(ParallelConfig(), "cpu", timeout_s=600)
     found = []
     for config in pairwise():
         try:

@@ -50,7 +50,7 @@ class Rank:
         self.material = material
         self.scratch = scratch
         self.parallel = parallel
-        self.layout = initialise(parallel, device_type, timeout_s=60)
+        self.layout = initialise(parallel, device_type, timeout_s=600)
         self.batches = pickle.loads((material / "batches.pickle").read_bytes())
 
     def policy(

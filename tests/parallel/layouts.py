@@ -226,12 +226,7 @@ def run_program(
         for name, port in zip(chosen, free_ports(len(chosen)), strict=True)
     }
     try:
-        run_ranks(
-            ranks,
-            f"tests.parallel.{program}",
-            [material, json.dumps(arguments), output],
-            timeout=400,
-        )
+        run_ranks(ranks, f"tests.parallel.{program}", [material, json.dumps(arguments), output])
     except AssertionError as failure:
         return failure
     return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in chosen}

@@ -552,7 +552,7 @@ def main() -> None:
     )
     device.install("cpu")
     parallel = ParallelConfig(**settings)
-    layout = initialise(parallel, "cpu", timeout_s=60)
+    layout = initialise(parallel, "cpu", timeout_s=600)
     samples = torch.load(material / "samples.pt", weights_only=False)
     results: dict = {"models": {}}
     for path in sorted(p for p in material.iterdir() if p.is_dir()):

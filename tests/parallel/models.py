@@ -204,7 +204,6 @@ def _outcome(layout: str) -> list[dict] | AssertionError:
             settings["ranks"],
             "tests.parallel.model_program",
             [material(kind), json.dumps(settings), output, other],
-            timeout=300,
         )
     except AssertionError as failure:
         return failure

@@ -46,7 +46,7 @@ def layout_of(config: Config, rank: int, on: torch.device) -> Layout:
         "fake", rank=rank, world_size=parallel.ranks, store=FakeStore()
     )
     dist.new_group = lambda ranks=None, *_, **__: GROUP(ranks, backend="fake")
-    return replace(initialise(parallel, "cpu", timeout_s=60), device=on)
+    return replace(initialise(parallel, "cpu", timeout_s=600), device=on)
 
 
 def leave() -> None:

@@ -1,10 +1,13 @@
-"""The imports of the process that ranks are forked from: all that takes long. It starts no thread,
-so that it may be forked."""
+"""The imports of the process that ranks and `mar` commands are forked from: all that takes long. It
+starts no thread, so that it may be forked."""
 
 import atexit
 import gc
 import os
 
+import megatron_async_rl.cli
+import megatron_async_rl.launch.launcher
+import megatron_async_rl.plan.preflight
 import megatron_async_rl.policy.policy
 import megatron_async_rl.weights.convert
 import megatron_async_rl.weights.export  # noqa: F401

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from tests.ports import free_ports
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tests.parallel.preloaded"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.parallel.preloaded"])
 
 
 def run_ranks(
-    nproc: int, program: str, args: Sequence[str | Path] = (), timeout: float = 180.0
+    nproc: int, program: str, args: Sequence[str | Path] = (), timeout: float = 900.0
 ) -> str:
     """Runs `program` (a module's name) on `nproc` ranks; returns their output, raises
     AssertionError if any fails."""
@@ -45,7 +45,7 @@ def run_ranks(
     )
 
 
-def run_alone(program: str, args: Sequence[str | Path] = (), timeout: float = 180.0) -> str:
+def run_alone(program: str, args: Sequence[str | Path] = (), timeout: float = 900.0) -> str:
     """As `run_ranks`, for one process that is nobody's rank."""
     return _run(program, args, [{}], timeout)
 
@@ -57,7 +57,7 @@ def _run(
         log = Path(folder) / "output"
         log.touch()
         ranks = [
-            _forks.Process(
+            FORKS.Process(
                 target=_be,
                 args=(program, [str(arg) for arg in args], environment, log),
                 daemon=True,

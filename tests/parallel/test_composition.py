@@ -21,7 +21,7 @@ def trained(tmp_path_factory):
     model = save_tiny_model(
         folder / "model", vocab_size=VOCABULARY, hidden_size=16, layers=1, intermediate_size=16
     )
-    run_ranks(1, "tests.parallel.composition_program", [model, folder / "steps.json"], timeout=600)
+    run_ranks(1, "tests.parallel.composition_program", [model, folder / "steps.json"])
     return json.loads((folder / "steps.json").read_text())
 
 

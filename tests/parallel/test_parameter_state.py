@@ -43,7 +43,6 @@ def run(names, checkpoints, *, save=(), load=None):
         layouts.DENSE_LAYOUTS[names[0]]["ranks"],
         "tests.parallel.parameter_state_program",
         [layouts.material(), json.dumps(arguments), checkpoints, output, todo],
-        timeout=300,
     )
     return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in names}
 

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.parallel
 
 
 def test_batches_and_evaluations_that_take_longer_than_a_collective_may_are_waited_for() -> None:
-    output = run_ranks(2, "tests.parallel.patience_program", timeout=120)
+    output = run_ranks(2, "tests.parallel.patience_program")
     for rank in range(2):
         assert f"rank {rank} has it" in output
         assert f"rank {rank} saves version 1" in output, (

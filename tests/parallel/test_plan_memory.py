@@ -187,7 +187,7 @@ def megatrons(folder: Path) -> dict[str, Any]:
     small = [[str(folder / model), overrides, TOKENS] for model, overrides in KEPT.values()]
     output = folder / "accounted.json"
     arguments = [json.dumps([large, small]), folder / "run.yaml", output]
-    run_alone("tests.parallel.plan_program", arguments, timeout=600)
+    run_alone("tests.parallel.plan_program", arguments)
     found = json.loads(output.read_text())
     return dict(zip((*CASES, *KEPT), (*found["held"], *found["kept"]), strict=True))
 

@@ -38,7 +38,7 @@ def source() -> PromptSource:
 
 
 def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 20))
+    asyncio.run(asyncio.wait_for(body(), 600))
 
 
 async def until(what: Callable[[], object]) -> None:

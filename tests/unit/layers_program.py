@@ -58,7 +58,7 @@ def layout_of(parallel: ParallelConfig, rank: int) -> Layout:
     else:
         del os.environ["RANK"]
     # What is built asks for CUDA's layers, and its tensors lie in host memory.
-    return replace(initialise(parallel, device.install("cpu"), timeout_s=60), device_type="cuda")
+    return replace(initialise(parallel, device.install("cpu"), timeout_s=600), device_type="cuda")
 
 
 def digest(tensor: torch.Tensor) -> str:

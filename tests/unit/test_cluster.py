@@ -30,7 +30,7 @@ class Holder:
 
 def hold(count):
     holder = ray.remote(Holder).options(num_cpus=0, num_gpus=count).remote()
-    return holder, ray.get(holder.gpus.remote(), timeout=60)
+    return holder, ray.get(holder.gpus.remote(), timeout=600)
 
 def free():
     return ray.available_resources().get("GPU", 0)
@@ -56,7 +56,7 @@ for taken in map(int, sys.argv[1:]):
     if taken > 2:  # they are never free: no use to wait
         cluster.RESERVE_S = 2.0
     found[taken] = outcome(taken)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while free() < 4:
         assert time.monotonic() < deadline, "Ray did not get its GPUs back"
         time.sleep(0.05)
@@ -73,7 +73,7 @@ def outcomes() -> dict[str, dict[str, object]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, object]] = json.loads(done.stdout.splitlines()[-1])

@@ -169,10 +169,10 @@ def test_a_batch_is_late_only_when_no_response_comes_and_then_it_says_which_grou
 ):
     async def body() -> None:
         engines = [FakeEngine(), FakeEngine(lambda request: 60.0)]
-        slow = FakeEngine(lambda request: 0.1 * (2 * request.group + request.k))
-        moving = await begin([slow], flow(3, 0.0), timeout_s=0.3)
+        slow = FakeEngine(lambda request: 0.4 * (2 * request.group + request.k))
+        moving = await begin([slow], flow(3, 0.0), timeout_s=1.2)
         assert len(groups_of((await moving.next_batch(0)).batch)) == 3, (
-            "0.5 s in all, but a response every 0.1 s"
+            "2 s in all, but a response every 0.4 s"
         )
         controller = await begin(engines, flow(3, 0.0), capacity=2, timeout_s=0.1)
         with pytest.raises(BatchTimeout) as caught:
@@ -194,9 +194,9 @@ def test_a_response_longer_than_the_deadline_is_waited_for_while_it_grows(
 ) -> None:
     async def body() -> None:
         monkeypatch.setattr("megatron_async_rl.flow.engine_task.REPORT_S", 0.05)
-        engine = FakeEngine(lambda request: 0.5)
+        engine = FakeEngine(lambda request: 1.5)
         engine.sampling = True
-        controller = await begin([engine], flow(1, 0.0), timeout_s=0.2)
+        controller = await begin([engine], flow(1, 0.0), timeout_s=0.8)
         assert len(groups_of((await controller.next_batch(0)).batch)) == 1
         await controller.close()
 

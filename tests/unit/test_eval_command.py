@@ -168,7 +168,7 @@ def test_the_command_refuses_with_exit_code_2_and_without_a_traceback(run: Path)
         "eval.pass_at=[5]",
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "eval.pass_at: 5 needs as many responses per prompt" in done.stderr

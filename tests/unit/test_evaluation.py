@@ -201,9 +201,9 @@ def test_results_are_in_the_order_of_the_file_whatever_finishes_first_and_progre
 
 def test_an_evaluation_that_moves_is_not_late_and_one_that_does_not_names_what_is_missing() -> None:
     fleet = Fleet()
-    fleet.gate = lambda prompt: asyncio.sleep(0.08 * prompt.token_ids[0])
-    assert evaluated(fleet, timeout_s=0.16).samples == 8, (
-        "0.24 s in all, but never 0.16 s without an answer"
+    fleet.gate = lambda prompt: asyncio.sleep(0.5 * prompt.token_ids[0])
+    assert evaluated(fleet, timeout_s=1.0).samples == 8, (
+        "1.5 s in all, but never 1 s without an answer"
     )
     fleet.gate = lambda prompt: asyncio.sleep(60.0 if prompt.id in ("p1", "p3") else 0.0)
     with pytest.raises(

@@ -16,7 +16,7 @@ HEAVY = ("torch", "megatron", "mbridge", "vllm", "ray", "transformers")
 
 def test_every_import_respects_the_walls_of_the_house():
     done = subprocess.run(
-        [sys.executable, "-c", LINT], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", LINT], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken" in done.stdout
@@ -51,7 +51,7 @@ def test_the_house_has_fewer_than_228_modules():
 def test_importing_it_loads_no_heavy_library(modules):
     question = f"import sys, {modules}; print(*sorted(set({HEAVY}) & sys.modules.keys()))"
     done = subprocess.run(
-        [sys.executable, "-c", question], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", question], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

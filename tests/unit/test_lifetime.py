@@ -53,7 +53,7 @@ def test_it_ends_with_its_parent_also_one_that_was_still_starting(when: str, sai
         parent.pid, signal.SIGKILL
     )  # and not waited for: its remains are there while the child looks
     assert parent.stdout.read() == ""
-    parent.wait(timeout=10)
+    parent.wait(timeout=600)
 
 
 def test_one_that_descends_otherwise_from_a_living_actor_is_left_alone() -> None:
@@ -62,4 +62,4 @@ def test_one_that_descends_otherwise_from_a_living_actor_is_left_alone() -> None
     assert parent.stdout.readline() == "begun\n"
     parent.kill()
     assert parent.stdout.read() == "watched\n"
-    parent.wait(timeout=10)
+    parent.wait(timeout=600)

@@ -123,7 +123,7 @@ def test_what_ends_the_run_on_one_machine_ends_it_on_the_other_with_the_same_wor
     assert found.suspects == (
         f"rank 1 (pid {stopped.pid} on second) is stopped (T): it does not run until SIGCONT.",
     )
-    said, _ = launcher.communicate(timeout=20)
+    said, _ = launcher.communicate(timeout=600)
     assert said.splitlines()[:2] == [
         found.headline,
         *found.suspects,
@@ -146,13 +146,13 @@ def test_a_machine_that_vanishes_ends_the_run_although_the_rest_moves(
     monkeypatch.setattr(views, "ANSWER_S", 0.3)
     launcher = second.start("launcher 1", LEAVES)
     second.start("rank 0", RANK)
-    watching = first(second.run_dir, timeout_s=2)
-    assert look_for(watching, 2.5) is None
+    watching = first(second.run_dir, timeout_s=5)
+    assert look_for(watching, 6) is None
     launcher.kill()
-    found = look_for(watching, 20)
+    found = look_for(watching, 600)
     assert found is not None
     assert found.error.startswith(
-        "Stalled: Node 1 (second) has not been heard of for 2 s (watchdog.timeout_s: 2): the"
+        "Stalled: Node 1 (second) has not been heard of for 5 s (watchdog.timeout_s: 5): the"
         " machine, "
     )
     assert found.suspects == (), "what still moves holds nothing up"
@@ -167,7 +167,7 @@ def test_a_machine_whose_launcher_ended_ends_the_run_and_leaves_the_words_to_it(
     second.start("rank 0", RANK)
     watching = first(second.run_dir, timeout_s=60)
     assert look_for(watching, 0.5) is None
-    launcher.communicate(timeout=20)
-    found = look_for(watching, 20)
+    launcher.communicate(timeout=600)
+    found = look_for(watching, 600)
     assert found is not None
     assert found.error.startswith("NodeEnded: Node 1 (second) ended ")

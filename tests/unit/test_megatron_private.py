@@ -137,7 +137,7 @@ def test_a_router_multiplies_without_transformer_engine():
         cwd=PACKAGE.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     numbers = f"{[[3.0] * 4] * 2} {[[2.0] * 3] * 4}"

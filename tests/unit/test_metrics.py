@@ -276,7 +276,7 @@ def test_one_line_of_the_catalogue_adds_a_metric_everywhere(
     log = MetricsLog(tmp_path, tensorboard=True, first_step=1, prometheus_port=0)
     log.log(1, {"reward/median": 0.5})
     address = (tmp_path / "prometheus.txt").read_text().strip()
-    with urllib.request.urlopen(address, timeout=30) as answer:
+    with urllib.request.urlopen(address, timeout=600) as answer:
         served = answer.read().decode()
     log.close()
 

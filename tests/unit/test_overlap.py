@@ -216,7 +216,7 @@ def test_the_plan_command_takes_rates_from_a_run_named_or_its_own_and_refuses_wh
 ) -> None:
     def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "megatron_async_rl", "plan", str(config), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
     config = write_run(tmp_path)
     refused = plan("--from", str(tmp_path / "nothing"))

@@ -29,7 +29,7 @@ def copied() -> list[str]:
 def build(what: str, folder: Path, out: Path) -> Path:
     out.mkdir()
     command = [sys.executable, "-c", BUILD.format(what), str(out)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     (built,) = out.iterdir()
     return built
@@ -56,7 +56,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     target = tmp / "installed"
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
-    subprocess.run([*install, "--target", str(target), str(wheel)], check=True, timeout=120)
+    subprocess.run([*install, "--target", str(target), str(wheel)], check=True, timeout=600)
     return target
 
 
@@ -75,7 +75,7 @@ def test_mar_runs_from_the_installed_wheel(installed: Path) -> None:
         ([sys.executable, str(installed / "bin" / "mar"), "--help"], "Asynchronous RL"),
     ):
         done = subprocess.run(
-            command, env=environment, cwd=installed, capture_output=True, text=True, timeout=60
+            command, env=environment, cwd=installed, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         assert words in done.stdout

@@ -524,7 +524,7 @@ def test_the_plan_command_takes_less_than_two_seconds(file):
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "megatron_async_rl", "plan", str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr

@@ -361,7 +361,7 @@ def test_a_full_disk_leaves_what_was_whole_and_the_process_goes_on(tmp_path: Pat
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.stdout == "went on\n", done.stderr
     assert done.returncode == 0
@@ -380,13 +380,13 @@ def test_a_disk_that_hangs_costs_rows_and_not_the_loop(
 
     def hang(*arguments: object) -> None:
         hanging.set()
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         write(*arguments)
 
     monkeypatch.setattr(sample_log._Segment, "write", hang)
     log = begun(tmp_path)
     log.finished(row(sample(0), 0))
-    assert hanging.wait(60)
+    assert hanging.wait(600)
     for group in range(1, 100):
         log.finished(row(sample(group), group))
     go_on.set()

@@ -197,7 +197,7 @@ def test_what_a_reward_started_is_killed_with_its_process(module: str, tmp_path:
         return psutil.Process(int(file.read_text()[:-1]))
 
     child = scored_by(config(module, timeout_s=300, workers=1), work)
-    assert psutil.wait_procs([child], timeout=60)[1] == []
+    assert psutil.wait_procs([child], timeout=600)[1] == []
 
 
 def test_what_a_reward_started_is_killed_when_its_process_ended_by_itself(
@@ -212,7 +212,7 @@ def test_what_a_reward_started_is_killed_when_its_process_ended_by_itself(
     assert scored.error == "the reward's process ended with code 7; see the engine's log"
     pid = int(file.read_text()[:-1])
     children = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
-    assert psutil.wait_procs(children, timeout=60)[1] == []
+    assert psutil.wait_procs(children, timeout=600)[1] == []
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -224,7 +224,7 @@ def test_a_daemon_that_a_reward_left_behind_does_not_hold_up_the_others(
 
     async def work(scorer: Scorer) -> list[Scored]:
         first = await scorer.score(prompt("leave a daemon behind", file=str(file)), "abc")
-        return [first, await asyncio.wait_for(scorer.score(prompt(), "abc"), 120)]
+        return [first, await asyncio.wait_for(scorer.score(prompt(), "abc"), 600)]
 
     try:
         scored = scored_by(config(module, timeout_s=2, workers=1), work, new_loop)
@@ -416,7 +416,7 @@ def test_a_process_in_the_midst_of_a_reward_ends_with_its_engine(module: str) ->
         while worker.status() != psutil.STATUS_RUNNING:
             assert engine.poll() is None
         os.kill(engine.pid, signal.SIGKILL)
-    worker.wait(60)
+    worker.wait(600)
     assert not worker.is_running()
 
 

@@ -64,7 +64,7 @@ class Machine:
             },
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
 
     def installs(self) -> list[str]:

@@ -248,7 +248,7 @@ def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_goes_on(
             assert process.poll() is None
             time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
-    screen, _ = process.communicate(timeout=120)
+    screen, _ = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "2 stopped, 1 waiting" in screen
     status = read_status(tmp_path / "study" / "s0-seed9")

@@ -190,7 +190,7 @@ def test_data_imports_neither_torch_nor_transformers() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     assert done.stdout.strip() == "set()"
