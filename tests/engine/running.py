@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import batched
+from itertools import batched, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,29 @@ class Engines:
             .abs()
             .max()
         )
+
+    def over_kept_caches(self, engine: int, sample: Sample) -> torch.Tensor:
+        """[T] transformers' log-probs of the sample's tokens, each under the weights of its
+        version, over the keys and values that the weights of the tokens before it left behind."""
+        from transformers import DynamicCache
+
+        temperature = self.specs[engine].rollout.sampling.temperature
+        prompt, ids = list(sample.prompt.token_ids), sample.response_ids.tolist()
+        cache, found = DynamicCache(), []
+        for version, start, end in spans(sample):
+            # The step that samples a token reads the one before it: that one's keys and values are
+            # of the same weights.
+            first = 0 if start == 0 else len(prompt) + start - 1
+            inputs = [*prompt, *ids][first : len(prompt) + end - 1]
+            reference = self.reference(version)
+            found.append(reference.logprobs_over(cache, inputs, ids[start:end], temperature))
+        return torch.cat(found)
+
+
+def spans(sample: Sample) -> list[tuple[int, int, int]]:
+    """(version, first token, end) of each run of tokens that one version sampled."""
+    edges = [0, *(np.flatnonzero(np.diff(sample.versions)) + 1).tolist(), sample.length]
+    return [(int(sample.versions[start]), start, end) for start, end in pairwise(edges)]
 
 
 @contextmanager
