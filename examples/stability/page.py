@@ -12,6 +12,8 @@ and seed)
 - width(setting, by=SETTING)  highest over lowest rate of its plateau, in words; `by`: measured by
                           the largest area of another
 - collapse_rate(setting)  in words
+- seconds(setting, lr)    in steps up to accuracy 0.8, of the scan's runs that had the machine alone,
+                          in words
 - count(STATE, ...)       runs in these states; hours, of all runs
 - table(NAME)             a section of tables.md, by its title
 A setting without runs is an error, not a gap.
@@ -22,12 +24,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from jinja2 import Environment, StrictUndefined
 from measures import Row, read_csv
 from questions import chosen, verdicts
 from rates import Measured, by_group, fresh, group_axes, measured, plateau, scanned
-from tables import tables
+from tables import seconds_to_reach, tables
 
 from megatron_async_rl.config.problem import UserError
 
@@ -58,6 +61,7 @@ class Facts:
             for one, p, holds in verdicts(rows)
             if p is not None
         }
+        self._reached = seconds_to_reach(curves)
         self._sections = {}
         for section in tables(rows, curves).split("## ")[1:]:
             title, _, body = section.partition("\n")
@@ -114,6 +118,14 @@ class Facts:
         rate = plateau(self.rates(setting))[2]
         return "none" if rate is None else f"{rate:g}"
 
+    def seconds(self, setting: str, lr: float) -> str:
+        alone = [run for run in self.at(setting, lr).runs if run["jobs"] == "1"]
+        if not alone:
+            what = f"{setting} has no run at {lr:g} that had the machine alone"
+            raise UserError.of("page.md", what, "run it with --jobs 1")
+        known = [self._reached[run["run"]] for run in alone if run["run"] in self._reached]
+        return f"{fmean(known):.0f} s" if len(known) == len(alone) else "not reached"
+
     def table(self, title: str) -> str:
         if title not in self._sections:
             raise UserError.of("page.md", f"tables.md has no `{title}`", "name a section of it")
@@ -129,7 +141,7 @@ def page(folder: Path, template: Path = TEMPLATE) -> str:
     environment.filters["n"] = lambda value, digits=2: f"{float(value):.{digits}f}"
     names = (
         *("best", "at", "decided", "decided_at", "verdict"),
-        *("width", "collapse_rate", "count", "table"),
+        *("width", "collapse_rate", "seconds", "count", "table"),
     )
     asked = {name: getattr(facts, name) for name in names} | {"hours": facts.hours}
     return environment.from_string(template.read_text(encoding="utf-8")).render(asked)

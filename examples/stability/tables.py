@@ -126,12 +126,19 @@ def questions(rows: Sequence[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def times(rows: Sequence[Row], curves: Sequence[Row]) -> list[str]:
-    """Runs alone and runs side by side disturb each other, and are never averaged together."""
+def seconds_to_reach(curves: Sequence[Row]) -> dict[str, float]:
+    """Run -> seconds in steps up to its first evaluation of at least `REACHED`; none for a run that
+    never had one."""
     reached: dict[str, float] = {}
     for point in curves:
         if float(point["accuracy"] or 0) >= REACHED:
             reached.setdefault(point["run"], float(point["seconds"]))
+    return reached
+
+
+def times(rows: Sequence[Row], curves: Sequence[Row]) -> list[str]:
+    """Runs alone and runs side by side disturb each other, and are never averaged together."""
+    reached = seconds_to_reach(curves)
     if not reached:
         return []
     axes = group_axes(rows)

@@ -538,6 +538,22 @@ def test_the_page_gives_a_comparison_as_the_tables_do(tmp_path: Path) -> None:
     assert (found.p, found.holds) == (pytest.approx(6 * 2 / 252), "yes")
 
 
+def test_the_page_gives_the_time_of_runs_that_were_alone() -> None:
+    from page import Facts
+
+    rows = [row("none", 1e-4, 1, 0.5), row("none", 4e-4, 1, 0.5), row("gac", 1e-4, 1, 0.5)]
+    rows[2]["jobs"] = "2"
+    curves = [
+        {"run": rows[0]["run"], "accuracy": accuracy, "seconds": seconds}
+        for accuracy, seconds in (("0.5", "0"), ("0.8", "12.4"), ("0.9", "30"))
+    ]
+    facts = Facts(rows, [*curves, {"run": rows[2]["run"], "accuracy": "0.9", "seconds": "5"}])
+    assert facts.seconds("s8 none", 1e-4) == "12 s"
+    assert facts.seconds("s8 none", 4e-4) == "not reached"
+    with pytest.raises(UserError, match="had the machine alone"):
+        facts.seconds("s8 gac", 1e-4)
+
+
 def test_figures_are_the_same_for_the_same_csv(tmp_path: Path) -> None:
     from figures import write_figures
 
