@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_async_rl.config.advantages import OpobAdvantage
 from megatron_async_rl.config.controls import AlignmentSettings
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.activations import (
@@ -153,7 +154,7 @@ def rank_memory(
     return RankMemory(
         stage=stage,
         parameters=(frozen + trained) * value_bytes(config),
-        gradients=trained * 2 + own * FLOAT32 if narrow else trained * FLOAT32,
+        gradients=gradient_bytes(config, trained, own),
         optimizer=own * (state_bytes(config) - (moment_bytes(config) if offloaded else 0)),
         controls=control_bytes(
             config, own, largest=largest_parameter(shape, tensor=parallel.tensor), on_gpu=on_gpu
@@ -169,6 +170,17 @@ def rank_memory(
             config, shape, stage=stage, in_flight=layers_in_flight(config, shape, stage)
         ),
     )
+
+
+def gradient_bytes(config: Config, trained: int, own: int) -> int:
+    """Bytes of Megatron's gradient buffers for `trained` parameters of a rank; beside buffers in
+    bfloat16 of the float32 gradient of the `own` ones that its optimizer updates; and of the two
+    float32 accumulators of the measured baseline (policy/opob.py)."""
+    narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
+    advantage = config.objective.advantage
+    measured = isinstance(advantage, OpobAdvantage) and advantage.mode == "exact"
+    buffers = trained * 2 + own * FLOAT32 if narrow else trained * FLOAT32
+    return buffers + (2 * trained * FLOAT32 if measured else 0)
 
 
 def staged_bytes(config: Config) -> int:

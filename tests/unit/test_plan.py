@@ -137,6 +137,26 @@ def test_state_per_parameter_follows_dtype_and_sharding(file, dtype, sharded, by
     )
 
 
+@pytest.mark.parametrize(("gradient_dtype", "buffers"), [("float32", 4), ("bfloat16", 2 + 4)])
+@pytest.mark.parametrize(("mode", "accumulators"), [("exact", 2 * 4), ("cheap", 0)])
+def test_the_measured_baseline_takes_two_float32_gradients_more(
+    file, mode, accumulators, gradient_dtype, buffers
+):
+    config = load(
+        file,
+        [
+            "model.dtype=bfloat16",
+            f"policy.optimizer.gradient_dtype={gradient_dtype}",
+            "objective.loss=reinforce",
+            "objective.aggregation=seq-mean-token-mean",
+            f"objective.advantage={{name: opob, mode: {mode}}}",
+        ],
+    )
+    shape, _ = read_model(config.model.path)
+    memory = rank_memory(config, shape, stage=0, data_parallel=1, longest=16)
+    assert memory.gradients == shape.parameters * (buffers + accumulators)
+
+
 @pytest.mark.parametrize(
     ("control", "on_gpu", "kept"),
     [
