@@ -54,6 +54,7 @@ METHODS = {
 }
 """Class -> methods that we call."""
 ASSIGNED = {
+    "megatron.core.optimizer.optimizer.MegatronOptimizer": ("init_state_fn",),
     "megatron.core.optimizer.optimizer.ChainedOptimizer": ("chained_optimizers",),
     "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params": (
         "float16_groups",
@@ -129,6 +130,19 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
     that hold no parameter here."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
+
+
+def replace_adam(part: Any, adam: Any, fill: Callable[[], None]) -> None:
+    """Puts `adam` where one part of the optimizer has its own, which has not stepped yet. fill:
+    gives each of `adam`'s parameters the state it starts from, where Megatron wants it to be
+    there."""
+    part.optimizer, part.init_state_fn = adam, lambda *_: fill()
+
+
+def fill_adam(part: Any) -> None:
+    """Gives every parameter of one part of the optimizer that has not been stepped yet the state it
+    starts from."""
+    part.init_state_fn(part.optimizer, part.config)
 
 
 def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:

@@ -43,6 +43,7 @@ from megatron_async_rl.policy.fp8 import is_quantised
 from megatron_async_rl.policy.megatron_private import (
     model_slices,
     optimizer_parts,
+    replace_adam,
     weights_from_masters,
 )
 from megatron_async_rl.policy.parameters import HuggingFaceTensors, local_entries, shard_of
@@ -139,7 +140,7 @@ def build_optimizer(
                 dtype=getattr(torch, settings.moment_dtype),
                 offload=settings.moment_offload == "cpu",
             )
-            part.optimizer, part.init_state_fn = adam, lambda adam, _: adam.materialise()
+            replace_adam(part, adam, adam.materialise)
             if adam.offload:
                 # Page-locked memory that is not to be had is missed now, not in the first step.
                 adam.materialise()

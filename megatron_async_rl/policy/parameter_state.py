@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_async_rl.policy.adam_view import masters_of, moment_of, optimizer_parameters
 from megatron_async_rl.policy.megatron_private import (
+    fill_adam,
     is_distributed,
     model_slices,
     optimizer_parts,
@@ -129,7 +130,7 @@ def set_adam_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 def materialise(optimizer: MegatronOptimizer) -> None:
     """Gives every parameter that has not been stepped yet the state it would start from."""
     for part in optimizer_parts(optimizer):
-        part.init_state_fn(part.optimizer, part.config)
+        fill_adam(part)
         if _is_torch_adam(part):
             for state in part.optimizer.state.values():
                 state.setdefault("step", torch.zeros((), dtype=torch.float32))
