@@ -26,11 +26,11 @@ RUN pip install setuptools==78.1.1 wheel==0.48.0 pybind11==3.1.0 \
 
 # Transformer Engine may load and then fail in the middle of a step for a function that this cuBLAS lacks: 2.13 to 2.20.2
 # ask for one, 2.12.0 is the newest that does not.
-RUN cd /opt/venv/lib/python3.12/site-packages \
-    && nm --dynamic --undefined-only transformer_engine/wheel_lib/libtransformer_engine.so | grep -oE '\bcublas\w+' | sort -u > /tmp/asked \
-    && nm --dynamic --defined-only nvidia/cu13/lib/libcublas{,Lt}.so.13 | grep -oE '\bcublas\w+' | sort -u > /tmp/there \
+WORKDIR /opt/venv/lib/python3.12/site-packages
+RUN nm --dynamic --undefined-only transformer_engine/wheel_lib/libtransformer_engine.so | grep -oE '\bcublas\w+' | sort -u > /tmp/asked \
+    && nm --dynamic --defined-only nvidia/cu13/lib/libcublas.so.13 nvidia/cu13/lib/libcublasLt.so.13 | grep -oE '\bcublas\w+' | sort -u > /tmp/there \
     && comm -23 /tmp/asked /tmp/there > /tmp/lacking \
-    && { [[ ! -s /tmp/lacking ]] || { echo "Transformer Engine asks cuBLAS for: $(cat /tmp/lacking)" >&2; exit 1; }; } \
+    && { test ! -s /tmp/lacking || { echo "Transformer Engine asks cuBLAS for: $(cat /tmp/lacking)" >&2; exit 1; }; } \
     && rm /tmp/asked /tmp/there /tmp/lacking
 
 # MAX_JOBS bounds the memory of the source builds (about 3 GiB a job); CUDA_ARCHS names the GPUs they are made for.
@@ -53,6 +53,7 @@ COPY setup.py pyproject.toml MANIFEST.in README.md ./
 COPY requirements requirements
 COPY megatron_async_rl megatron_async_rl
 COPY examples examples
+COPY launchers launchers
 RUN pip install --no-build-isolation --no-deps . \
     && python -c "from importlib.metadata import version as v; assert v('torch').startswith('2.13.0'), v('torch')"
 

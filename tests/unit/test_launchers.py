@@ -1,0 +1,236 @@
+"""Launchers over several machines, with stand-ins for `mar` and `ray` that write down what they were
+asked. The real ones run in tests/end_to_end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from kubernetes_validate import validate
+
+from tests.ports import free_ports
+
+LAUNCHERS = Path(__file__).parents[2] / "launchers"
+MAR = """#!/bin/bash
+echo "mar $* RAY_ADDRESS=${RAY_ADDRESS:-}" >> "$ASKED"
+trap 'echo "mar TERM" >> "$ASKED"; exit 130' TERM
+IFS= read -r code < "$CODES"
+sed -i 1d "$CODES"
+[[ "$code" == waits ]] || exit "$code"
+echo "mar waits" >> "$ASKED"
+while :; do sleep 0.05; done
+"""
+"""Ends with the next line of $CODES; `waits`: with a signal."""
+RAY = """#!/bin/bash
+echo "ray $*" >> "$ASKED"
+trap 'echo "ray TERM" >> "$ASKED"; exit 0' TERM
+if [[ "$2" == --head ]]; then
+  port="${3#--port=}"
+  exec python3 -c "
+import signal, socket
+from pathlib import Path
+asked = Path('$ASKED')
+def end(*_):
+    asked.open('a').write('ray TERM\\n')
+    raise SystemExit
+signal.signal(signal.SIGTERM, end)
+listener = socket.create_server(('', $port))
+while True:
+    listener.accept()[0].close()
+"
+fi
+[[ -z "${RAY_FAILS:-}" ]] || exit 1
+until [[ -e "$HEAD_GONE" ]]; do sleep 0.05; done
+exit 1
+"""
+"""The head listens on its port; another one ends, as Ray does, some time after its head has."""
+
+
+class Machine:
+    """What one machine of a run finds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.asked, self.codes = folder / "asked", folder / "codes"
+        self.head_gone = folder / "head_gone"
+        self.port, self.ray_port = free_ports(2)
+        commands = folder / "venv" / "bin"
+        commands.mkdir(parents=True)
+        for name, text in (("mar", MAR), ("ray", RAY)):
+            (commands / name).write_text(text)
+            (commands / name).chmod(0o755)
+        self.asked.touch()
+        self.environment = {
+            "PATH": os.environ["PATH"],
+            "VENV": str(folder / "venv"),
+            "ASKED": str(self.asked),
+            "CODES": str(self.codes),
+            "HEAD_GONE": str(self.head_gone),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            "RAY_PORT": str(self.ray_port),
+        }
+
+    def start(
+        self, *codes: int | str, arguments: Sequence[str] = ("run.yaml", "run.steps=2"), **more: str
+    ) -> subprocess.Popen[str]:
+        self.codes.write_text("".join(f"{code}\n" for code in codes))
+        return subprocess.Popen(
+            [LAUNCHERS / "torchrun_multinode.sh", *arguments],
+            env=self.environment | more,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(
+        self, *codes: int | str, arguments: Sequence[str] = ("run.yaml", "run.steps=2"), **more: str
+    ) -> tuple[int, str]:
+        process = self.start(*codes, arguments=arguments, **more)
+        said, _ = process.communicate(timeout=600)
+        return process.returncode, said
+
+    def lines(self) -> list[str]:
+        return self.asked.read_text().splitlines()
+
+    def wait_for(self, line: str) -> None:
+        deadline = time.monotonic() + 600
+        while line not in self.lines():
+            assert time.monotonic() < deadline, self.lines()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def head(machine: Machine) -> Iterator[subprocess.Popen[str]]:
+    """The Ray of machine 0."""
+    command = ["ray", "start", "--head", f"--port={machine.ray_port}"]
+    path = f"{machine.environment['VENV']}/bin:{os.environ['PATH']}"
+    process = subprocess.Popen(command, env=machine.environment | {"PATH": path}, text=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_each_machine_tells_the_trainer_its_number_and_where_the_first_is(machine: Machine) -> None:
+    assert machine.run(0, NNODES="3", NODE_RANK="1")[0] == 0
+    ends = f"--nnodes 3 --node-rank 1 --rdzv-endpoint 127.0.0.1:{machine.port} RAY_ADDRESS="
+    assert machine.lines() == [f"mar train run.yaml run.steps=2 {ends}"]
+
+
+def test_one_machine_needs_no_rendezvous(machine: Machine) -> None:
+    assert machine.run(0, NNODES="1", NODE_RANK="0")[0] == 0
+    assert machine.lines() == ["mar train run.yaml run.steps=2 RAY_ADDRESS="]
+
+
+def test_machine_0_has_the_ray_that_machines_of_engines_join_and_ends_it(machine: Machine) -> None:
+    code, _ = machine.run(0, NNODES="2", NODE_RANK="0", TRAINER_NODES="1")
+    assert code == 0
+    ray, mar, ended = machine.lines()
+    assert ray.startswith(f"ray start --head --port={machine.ray_port} ")
+    assert mar == f"mar train run.yaml run.steps=2 RAY_ADDRESS=127.0.0.1:{machine.ray_port}"
+    assert ended == "ray TERM"
+
+
+def test_a_run_that_fails_is_started_again_and_not_for_ever(machine: Machine) -> None:
+    assert machine.run(1, 1, 0, NNODES="1", NODE_RANK="0")[0] == 0
+    assert len(machine.lines()) == 3
+    machine.asked.write_text("")
+    code, said = machine.run(1, 1, 1, 0, NNODES="1", NODE_RANK="0", RESTARTS="2")
+    assert code == 1
+    assert "failed 3 times; RESTARTS=2" in said
+    assert len(machine.lines()) == 3
+
+
+@pytest.mark.parametrize("code", [2, 130], ids=["refused", "stopped"])
+def test_a_run_that_was_refused_or_stopped_is_not(machine: Machine, code: int) -> None:
+    assert machine.run(code, NNODES="1", NODE_RANK="0")[0] == code
+    assert len(machine.lines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_the_run_and_then_ray(machine: Machine, number: signal.Signals) -> None:
+    process = machine.start("waits", NNODES="2", NODE_RANK="0", TRAINER_NODES="1")
+    machine.wait_for("mar waits")
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, said
+    assert machine.lines()[-2:] == ["mar TERM", "ray TERM"]
+
+
+def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
+    machine: Machine, head: subprocess.Popen[str]
+) -> None:
+    process = machine.start(NNODES="2", NODE_RANK="1", TRAINER_NODES="1", REJOIN_S="0")
+    joined = f"ray start --address=127.0.0.1:{machine.ray_port} --disable-usage-stats --block"
+    machine.wait_for(joined)
+    head.kill()
+    head.wait()
+    machine.head_gone.touch()
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    assert "machine 0's Ray has ended, and with it the work of machine 1" in said
+    assert not [line for line in machine.lines() if line.startswith("mar")]
+
+
+def test_a_machine_of_engines_fails_where_ray_does_not_join(
+    machine: Machine, head: subprocess.Popen[str]
+) -> None:
+    machine.wait_for(f"ray start --head --port={machine.ray_port}")
+    code, said = machine.run(NNODES="2", NODE_RANK="1", TRAINER_NODES="1", RAY_FAILS="1")
+    assert code == 1
+    assert "Ray has ended on machine 1, and not on machine 0" in said
+
+
+def test_a_machine_of_engines_says_that_machine_0_is_not_there(machine: Machine) -> None:
+    code, said = machine.run(NNODES="2", NODE_RANK="1", TRAINER_NODES="1", START_S="0")
+    assert code == 2
+    assert f"no Ray at MASTER_ADDR:RAY_PORT=127.0.0.1:{machine.ray_port}" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"NODE_RANK": "0"}, "NNODES is not set: the number of machines"),
+        ({"NNODES": "2"}, "NODE_RANK is not set"),
+        ({"NNODES": "two", "NODE_RANK": "0"}, "NNODES=two is not a whole number"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "the last of 2 machines is number 1"),
+        ({"NNODES": "2", "NODE_RANK": "0", "TRAINER_NODES": "3"}, "not between 1 and NNODES=2"),
+        ({"NNODES": "2", "NODE_RANK": "0", "RESTARTS": "-1"}, "RESTARTS=-1 is not a whole"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    machine: Machine, settings: dict[str, str], said: str
+) -> None:
+    code, words = machine.run(0, **settings)
+    assert (code, machine.lines()) == (2, [])
+    assert said in words
+
+
+def test_a_launcher_without_a_config_is_refused(machine: Machine) -> None:
+    code, said = machine.run(0, arguments=(), NNODES="1", NODE_RANK="0")
+    assert (code, said) == (2, "torchrun_multinode.sh: no CONFIG given\n")
+
+
+def test_the_manifest_is_what_kubernetes_takes() -> None:
+    manifest = (LAUNCHERS / "kubernetes" / "train.yaml").read_text()
+    parts = [*yaml.safe_load_all(manifest)]
+    for part in parts:
+        validate(part, "1.33", strict=True)
+    service, _, job = parts
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+    assert environment["NNODES"] == str(spec["completions"]) == str(spec["parallelism"])
+    assert environment["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert service["metadata"]["name"] == pod["subdomain"]
