@@ -1,0 +1,195 @@
+"""A real Slurm with two nodes on this machine runs launchers/slurm/train.sbatch; `mar` is a stand-in
+that writes down what it was asked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_ports
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(
+        os.geteuid() != 0
+        or not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch"))),
+        reason="needs root and Slurm (Debian: slurmctld, slurmd, slurm-client, munge)",
+    ),
+]
+SCRIPT = Path(__file__).parents[2] / "launchers" / "slurm" / "train.sbatch"
+MAR = """#!/bin/bash
+echo "start $*" >> "$ASKED"
+trap 'echo "stopped $*" >> "$ASKED"; exit 130' TERM
+[[ -e "$GO_ON" ]] && exit 0
+while :; do sleep 0.05; done
+"""
+"""Ends well once the file $GO_ON is there, and till then only when it is asked to stop."""
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmctldPort={port}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+StateSaveLocation={folder}/state
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+ReturnToService=2
+MpiDefault=none
+SchedulerParameters=requeue_delay=1
+NodeName=node0 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2
+PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
+"""
+
+
+class Cluster:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked, self.go_on = folder / "asked", folder / "go_on"
+        self.asked.touch()
+        commands = folder / "venv" / "bin"
+        commands.mkdir(parents=True)
+        (commands / "mar").write_text(MAR)
+        (commands / "mar").chmod(0o755)
+        self.environment = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "VENV": str(folder / "venv"),
+            "ASKED": str(self.asked),
+            "GO_ON": str(self.go_on),
+            "MASTER_ADDR": "127.0.0.1",
+        }
+
+    def daemons(self) -> list[list[str]]:
+        port, first, second = free_ports(3)
+        (self.folder / "slurm.conf").write_text(
+            CONF.format(
+                host=socket.gethostname(),
+                folder=self.folder,
+                port=port,
+                first=first,
+                second=second,
+            )
+        )
+        (self.folder / "state").mkdir()
+        key = self.folder / "key"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(1024))
+        places = [f"--{what}-file={self.folder}/munge.{what}" for what in ("pid", "seed", "log")]
+        munged = ["munged", "--force", "--foreground", f"--socket={self.folder}/munge.socket"]
+        slurmds = [["slurmd", "-D", "-N", node] for node in ("node0", "node1")]
+        return [[*munged, f"--key-file={key}", *places], ["slurmctld", "-D"], *slurmds]
+
+    def call(self, *command: str, **more: str) -> str:
+        done = subprocess.run(
+            command,
+            env=self.environment | more,
+            cwd=SCRIPT.parents[2],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
+
+    def submit(self, *options: str, **more: str) -> str:
+        """Its number."""
+        self.asked.write_text("")
+        log = f"--output={self.folder}/%A_%a.log"
+        return self.call(
+            *("sbatch", "--parsable", log, *options, str(SCRIPT), "run.yaml"), **more
+        ).split(";")[0]
+
+    def lines(self) -> list[str]:
+        return sorted(self.asked.read_text().splitlines())
+
+    def state(self, job: str) -> dict[str, str]:
+        words = self.call("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 600
+        while not condition():
+            logs = [path.read_text() for path in self.folder.glob("*.log")]
+            assert time.monotonic() < deadline, (self.lines(), logs)
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    with ExitStack() as stack:
+        for command in cluster.daemons():
+            output = stack.enter_context(open(cluster.folder / f"{command[0]}.out", "a"))
+            daemon = subprocess.Popen(
+                command, env=cluster.environment, stdout=output, stderr=output
+            )
+            stack.callback(daemon.wait)
+            stack.callback(daemon.terminate)
+            if command[0] == "munged":
+                cluster.wait_until((cluster.folder / "munge.socket").exists)
+        cluster.wait_until(lambda: cluster.call("sinfo", "-h", "-t", "idle", "-o", "%D") == "2")
+        yield cluster
+
+
+@pytest.fixture
+def going_on(cluster: Cluster) -> Iterator[None]:
+    cluster.go_on.touch()
+    yield
+    cluster.go_on.unlink()
+
+
+def test_each_machine_of_a_job_has_its_number_and_the_first_one_s_address(
+    cluster: Cluster, going_on: None
+) -> None:
+    job = cluster.submit("--nodes=2", "--wait")
+    port = 20000 + int(job) % 5000
+    assert cluster.lines() == [
+        f"start train run.yaml --nnodes 2 --node-rank {rank} --rdzv-endpoint 127.0.0.1:{port}"
+        for rank in (0, 1)
+    ]
+
+
+def test_scancel_stops_the_run_on_every_machine(cluster: Cluster) -> None:
+    job = cluster.submit("--nodes=2")
+    cluster.wait_until(lambda: len(cluster.lines()) == 2)
+    cluster.call("scancel", job)
+    cluster.wait_until(lambda: cluster.state(job)["JobState"] == "CANCELLED")
+    cluster.wait_until(lambda: sum(line.startswith("stopped") for line in cluster.lines()) == 2)
+
+
+def test_a_job_whose_time_is_nearly_over_stops_and_goes_on_when_its_turn_comes(
+    cluster: Cluster,
+) -> None:
+    job = cluster.submit("--nodes=2")
+    cluster.wait_until(lambda: len(cluster.lines()) == 2)
+    # As Slurm does for the script's --signal.
+    cluster.call("scancel", "--batch", "--signal", "USR1", job)
+    cluster.wait_until(lambda: sum(line.startswith("stopped") for line in cluster.lines()) == 2)
+    cluster.go_on.touch()
+    try:
+        cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED")
+    finally:
+        cluster.go_on.unlink()
+    assert cluster.state(job)["Restarts"] == "1"
+    assert sum(line.startswith("start") for line in cluster.lines()) == 4
+
+
+def test_an_array_is_a_run_for_each_seed(cluster: Cluster, going_on: None) -> None:
+    cluster.submit("--array=3-4", "--nodes=1", "--wait", RUNS="/runs/math")
+    assert cluster.lines() == [
+        f"start train run.yaml run.seed={seed} run.dir=/runs/math/seed{seed}" for seed in (3, 4)
+    ]
