@@ -181,6 +181,9 @@ def test_a_job_whose_time_is_nearly_over_stops_and_goes_on_when_its_turn_comes(
     cluster.wait_until(lambda: sum(line.startswith("stopped") for line in cluster.lines()) == 2)
     cluster.go_on.touch()
     try:
+        cluster.wait_until(lambda: cluster.state(job)["JobState"] == "PENDING")
+        # Slurm has it wait two minutes.
+        cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
         cluster.wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED")
     finally:
         cluster.go_on.unlink()
