@@ -62,5 +62,5 @@ lint: setup
 	"$$VENV/bin/ruff" format --check .
 	"$$VENV/bin/mypy"
 	"$$VENV/bin/lint-imports"
-	"$$VENV/bin/shellcheck" launchers/*.sh launchers/slurm/* .ci/run
+	"$$VENV/bin/shellcheck" launchers/*.sh launchers/slurm/* examples/recipes/run.sh .ci/run
 	"$$VENV/bin/hadolint" Dockerfile

@@ -2,9 +2,8 @@
 gradients and optimizer on the meta device, where nothing is computed or stored, so that the model may
 be large; and to what its layers keep for the backward pass of one sequence on the CPU.
 
-Arguments: a JSON of two lists, each of [directory of a model's config.json, overrides of a
-configuration, [ranks]] and of the same with a number of tokens in the place of the ranks; the
-configuration's file; the file to write.
+Arguments: a JSON of two lists, each of [a configuration's file, its overrides, [ranks]] and of the
+same with a number of tokens in the place of the ranks; the file to write.
 """
 
 from __future__ import annotations
@@ -99,13 +98,10 @@ def kept(config: Config, tokens: int) -> int:
 
 
 def main() -> None:
-    (large, small), file, output = json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    (large, small), output = json.loads(sys.argv[1]), sys.argv[2]
     device.install("cpu")
     found = {
-        "kept": [
-            kept(load(file, [f"model.path={model}", *overrides]), tokens)
-            for model, overrides, tokens in small
-        ]
+        "kept": [kept(load(Path(file), overrides), tokens) for file, overrides, tokens in small]
     }
     # What Megatron makes on CUDA is made there from here on; its optimizers sort parameters by the
     # name of their type.
@@ -117,8 +113,8 @@ def main() -> None:
 
     torch.Tensor.type = named_type
     found["held"] = [
-        [held(load(file, [f"model.path={model}", *overrides]), rank) for rank in ranks]
-        for model, overrides, ranks in large
+        [held(load(Path(file), overrides), rank) for rank in ranks]
+        for file, overrides, ranks in large
     ]
     Path(output).write_text(json.dumps(found))
 

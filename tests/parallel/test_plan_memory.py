@@ -8,61 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.plan.memory import RankMemory, rank_memory
 from megatron_async_rl.plan.model_files import read_model
 from tests.parallel.ranks import run_alone
+from tests.published_models import COMMON, PUBLISHED, QWEN2, write_config
 
 pytestmark = pytest.mark.parallel
 
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-32b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 25600,
-        "vocab_size": 151936,
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "vocab_size": 151936,
-    },
-    "qwen2.5-7b-tied": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "tie_word_embeddings": True,
-    },
-}
-COMMON = {
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
+TIED = "qwen2.5-7b-tied"
+TIED_SIZES = QWEN2 | {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "tie_word_embeddings": True,
 }
 
 
@@ -114,32 +77,32 @@ KEPT: dict[str, tuple[str, list[str]]] = {
 """Small model and overrides, for what its layers keep of one sequence of TOKENS."""
 CASES: dict[str, tuple[str, list[str], list[int]]] = {
     "tensor, pipeline, data": (
-        "qwen3-32b",
+        "Qwen3-32B",
         [BFLOAT16, *layout(ranks=64, tensor=8, pipeline=4, sequence=True)],
         [0, 16, 63],
     ),
     "interleaved stages, replicated optimizer, float32": (
-        "qwen3-32b",
+        "Qwen3-32B",
         layout(ranks=64, tensor=8, pipeline=4, virtual_pipeline=2, distributed_optimizer=False),
         [0, 63],
     ),
     "context": (
-        "qwen3-32b",
+        "Qwen3-32B",
         [BFLOAT16, *layout(ranks=64, tensor=8, pipeline=2, context=2)],
         [0],
     ),
     "adapters": (
-        "qwen3-32b",
+        "Qwen3-32B",
         [BFLOAT16, *layout(ranks=16, tensor=8), "policy.lora={rank: 32, alpha: 64}"],
         [0],
     ),
     "experts": (
-        "qwen3-30b-a3b",
+        "Qwen3-30B-A3B",
         [BFLOAT16, *layout(ranks=32, pipeline=2, expert=8)],
         [0, 31],
     ),
     "gradients and moments in bfloat16": (
-        "qwen2.5-7b-tied",
+        TIED,
         [
             BFLOAT16,
             *layout(ranks=8, tensor=4),
@@ -149,20 +112,24 @@ CASES: dict[str, tuple[str, list[str], list[int]]] = {
         [0],
     ),
     "tied embeddings on two stages": (
-        "qwen2.5-7b-tied",
+        TIED,
         [BFLOAT16, *layout(ranks=8, tensor=4, pipeline=2)],
         [0, 7],
     ),
 }
 """Model, overrides of a configuration, and ranks to look at."""
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+BUILT = ("qwen3_0.6b", "qwen3_8b_colocated", "qwen2.5_32b", "qwen3_30b_a3b")
+"""Recipes whose layout is one that no case above has, and whose layers a CPU has."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan_memory")
-    for name, settings in MODELS.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(COMMON | settings))
+    for name in PUBLISHED:
+        write_config(folder / name, name)
+    (folder / TIED).mkdir()
+    (folder / TIED / "config.json").write_text(json.dumps(COMMON | TIED_SIZES))
     for name, settings in SMALL.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(COMMON | SMALL_COMMON | settings))
@@ -183,13 +150,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def megatrons(folder: Path) -> dict[str, Any]:
-    large = [[str(folder / model), *rest] for model, *rest in CASES.values()]
-    small = [[str(folder / model), overrides, TOKENS] for model, overrides in KEPT.values()]
+    def of(model: str, overrides: list[str]) -> tuple[str, list[str]]:
+        return str(folder / "run.yaml"), [f"model.path={folder / model}", *overrides]
+
+    large = [(*of(model, overrides), ranks) for model, overrides, ranks in CASES.values()]
+    large += [(str(RECIPES / f"{name}.yaml"), recipe(folder, name), [0]) for name in BUILT]
+    small = [(*of(model, overrides), TOKENS) for model, overrides in KEPT.values()]
     output = folder / "accounted.json"
-    arguments = [json.dumps([large, small]), folder / "run.yaml", output]
-    run_alone("tests.parallel.plan_program", arguments)
+    run_alone("tests.parallel.plan_program", [json.dumps([large, small]), output])
     found = json.loads(output.read_text())
-    return dict(zip((*CASES, *KEPT), (*found["held"], *found["kept"]), strict=True))
+    return dict(zip((*CASES, *BUILT, *KEPT), (*found["held"], *found["kept"]), strict=True))
+
+
+def recipe(folder: Path, name: str) -> list[str]:
+    """Its model's sizes; the host is this one."""
+    model = Path(yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["model"]["path"]).name
+    return [f"model.path={folder / model}", "policy.device=cpu"]
 
 
 def planned(folder: Path, model: str, overrides: list[str], rank: int = 0) -> RankMemory:
@@ -209,6 +185,21 @@ def test_weights_gradients_and_optimizer_are_within_5_percent_of_megatrons(
         plan = planned(folder, model, overrides, rank)
         for name, nbytes in found.items():
             assert getattr(plan, name) == pytest.approx(nbytes, rel=0.05), (rank, name)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_plan_of_a_recipe_is_within_5_percent_of_megatrons(
+    folder: Path, megatrons: dict[str, Any], name: str
+) -> None:
+    config = load(RECIPES / f"{name}.yaml", recipe(folder, name))
+    shape, _ = read_model(config.model.path)
+    assert shape is not None
+    plan = rank_memory(
+        config, shape, stage=0, data_parallel=config.policy.parallel.data, longest=TOKENS
+    )
+    [found] = megatrons[name]
+    for part, nbytes in found.items():
+        assert getattr(plan, part) == pytest.approx(nbytes, rel=0.05), part
 
 
 @pytest.mark.parametrize("case", KEPT)

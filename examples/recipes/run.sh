@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# A recipe from nothing to a trained model: examples/recipes/run.sh NAME [dotted.key=value ...]
+# Fetches model and data into models/ and data/ of the checkout, shows the plan, trains, evaluates the last checkpoint, and writes the model as
+# a Hugging Face directory beside the run. Again, it goes on from where it stood.
+# On several machines the same command runs on each, with NNODES, TRAINER_NODES, NODE_RANK and MASTER_ADDR as launchers/torchrun_multinode.sh has
+# them; all of them see the checkout. Machine 0 fetches, evaluates and converts; the others wait for the model, FETCH_S seconds at most (7200).
+set -euo pipefail
+here="$(dirname "$(realpath "${BASH_SOURCE[0]}")")"
+root="$(realpath "$here/../..")"
+recipe="$here/${1:-}.yaml"
+if [[ $# -eq 0 || ! -f "$recipe" ]]; then
+  echo "run.sh: give one of these recipes:" "$(cd "$here" && printf '%s ' *.yaml | sed 's/\.yaml//g')" >&2
+  exit 2
+fi
+shift
+export NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
+venv="${VENV:-.venv}"
+[[ "$venv" == /* ]] || venv="$root/$venv"
+[[ ! -d "$venv/bin" ]] || PATH="$venv/bin:$PATH"
+
+value() { # KEY KEY: a path of the recipe
+  python -c 'import sys, yaml, pathlib; f = pathlib.Path(sys.argv[1]); print((f.parent / yaml.safe_load(f.read_text())[sys.argv[2]][sys.argv[3]]).resolve())' "$recipe" "$1" "$2"
+}
+model="$(value model path)" run="$(value run dir)"
+for override in "$@"; do
+  case "$override" in
+    run.dir=*) run="$(realpath -m "${override#run.dir=}")" ;;
+    model.path=* | data.*=*) echo "run.sh: a recipe has its own model and data; mar train $recipe $override takes others" >&2; exit 2 ;;
+  esac
+done
+
+if ((NODE_RANK == 0)); then
+  python "$here/fetch.py" "$recipe"
+  mar plan "$recipe" "$@"
+else
+  until [[ -e "$model/.fetched" ]]; do
+    ((SECONDS < ${FETCH_S:-7200})) || { echo "run.sh: machine 0 has not fetched $model within FETCH_S=${FETCH_S:-7200} s" >&2; exit 1; }
+    sleep 1
+  done
+fi
+"$root/launchers/torchrun_multinode.sh" "$recipe" "$@"
+if ((NODE_RANK == 0)); then
+  mar eval "$run/checkpoint"
+  rm -rf "$run/hf"
+  mar convert "$run/checkpoint" "$run/hf"
+  echo "The trained model: $run/hf    (to serve it: vllm serve $run/hf)"
+fi

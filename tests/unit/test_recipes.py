@@ -1,0 +1,170 @@
+"""The recipes in examples/recipes fit the machines that they name, and the script around them does
+its steps in order. The hub and `mar` are stand-ins: there is no network here and no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.plan.machine import described_machine
+from megatron_async_rl.plan.preflight import preflight
+from tests.published_models import PUBLISHED, write_config
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "examples" / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+MAR = """#!/bin/bash
+echo "$*" >> "$ASKED"
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Recipes and launchers, with what the hub would have brought."""
+    shutil.copytree(RECIPES, tmp_path / "examples" / "recipes")
+    (tmp_path / "launchers").symlink_to(ROOT / "launchers")
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    for part in ("train", "test"):
+        line = {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}
+        (tmp_path / "data" / "gsm8k" / f"{part}.jsonl").write_text(json.dumps(line) + "\n")
+    for name in PUBLISHED:
+        write_config(tmp_path / "models" / name, name)
+        (tmp_path / "models" / name / ".fetched").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("gigabytes", [80, 141])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_fits_the_gpus_of_its_machines(checkout: Path, name: str, gigabytes: int) -> None:
+    file = checkout / "examples" / "recipes" / f"{name}.yaml"
+    trainer_nodes = re.search(r"TRAINER_NODES=(\d+)", file.read_text())
+    gpus = 1 if "one GPU" in file.read_text() else 8
+    nodes = int(trainer_nodes[1]) if trainer_nodes else 1
+    machine = described_machine(nodes=nodes, gpus=gpus, gpu_memory_gib=gigabytes)
+    plan = preflight(load(file), all_data=True, machine=machine)
+    assert not plan.problems
+    assert not [warning for warning in plan.warnings if "a GPU has" in warning]
+    assert plan.ranks
+
+
+def fetched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(RECIPES)
+    monkeypatch.delitem(sys.modules, "fetch", raising=False)
+    import fetch
+
+    return fetch
+
+
+def test_a_prompt_is_a_chat_message_and_its_answer_the_number_behind_the_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [{"question": " How many? ", "answer": "Half of 2,468 is 1,234.\n#### 1,234"}]
+    [line] = fetched(monkeypatch).prompts(rows)
+    assert line["answer"] == "1234"
+    [message] = line["prompt"]
+    assert message["role"] == "user"
+    assert message["content"].startswith("How many?\n")
+
+
+def test_what_was_fetched_is_not_fetched_again_and_what_was_broken_off_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fetch, asked = fetched(monkeypatch), []
+    table = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"question": ["How many?"], "answer": ["#### 3"]}), table)
+
+    def data(repository: str, file: str, repo_type: str) -> str:
+        asked.append(file)
+        return str(table)
+
+    def model(repository: str, local_dir: Path, allow_patterns: list[str]) -> None:
+        asked.append(repository)
+        local_dir.mkdir(parents=True, exist_ok=True)
+        if asked.count(repository) == 1:
+            raise ConnectionError("the network is gone")
+
+    monkeypatch.setattr(fetch, "hf_hub_download", data)
+    monkeypatch.setattr(fetch, "snapshot_download", model)
+    fetch.fetch_data(tmp_path / "data")
+    fetch.fetch_data(tmp_path / "data")
+    assert len(asked) == 2
+    assert json.loads((tmp_path / "data" / "test.jsonl").read_text())["answer"] == "3"
+    with pytest.raises(ConnectionError):
+        fetch.fetch_model(tmp_path / "Qwen3-8B")
+    fetch.fetch_model(tmp_path / "Qwen3-8B")
+    fetch.fetch_model(tmp_path / "Qwen3-8B")
+    assert asked[2:] == ["Qwen/Qwen3-8B"] * 2
+
+
+def run(checkout: Path, *arguments: str, **environment: str) -> tuple[int, str, list[str]]:
+    asked, commands = checkout / "asked", checkout / "venv" / "bin"
+    commands.mkdir(parents=True, exist_ok=True)
+    for name, text in (("mar", MAR), ("python", f'#!/bin/bash\nexec {sys.executable} "$@"\n')):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    done = subprocess.run(
+        [checkout / "examples" / "recipes" / "run.sh", *arguments],
+        env=os.environ | {"VENV": str(checkout / "venv"), "ASKED": str(asked)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    lines = asked.read_text().splitlines() if asked.exists() else []
+    return done.returncode, done.stdout + done.stderr, lines
+
+
+def test_a_recipe_is_planned_trained_evaluated_and_converted(checkout: Path) -> None:
+    code, said, asked = run(checkout, "qwen3_8b", "run.steps=3")
+    assert code == 0, said
+    recipe = checkout / "examples" / "recipes" / "qwen3_8b.yaml"
+    trained = checkout / "runs" / "qwen3_8b"
+    assert asked == [
+        f"plan {recipe} run.steps=3",
+        f"train {recipe} run.steps=3",
+        f"eval {trained}/checkpoint",
+        f"convert {trained}/checkpoint {trained}/hf",
+    ]
+    assert f"vllm serve {trained}/hf" in said
+
+
+def test_another_machine_only_trains(checkout: Path) -> None:
+    places = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
+    code, said, asked = run(checkout, "qwen2.5_32b", **places)
+    assert code == 0, said
+    [trained] = asked
+    assert trained.endswith("qwen2.5_32b.yaml --nnodes 2 --node-rank 1 --rdzv-endpoint node0:29500")
+
+
+def test_a_machine_that_waits_for_the_model_says_so(checkout: Path) -> None:
+    (checkout / "models" / "Qwen2.5-32B" / ".fetched").unlink()
+    places = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "FETCH_S": "0"}
+    code, said, asked = run(checkout, "qwen2.5_32b", **places)
+    assert (code, asked) == (1, [])
+    assert "machine 0 has not fetched" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give one of these recipes: qwen2.5_32b qwen3_0.6b"),
+        (("qwen4",), "give one of these recipes"),
+        (("qwen3_8b", "model.path=/m"), "a recipe has its own model and data"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(
+    checkout: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    code, words, asked = run(checkout, *arguments)
+    assert (code, asked) == (2, [])
+    assert said in words
