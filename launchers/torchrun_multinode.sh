@@ -54,6 +54,8 @@ stop_ray() {
 trap stop_ray EXIT
 
 if ((NODE_RANK >= TRAINER_NODES)); then
+  # As numbers: Ray asks a name server for a name, also where /etc/hosts has it.
+  read -r address _ < <(getent ahostsv4 "$MASTER_ADDR") || refuse "MASTER_ADDR=$MASTER_ADDR is no machine that machine $NODE_RANK knows"
   # Engines alone: this machine works as long as machine 0 has a Ray, and for the next one if it comes again.
   trap 'exit 143' TERM
   trap 'exit 130' INT
@@ -68,7 +70,7 @@ if ((NODE_RANK >= TRAINER_NODES)); then
       fi
       sleep 1
     done
-    ray start --address="$MASTER_ADDR:$RAY_PORT" --disable-usage-stats --block &
+    ray start --address="$address:$RAY_PORT" --disable-usage-stats --block &
     ray=($!)
     wait "${ray[0]}" || true
     ray=()

@@ -197,6 +197,18 @@ def test_a_machine_of_engines_says_that_machine_0_is_not_there(machine: Machine)
     assert f"no Ray at MASTER_ADDR:RAY_PORT=127.0.0.1:{machine.ray_port}" in said
 
 
+def test_a_machine_of_engines_gives_ray_numbers_for_a_name(
+    machine: Machine, head: subprocess.Popen[str]
+) -> None:
+    settings = {"NNODES": "2", "NODE_RANK": "1", "TRAINER_NODES": "1", "RAY_FAILS": "1"}
+    machine.wait_for(f"ray start --head --port={machine.ray_port}")
+    assert machine.run(MASTER_ADDR="localhost", **settings)[0] == 1
+    assert machine.lines()[-1].startswith(f"ray start --address=127.0.0.1:{machine.ray_port} ")
+    code, said = machine.run(MASTER_ADDR="no-such-machine.invalid", **settings)
+    assert code == 2
+    assert "MASTER_ADDR=no-such-machine.invalid is no machine that machine 1 knows" in said
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
