@@ -1,4 +1,5 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
+# make network-tests: runs over two machines with a network between them, which are namespaces of this one; needs root.
 # make gpu-tests: on a host with a CUDA device, with $(VENV) where it is there and else with what PYTHONPATH has.
 # Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
 # VENV=DIR puts the environment elsewhere; PYTHON=... chooses the interpreter, a Python 3.12.
@@ -14,10 +15,10 @@ export VENV
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo study-quick test gpu-tests lint bench-setup
+.PHONY: help setup demo study-quick test gpu-tests network-tests lint bench-setup
 
 help:
-	@sed -n '1,4s/^# //p' "$(ROOT)/Makefile"
+	@sed -n '1,5s/^# //p' "$(ROOT)/Makefile"
 
 setup:
 	@"$(ROOT)/launchers/setup.sh"
@@ -51,6 +52,10 @@ gpu-tests:
 	# Without the other tests' conftest and pytest plug-ins, which a bare host may lack.
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$$python" -m pytest tests/gpu --record --confcutdir=tests/gpu \
 	  -p no:cacheprovider -o addopts="--strict-markers --import-mode=importlib -ra"
+
+network-tests: setup
+	@cd "$(ROOT)"
+	"$$VENV/bin/python" -m pytest tests/network
 
 bench-setup: setup
 	@cd "$(ROOT)"
