@@ -89,8 +89,9 @@ def test_engines_of_another_machine_get_their_weights_over_the_network(two: Mach
     config = written(two, weights={"transport": "relay"})
     engines = two.start(1, config, **ENGINES_ALONE)
     trainer = two.start(0, config, **ENGINES_ALONE)
-    assert ended(two, trainer, engines) == [0, 0]
+    wait_until(two, lambda: len(metrics(two)) >= 1, trainer, engines)
     assert (host(two, "rank 0"), host(two, "engine-0")) == ("node0", "node1")
+    assert ended(two, trainer, engines) == [0, 0]
     rows = metrics(two)
     assert len(rows) == 6
     assert rows[-1]["weights/relay_bytes"] > 0
