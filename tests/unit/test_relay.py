@@ -17,8 +17,8 @@ from megatron_async_rl.weights.manifest import Manifest
 from megatron_async_rl.weights.relay import Agent, Copy
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer, asked
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
-from megatron_async_rl.weights.stale_files import PREFIX
 from megatron_async_rl.weights.staging import Staging
+from megatron_async_rl.weights.stale_files import PREFIX
 from tests.staged import stage
 
 PATIENT_S = 600.0
@@ -311,7 +311,7 @@ def test_a_server_that_is_gone_is_given_up(machines: Machines) -> None:
     manifest = machines.stage(1, buckets=1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nobody = replace(machines.server.address, port=listener.getsockname()[1])
-    with pytest.raises(RelayFailed, match="stands at byte 0 of .*[Rr]efused"):
+    with pytest.raises(RelayFailed, match=r"stands at byte 0 of .*[Rr]efused"):
         machines.agent(nobody).fetch(1, manifest)
 
 
