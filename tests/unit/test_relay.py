@@ -315,6 +315,16 @@ def test_a_server_that_is_gone_is_given_up(machines: Machines) -> None:
         machines.agent(nobody).fetch(1, manifest)
 
 
+def test_a_peer_that_says_nothing_is_cut_off() -> None:
+    server = RelayServer("127.0.0.1", silence_s=0.1)
+    try:
+        with socket.create_connection((server.address.host, server.address.port)) as peer:
+            peer.settimeout(PATIENT_S)
+            assert len(peer.recv(100, socket.MSG_WAITALL)) == 32  # its nonce, and then the end
+    finally:
+        server.close()
+
+
 def test_a_version_goes_on_while_a_newer_one_is_staged(machines: Machines) -> None:
     newer: list[Manifest] = []
 
