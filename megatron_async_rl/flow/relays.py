@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_async_rl.flow.copies import Arrived
 from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.watchdog import watch
@@ -37,7 +38,7 @@ from megatron_async_rl.watchdog.deadline import (
 )
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.weights.manifest import Manifest
-from megatron_async_rl.weights.relay_server import Address, RelayServer
+from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Relay(Protocol):
 
     where: str
 
-    async def fetch(self, version: int, manifest: Manifest) -> Copy: ...
+    async def fetch(self, version: int, manifest: Manifest) -> Arrived: ...
     async def alive(self) -> None:
         """Answers at once."""
 
@@ -199,7 +200,6 @@ class Relays:
             finally:
                 await cancel_all(works)
         except Exception as error:
-            log.warning("%s is lost", spec.name, exc_info=error)
             running = self._running.pop(machine, None)
             if running is not None:
                 running.kill()
@@ -306,8 +306,15 @@ async def start_relay(spec: RelaySpec) -> Relay:
 
 
 def serve_here(silence_s: float) -> RelayServer:
-    """A server at the address by which the other Ray nodes know this machine. Raises OSError where
-    it cannot listen there."""
+    """A server at the address by which the other Ray nodes know this machine. Raises RelayFailed
+    where it cannot listen there."""
     import ray
 
-    return RelayServer(ray.util.get_node_ip_address(), silence_s)
+    host = ray.util.get_node_ip_address()
+    try:
+        return RelayServer(host, silence_s)
+    except OSError as error:
+        raise RelayFailed(
+            f"the weights' server cannot listen at {host}, by which Ray knows this machine: {error};"
+            " start its Ray node with another --node-ip-address"
+        ) from error

@@ -10,12 +10,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from megatron_async_rl.flow import engine_task
+from megatron_async_rl.flow.copies import Copies, Relayed, Staged
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.weights.relay_server import RelayFailed
 from tests.unit.fake_engine import FakeEngine, FakeLaunch
 from tests.unit.fleet_harness import FleetHarness
 from tests.unit.flow_setup import run, until
-from tests.unit.relay_harness import Reader, RelayHarness
+from tests.unit.relay_harness import Copied, Reader, RelayHarness, manifest
 
 THERE, FURTHER = "there", "further"
 
@@ -61,6 +62,16 @@ def test_one_agent_serves_a_machine_and_a_machine_without_engines_has_none() -> 
             assert harness.updates.copies.last.nbytes == 16
 
     run(body)
+
+
+def test_what_a_version_took_is_the_slowest_machines_time_and_all_bytes() -> None:
+    copies = Copies()
+    staged = {v: Staged(version=v, manifest=manifest(v), at=0.0) for v in (1, 2)}
+    for machine, version, seconds in ((THERE, 1, 9.0), (THERE, 2, 3.0), (FURTHER, 2, 2.0)):
+        arrived = Copied(manifest=manifest(version), nbytes=10, seconds=seconds)
+        copies.add(machine, staged[version], arrived)
+    copies.add("late", staged[1], Copied(manifest=manifest(1), nbytes=10, seconds=20.0))
+    assert copies.last == Relayed(version=2, seconds=3.0, nbytes=20)
 
 
 def test_no_engine_waits_for_the_copy_of_another_machine() -> None:
