@@ -51,7 +51,8 @@ from megatron_async_rl.flow.errors import (
 )
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet
-from megatron_async_rl.flow.relays import Relays, RelaySettings, serve_here, start_relay
+from megatron_async_rl.flow.relay_process import serve_here, start_relay
+from megatron_async_rl.flow.relays import Relays, RelaySettings
 from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler

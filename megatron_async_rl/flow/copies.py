@@ -1,5 +1,5 @@
-"""Staged versions, and which of them the memory of machines other than rank 0's holds. State alone:
-who waits for it does so in `updates.py`.
+"""Staged versions, who reads them, and which of them the memory of machines other than rank 0's
+holds. State alone: who waits for it does so in `updates.py`.
 
 Invariants:
 - a copy is here once it is whole and verified, until its place is taken or its machine's relay is
@@ -24,6 +24,30 @@ class Staged:
     """When it was staged; monotonic seconds."""
 
 
+class Reader(Protocol):
+    """An engine, as far as its weights go."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def evaluates(self) -> bool:
+        """True for one that only evaluates."""
+
+    @property
+    def version(self) -> int:
+        """The version it holds, verified; -1: none."""
+
+    @property
+    def serving(self) -> bool: ...
+    @property
+    def busy(self) -> bool:
+        """True while it samples, and would stand still to load."""
+
+    @property
+    def machine(self) -> str:
+        """Where it reads weights; HERE where it is not there yet."""
+
+
 class Arrived(Protocol):
     """A copy that an agent made (weights.relay.Copy)."""
 
@@ -33,6 +57,17 @@ class Arrived(Protocol):
     def nbytes(self) -> int: ...
     @property
     def seconds(self) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One version on its way to the engines. `seconds`: staging, and from then until the last
+    engine so far held it. `paused_s`: longest time that an engine stood still for it."""
+
+    version: int
+    nbytes: int
+    seconds: float
+    paused_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

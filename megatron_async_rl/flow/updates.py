@@ -21,10 +21,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_async_rl.flow.copies import Arrived, Copies, Staged
+from megatron_async_rl.flow.copies import Arrived, Copies, Reader, Staged, Transfer
 from megatron_async_rl.flow.errors import FlowError
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.weights.manifest import Manifest
@@ -54,41 +53,6 @@ async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:
         for work in left:
             work.cancel()
         _, left = await asyncio.wait(left, timeout=0.5)
-
-
-class Reader(Protocol):
-    """An engine, as far as its weights go."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def evaluates(self) -> bool:
-        """True for one that only evaluates."""
-
-    @property
-    def version(self) -> int:
-        """The version it holds, verified; -1: none."""
-
-    @property
-    def serving(self) -> bool: ...
-    @property
-    def busy(self) -> bool:
-        """True while it samples, and would stand still to load."""
-
-    @property
-    def machine(self) -> str:
-        """Where it reads weights; HERE where it is not there yet."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """One version on its way to the engines. `seconds`: staging, and from then until the last
-    engine so far held it. `paused_s`: longest time that an engine stood still for it."""
-
-    version: int
-    nbytes: int
-    seconds: float
-    paused_s: float
 
 
 class WeightUpdates:
