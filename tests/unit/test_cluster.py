@@ -142,14 +142,14 @@ class Nodes:
     """A cluster of three machines, of which the first of `alive` is rank 0's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, alive: str, dead: str = "") -> None:
-        nodes = [{"NodeID": node, "Alive": node not in dead} for node in sorted(alive + dead)]
-        context = SimpleNamespace(get_node_id=lambda: alive[0])
+        nodes = [{"NodeID": node * 56, "Alive": node not in dead} for node in alive + dead]
+        context = SimpleNamespace(get_node_id=lambda: alive[0] * 56)
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 
     def of(self, spec: EngineSpec, **changes: str) -> str:
         place = place_of_engine(replace(spec, **changes))  # type: ignore[arg-type]
-        return place if isinstance(place, str) else f"only {place.node_id}"
+        return place if isinstance(place, str) else f"only {place.node_id[0]}"
 
 
 def test_engines_that_read_shared_memory_are_on_rank_0s_machine(
