@@ -166,16 +166,13 @@ def test_an_evaluating_engine_gets_just_the_version_it_is_to_evaluate() -> None:
     async def body() -> None:
         trains, evaluates = Reader(0, THERE), Reader(1, THERE, evaluates=True)
         async with relayed(trains, evaluates) as harness:
-            harness.held_up = True
             harness.stage(1)
             harness.updates.want([1], 1)
-            loading = asyncio.create_task(evaluates.load(harness.updates))
-            await until(lambda: harness.started and harness.started[0].asked == [1])
             harness.stage(2)
-            harness.started[0].gate.set()
-            await loading
+            await until(lambda: harness.started and len(harness.started[0].fetched) == 2)
+            assert harness.started[0].fetched == [1, 2], "rank 0 waits to overwrite version 1"
+            await evaluates.load(harness.updates)
             assert evaluates.loaded == [(1, "there/1")]
-            await until(lambda: harness.started[0].fetched == [1, 2])
             assert not harness.updates.wants(1)
 
     run(body)
