@@ -43,7 +43,6 @@ class RelaySpec:
     address: Address
     log_dir: Path
     silence_s: float = 60.0
-    start_timeout_s: float = 600.0
 
     @property
     def name(self) -> str:

@@ -115,7 +115,6 @@ class Relays:
             address=self.server.address,
             log_dir=settings.log_dir,
             silence_s=settings.unresponsive_s,
-            start_timeout_s=settings.start_timeout_s,
         )
         restarts = Restarts(settings.restarts_per_hour)
         while True:
@@ -141,7 +140,7 @@ class Relays:
         """One start and what follows; returns what ended it."""
         machine = spec.machine
         try:
-            limit_s = spec.start_timeout_s
+            limit_s = self._settings.start_timeout_s
             with watch.phase(f"starting {spec.name}", limit_s):
                 relay = await await_named(f"{spec.name} to start", self._launch(spec), limit_s)
             self._running[machine] = relay
