@@ -49,12 +49,14 @@ class Copied:
 
 @dataclass(eq=False)
 class FakeRelay:
-    """`gate`: closed, nothing arrives. `failure`: what the next fetch raises. `deaf`: no answer."""
+    """`gate`: closed, nothing arrives. `failure`: what the next fetch raises. `deaf`: no answer.
+    `death`: why it has ended."""
 
     spec: RelaySpec
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
     deaf: bool = False
+    death: Exception | None = None
     fetched: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     killed: bool = False
@@ -72,6 +74,8 @@ class FakeRelay:
         return Copied(manifest=replace(staged, buckets=(copied,)))
 
     async def alive(self) -> None:
+        if self.death is not None:
+            raise self.death
         if self.deaf:
             await asyncio.Event().wait()
 

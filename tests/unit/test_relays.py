@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from megatron_async_rl.flow import engine_task
+from megatron_async_rl.flow import engine_task, relays
 from megatron_async_rl.flow.copies import Copies, Relayed, Staged
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.watchdog.deadline import ProcessDied
 from megatron_async_rl.weights.relay_server import RelayFailed
 from tests.unit.fake_engine import FakeEngine, FakeLaunch
 from tests.unit.fleet_harness import FleetHarness
@@ -23,8 +24,9 @@ THERE, FURTHER = "there", "further"
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restarts come at once."""
+    """Restarts come at once, and a death is seen soon."""
     monkeypatch.setattr(engine_task, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(relays, "REPORT_S", 0.001)
 
 
 @asynccontextmanager
@@ -227,19 +229,18 @@ def test_a_lost_agent_starts_again_and_costs_no_engine(what: str) -> None:
     run(body)
 
 
-def test_an_agent_that_starts_again_brings_what_its_machine_had() -> None:
+def test_copies_go_with_their_agent_and_are_brought_anew_when_needed() -> None:
     async def body() -> None:
         there, late = Reader(0, THERE), Reader(1)
         async with relayed(there, late) as harness:
             harness.stage(1)
             await asyncio.gather(there.load(harness.updates), late.load(harness.updates))
-            harness.started[0].failure = RelayFailed("gone")
-            harness.stage(2)
-            await there.load(harness.updates)
+            harness.started[0].death = ProcessDied("killed")
+            await until(lambda: len(harness.started) == 2)
             await harness.start(late, THERE)
             await late.load(harness.updates)
-            assert late.version == 2
-            assert [relay.fetched for relay in harness.started] == [[1], [2]]
+            assert [relay.fetched for relay in harness.started] == [[1], [1]]
+            assert "Why: ProcessDied: killed" in harness.notes[0]
 
     run(body)
 
