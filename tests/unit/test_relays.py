@@ -66,6 +66,22 @@ def test_one_agent_serves_a_machine_and_a_machine_without_engines_has_none() -> 
     run(body)
 
 
+def test_a_copy_whose_place_the_next_version_takes_is_there_no_more() -> None:
+    copies = Copies()
+    for version in (1, 2):
+        staged = Staged(version=version, manifest=manifest(version), at=0.0)
+        copies.begin(THERE, version)
+        copies.add(THERE, staged, Copied(manifest=manifest(version, THERE)))
+    assert copies.replaced(THERE) == [1]
+    copies.begin(THERE, 3)
+    assert copies.find(THERE, 1) is None
+    newest = copies.newest(THERE)
+    assert newest is not None
+    assert (newest.version, newest.manifest) == (2, manifest(2, THERE))
+    copies.lose(THERE)
+    assert copies.newest(THERE) is None
+
+
 def test_what_a_version_took_is_the_slowest_machines_time_and_all_bytes() -> None:
     copies = Copies()
     staged = {v: Staged(version=v, manifest=manifest(v), at=0.0) for v in (1, 2)}
