@@ -33,7 +33,7 @@ from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.spec import ControllerSpec
-from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.columns import batch_of
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Prompt, Request, Sample
@@ -48,6 +48,8 @@ WARM_UP = 3
 class Timers:
     """An engine whose responses end in random order, `batch` of them each time it is asked; it
     waits for nothing."""
+
+    machine = HERE
 
     def __init__(self, batch: int, seed: int, tokens: int = 1) -> None:
         self.version = 0

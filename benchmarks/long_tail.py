@@ -24,6 +24,7 @@ import numpy as np
 from long_tail_simulation import LongTail, simulate
 
 from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
+from megatron_async_rl.rollout.spec import HERE
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "examples" / "arithmetic" / "generated"
@@ -127,6 +128,8 @@ async def real(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
 class Numbered:
     """A running engine whose weights stay as they are and get a new number, and that goes on when
     its controller ends."""
+
+    machine = HERE
 
     def __init__(self, engine: Any, vllm: Any) -> None:
         self._engine = engine

@@ -161,6 +161,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from lora_conflicts(config)
     yield from fp8_conflicts(config)
     yield from _precision(config)
+    yield from _transport(config)
     objective, flow = config.objective, config.flow
     if objective.minibatches > flow.prompts_per_step:
         yield (
@@ -223,6 +224,22 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"objective.loss: {loss.name} is defined for groups sampled by one weight version, and"
             f" with flow.async_ratio: {flow.async_ratio:g} responses continue across weight"
             " updates; set flow.async_ratio: 0, or flow.selection: exact_lag"
+        )
+
+
+def _transport(config: Config) -> Iterator[str]:
+    """Reasons why weights cannot travel as the configuration says; none: they can."""
+    relayed = config.weights.transport == "relay"
+    if relayed and config.rollout is not None and config.rollout.placement == "colocated":
+        yield (
+            "weights.transport: relay brings weights to engines on other machines, and"
+            " rollout.placement: colocated has them on the policy's own devices; set"
+            " weights.transport: shared_memory, or rollout.placement: disaggregated"
+        )
+    if relayed and config.rollout is None:
+        yield (
+            f"weights.transport: relay has no engines to bring weights to: objective.loss:"
+            f" {config.objective.loss.name} learns without; remove it"
         )
 
 

@@ -289,7 +289,7 @@ class FlowConfig(Strict):
     groups are taken as they are."""
 
 
-Transport = Literal["shared_memory"]
+Transport = Literal["shared_memory", "relay"]
 """Carriers: each is the file `weights/<name>.py`."""
 
 
@@ -297,7 +297,9 @@ class WeightsConfig(Strict):
     """How new weights reach the engines."""
 
     transport: Transport = "shared_memory"
-    """The carrier of new weights; `shared_memory` serves one machine."""
+    """The carrier of new weights. `shared_memory`: engines run on rank 0's machine and read what
+    the ranks wrote there. `relay`: engines run on any machine of the Ray cluster, and an agent on
+    each machine but rank 0's copies every version into its shared memory, over TCP."""
     bucket_mib: PositiveInt = 256
     """Bytes of weights that an engine takes at one time."""
     max_paused: Fraction = 0.5

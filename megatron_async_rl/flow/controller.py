@@ -8,6 +8,7 @@
                  requests   samples     held-out requests
                       v       |                 v
                     fleet: lanes -----> one task per engine: start, load, verify, serve, restart
+                    relays -----------> one task per other machine with engines: copy the weights
 
 Each part waits for one thing only: the scheduler for nothing (it is called), a lane for an engine
 with room that holds its version, an engine's task for a report or for its turn to load, rank 0 for
@@ -50,6 +51,8 @@ from megatron_async_rl.flow.errors import (
 )
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet
+from megatron_async_rl.flow.relay_process import serve_here, start_relay
+from megatron_async_rl.flow.relays import Relays, RelaySettings
 from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
@@ -70,6 +73,7 @@ log = logging.getLogger(__name__)
 NAME = "controller"
 STOP_POLL_S = 0.5
 STOP_ENGINES_S = 15.0
+STOP_RELAYS_S = 5.0
 
 
 class Controller(Listener):
@@ -96,6 +100,8 @@ class Controller(Listener):
         self._ages = Ages()
         self._counts = FlowCounts()
         self._evaluating = asyncio.Lock()
+        self._relays: Relays | None = None
+        """Null where all engines are on this machine."""
 
     async def start(self, position: DataState | None = None) -> None:
         """Goes on at `position`, and starts the engines; returns when all have started. Raises
@@ -115,6 +121,21 @@ class Controller(Listener):
             spec.fleet,
             evaluators_from=len(spec.engines) - spec.evaluators,
         )
+        if spec.engines[0].transport == "relay":
+            fleet = spec.fleet
+            self._relays = Relays(
+                self._fleet.updates,
+                serve_here(fleet.unresponsive_s),
+                start_relay,
+                self,
+                RelaySettings(
+                    log_dir=spec.engines[0].log_dir,
+                    unresponsive_s=fleet.unresponsive_s,
+                    send_timeout_s=fleet.update_timeout_s,
+                    start_timeout_s=spec.start_timeout_s,
+                    restarts_per_hour=fleet.restarts_per_hour,
+                ),
+            )
         await self._fleet.started()
         collect_rarely()
 
@@ -134,11 +155,16 @@ class Controller(Listener):
 
     async def staged(self, version: int, manifest: Manifest) -> None:
         """`version` can be read from now on: engines load it, each in its turn. Returns when no
-        engine reads an older one any more."""
+        engine and no relay reads an older one any more."""
         self._require_no_failure()
+        if self._relays is not None:
+            self._relays.server.stage(version, manifest)
         self._fleet.updates.stage(version, manifest)
-        with watch.doing("wait", f"engines to be done with versions before {version}"):
+        readers = "engines" if self._relays is None else "engines and relays"
+        with watch.doing("wait", f"{readers} to be done with versions before {version}"):
             await self._fleet.updates.until_released(version)
+        if self._relays is not None:
+            self._relays.server.release(version)
         self._require_no_failure()
 
     def on_version(self, version: int) -> None:
@@ -189,7 +215,10 @@ class Controller(Listener):
         self._admit()
         if self._spec.colocated:
             await self._fleet.sleep(max(self._spec.timeout_s, self._spec.start_timeout_s))
-        metrics = self._counts.since_last(self.stats(), self._fleet.slots, self._fleet.updates.last)
+        updates = self._fleet.updates
+        metrics = self._counts.since_last(
+            self.stats(), self._fleet.slots, updates.last, updates.copies.last
+        )
         metrics |= summarise_dropped(self._scheduler.drain_dropped())
         return Handout(batch=batch, metrics=metrics)
 
@@ -278,6 +307,9 @@ class Controller(Listener):
             self._failure = error
         self._fleet.requests.fail_evaluations(error)
         self._progress.set()
+
+    def on_machine_lost(self, machine: str, reason: str, *, all_engines: bool) -> None:
+        self._fleet.lose_machine(machine, reason, all_engines=all_engines)
 
     def note(self, text: str) -> None:
         log.info("%s", text)
@@ -411,8 +443,11 @@ class Controller(Listener):
         )
 
     async def close(self) -> None:
-        """Ends the engines and the sample log. `state()` still has what they had not answered."""
+        """Ends the engines, the relays and the sample log. `state()` still has what they had not
+        answered."""
         await self._fleet.close(STOP_ENGINES_S)
+        if self._relays is not None:
+            await self._relays.close(STOP_RELAYS_S)
         await asyncio.to_thread(self._sample_log.close)
 
 

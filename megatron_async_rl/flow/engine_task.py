@@ -29,7 +29,7 @@ from typing import Protocol
 
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.rollout.engine_process import Engine
-from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport, SampleRow
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
@@ -105,6 +105,10 @@ class EngineSlot:
     @property
     def busy(self) -> bool:
         return bool(self.held) and not self.asleep
+
+    @property
+    def machine(self) -> str:
+        return HERE if self.engine is None else self.engine.machine
 
 
 class Owner(Protocol):
@@ -214,8 +218,7 @@ class EngineTask:
         engine: Engine | None = None
         try:
             async with self._updates.starting():
-                engine = await self._launch(slot.spec, again=again)
-            slot.engine = engine
+                engine = slot.engine = await self._launch(slot.spec, again=again)
             self._failed = asyncio.get_running_loop().create_future()
             if not self.started.done():
                 self.started.set_result(None)

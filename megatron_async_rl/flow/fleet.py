@@ -117,6 +117,16 @@ class Fleet:
             await self._stop_engines([slot], timeout_s)
         self.requests.dispatch()
 
+    def lose_machine(self, machine: str, reason: str, *, all_engines: bool) -> None:
+        """No weights come to that machine: its engines are lost, or only those that are to evaluate
+        a version which may be gone before another try."""
+        for task in self.tasks:
+            slot = task.slot
+            if slot.machine != machine or slot.engine is None:
+                continue
+            if all_engines or self.updates.wants(slot.index):
+                task.fail(slot.engine, reason, suspect=False)
+
     async def sleep(self, timeout_s: float) -> None:
         """Colocated: no engine uses the devices until the next version is staged. `timeout_s`: for
         each engine, and for those that are starting or loading now."""

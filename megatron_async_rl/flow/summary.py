@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async_rl.flow.copies import Relayed, Transfer
 from megatron_async_rl.flow.engine_task import EngineSlot
-from megatron_async_rl.flow.updates import Transfer
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Request
@@ -192,11 +192,15 @@ class FlowCounts:
         self.responses["reward_errors"] += not sample.valid
 
     def since_last(
-        self, stats: Mapping[str, Any], slots: Sequence[EngineSlot], transfer: Transfer | None
+        self,
+        stats: Mapping[str, Any],
+        slots: Sequence[EngineSlot],
+        transfer: Transfer | None,
+        relayed: Relayed | None = None,
     ) -> dict[str, MetricValue]:
         """Metrics of the time since the last call. `stats`: the controller's, with the counts of
-        each of `slots`. `transfer`: of the version that was loaded last. Keys are documented in
-        docs/metrics.md."""
+        each of `slots`. `transfer`: of the version that was loaded last; `relayed`: of the version
+        that reached another machine last. Keys are documented in docs/metrics.md."""
         now = time.monotonic()
         engines = [
             counts
@@ -213,6 +217,11 @@ class FlowCounts:
                 "weights/publish_s": transfer.seconds,
                 "weights/publish_bytes": transfer.nbytes,
                 "weights/pause_s": transfer.paused_s,
+            }
+        if relayed is not None:
+            values |= {
+                "weights/relay_s": relayed.seconds,
+                "weights/relay_bytes": relayed.nbytes,
             }
         self._engines = counted(engines, self._engines, now - self._logged_at)
         self._logged_tokens, self._logged_at = self.responses["tokens"], now

@@ -1,10 +1,13 @@
 """Which version of the weights is staged, who reads it, and who may stand still to load it.
 
-    rank 0 --stage--> newest --loading--> each engine, when its turn comes
+    rank 0 --stage--> newest ---------------loading--> engines of its machine, each in its turn
+                         +--sending--> copy --loading--> engines of another machine
     rank 0 <--until_released-- nobody reads an older version: its slot may be written again
 
 Invariants:
-- an engine loads the newest staged version, or, where it only evaluates, the one it is to evaluate;
+- an engine loads the newest version that is staged, or, where it only evaluates, the one it is to
+  evaluate; on a machine other than rank 0's, of those that its machine has a copy of (`copies.py`);
+- a machine's copy, as rank 0's slot, is written again only when no engine reads it;
 - of the engines that have work, at most `max_paused` stand still at a time, and one may always; one
   without work, asleep, or not serving yet, loads at once;
 - all waits are for a version number or for a turn: what has been reached stays reached;
@@ -16,12 +19,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from megatron_async_rl.flow.copies import Arrived, Copies, Reader, Staged, Transfer
 from megatron_async_rl.flow.errors import FlowError
+from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.weights.manifest import Manifest
 
 
@@ -51,45 +55,6 @@ async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:
         _, left = await asyncio.wait(left, timeout=0.5)
 
 
-class Reader(Protocol):
-    """An engine, as far as its weights go."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def evaluates(self) -> bool:
-        """True for one that only evaluates."""
-
-    @property
-    def version(self) -> int:
-        """The version it holds, verified; -1: none."""
-
-    @property
-    def serving(self) -> bool: ...
-    @property
-    def busy(self) -> bool:
-        """True while it samples, and would stand still to load."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Staged:
-    version: int
-    manifest: Manifest
-    at: float
-    """When it was staged; monotonic seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """One version on its way to the engines. `seconds`: staging, and from then until the last
-    engine so far held it. `paused_s`: longest time that an engine stood still for it."""
-
-    version: int
-    nbytes: int
-    seconds: float
-    paused_s: float
-
-
 class WeightUpdates:
     """`engines`: all there are. `max_paused`: share of the serving engines."""
 
@@ -98,13 +63,14 @@ class WeightUpdates:
         self._max_paused = max_paused
         self._wanted: dict[int, Staged] = {}
         """Versions that evaluation engines are to load, by index."""
-        self._loading: dict[int, int] = {}
-        """Version that is being read, by engine."""
+        self._loading: dict[int, tuple[str, int]] = {}
+        """Machine and version that is being read there, by engine."""
         self._paused: set[int] = set()
         self._starting = 0
         self._policy_has_devices = False
         self._halted: BaseException | None = None
         self._changed = Signal()
+        self.copies = Copies()
         self.newest: Staged | None = None
         self.last: Transfer | None = None
         """The newest version that an engine has loaded; none before the first."""
@@ -137,17 +103,19 @@ class WeightUpdates:
         """Returns when nobody reads, or is still to read, a version before `version`. Raises what
         `halt` was given: then some may be reading still."""
         await self._changed.until(
-            lambda: (
-                self._halted is not None
-                or min(
-                    (*self._loading.values(), *(one.version for one in self._wanted.values())),
-                    default=version,
-                )
-                >= version
-            )
+            lambda: self._halted is not None or min(self._in_use(), default=version) >= version
         )
         if self._halted is not None:
             raise self._halted
+
+    def _in_use(self) -> Iterator[int]:
+        """Versions that are read, or still to be read, from rank 0's memory."""
+        yield from (version for machine, version in self._loading.values() if machine == HERE)
+        yield from self.copies.sending.values()
+        machines = {one.index: one.machine for one in self._engines()}
+        for index, wanted in self._wanted.items():
+            if self.copies.find(machines.get(index, HERE), wanted.version) is None:
+                yield wanted.version
 
     def want(self, indices: Iterable[int], version: int) -> None:
         """Evaluation engines are to load `version`, which is the newest. Raises FlowError where it
@@ -181,7 +149,7 @@ class WeightUpdates:
         await self._changed.until(lambda: self._may_load(engine))
         staged = self._target(engine)
         assert staged is not None
-        self._loading[engine.index] = staged.version
+        self._loading[engine.index] = engine.machine, staged.version
         if engine.serving and engine.busy:
             self._paused.add(engine.index)
         began = time.monotonic()
@@ -189,13 +157,25 @@ class WeightUpdates:
             yield staged
             self._note(staged, began)
         finally:
-            if self._wanted.get(engine.index) is staged:
+            wanted = self._wanted.get(engine.index)
+            if wanted is not None and wanted.version == staged.version:
                 del self._wanted[engine.index]
             self._loading.pop(engine.index, None)
             self._paused.discard(engine.index)
             self._changed.fire()
 
     def _target(self, engine: Reader) -> Staged | None:
+        """What it can load, of its machine's memory."""
+        aim, machine = self._aim(engine), engine.machine
+        if aim is None or machine == HERE:
+            return aim
+        if engine.evaluates:
+            return self.copies.find(machine, aim.version)
+        copy = self.copies.newest(machine)
+        return copy if copy is not None and copy.version > engine.version else None
+
+    def _aim(self, engine: Reader) -> Staged | None:
+        """What it is to load."""
         staged = self._wanted.get(engine.index) if engine.evaluates else self.newest
         return staged if staged is not None and staged.version > engine.version else None
 
@@ -220,6 +200,77 @@ class WeightUpdates:
             seconds=staged.manifest.seconds + now - staged.at,
             paused_s=paused_s,
         )
+
+    # Copies on other machines
+
+    async def until_elsewhere(self, known: Container[str]) -> str:
+        """A machine other than rank 0's that has an engine, and is not in `known`."""
+
+        def found() -> list[str]:
+            machines = (one.machine for one in self._engines())
+            return [machine for machine in machines if machine != HERE and machine not in known]
+
+        await self._changed.until(found)
+        return found()[0]
+
+    async def until_reached(self, machine: str) -> None:
+        """Returns when an engine is on that machine."""
+        await self._changed.until(lambda: any(one.machine == machine for one in self._engines()))
+
+    async def until_left(self, machine: str) -> None:
+        """Returns when no engine is on that machine."""
+        await self._changed.until(lambda: all(one.machine != machine for one in self._engines()))
+
+    async def until_unread(self, machine: str) -> None:
+        """Returns when no engine reads a copy there."""
+        await self._changed.until(
+            lambda: all(where != machine for where, _ in self._loading.values())
+        )
+
+    @asynccontextmanager
+    async def sending(self, machine: str) -> AsyncIterator[Staged]:
+        """Waits until an engine there needs a version that is not there, and for room; the body
+        sends it and says that it arrived."""
+        await self._changed.until(lambda: self._may_send(machine))
+        staged = self._to_send(machine)
+        assert staged is not None
+        self.copies.begin(machine, staged.version)
+        try:
+            yield staged
+        finally:
+            self.copies.end(machine)
+            self._changed.fire()
+
+    def arrived(self, machine: str, staged: Staged, copy: Arrived) -> None:
+        """What was being sent is there."""
+        self.copies.add(machine, staged, copy)
+        self._changed.fire()
+
+    def lose_copies(self, machine: str) -> None:
+        """The machine's agent is lost; engines that read a copy there may go on with it."""
+        self.copies.lose(machine)
+        self._changed.fire()
+
+    def _to_send(self, machine: str) -> Staged | None:
+        """The oldest version that an engine there is to load and its machine has not."""
+        aims = [self._aim(one) for one in self._engines() if one.machine == machine]
+        missing = [
+            aim
+            for aim in aims
+            if aim is not None and self.copies.find(machine, aim.version) is None
+        ]
+        return min(missing, key=lambda aim: aim.version, default=None)
+
+    def _may_send(self, machine: str) -> bool:
+        if self._halted is not None or self._to_send(machine) is None:
+            return False
+        needed = {version for where, version in self._loading.values() if where == machine}
+        needed |= {
+            wanted.version
+            for one in self._engines()
+            if one.machine == machine and (wanted := self._wanted.get(one.index)) is not None
+        }
+        return needed.isdisjoint(self.copies.replaced(machine))
 
     # Colocated: whose turn it is on the devices
 

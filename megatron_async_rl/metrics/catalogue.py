@@ -384,6 +384,14 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "weights/publish_s": Metric("s", "From the first bucket to the last engine's answer."),
             "weights/publish_bytes": Metric("bytes", "Sent to each engine."),
             "weights/pause_s": Metric("s", "Longest pause of an engine."),
+            "weights/relay_s": Metric(
+                "s",
+                "With `weights.transport: relay`: until the newest version that reached another"
+                " machine was there, whole and verified; of the machine that took longest.",
+            ),
+            "weights/relay_bytes": Metric(
+                "bytes", "Received for it by all other machines, what came twice included."
+            ),
         },
     ),
     "Evaluation": (

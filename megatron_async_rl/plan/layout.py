@@ -4,6 +4,7 @@ pipeline x data, as Megatron-Core orders ranks."""
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,9 +80,23 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
             if rollout.tensor > 1:
                 kind = f"Ray actor: vLLM, its core process and {rollout.tensor} workers, rewards"
             listed.append(
-                Process(f"engine {engine}", kind, _engine_place(config, device, engine, share))
+                Process(
+                    f"engine {engine}",
+                    kind,
+                    _engine_place(config, device, engine, share, machine),
+                )
             )
+        if config.weights.transport == "relay":
+            kind = "Ray actor: two versions of the weights in /dev/shm"
+            listed.append(Process("relays", kind, "each other machine with engines"))
     return tuple(listed)
+
+
+def engines_elsewhere(config: Config, machine: Machine) -> bool:
+    """True where engines may be on other machines than rank 0's: by relay, in a Ray cluster that is
+    joined. Machines that are described are taken to be one."""
+    joins = machine.described or os.environ.get("RAY_ADDRESS")
+    return config.weights.transport == "relay" and bool(joins)
 
 
 def _engines(config: Config) -> int:
@@ -90,10 +105,13 @@ def _engines(config: Config) -> int:
     return engines + (config.eval.engines if config.eval else 0)
 
 
-def _engine_place(config: Config, device: Device, engine: int, ranks: int) -> str:
-    """Behind the `ranks` ranks of its node."""
+def _engine_place(config: Config, device: Device, engine: int, ranks: int, machine: Machine) -> str:
+    """Behind the `ranks` ranks of its node; by relay, any machine of the Ray cluster."""
     assert config.rollout is not None
     tensor = config.rollout.tensor
+    if engines_elsewhere(config, machine):
+        what = "GPU" if device == "cuda" else "thread"
+        return f"{tensor} {what}{'s' if tensor > 1 else ''} of any machine"
     if device == "cpu":
         return "1 thread" if tensor == 1 else f"{tensor} threads"
     first = engine * tensor + (0 if config.rollout.placement == "colocated" else ranks)
@@ -162,12 +180,14 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     tensor = rollout.tensor if rollout else 1
     colocated = rollout is not None and rollout.placement == "colocated"
-    engines = _engines(config) * tensor
-    wanted = max(ranks, engines) if colocated else ranks + engines
+    # By relay an engine finds its GPUs on any machine; these are taken to be alike.
+    elsewhere = engines_elsewhere(config, machine)
+    engines = tensor if elsewhere else _engines(config) * tensor
+    wanted = max(ranks, engines) if colocated or elsewhere else ranks + engines
     if wanted <= len(machine.gpus):
         return []
     held = f"{_engines(config)} engines" + (f" of {tensor} GPUs" if tensor > 1 else "")
-    shared = " on the same devices" if colocated else ""
+    shared = " on the same devices" if colocated else " on any machine" if elsewhere else ""
     each = " a node" if machine.nodes > 1 else ""
     what = (
         f"{ranks} ranks{each} and {held}{shared} need {wanted} GPUs, and"

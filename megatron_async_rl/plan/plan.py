@@ -19,6 +19,7 @@ from megatron_async_rl.plan.layout import (
     Device,
     Process,
     device_of,
+    engines_elsewhere,
     layers_of,
     layout_problems,
     processes,
@@ -282,8 +283,8 @@ def _transport_problems(config: Config, shape: ModelShape, machine: Machine) -> 
         Problem(
             key="weights.transport",
             what=(
-                f"shared_memory holds two versions of the model, {needed / MIB:.0f} MiB; /dev/shm has"
-                f" {free / MIB:.0f} MiB free"
+                f"two versions of the model, {needed / MIB:.0f} MiB, are to lie in /dev/shm, which"
+                f" has {free / MIB:.0f} MiB free"
             ),
             fix=f"enlarge /dev/shm (docker run --shm-size={math.ceil(needed / GIB) + 1}g)",
         )
@@ -324,6 +325,12 @@ def _warnings(
             + (" run.steps x minibatches x epochs" if several else " run.steps")
             + f" ({config.optimizer_steps}): lr never reaches its value"
         )
+    elsewhere = engines_elsewhere(config, machine)
+    if config.weights.transport == "relay" and not elsewhere:
+        found.append(
+            "weights.transport: relay, but RAY_ADDRESS names no cluster: Ray starts on this machine"
+            " alone, and all engines run here"
+        )
     if rollout is not None and engine is not None and engine.cache_tokens is not None:
         at_once = engine.cache_tokens // longest
         if at_once < 1:
@@ -339,13 +346,13 @@ def _warnings(
                 " wait inside the engine"
             )
     if device == "cpu":
-        count = parallel.ranks + (rollout.engines if rollout else 0)
+        count = parallel.ranks + (rollout.engines if rollout and not elsewhere else 0)
         if not machine.described and count > machine.cores:
             found.append(
                 f"{count} ranks and engines share {machine.cores} cores: it works, at the speed of"
                 f" {machine.cores}"
             )
-        needed = _host_bytes(config, ranks, engine)
+        needed = _host_bytes(config, ranks, None if elsewhere else engine)
         if ranks and not machine.described and needed > machine.memory:
             found.append(
                 f"about {needed / GIB:.1f} GiB of memory are needed, this machine gives"

@@ -46,6 +46,9 @@ def show_plan(
         console.print(_rank_memory(plan, config))
     if plan.engine is not None and config.rollout is not None:
         _print(console, _engine_memory(plan, config))
+        if config.weights.transport == "relay":
+            two = size(2 * plan.engine.weights)
+            _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
     if config.rollout is not None:
         rows = read_metrics(measured_in) if measured_in is not None else []
         _heading(console, "staleness")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ray_get
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
@@ -69,15 +70,12 @@ def join_ray(
 
     level = logging.ERROR if quiet else logging.INFO
     if os.environ.get("RAY_ADDRESS"):
-        # Actors on a cluster that was there before inherit nothing: by these they are watched, and
-        # found at the end.
-        inherited = {
-            name: os.environ[name]
-            for name in (RUN_ID_VARIABLE, watch.INHERITED)
-            if name in os.environ
-        }
         try:
-            ray.init(log_to_driver=False, logging_level=level, runtime_env={"env_vars": inherited})
+            ray.init(
+                log_to_driver=False,
+                logging_level=level,
+                runtime_env={"env_vars": inherited(os.environ, os.getcwd())},
+            )
         except ConnectionError as error:
             raise ClusterNotJoined(
                 f"no Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']} lets this run in. Is it"
@@ -96,6 +94,56 @@ def join_ray(
         num_cpus=os.cpu_count(),
     )
     return None
+
+
+def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Variables for actors on a cluster that was there before, which inherit nothing: by these they
+    are watched and found at the end, and import what the run does (a reward of the user's).
+
+    folder: the run's working folder. Ray puts in what a node itself has in the place of ${...}.
+    """
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    absolute = [folder, *(os.path.join(folder, path) for path in paths if path)]
+    return {
+        "PYTHONPATH": os.pathsep.join([*dict.fromkeys(absolute), "${PYTHONPATH}"]),
+        **{
+            name: environment[name]
+            for name in (RUN_ID_VARIABLE, watch.INHERITED)
+            if name in environment
+        },
+    }
+
+
+def place_of_engine(spec: EngineSpec) -> Any:
+    """Ray's scheduling strategy for an engine. By shared memory it gets its weights on this machine
+    only. By relay it may be on any: where a GPU is free; on CPUs, of which Ray keeps no account for
+    engines, on the machines in turn, this one last: the policy is here."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    if spec.transport != "relay":
+        return NodeAffinitySchedulingStrategy(here, soft=False)
+    if spec.device == "cuda":
+        return "SPREAD"
+    others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    others.remove(here)
+    machines = [*others, here]
+    return NodeAffinitySchedulingStrategy(machines[spec.index % len(machines)], soft=False)
+
+
+async def machine_of(actor: Any) -> str:
+    """Where an actor runs: HERE, or the id of another Ray node."""
+    import ray
+
+    node: str = await actor.__ray_call__.remote(_node)
+    return HERE if node == ray.get_runtime_context().get_node_id() else node
+
+
+def _node(actor: object) -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def visible_gpus() -> list[str]:

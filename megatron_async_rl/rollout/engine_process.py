@@ -14,8 +14,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
+from megatron_async_rl.rollout.cluster import machine_of, place_of_engine
 from megatron_async_rl.rollout.engine import RolloutEngine
-from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
@@ -35,6 +36,10 @@ class EngineStartError(RuntimeError):
 class Engine(Protocol):
     """One running engine. What the calls do is said in `rollout.engine`."""
 
+    @property
+    def machine(self) -> str:
+        """Where it runs: HERE, or the id of another Ray node."""
+
     async def submit(self, requests: Sequence[Request]) -> None: ...
     async def abort(self, ids: Sequence[str]) -> None: ...
     async def report(self, timeout_s: float) -> EngineReport: ...
@@ -47,10 +52,11 @@ class Engine(Protocol):
 
 
 class RemoteEngine:
-    """An `Engine` in the Ray actor `actor`: any method of it, awaitable."""
+    """An `Engine` in the Ray actor `actor`, on `machine`: any method of it, awaitable."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, machine: str = HERE) -> None:
         self.actor = actor
+        self.machine = machine
 
     def __getattr__(self, method: str) -> Any:
         async def call(*arguments: Any) -> Any:
@@ -68,33 +74,33 @@ class RemoteEngine:
 
 
 async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
-    """A running engine on this machine, where the staged weights are. Ray must be initialised.
-    `again`: in place of one that is gone, whose log stays as `engine-<index>.log.1`, `.2`, ...
+    """A running engine, on this machine or where else `place_of_engine` has it. Ray must be
+    initialised. `again`: in place of one that is gone, whose log stays as `engine-<index>.log.1`, `.2`, ...
 
     Raises EngineStartError, with the cause and the tail of the engine's log, when it fails or takes
     longer than `rollout.start_timeout_s`.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     spec.log_dir.mkdir(parents=True, exist_ok=True)
     if again:
         _keep_old_log(spec)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = (
         ray.remote(RolloutEngine)
         .options(
             num_cpus=0,
             num_gpus=spec.rollout.tensor if spec.device == "cuda" else 0,
             max_concurrency=MAX_CALLS,
-            scheduling_strategy=here,
+            scheduling_strategy=place_of_engine(spec),
         )
         .remote(spec)
     )
     engine, limit_s = RemoteEngine(actor), spec.rollout.start_timeout_s
     try:
         with watch.doing("wait", f"{spec.name} to start", limit_s):
-            await asyncio.wait_for(engine.start(), limit_s)
+            async with asyncio.timeout(limit_s):
+                await engine.start()
+                engine.machine = await machine_of(actor)
     except TimeoutError:
         engine.kill()
         limit = f"rollout.start_timeout_s: {limit_s:g}"

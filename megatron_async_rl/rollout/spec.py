@@ -8,6 +8,9 @@ from typing import Literal
 
 from megatron_async_rl.config.schema import RolloutConfig
 
+HERE = ""
+"""Name of rank 0's machine, where the controller is; another goes by its Ray node's id."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:

@@ -82,7 +82,7 @@ class Staging:
     def __init__(self, carrier: Carrier, ranks: Ranks | None = None) -> None:
         """Collective. Raises OSError where there is no room for anything."""
         self._ranks: Ranks = ranks or Alone()
-        self._slots = (_Slot(carrier), _Slot(carrier))
+        self._slots = (Slot(carrier), Slot(carrier))
         self._next = 0
         self._writer = carrier.writer()
         self._paths: list[str] = []
@@ -202,7 +202,7 @@ class Staging:
         place.copy_(part.tensor.detach())
 
 
-class _Slot:
+class Slot:
     """The places of one version's buckets, in order."""
 
     def __init__(self, carrier: Carrier) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.two_nodes import Ended, machines_of, ray_on_both, run_on
+from tests.end_to_end.two_nodes import RELAY, Ended, machines_of, ray_on_both, run_on
 from tests.end_to_end.workspace import ROOT, Workspace, alive, started_by, wait_until
 
 LOOP_STEPS = 40
@@ -110,8 +110,9 @@ def converted(workspace: Workspace, interrupted: dict[str, object]) -> Path:
 
 @pytest.fixture(scope="session")
 def over_two_nodes(workspace: Workspace, converted: Path) -> Ended:
-    """A run that waits for each batch, from the converted model, with an engine that evaluates
-    beside it, over two nodes that join a Ray cluster."""
+    """A run that waits for each batch, from the converted model, over two nodes that join a Ray
+    cluster: its engine is on the second, one that evaluates on the first. The agent that brings the
+    second its weights is killed on the way."""
     lines = (workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)
     (workspace.folder / "held_out.jsonl").write_text("".join(lines[:HELD_OUT]))
     config = workspace.config(
@@ -123,6 +124,7 @@ def over_two_nodes(workspace: Workspace, converted: Path) -> Ended:
         # only: no baseline.
         rollout={"reward": {"name": "flaky_reward:varied"}},
         objective={"advantage": "none"},
+        weights={"transport": "relay"},
         data={"eval": "held_out.jsonl"},
         eval={
             "every": 2,
@@ -134,7 +136,7 @@ def over_two_nodes(workspace: Workspace, converted: Path) -> Ended:
     )
     machines = machines_of(workspace)
     with ray_on_both(machines) as joining:
-        return run_on(joining, config)
+        return run_on(joining, config, killed=RELAY)
 
 
 @pytest.fixture(scope="session")

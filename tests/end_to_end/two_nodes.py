@@ -18,6 +18,7 @@ from tests.ports import free_ports
 
 RENAMED = "import socket\n\nsocket.gethostname = lambda: 'second'\n"
 PROCESSES = ("rank 0", "rank 1", "controller", "engine-0", "engine-0 EngineCore")
+RELAY = "relay-0"
 
 
 @dataclass
@@ -46,22 +47,33 @@ def machines_of(workspace: Workspace) -> list[Workspace]:
 
 @contextmanager
 def ray_on_both(machines: Sequence[Workspace]) -> Iterator[list[Workspace]]:
-    """The machines, of which the first joins a cluster with a node on each."""
+    """The machines, of which the first joins a cluster with a node on each. The nodes know nothing
+    of the run: neither the package nor the folder can be imported there."""
     from ray.cluster_utils import Cluster
 
     first, second = (machine.environment for machine in machines)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "env_vars": first})
+    bare = [
+        node
+        | {"PYTHONPATH": node["PYTHONPATH"].removesuffix(machines[0].environment["PYTHONPATH"])}
+        for node in (first, second)
+    ]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "env_vars": bare[0]})
     try:
-        cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2", env_vars=second)
+        cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2", env_vars=bare[1])
         first = first | {"RAY_ADDRESS": cluster.address}
         yield [replace(machines[0], environment=first), machines[1]]
     finally:
         cluster.shutdown()
 
 
-def run_on(machines: Sequence[Workspace], config: Path, stopped: str | None = None) -> Ended:
-    """A run to its end, in which the process `stopped` is stopped after a step. `config` is called
-    as its run."""
+def run_on(
+    machines: Sequence[Workspace],
+    config: Path,
+    stopped: str | None = None,
+    killed: str | None = None,
+) -> Ended:
+    """A run to its end, in which the process `stopped` is stopped after a step, or `killed` killed.
+    `config` is called as its run."""
     name = config.stem
     directory = machines[0].folder / "runs" / name
     (port,) = free_ports(1)
@@ -70,12 +82,14 @@ def run_on(machines: Sequence[Workspace], config: Path, stopped: str | None = No
         machine.start("train", str(config), *options, f"--node-rank={rank}")
         for rank, machine in enumerate(machines)
     ]
-    files = {name: directory / "watch" / f"{name}.json" for name in PROCESSES}
+    names = PROCESSES if killed is None else (*PROCESSES, killed)
+    files = {name: directory / "watch" / f"{name}.json" for name in names}
     wait_until(lambda: all(file.exists() for file in files.values()), nodes[0])
     states = {name: json.loads(file.read_text()) for name, file in files.items()}
     processes = [process for node in nodes for process in started_by(node)]
-    if stopped is not None:
-        wait_until(lambda: len(machines[0].metrics(name)) >= 1, nodes[0])
-        psutil.Process(states[stopped]["pid"]).send_signal(signal.SIGSTOP)
+    for who, number in ((stopped, signal.SIGSTOP), (killed, signal.SIGKILL)):
+        if who is not None:
+            wait_until(lambda: len(machines[0].metrics(name)) >= 1, nodes[0])
+            psutil.Process(states[who]["pid"]).send_signal(number)
     said = [node.communicate(timeout=900)[0] for node in nodes]
     return Ended([node.returncode for node in nodes], said, states, alive(processes), directory)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_async_rl.config.schema import RolloutConfig
-from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.columns import batch_of
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Aborted, PartialResponse, Request, Sample
@@ -42,6 +42,7 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.version = -1
+        self.machine = HERE
         self.asked: list[Request] = []
         self.versions: list[int] = []
         self.aborts: list[str] = []

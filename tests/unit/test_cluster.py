@@ -7,12 +7,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 
-from megatron_async_rl.rollout.cluster import ClusterNotJoined, join_ray, prepare_environment
+from megatron_async_rl.rollout.cluster import (
+    ClusterNotJoined,
+    inherited,
+    join_ray,
+    place_of_engine,
+    prepare_environment,
+)
+from megatron_async_rl.rollout.spec import EngineSpec
+from tests.unit.fake_engine import specs
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -120,3 +130,40 @@ def test_engines_keep_the_priority_of_the_run() -> None:
     prepare_environment(given)
     prepare_environment(own)
     assert (given["RAY_worker_niceness"], own["RAY_worker_niceness"]) == ("5", "0")
+
+
+def test_what_the_run_can_import_can_be_imported_on_the_cluster_before_what_is_there() -> None:
+    handed = inherited({"PYTHONPATH": "/lib:own::/run", "HOME": "/root"}, "/run")
+    assert handed == {"PYTHONPATH": "/run:/lib:/run/own:${PYTHONPATH}"}
+    assert inherited({}, "/run") == {"PYTHONPATH": "/run:${PYTHONPATH}"}
+
+
+class Nodes:
+    """A cluster of three machines, of which the first of `alive` is rank 0's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, alive: str, dead: str = "") -> None:
+        nodes = [{"NodeID": node * 56, "Alive": node not in dead} for node in alive + dead]
+        context = SimpleNamespace(get_node_id=lambda: alive[0] * 56)
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+
+    def of(self, spec: EngineSpec, **changes: str) -> str:
+        place = place_of_engine(replace(spec, **changes))  # type: ignore[arg-type]
+        return place if isinstance(place, str) else f"only {place.node_id[0]}"
+
+
+def test_engines_that_read_shared_memory_are_on_rank_0s_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = Nodes(monkeypatch, "bac")
+    assert [nodes.of(spec) for spec in specs(3)] == ["only b"] * 3
+    assert [nodes.of(spec, device="cuda") for spec in specs(3)] == ["only b"] * 3
+
+
+def test_by_relay_engines_are_divided_over_the_machines_that_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = Nodes(monkeypatch, "bac", dead="d")
+    relayed = [nodes.of(spec, transport="relay") for spec in specs(4)]
+    assert relayed == ["only a", "only c", "only b", "only a"]
+    assert nodes.of(specs(1)[0], transport="relay", device="cuda") == "SPREAD"

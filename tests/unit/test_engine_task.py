@@ -16,6 +16,7 @@ from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.engine_task import HOUR_S, LONGEST_DELAY_S, Restarts
 from megatron_async_rl.flow.updates import WeightUpdates
 from megatron_async_rl.rollout.engine_process import EngineStartError
+from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.weights.manifest import WeightMismatch
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest
 from tests.unit.fleet_harness import fleet_of, never, requests
@@ -433,6 +434,7 @@ def test_colocated_an_engine_whose_turn_has_not_come_does_not_load_beside_the_po
         evaluates: bool = False
         serving: bool = True
         busy: bool = True
+        machine: str = HERE
 
     async def body() -> None:
         engines = [Busy(0), Busy(1)]

@@ -10,11 +10,13 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from megatron_async_rl import cli
@@ -31,7 +33,7 @@ from megatron_async_rl.plan.memory import (
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.plan.preflight import preflight
-from megatron_async_rl.plan.screen import staleness_law
+from megatron_async_rl.plan.screen import show_plan, size, staleness_law
 from megatron_async_rl.policy.supported import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from tests.tiny_models import save_tiny_model
@@ -501,6 +503,53 @@ def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
 def test_the_whole_model_must_fit_into_shared_memory(file):
     small = Machine(cores=2, memory=16 * GIB, shared_memory=1024, gpus=())
     assert keys(plan(file, machine=small)) == ["weights.transport"]
+
+
+def relayed_plan(file: Path, machine: Machine = LAPTOP) -> tuple[Plan, str]:
+    """And what it shows."""
+    planned = plan(file, "weights.transport=relay", machine=machine)
+    console = Console(record=True, width=200, file=StringIO())
+    show_plan(planned, load(file, ["weights.transport=relay"]), machine, console)
+    return planned, console.export_text()
+
+
+def test_by_relay_the_plan_has_the_agents_and_what_other_machines_must_hold(file, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    planned, shown = relayed_plan(file)
+    assert planned.problems == ()
+    relays, engine = (
+        next(one for one in planned.processes if one.name == name)
+        for name in ("relays", "engine 0")
+    )
+    assert relays.device == "each other machine with engines"
+    assert engine.device == "1 thread of any machine"
+    two = 2 * planned.engine.weights
+    assert f"each other machine with engines: {size(two)} in /dev/shm, two versions" in shown
+    assert "relays" not in [one.name for one in plan(file).processes]
+
+
+def test_a_relay_without_a_cluster_to_join_is_noted(file, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    planned, _ = relayed_plan(file)
+    (note,) = (one for one in planned.warnings if "RAY_ADDRESS" in one)
+    assert "all engines run here" in note
+
+
+def test_by_relay_engines_need_no_gpus_of_the_trainers_machine(file, monkeypatch):
+    eight, relay = ["policy.parallel.ranks=8", "policy.device=cuda"], "weights.transport=relay"
+    too_few = ["policy.parallel.ranks"]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert keys(plan(file, *eight, machine=NODE)) == too_few
+    assert keys(plan(file, *eight, relay, machine=NODE)) == too_few
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    assert plan(file, *eight, relay, machine=NODE).problems == ()
+    assert too_few[0] in keys(plan(file, *eight, relay, "policy.parallel.ranks=16", machine=NODE))
+
+
+def test_a_relay_to_the_policys_own_devices_is_refused(file):
+    refused = r"relay brings weights to engines on other machines.*transport: shared_memory"
+    with pytest.raises(ConfigError, match=refused):
+        load(file, ["weights.transport=relay", "rollout.placement=colocated"])
 
 
 def test_shared_memory_without_room_for_the_samples_of_a_step_is_noted(file, monkeypatch):

@@ -1,0 +1,158 @@
+"""Agents in processes of their own (weights/relay.py): the calls of one, and how it is started on its
+machine.
+
+Invariants:
+- what a call raised in the agent is raised here as itself;
+- an agent that did not start leaves nothing running; one that starts clears away what a killed one
+  left in its machine's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_async_rl.flow.copies import Arrived
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.deadline import (
+    ProcessDied,
+    death_reason,
+    name_this_process,
+    remote_cause,
+)
+from megatron_async_rl.watchdog.logs import redirect_output
+from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer
+from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
+
+if TYPE_CHECKING:
+    from megatron_async_rl.weights.relay import Copy
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelaySpec:
+    """One machine's agent. `machine`: the id of its Ray node; `index` is unique in the run and names
+    its log, `relay-<index>.log` in `log_dir`. `silence_s`: longest time without a byte."""
+
+    index: int
+    machine: str
+    address: Address
+    log_dir: Path
+    silence_s: float = 60.0
+
+    @property
+    def name(self) -> str:
+        return f"relay-{self.index}"
+
+
+class Relay(Protocol):
+    """A running agent. `where`: its machine, in words."""
+
+    where: str
+
+    async def fetch(self, version: int, manifest: Manifest) -> Arrived: ...
+    async def alive(self) -> None:
+        """Answers at once."""
+
+    async def close(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class RelayActor:
+    """An agent in a process of its own, a Ray actor on its machine."""
+
+    def __init__(self, spec: RelaySpec) -> None:
+        redirect_output(spec.log_dir / f"{spec.name}.log")
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        name_this_process(spec.name)
+        watch.join(spec.name)
+        remove_stale(SHARED_MEMORY)
+        from megatron_async_rl.weights.relay import Agent
+
+        self._agent = Agent(spec.address, silence_s=spec.silence_s)
+
+    async def where(self) -> str:
+        return socket.gethostname()
+
+    async def fetch(self, version: int, manifest: Manifest) -> Copy:
+        with watch.doing("work", f"fetching version {version}"):
+            return await asyncio.to_thread(self._agent.fetch, version, manifest)
+
+    async def alive(self) -> None:
+        """Answers at once."""
+
+    async def close(self) -> None:
+        self._agent.close()
+
+
+@dataclass
+class RemoteRelay:
+    """A `Relay` in the Ray actor `actor`. Raises ProcessDied where that has ended."""
+
+    actor: Any
+    where: str = ""
+
+    async def fetch(self, version: int, manifest: Manifest) -> Copy:
+        copy: Copy = await self._call("fetch", version, manifest)
+        return copy
+
+    async def alive(self) -> None:
+        await self._call("alive")
+
+    async def close(self) -> None:
+        await self._call("close")
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self.actor)
+
+    async def look(self) -> None:
+        """Returns once it is there; `where` says on which machine."""
+        self.where = await self._call("where")
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        import ray
+
+        try:
+            return await getattr(self.actor, method).remote(*arguments)
+        except ray.exceptions.ActorDiedError as error:
+            raise ProcessDied(death_reason(str(error))) from None
+        except Exception as error:  # noqa: BLE001 - raised again, as itself
+            raise remote_cause(error) from None
+
+
+async def start_relay(spec: RelaySpec) -> Relay:
+    """A running agent on its machine. Ray must be initialised. Raises what keeps it from starting;
+    one that is cancelled leaves nothing running."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(spec.machine, soft=False)
+    remote_class = ray.remote(num_cpus=0, max_restarts=0)(RelayActor)
+    relay = RemoteRelay(remote_class.options(scheduling_strategy=there).remote(spec))
+    try:
+        await relay.look()
+    except BaseException:
+        relay.kill()
+        raise
+    return relay
+
+
+def serve_here(silence_s: float) -> RelayServer:
+    """A server at the address by which the other Ray nodes know this machine. Raises RelayFailed
+    where it cannot listen there."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    try:
+        return RelayServer(host, silence_s)
+    except OSError as error:
+        raise RelayFailed(
+            f"the weights' server cannot listen at {host}, by which Ray knows this machine: {error};"
+            " start its Ray node with another --node-ip-address"
+        ) from error

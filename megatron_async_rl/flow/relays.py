@@ -1,0 +1,180 @@
+"""The agents that bring staged weights to machines other than rank 0's: where they run, and their
+lives. One task for each machine, from its first engine to the run's end.
+
+         +------------------------------------------------------------+
+         v                                                            |
+    start --> send what an engine there needs and has no copy of --> lost: kill what is left, wait
+              (updates.py says which version, and when)               for its readers, back off
+
+Invariants:
+- an agent is lost when a call fails, when it does not answer for `unresponsive_s`, or when a version
+  does not arrive within `send_timeout_s`; no wait here has no end;
+- a lost agent costs the run nothing but time, as long as it may start again: `restarts_per_hour`.
+  Beyond that it costs the engines of its machine, which start again as they would after any loss;
+  an engine that was to evaluate a version is lost at once, for rank 0 waits to overwrite that;
+- agents hold the key of the run's server; it travels to them through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
+from megatron_async_rl.flow.relay_process import Relay, RelaySpec
+from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.deadline import await_named
+from megatron_async_rl.weights.relay_server import RelayServer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelaySettings:
+    """The configuration's. `unresponsive_s`: also the longest time without a byte."""
+
+    log_dir: Path
+    unresponsive_s: float = 60.0
+    send_timeout_s: float = 600.0
+    start_timeout_s: float = 600.0
+    restarts_per_hour: int = 3
+
+
+class RelayListener(Protocol):
+    """The controller, which hears what becomes of relays."""
+
+    def note(self, text: str) -> None: ...
+    def on_machine_lost(self, machine: str, reason: str, *, all_engines: bool) -> None:
+        """No weights come to `machine`. Unless `all_engines`, its agent is to start again."""
+
+    def on_error(self, error: BaseException) -> None: ...
+
+
+class Relays:
+    """On one loop, which must run when they are made. `launch`: starts an agent."""
+
+    def __init__(
+        self,
+        updates: WeightUpdates,
+        server: RelayServer,
+        launch: Callable[[RelaySpec], Awaitable[Relay]],
+        listener: RelayListener,
+        settings: RelaySettings,
+    ) -> None:
+        self.server = server
+        self._updates = updates
+        self._launch = launch
+        self._listener = listener
+        self._settings = settings
+        self._running: dict[str, Relay] = {}
+        """By machine."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._task = asyncio.create_task(self._guarded(self._look()), name="relays")
+
+    async def close(self, timeout_s: float) -> None:
+        """Ends every agent, which takes its copies along; one that does not stop within `timeout_s`
+        is killed."""
+        await cancel_all([self._task, *self._tasks.values()])
+        closings = [asyncio.ensure_future(relay.close()) for relay in self._running.values()]
+        if closings:
+            with watch.doing("wait", "the relays to stop", timeout_s):
+                _, late = await asyncio.wait(closings, timeout=timeout_s)
+            for closing in late:
+                closing.cancel()
+            for error in await asyncio.gather(*closings, return_exceptions=True):
+                if error is not None:
+                    log.warning("a relay did not stop by itself: %s", error)
+        for relay in self._running.values():
+            relay.kill()
+        self._running.clear()
+        await asyncio.to_thread(self.server.close)
+
+    async def _look(self) -> None:
+        """Gives every machine that gets an engine a task."""
+        while True:
+            machine = await self._updates.until_elsewhere(self._tasks)
+            work = self._guarded(self._keep(machine, len(self._tasks)))
+            self._tasks[machine] = asyncio.create_task(work, name=f"relay-{len(self._tasks)}")
+
+    async def _guarded(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - a mistake of ours must end the run, not a task
+            self._listener.on_error(error)
+
+    async def _keep(self, machine: str, index: int) -> None:
+        settings, updates = self._settings, self._updates
+        spec = RelaySpec(
+            index=index,
+            machine=machine,
+            address=self.server.address,
+            log_dir=settings.log_dir,
+            silence_s=settings.unresponsive_s,
+        )
+        restarts = Restarts(settings.restarts_per_hour)
+        while True:
+            await updates.until_reached(machine)
+            reason = await self._life(spec)
+            number = restarts.begin()
+            lost = f"{spec.name}, which brings weights to machine {machine[:12]}, is lost"
+            if number:
+                again = f"restart {number} of {settings.restarts_per_hour} within an hour"
+                self._listener.note(f"{lost}; {again}. Why: {reason}")
+            else:
+                self._listener.note(f"{lost}, and the engines there with it. Why: {reason}")
+            why = f"no weights came to its machine: {reason}"
+            self._listener.on_machine_lost(machine, why, all_engines=not number)
+            if number:
+                with watch.doing("wait", f"the engines that read what {spec.name} had brought"):
+                    await updates.until_unread(machine)
+                await asyncio.sleep(restarts.delay_s())
+            else:
+                await updates.until_left(machine)
+
+    async def _life(self, spec: RelaySpec) -> str:
+        """One start and what follows; returns what ended it."""
+        machine = spec.machine
+        try:
+            limit_s = self._settings.start_timeout_s
+            with watch.phase(f"starting {spec.name}", limit_s):
+                relay = await await_named(f"{spec.name} to start", self._launch(spec), limit_s)
+            self._running[machine] = relay
+            works = [
+                asyncio.ensure_future(self._send(spec, relay)),
+                asyncio.ensure_future(self._listen(spec, relay)),
+            ]
+            try:
+                done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+                for work in done:
+                    work.result()
+                raise AssertionError("a relay is used until it is lost")
+            finally:
+                await cancel_all(works)
+        except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
+            running = self._running.pop(machine, None)
+            if running is not None:
+                running.kill()
+            self._updates.lose_copies(machine)
+            return f"{type(error).__name__}: {error}"
+
+    async def _send(self, spec: RelaySpec, relay: Relay) -> None:
+        while True:
+            async with self._updates.sending(spec.machine) as staged:
+                copy = await await_named(
+                    f"version {staged.version} to reach {relay.where}",
+                    relay.fetch(staged.version, staged.manifest),
+                    self._settings.send_timeout_s,
+                )
+                self._updates.arrived(spec.machine, staged, copy)
+            watch.progress("versions relayed")
+
+    async def _listen(self, spec: RelaySpec, relay: Relay) -> None:
+        patience_s = self._settings.unresponsive_s
+        while True:
+            await await_named(f"{spec.name} to answer", relay.alive(), patience_s)
+            await asyncio.sleep(min(REPORT_S, patience_s / 4))

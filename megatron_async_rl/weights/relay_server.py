@@ -1,0 +1,192 @@
+"""The staged weights of rank 0's machine, served by TCP to the agents of other machines (`relay.py`).
+Loads no torch: the controller has it.
+
+    agent ---------------- connects ----------------> server
+          <--------- nonce, 32 random bytes ---------
+          -- HMAC-SHA256(key, nonce + request), request: version, bucket, first byte -->
+          <------ how many bytes come, or why none do ------
+          <-------------- the bytes (sendfile) -------------
+
+Invariants:
+- nothing of a file is sent before the request has proved the run's key. The key itself never
+  travels here, and a nonce is good for one request. Bytes are not encrypted;
+- only buckets of versions whose place rank 0 does not write are served (`stage`, `release`);
+- a connection has a thread and a limit on each wait for its peer, so one that stands still is cut.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import socket
+import socketserver
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_async_rl.weights.manifest import BucketRef, Manifest
+
+log = logging.getLogger(__name__)
+
+NONCE_BYTES = 32
+_REQUEST = struct.Struct(">qqq")
+"""Version, bucket, first byte."""
+_ANSWER = struct.Struct(">qI")
+"""Bytes that come, -1 for none; and the length of the reason, which then comes."""
+_MAC_BYTES = 32
+
+
+class RelayFailed(RuntimeError):
+    """A version did not reach a machine; the message says why. Asking again as before is no use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a server listens, and the key that it asks for: a secret of the run."""
+
+    host: str
+    port: int
+    key: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class RelayServer:
+    """Listens from the start, at a free port of `host`. `silence_s`: longest wait for a peer.
+
+    Raises OSError where `host` is no address of this machine.
+    """
+
+    def __init__(self, host: str, silence_s: float = 60.0) -> None:
+        self._staged: dict[int, Sequence[BucketRef]] = {}
+        self._server = _Server(host, self, silence_s)
+        self.address = Address(
+            host=host, port=self._server.server_address[1], key=secrets.token_bytes(32)
+        )
+        threading.Thread(
+            target=self._server.serve_forever, name="relay server", daemon=True
+        ).start()
+
+    def stage(self, version: int, manifest: Manifest) -> None:
+        """`version` is served from now on."""
+        self._staged = {**self._staged, version: manifest.buckets}
+
+    def release(self, version: int) -> None:
+        """Versions before `version` are served no more: their place may be written."""
+        self._staged = {held: refs for held, refs in self._staged.items() if held >= version}
+
+    def close(self) -> None:
+        """Takes no more connections; those that are there end with their bucket."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def find(self, version: int, bucket: int, first: int) -> BucketRef:
+        """The bucket that is asked for, from byte `first` on. Raises RelayFailed where there is no
+        such thing."""
+        staged = self._staged
+        if version not in staged:
+            there = ", ".join(map(str, sorted(staged))) or "none"
+            raise RelayFailed(f"version {version} is not staged; staged: {there}")
+        if not 0 <= bucket < len(staged[version]):
+            raise RelayFailed(f"version {version} has {len(staged[version])} buckets, no {bucket}")
+        ref = staged[version][bucket]
+        if not 0 <= first < ref.size:
+            raise RelayFailed(f"bucket {bucket} has {ref.size} bytes, no byte {first}")
+        return ref
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, relay: RelayServer, silence_s: float) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.relay = relay
+        self.silence_s = silence_s
+        super().__init__((host, 0), _Connection)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.exception("the relay's connection to %s failed", client_address)
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    request: socket.socket
+    server: _Server
+
+    def handle(self) -> None:
+        self.request.settimeout(self.server.silence_s)
+        try:
+            self._serve()
+        except OSError as error:  # the agent says what it could not get, and asks again
+            log.info("the relay's connection to %s broke: %s", self.client_address, error)
+
+    def _serve(self) -> None:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self.request.sendall(nonce)
+        mac = _exactly(self.request, _MAC_BYTES)
+        asked = _exactly(self.request, _REQUEST.size)
+        if not hmac.compare_digest(mac, _mac(self.server.relay.address.key, nonce, asked)):
+            log.warning("%s asked for weights with another key", self.client_address)
+            self._refuse("the key is not this run's")
+            return
+
+        version, bucket, first = _REQUEST.unpack(asked)
+        try:
+            ref = self.server.relay.find(version, bucket, first)
+        except RelayFailed as error:
+            self._refuse(str(error))
+            return
+        with open(ref.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != ref.size:
+                self._refuse(f"{ref.path} holds {size} bytes, its manifest says {ref.size}")
+                return
+            self.request.sendall(_ANSWER.pack(size - first, 0))
+            self.request.sendfile(file, first, size - first)
+
+    def _refuse(self, reason: str) -> None:
+        text = reason.encode()
+        self.request.sendall(_ANSWER.pack(-1, len(text)) + text)
+
+
+def asked(
+    address: Address, version: int, bucket: int, first: int, *, silence_s: float
+) -> tuple[socket.socket, int]:
+    """A connection from which the bytes of a bucket come next, from byte `first` on, and how many
+    they are. `silence_s`: longest wait for a byte, also on that connection.
+
+    Raises RelayFailed with the server's reason where it refuses, and OSError where the connection
+    breaks or nothing comes.
+    """
+    connection = socket.create_connection((address.host, address.port), timeout=silence_s)
+    try:
+        nonce = _exactly(connection, NONCE_BYTES)
+        request = _REQUEST.pack(version, bucket, first)
+        connection.sendall(_mac(address.key, nonce, request) + request)
+        count, length = _ANSWER.unpack(_exactly(connection, _ANSWER.size))
+        if count < 0:
+            reason = _exactly(connection, length).decode(errors="replace")
+            raise RelayFailed(f"the weights' server at {address} refused: {reason}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection, count
+
+
+def _mac(key: bytes, nonce: bytes, request: bytes) -> bytes:
+    return hmac.digest(key, nonce + request, "sha256")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """Raises ConnectionError where the peer ends before."""
+    found = b""
+    while len(found) < count:
+        piece = connection.recv(count - len(found))
+        if not piece:
+            raise ConnectionError(f"the peer closed after {len(found)} of {count} bytes")
+        found += piece
+    return found

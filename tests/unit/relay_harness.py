@@ -1,0 +1,143 @@
+"""Relays without Ray or sockets: agents that are coroutines, and engines that only have weights."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megatron_async_rl.flow.relay_process import RelaySpec
+from megatron_async_rl.flow.relays import Relays, RelaySettings
+from megatron_async_rl.flow.updates import WeightUpdates
+from megatron_async_rl.rollout.spec import HERE
+from megatron_async_rl.weights.manifest import BucketRef, Manifest
+from megatron_async_rl.weights.relay_server import RelayServer
+
+
+def manifest(version: int, where: str = HERE) -> Manifest:
+    bucket = BucketRef(path=f"{where}/{version}", size=8, nbytes=8, entries=())
+    return Manifest(buckets=(bucket,), digests={"w": f"digest of {version}"})
+
+
+@dataclass(eq=False)
+class Reader:
+    """An engine as far as its weights go. `loaded`: versions and the paths it read them from."""
+
+    index: int
+    machine: str = HERE
+    version: int = -1
+    evaluates: bool = False
+    serving: bool = False
+    busy: bool = False
+    loaded: list[tuple[int, str]] = field(default_factory=list)
+
+    async def load(self, updates: WeightUpdates, gate: asyncio.Event | None = None) -> None:
+        """Loads once; reading lasts until `gate` is set."""
+        async with updates.loading(self) as staged:
+            if gate is not None:
+                await gate.wait()
+            self.loaded.append((staged.version, staged.manifest.buckets[0].path))
+            self.version = staged.version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    manifest: Manifest
+    nbytes: int = 8
+    seconds: float = 0.5
+
+
+@dataclass(eq=False)
+class FakeRelay:
+    """`gate`: closed, nothing arrives. `failure`: what the next fetch raises. `deaf`: no answer.
+    `death`: why it has ended."""
+
+    spec: RelaySpec
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: Exception | None = None
+    deaf: bool = False
+    death: Exception | None = None
+    fetched: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    killed: bool = False
+    closed: bool = False
+    where: str = "elsewhere"
+
+    async def fetch(self, version: int, staged: Manifest) -> Copied:
+        self.asked.append(version)
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.fetched.append(version)
+        (bucket,) = staged.buckets
+        copied = replace(bucket, path=f"{self.spec.machine}/{version}")
+        return Copied(manifest=replace(staged, buckets=(copied,)))
+
+    async def alive(self) -> None:
+        if self.death is not None:
+            raise self.death
+        if self.deaf:
+            await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class RelayHarness:
+    """`held_up`: relays start with their gate closed. `broken`: what starts raise, in order."""
+
+    def __init__(self, engines: list[Reader], **settings: float) -> None:
+        self.engines = engines
+        self.updates = WeightUpdates(lambda: self.engines, max_paused=1.0)
+        self.server = RelayServer("127.0.0.1")
+        self.started: list[FakeRelay] = []
+        self.broken: list[Exception] = []
+        self.held_up = False
+        self.notes: list[str] = []
+        self.lost: list[tuple[str, str, bool]] = []
+        self.errors: list[BaseException] = []
+        own = {"unresponsive_s": 600.0, "restarts_per_hour": 3, **settings}
+        spec = RelaySettings(log_dir=Path("logs"), **own)  # type: ignore[arg-type]
+        self.relays = Relays(self.updates, self.server, self.launch, self, spec)
+
+    async def launch(self, spec: RelaySpec) -> FakeRelay:
+        await asyncio.sleep(0)
+        if self.broken:
+            raise self.broken.pop(0)
+        self.started.append(FakeRelay(spec))
+        if not self.held_up:
+            self.started[-1].gate.set()
+        return self.started[-1]
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def on_machine_lost(self, machine: str, reason: str, *, all_engines: bool) -> None:
+        self.lost.append((machine, reason, all_engines))
+        if all_engines:
+            for engine in self.engines:
+                if engine.machine == machine:
+                    engine.machine, engine.version = HERE, -1
+                    self.updates.forget(engine.index)
+
+    def on_error(self, error: BaseException) -> None:
+        self.errors.append(error)
+
+    def stage(self, version: int) -> None:
+        self.updates.stage(version, manifest(version))
+
+    async def start(self, engine: Reader, machine: str) -> None:
+        """The engine starts (again), without weights."""
+        async with self.updates.starting():
+            engine.machine, engine.version = machine, -1
+
+    async def released(self, version: int) -> bool:
+        """True once rank 0 could write where versions before `version` are, as it stands."""
+        waiting = asyncio.ensure_future(self.updates.until_released(version))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        return waiting.done() and not waiting.cancelled()

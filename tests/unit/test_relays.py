@@ -1,0 +1,395 @@
+"""Weights on their way to other machines: which version goes where and when, who waits for it, and
+what a failure costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from megatron_async_rl.flow import engine_task, relays
+from megatron_async_rl.flow.copies import Copies, Relayed, Staged
+from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.watchdog.deadline import ProcessDied
+from megatron_async_rl.weights.relay_server import RelayFailed
+from tests.unit.fake_engine import FakeEngine, FakeLaunch
+from tests.unit.fleet_harness import FleetHarness
+from tests.unit.flow_setup import run, until
+from tests.unit.relay_harness import Copied, Reader, RelayHarness, manifest
+
+THERE, FURTHER = "there", "further"
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts come at once, and a death is seen soon."""
+    monkeypatch.setattr(engine_task, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(relays, "REPORT_S", 0.001)
+
+
+@asynccontextmanager
+async def relayed(*engines: Reader, **settings: float) -> AsyncIterator[RelayHarness]:
+    harness = RelayHarness(list(engines), **settings)
+    try:
+        yield harness
+        assert harness.errors == []
+    finally:
+        await harness.relays.close(5.0)
+
+
+def test_an_engine_loads_its_own_machines_copy() -> None:
+    async def body() -> None:
+        here, there = Reader(0), Reader(1, THERE)
+        async with relayed(here, there) as harness:
+            harness.stage(3)
+            await asyncio.gather(here.load(harness.updates), there.load(harness.updates))
+            assert here.loaded == [(3, "/3")]
+            assert there.loaded == [(3, "there/3")]
+
+    run(body)
+
+
+def test_one_agent_serves_a_machine_and_a_machine_without_engines_has_none() -> None:
+    async def body() -> None:
+        engines = [Reader(0), Reader(1, THERE), Reader(2, THERE), Reader(3, FURTHER)]
+        async with relayed(*engines) as harness:
+            harness.stage(0)
+            await asyncio.gather(*(one.load(harness.updates) for one in engines))
+            machines = [relay.spec.machine for relay in harness.started]
+            assert sorted(machines) == [FURTHER, THERE]
+            assert [relay.fetched for relay in harness.started] == [[0], [0]]
+            assert harness.updates.copies.last is not None
+            assert harness.updates.copies.last.nbytes == 16
+
+    run(body)
+
+
+def test_a_copy_whose_place_the_next_version_takes_is_there_no_more() -> None:
+    copies = Copies()
+    for version in (1, 2):
+        staged = Staged(version=version, manifest=manifest(version), at=0.0)
+        copies.begin(THERE, version)
+        copies.add(THERE, staged, Copied(manifest=manifest(version, THERE)))
+    assert copies.replaced(THERE) == [1]
+    copies.begin(THERE, 3)
+    assert copies.find(THERE, 1) is None
+    newest = copies.newest(THERE)
+    assert newest is not None
+    assert (newest.version, newest.manifest) == (2, manifest(2, THERE))
+    copies.lose(THERE)
+    assert copies.newest(THERE) is None
+
+
+def test_what_a_version_took_is_the_slowest_machines_time_and_all_bytes() -> None:
+    copies = Copies()
+    staged = {v: Staged(version=v, manifest=manifest(v), at=0.0) for v in (1, 2)}
+    for machine, version, seconds in ((THERE, 1, 9.0), (THERE, 2, 3.0), (FURTHER, 2, 2.0)):
+        arrived = Copied(manifest=manifest(version), nbytes=10, seconds=seconds)
+        copies.add(machine, staged[version], arrived)
+    copies.add("late", staged[1], Copied(manifest=manifest(1), nbytes=10, seconds=20.0))
+    assert copies.last == Relayed(version=2, seconds=3.0, nbytes=20)
+
+
+def test_no_engine_waits_for_the_copy_of_another_machine() -> None:
+    async def body() -> None:
+        here, there = Reader(0), Reader(1, THERE)
+        async with relayed(here, there) as harness:
+            harness.held_up = True
+            harness.stage(1)
+            waiting = asyncio.create_task(there.load(harness.updates))
+            await here.load(harness.updates)
+            await until(lambda: harness.started and harness.started[0].asked)
+            assert not waiting.done()
+            harness.started[0].gate.set()
+            await waiting
+
+    run(body)
+
+
+def test_rank_0_overwrites_nothing_that_is_being_sent() -> None:
+    async def body() -> None:
+        there = Reader(0, THERE)
+        async with relayed(there) as harness:
+            harness.held_up = True
+            harness.stage(1)
+            await until(lambda: harness.started and harness.started[0].asked == [1])
+            harness.stage(2)
+            assert not await harness.released(2)
+            harness.started[0].gate.set()
+            await harness.updates.until_released(2)
+            assert harness.started[0].fetched[0] == 1
+
+    run(body)
+
+
+def test_rank_0_does_not_wait_for_an_engine_that_reads_its_machines_copy() -> None:
+    async def body() -> None:
+        here, there, gate = Reader(0), Reader(1, THERE), asyncio.Event()
+        async with relayed(here, there) as harness:
+            harness.stage(1)
+            loads = [asyncio.create_task(one.load(harness.updates, gate)) for one in (there, here)]
+            await until(lambda: len(harness.updates._loading) == 2)
+            harness.stage(2)
+            assert not await harness.released(2), "the engine beside rank 0 reads version 1"
+            harness.updates.forget(here.index)
+            loads[1].cancel()
+            assert await harness.released(2)
+            gate.set()
+            await loads[0]
+
+    run(body)
+
+
+def test_an_agent_overwrites_no_copy_that_an_engine_reads() -> None:
+    async def body() -> None:
+        slow, quick, gate = Reader(0, THERE), Reader(1, THERE), asyncio.Event()
+        async with relayed(slow, quick) as harness:
+            harness.stage(1)
+            reading = asyncio.create_task(slow.load(harness.updates, gate))
+            for version in (1, 2):
+                await quick.load(harness.updates)
+                harness.stage(version + 1)
+            assert quick.version == 2
+            await until(lambda: harness.updates._loading)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            (relay,) = harness.started
+            assert relay.asked == [1, 2], "version 3 would take the place of 1, which is read"
+            gate.set()
+            await asyncio.gather(reading, quick.load(harness.updates))
+            assert relay.fetched == [1, 2, 3]
+            assert quick.version == 3
+
+    run(body)
+
+
+def test_of_versions_that_pass_while_one_is_sent_the_newest_is_next() -> None:
+    async def body() -> None:
+        there = Reader(0, THERE)
+        async with relayed(there) as harness:
+            harness.held_up = True
+            harness.stage(1)
+            await until(lambda: harness.started and harness.started[0].asked == [1])
+            for version in (2, 3, 4):
+                harness.stage(version)
+            harness.started[0].gate.set()
+            await until(lambda: harness.started[0].fetched == [1, 4])
+
+    run(body)
+
+
+def test_an_evaluating_engine_gets_just_the_version_it_is_to_evaluate() -> None:
+    async def body() -> None:
+        trains, evaluates = Reader(0, THERE), Reader(1, THERE, evaluates=True)
+        async with relayed(trains, evaluates) as harness:
+            harness.stage(1)
+            harness.updates.want([1], 1)
+            harness.stage(2)
+            await until(lambda: harness.started and len(harness.started[0].fetched) == 2)
+            assert harness.started[0].fetched == [1, 2], "rank 0 waits to overwrite version 1"
+            await evaluates.load(harness.updates)
+            assert evaluates.loaded == [(1, "there/1")]
+            assert not harness.updates.wants(1)
+
+    run(body)
+
+
+def test_rank_0_keeps_what_is_to_be_evaluated_until_the_machine_has_it() -> None:
+    async def body() -> None:
+        evaluates = Reader(1, THERE, evaluates=True)
+        async with relayed(evaluates) as harness:
+            harness.held_up = True
+            harness.stage(1)
+            harness.updates.want([1], 1)
+            harness.stage(2)
+            assert not await harness.released(2)
+            await until(lambda: harness.started)
+            harness.started[0].gate.set()
+            await harness.updates.until_released(2)
+            assert harness.updates.wants(1), "it has not loaded it yet, and its machine has it"
+
+    run(body)
+
+
+@pytest.mark.parametrize("what", ["a fetch that fails", "no answer", "a start that fails"])
+def test_a_lost_agent_starts_again_and_costs_no_engine(what: str) -> None:
+    async def body() -> None:
+        there = Reader(0, THERE)
+        patience_s = 0.05 if what == "no answer" else 600.0
+        async with relayed(there, unresponsive_s=patience_s) as harness:
+            harness.held_up = True
+            if what == "a start that fails":
+                harness.broken.append(OSError("no room"))
+            harness.stage(1)
+            loading = asyncio.create_task(there.load(harness.updates))
+            await until(lambda: harness.started and harness.started[0].asked)
+            first = harness.started[0]
+            harness.held_up = False
+            if what == "no answer":
+                first.deaf = True
+            elif what == "a fetch that fails":
+                first.failure = RelayFailed("bucket 0 arrived damaged twice")
+                first.gate.set()
+            else:
+                first.gate.set()
+            await loading
+            assert there.loaded == [(1, "there/1")]
+            assert [lost for lost in harness.lost if lost[2]] == []
+            assert "restart 1 of 3 within an hour. Why: " in harness.notes[0]
+            assert "machine there, is lost" in harness.notes[0]
+            if what != "a start that fails":
+                assert first.killed
+
+    run(body)
+
+
+def test_copies_go_with_their_agent_and_are_brought_anew_when_needed() -> None:
+    async def body() -> None:
+        there, late = Reader(0, THERE), Reader(1)
+        async with relayed(there, late) as harness:
+            harness.stage(1)
+            await asyncio.gather(there.load(harness.updates), late.load(harness.updates))
+            harness.started[0].death = ProcessDied("killed")
+            await until(lambda: len(harness.started) == 2)
+            await harness.start(late, THERE)
+            await late.load(harness.updates)
+            assert [relay.fetched for relay in harness.started] == [[1], [1]]
+            assert "Why: ProcessDied: killed" in harness.notes[0]
+
+    run(body)
+
+
+def test_an_agent_starts_again_only_once_nobody_reads_the_copies_of_the_one_before() -> None:
+    """It clears away what that one left."""
+
+    async def body() -> None:
+        reads, other, gate = Reader(0, THERE), Reader(1, THERE), asyncio.Event()
+        async with relayed(reads, other) as harness:
+            harness.stage(1)
+            reading = asyncio.create_task(reads.load(harness.updates, gate))
+            await other.load(harness.updates)
+            await until(lambda: harness.updates._loading)
+            harness.started[0].failure = RelayFailed("gone")
+            harness.stage(2)
+            await until(lambda: harness.notes)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(harness.started) == 1
+            gate.set()
+            await reading
+            await other.load(harness.updates)
+            assert len(harness.started) == 2
+
+    run(body)
+
+
+def test_an_agent_that_fails_for_good_costs_its_machines_engines_and_no_others() -> None:
+    async def body() -> None:
+        here, there = Reader(0), Reader(1, THERE)
+        async with relayed(here, there, restarts_per_hour=2) as harness:
+            harness.broken += [OSError("no route to host")] * 3
+            harness.stage(1)
+            await until(lambda: any(all_engines for *_, all_engines in harness.lost))
+            await here.load(harness.updates)
+            assert [lost[2] for lost in harness.lost] == [False, False, True]
+            why = "no weights came to its machine: OSError: no route to host"
+            assert harness.lost[-1] == (THERE, why, True)
+            assert "and the engines there with it" in harness.notes[-1]
+            assert await harness.released(1)
+
+            await harness.start(there, THERE)  # and the machine can be reached
+            await there.load(harness.updates)
+            assert there.loaded == [(1, "there/1")]
+
+    run(body)
+
+
+def test_an_agent_that_is_lost_while_it_sends_holds_rank_0_up_no_longer() -> None:
+    async def body() -> None:
+        there = Reader(0, THERE)
+        async with relayed(there, restarts_per_hour=0) as harness:
+            harness.held_up = True
+            harness.stage(1)
+            await until(lambda: harness.started and harness.started[0].asked)
+            harness.stage(2)
+            harness.started[0].failure = RelayFailed("gone")
+            harness.started[0].gate.set()
+            await harness.updates.until_released(2)
+
+    run(body)
+
+
+def test_a_version_that_does_not_arrive_in_time_costs_the_agent() -> None:
+    async def body() -> None:
+        there = Reader(0, THERE)
+        async with relayed(there, send_timeout_s=0.05) as harness:
+            harness.held_up = True
+            harness.stage(1)
+            await until(lambda: harness.notes)
+            assert "waited" in harness.notes[0]
+            assert "for version 1 to reach elsewhere, which did not come" in harness.notes[0]
+            assert harness.started[0].killed
+
+    run(body)
+
+
+def test_agents_end_with_the_run() -> None:
+    async def body() -> None:
+        async with relayed(Reader(0, THERE)) as harness:
+            await until(lambda: harness.started)
+        assert harness.started[0].closed
+        assert harness.started[0].killed
+
+    run(body)
+
+
+def test_weights_that_are_wrong_are_sent_nowhere() -> None:
+    async def body() -> None:
+        async with relayed(Reader(0, THERE)) as harness:
+            harness.updates.halt(RuntimeError("mismatch"))
+            harness.stage(1)
+            await until(lambda: harness.started)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert harness.started[0].asked == []
+
+    run(body)
+
+
+def test_engines_of_a_machine_without_weights_are_lost_and_start_again() -> None:
+    async def body() -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        engines[1].machine = THERE
+        harness = FleetHarness(FakeLaunch(engines), 0, FleetSettings(unresponsive_s=600.0))
+        await harness.fleet.started()
+        await harness.stage(0)
+        await until(lambda: harness.serving() == [0])
+        harness.fleet.lose_machine(THERE, "no route to host", all_engines=True)
+        await until(lambda: harness.serving() == [0, 1])  # the new one is on rank 0's machine
+        assert engines[1].killed
+        assert any("no route to host" in note for note in harness.notes)
+        assert not engines[0].killed
+        await harness.close()
+
+    run(body)
+
+
+def test_an_engine_that_is_to_evaluate_is_lost_with_its_machines_agent() -> None:
+    """Its version may be gone when the agent is back."""
+
+    async def body() -> None:
+        engines = [FakeEngine() for _ in range(3)]
+        for engine in engines[1:]:
+            engine.machine = THERE
+        harness = FleetHarness(FakeLaunch(engines), 1, FleetSettings(unresponsive_s=600.0))
+        await harness.fleet.started()
+        await harness.stage(0)
+        harness.fleet.prepare_evaluation(0)
+        harness.fleet.lose_machine(THERE, "no route to host", all_engines=False)
+        await until(lambda: engines[2].killed)
+        assert not engines[1].killed
+        await harness.close()
+
+    run(body)
