@@ -187,6 +187,7 @@ def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer() -> No
     async def run() -> None:
         nonlocal dead
         health = HealthCheck(ask, lambda: dead)
+        await asyncio.sleep(300.0)  # vLLM's start
         watching = asyncio.create_task(health.until_dead())
         await asyncio.sleep(DEADLINE_S - 0.5)
         assert len(answers) == 1, "one question at a time"
