@@ -1,5 +1,6 @@
 """For every test: one thread per process, since tests start several; no clock on properties, since
-cores are shared; and, where pytest-xdist is asked for workers, the tests that go to one worker.
+cores are shared; the same random numbers each time, whatever ran before; and, where pytest-xdist is
+asked for workers, the tests that go to one worker.
 
 A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once.
 Files that share results stay together. Whole runs (tests/end_to_end) go to one worker, from the
@@ -11,15 +12,22 @@ the unit tests, which are one process; what starts engines and ranks comes last.
 from __future__ import annotations
 
 import os
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")  # as the launcher does
-settings.register_profile("shared-cores", deadline=None)
+settings.register_profile(
+    "shared-cores",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("shared-cores")
 
 
@@ -33,6 +41,14 @@ LAYOUTS = (
 MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_loading")
 """Of tests/parallel: what each of these files looks at is computed once, by tests/parallel/layouts.py
 and models.py."""
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Draws without a generator of their own do not depend on the tests that a worker ran before."""
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -204,6 +204,7 @@ class HealthCheck:
 
     async def until_dead(self) -> None:
         """Asks until vLLM's process has ended. Raises what an answer raises."""
+        self._answered = time.monotonic()  # it has just started, which may have taken minutes
         while not self._dead():
             question = asyncio.ensure_future(self._ask())
             asked = time.monotonic()

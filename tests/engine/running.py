@@ -27,6 +27,7 @@ from tests.engine.reference import VOCABULARY, Reference, checkpoint_weights
 from tests.staged import stage
 
 TOLERANCE = 1e-5
+REWARD = "tests.engine.rewards_that_fail:misbehave"
 
 
 class Engines:
@@ -46,10 +47,7 @@ class Engines:
                 dtype="float32",
                 rollout=RolloutConfig.model_validate(
                     {
-                        "reward": {
-                            "name": "tests.engine.rewards_that_fail:misbehave",
-                            "timeout_s": 5.0,
-                        },
+                        "reward": {"name": REWARD, "timeout_s": 300.0},
                         "kv_cache_gib": 0.25,
                         "max_concurrent": 64,
                         "start_timeout_s": 900,

@@ -63,21 +63,22 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 @pytest.fixture(scope="module")
 def through_updates(engines: Engines) -> dict[int, list[Sample]]:
-    """Responses of each engine that were sampled by four different weights."""
-    asked = engines.asked([prompt_of(20, seed) for seed in range(6)], 2)
-    for handle in engines.handles:
-        submit(handle, asked)
-    done: list[set[str]] = [set(), set()]
-    for checkpoint in range(1, UPDATES + 1):
+    """Responses of each engine that were sampled by four different weights; others are asked where
+    too many finished before the last of these came."""
+    found: dict[int, list[Sample]] = {KEEP: [], RECOMPUTE: []}
+    while min(map(len, found.values())) < 2:
+        asked = engines.asked([prompt_of(20, seed) for seed in range(6)], 2)
+        for handle in engines.handles:
+            submit(handle, asked)
+        done: list[set[str]] = [set(), set()]
+        for checkpoint in range(1, UPDATES + 1):
+            for engine, handle in enumerate(engines.handles):
+                done[engine] |= grown(handle)
+            engines.publish(checkpoint)
         for engine, handle in enumerate(engines.handles):
-            done[engine] |= grown(handle)
-        engines.publish(checkpoint)
-    found = {}
-    for engine, handle in enumerate(engines.handles):
-        ids = [request.id for request in asked if request.id not in done[engine]]
-        samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
-        found[engine] = [s for s in samples if len(set(s.versions.tolist())) == UPDATES + 1]
-        assert len(found[engine]) >= 2, [s.versions.tolist() for s in samples]
+            ids = [request.id for request in asked if request.id not in done[engine]]
+            samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
+            found[engine] += [s for s in samples if len(set(s.versions.tolist())) == UPDATES + 1]
     return found
 
 
@@ -99,15 +100,16 @@ def alone(engines: Engines, sample: Sample, version: int, start: int, end: int) 
 def test_recomputed_every_token_has_the_logprob_of_the_weights_that_sampled_it(
     engines: Engines, through_updates: dict[int, list[Sample]]
 ) -> None:
+    under_others = []
     for sample in through_updates[RECOMPUTE]:
         for version, start, end in spans(sample):
             assert (
                 apart(sample, start, end, alone(engines, sample, version, start, end)) < TOLERANCE
             )
             if version:
-                assert (
-                    apart(sample, start, end, alone(engines, sample, version - 1, start, end)) > 0.1
-                )
+                before = alone(engines, sample, version - 1, start, end)
+                under_others.append(apart(sample, start, end, before))
+    assert max(under_others) > 0.1, "the weights before them would do as well"
 
 
 def test_recomputed_they_are_the_trainers_too(
@@ -134,7 +136,7 @@ def test_recomputed_they_are_the_trainers_too(
 def test_kept_every_token_has_the_logprob_of_its_weights_over_the_cache_of_the_weights_before(
     engines: Engines, through_updates: dict[int, list[Sample]]
 ) -> None:
-    alone_apart = 0.0
+    by_themselves = []
     for sample in through_updates[KEEP]:
         over = engines.over_kept_caches(KEEP, sample)
         for version, start, end in spans(sample):
@@ -143,8 +145,8 @@ def test_kept_every_token_has_the_logprob_of_its_weights_over_the_cache_of_the_w
             if start == 0:
                 assert by_itself < TOLERANCE
             else:
-                alone_apart = max(alone_apart, by_itself)
-    assert alone_apart > 0.01, "caches of other weights must show, to be told apart"
+                by_themselves.append(by_itself)
+    assert max(by_themselves) > 0.1, "a cache of the same weights would do as well"
 
 
 @BOTH
@@ -173,7 +175,11 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_t
     asked = engines.asked([prompt_of(10, seed) for seed in range(4)], 1)
     submit(handle, asked)
     call(handle, "sleep")
-    asleep, later = report(handle, 0.3), report(handle, 0.3)
+    asleep, done = report(handle, 0.3), set[str]()
+    while asleep.finished.num_rows:  # they had ended before, and were still to be scored
+        done |= {sample.id for sample in finished(asleep)}
+        asleep = report(handle, 2.0)
+    later = report(handle, 0.3)
     assert later.state == "asleep"
     assert (later.running, later.finished.num_rows) == (asleep.running, 0)
     assert later.busy_s == asleep.busy_s
@@ -194,10 +200,7 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_t
     engines.of_version[version] = 0
     if engine == RECOMPUTE:
         engines.version = version
-    for sample in outcomes(
-        handle,
-        [request.id for request in asked if request.id not in {s.id for s in finished(asleep)}],
-    ):
+    for sample in outcomes(handle, [request.id for request in asked if request.id not in done]):
         assert isinstance(sample, Sample)
         assert sample.versions[-1] == version
 
@@ -211,20 +214,21 @@ def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs
     engines: Engines,
 ) -> None:
     first, then = engines.handles[KEEP], engines.handles[RECOMPUTE]
-    asked = engines.asked([prompt_of(12, seed) for seed in range(6)], 1)
-    submit(first, asked)
-    done = grown(first)
-    engines.publish(1)
-    done |= grown(first) | grown(first)
-    ids = [request.id for request in asked if request.id not in done]
-    abort(first, ids)
-    cuts = {
-        one.id: one.partial
-        for one in outcomes(first, ids)
-        if isinstance(one, Aborted) and one.partial is not None
-    }
-    through = {one for one, prefix in cuts.items() if len(set(prefix.versions.tolist())) == 2}
-    assert through, "some were cut after the update that they ran through"
+    through: set[str] = set()
+    while not through:  # until some were cut after the update that they ran through
+        asked = engines.asked([prompt_of(12, seed) for seed in range(6)], 1)
+        submit(first, asked)
+        done = grown(first)
+        engines.publish(1)
+        done |= grown(first) | grown(first)
+        ids = [request.id for request in asked if request.id not in done]
+        abort(first, ids)
+        cuts = {
+            one.id: one.partial
+            for one in outcomes(first, ids)
+            if isinstance(one, Aborted) and one.partial is not None
+        }
+        through = {one for one, prefix in cuts.items() if len(set(prefix.versions.tolist())) == 2}
     before = engines.version
     engines.publish(3)
     again = [
@@ -264,8 +268,8 @@ def test_an_engine_that_dies_at_an_update_says_so_and_one_in_its_place_is_fed_wi
     )
     manifest = engines.stage(2, per_bucket=5)
     asked = engines.asked([prompt_of(8)], 2)
+    core.suspend()  # or it could be through with them, or the update, before it is killed
     submit(handle, asked)
-    core.suspend()  # or it could be through the update before it is killed
     update = handle.update.remote(engines.version, manifest)
     engines.feed(manifest, [RECOMPUTE])
     core.kill()

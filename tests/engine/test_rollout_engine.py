@@ -22,7 +22,16 @@ from megatron_async_rl.samples.types import Aborted, PartialResponse
 from megatron_async_rl.weights.manifest import WeightMismatch
 from tests.engine.asking import abort, grown, outcomes, report, sampled, submit
 from tests.engine.reference import checkpoint_weights, save_checkpoint
-from tests.engine.running import TOLERANCE, Engines, buckets, call, prompt_of, running, started
+from tests.engine.running import (
+    REWARD,
+    TOLERANCE,
+    Engines,
+    buckets,
+    call,
+    prompt_of,
+    running,
+    started,
+)
 from tests.staged import stage
 from tests.vllm_process import core_of
 
@@ -34,13 +43,18 @@ TEMPERATURES = (0.7, 1.0)
 MAX_TOKENS = (24, 400)
 STOPS = (["19 w", "never"], [])
 """A token after one whose number ends in 19."""
+REWARD_S = 15.0
+"""rollout.reward.timeout_s: longer than a busy machine takes for a reward that returns."""
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     root = tmp_path_factory.mktemp("engines")
     settings = [
-        {"sampling": {"temperature": temperature, "max_tokens": tokens, "stop": stop}}
+        {
+            "sampling": {"temperature": temperature, "max_tokens": tokens, "stop": stop},
+            "reward": {"name": REWARD, "timeout_s": REWARD_S},
+        }
         for temperature, tokens, stop in zip(TEMPERATURES, MAX_TOKENS, STOPS, strict=True)
     ]
     checkpoints = [
@@ -122,49 +136,47 @@ def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_wei
 ) -> None:
     """Tokens up to the switch match the old weights; after it the new ones, over the keys and values
     that the old ones left behind."""
-    handle, old = engines.handles[LONG], engines.version
-    asked = engines.asked([prompt_of(4, seed) for seed in range(16)], 4)
-    submit(handle, asked)
-    early = grown(handle)
-    engines.publish(0)
-    ids = [request.id for request in asked if request.id not in early]
-    samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
-    assert len(samples) == len(ids)
-    both = [sample for sample in samples if set(sample.versions.tolist()) == {old, old + 1}]
-    assert len(both) >= 8, [sample.versions.tolist() for sample in samples]
+    handle = engines.handles[LONG]
+    both: list[Sample] = []
+    while len(both) < 8:  # others are asked where too many had finished
+        old = engines.version
+        asked = engines.asked([prompt_of(4, seed) for seed in range(16)], 4)
+        submit(handle, asked)
+        early = grown(handle)
+        engines.publish((engines.of_version[old] + 1) % CHECKPOINTS)
+        ids = [request.id for request in asked if request.id not in early]
+        samples = [sample for sample in outcomes(handle, ids) if isinstance(sample, Sample)]
+        assert len(samples) == len(ids)
+        assert {v for one in samples for v in one.versions.tolist()} <= {old, old + 1}
+        both += [sample for sample in samples if len(set(sample.versions.tolist())) == 2]
+    under_old = []
     for sample in both:
+        found = torch.from_numpy(sample.behavior_logprobs.copy())
         over = engines.over_kept_caches(LONG, sample)
-        assert (
-            float((torch.from_numpy(sample.behavior_logprobs.copy()) - over).abs().max())
-            < TOLERANCE
-        )
-    # And not the old ones: over all responses, as a single token may be as likely under both.
-    since_switch = [int(np.argmax(sample.versions == old + 1)) for sample in both]
-    assert (
-        max(
-            engines.difference(LONG, sample, old, since=switch)
-            for sample, switch in zip(both, since_switch, strict=True)
-        )
-        > 0.1
-    )
+        assert float((found - over).abs().max()) < TOLERANCE
+        switch = int(np.argmax(np.diff(sample.versions))) + 1
+        old = int(sample.versions[0])
+        under_old.append(engines.difference(LONG, sample, old, since=switch))
+    # Of all of them: a single token may be as likely under both.
+    assert max(under_old) > 0.1
 
 
 def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_other_weights(
     engines: Engines,
 ) -> None:
     handle, old = engines.handles[LONG], engines.version
-    asked = engines.asked([prompt_of(7, seed) for seed in range(6)], 1)
-    submit(handle, asked)
-    early = grown(handle)
-    ids = [request.id for request in asked if request.id not in early]
-    abort(handle, [*ids, "no-such-request"])
-    cuts = [outcome for outcome in outcomes(handle, ids) if isinstance(outcome, Aborted)]
-    assert len(cuts) >= 3
+    prefixes: dict[str, PartialResponse] = {}
+    while len(prefixes) < 3:  # others are asked where too many had finished
+        asked = engines.asked([prompt_of(7, seed) for seed in range(6)], 1)
+        submit(handle, asked)
+        early = grown(handle)
+        ids = [request.id for request in asked if request.id not in early]
+        abort(handle, [*ids, "no-such-request"])
+        cuts = [outcome for outcome in outcomes(handle, ids) if isinstance(outcome, Aborted)]
+        prefixes = {answer.id: answer.partial for answer in cuts if answer.partial is not None}
     again = {sample.id: sample for sample in sampled(handle, asked)}
     engines.publish(0)
     rest = {request.id: request for request in asked}
-    prefixes = {answer.id: answer.partial for answer in cuts if answer.partial is not None}
-    assert prefixes
     for sample in sampled(
         handle, [replace(rest[one], prefix=prefix) for one, prefix in prefixes.items()]
     ):
@@ -185,15 +197,15 @@ def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_othe
 def test_reports_say_whether_responses_grow_while_none_has_finished(engines: Engines) -> None:
     import ray
 
-    handle = engines.handles[LONG]
-    asked = engines.asked([prompt_of(5, seed) for seed in range(8)], 1)
-    submit(handle, asked)
-    left, grew = {request.id for request in asked}, []
-    while left:
-        report = ray.get(handle.report.remote(0.05), timeout=400)
-        left -= set(report.finished.column("id").to_pylist())
-        grew.append(report.sampling)
-    assert any(grew)
+    handle, grew = engines.handles[LONG], False
+    while not grew:  # all may have finished before the first report
+        asked = engines.asked([prompt_of(5, seed) for seed in range(8)], 1)
+        submit(handle, asked)
+        left = {request.id for request in asked}
+        while left:
+            report = ray.get(handle.report.remote(0.05), timeout=400)
+            left -= set(report.finished.column("id").to_pylist())
+            grew |= report.sampling
     assert not ray.get(handle.report.remote(0.05), timeout=400).sampling
 
 
@@ -264,7 +276,7 @@ def test_requests_that_cannot_be_answered_are_refused_before_any_is_taken(engine
 
 
 def test_rewards_that_fail_in_any_way_are_recorded_and_disturb_nobody(engines: Engines) -> None:
-    too_slow = "no reward within rollout.reward.timeout_s: 5"
+    too_slow = f"no reward within rollout.reward.timeout_s: {REWARD_S:g}"
     failures = {
         "raises": "KeyError: 'answer'",
         "nan": "the reward is nan, not a finite number",

@@ -16,6 +16,7 @@ from megatron_async_rl.flow.spec import ControllerSpec, DataState
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.columns import rows_of_lists
 from megatron_async_rl.samples.rows import TrainBatch
+from tests.unit import virtual_time
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, specs
 
 PROMPTS = [Prompt(id=f"p{i}", text=str(i), token_ids=(i,)) for i in range(7)]
@@ -38,7 +39,7 @@ def source() -> PromptSource:
 
 
 def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 600))
+    virtual_time.run(asyncio.wait_for(body(), 600))
 
 
 async def until(what: Callable[[], object]) -> None:

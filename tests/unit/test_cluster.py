@@ -63,8 +63,7 @@ ray_init, ray.init = ray.init, lambda **settings: None
 os.environ |= {"RAY_ADDRESS": address, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 found = {}
 for taken in map(int, sys.argv[1:]):
-    if taken > 2:  # they are never free: no use to wait
-        cluster.RESERVE_S = 2.0
+    cluster.RESERVE_S = 600.0 if taken <= 2 else 2.0  # they are never free: no use to wait
     found[taken] = outcome(taken)
     deadline = time.monotonic() + 600
     while free() < 4:

@@ -297,8 +297,10 @@ def test_what_runs_on_after_a_batch_does_not_grow_younger() -> None:
         engine = FakeEngine(lambda request: 60.0 if request.group == 4 else 0.0)
         controller = await begin([engine], flow(3, 1.0))
         await controller.next_batch(0)
+        await asyncio.sleep(0.01)
         first = controller.stats()["oldest_in_flight_s"]
         await stage(controller, 1)
+        await asyncio.sleep(0.01)
         assert 0 < first < controller.stats()["oldest_in_flight_s"]
         await controller.close()
 

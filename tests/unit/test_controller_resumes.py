@@ -29,6 +29,7 @@ from tests.unit.flow_setup import (
     run,
     stage,
     train,
+    until,
 )
 
 
@@ -108,8 +109,7 @@ def test_a_resume_trains_on_the_responses_that_were_waiting() -> None:
 
 
 async def answered(controller: Controller, count: int) -> None:
-    while controller.stats()["samples"] < count:
-        await asyncio.sleep(0)
+    await until(lambda: controller.stats()["samples"] >= count)
 
 
 def test_after_a_stop_was_asked_no_batch_is_taken_and_the_position_is_that_of_what_was(
@@ -189,13 +189,13 @@ def test_fresh_steps_are_synchronous_also_after_a_resume_among_them_and_then_the
     async def body() -> None:
         engine = FakeEngine()
         saved, version, groups = None, 0, []
-        for until in [8] if stop is None else [stop, 8]:
+        for last in [8] if stop is None else [stop, 8]:
             controller = await begin(
                 [engine], flow(3, 2.0, **more), fresh_steps=4, version=version, position=saved
             )
-            groups += await train(controller, version, until)
+            groups += await train(controller, version, last)
             await controller.close()
-            saved, version = await position(controller, buffer=False), until
+            saved, version = await position(controller, buffer=False), last
         lags = [index // 3 - group.samples[0].start_version for index, group in enumerate(groups)]
         assert lags[: 4 * 3] == [0] * 12
         assert max(lags) == 2

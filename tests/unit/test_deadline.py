@@ -22,6 +22,7 @@ from megatron_async_rl.watchdog.deadline import (
 )
 from megatron_async_rl.watchdog.events import failure_of
 from megatron_async_rl.watchdog.logs import SECONDARY
+from tests.unit import virtual_time
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +35,8 @@ def test_a_missed_deadline_says_who_waited_how_long_for_what() -> None:
     with pytest.raises(
         DeadlineExceeded, match=r"^rank 0 waited 0\.1 s for a batch, which did not come$"
     ) as caught:
-        asyncio.run(await_named("a batch", asyncio.sleep(5), 0.05))
-    assert 0.05 <= caught.value.waited_s < 1.0
+        virtual_time.run(await_named("a batch", asyncio.sleep(5), 0.1))
+    assert caught.value.waited_s == pytest.approx(0.1)
 
 
 DEAD = """The actor died unexpectedly before finishing this task.
@@ -83,12 +84,12 @@ def test_what_is_awaited_is_cancelled_at_the_deadline() -> None:
             raise
 
     with pytest.raises(DeadlineExceeded):
-        asyncio.run(await_named("a batch", slow(), 0.02))
+        virtual_time.run(await_named("a batch", slow(), 0.02))
     assert ended == ["cancelled"]
 
 
 def test_a_result_in_time_is_returned() -> None:
-    assert asyncio.run(await_named("a batch", asyncio.sleep(0, "batch"), 5)) == "batch"
+    assert virtual_time.run(await_named("a batch", asyncio.sleep(0, "batch"), 5)) == "batch"
 
 
 def test_a_blocking_call_with_its_own_timeout_is_named() -> None:
@@ -106,7 +107,7 @@ def test_other_failures_pass_unchanged() -> None:
 
 def test_of_nested_waits_the_inner_name_is_kept() -> None:
     with pytest.raises(DeadlineExceeded, match="for engine 0"), waiting("all engines", 0.01):
-        asyncio.run(await_named("engine 0", asyncio.sleep(5), 0.02))
+        virtual_time.run(await_named("engine 0", asyncio.sleep(5), 0.02))
 
 
 def test_a_missed_deadline_travels_between_processes() -> None:

@@ -8,12 +8,20 @@ from collections.abc import Awaitable
 import numpy as np
 import pytest
 
-from megatron_async_rl.rollout.engine_state import BusyClock, EngineState, HealthCheck, WrongState
+from megatron_async_rl.rollout.engine_state import (
+    DEADLINE_S,
+    EVERY_S,
+    BusyClock,
+    EngineState,
+    HealthCheck,
+    WrongState,
+)
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import SCHEMA, batch_of
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Aborted
+from tests.unit import virtual_time
 from tests.unit.fake_engine import partial
 
 
@@ -36,7 +44,7 @@ def test_what_comes_within_a_moment_travels_together_and_once() -> None:
         finished, came = await reports.take(0.01)
         assert (finished.num_rows, finished.schema, came) == (0, SCHEMA, ())
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_report_that_crossed_processes_holds_nothing_of_the_store_it_came_through() -> None:
@@ -73,7 +81,7 @@ def test_what_cannot_be_made_columns_is_the_failure_of_every_later_report_too() 
             with pytest.raises(UnicodeEncodeError):
                 await reports.take(5.0)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def one_sample(length: int) -> Sample:
@@ -102,7 +110,7 @@ def test_a_failure_is_the_answer_from_then_on_and_the_first_one_counts() -> None
             with pytest.raises(ValueError, match="the first"):
                 await reports.take(5.0)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_an_engine_is_busy_while_it_samples_at_least_one_response_and_is_not_paused() -> None:
@@ -168,10 +176,7 @@ def test_what_is_out_of_order_is_refused() -> None:
         state.sleepers(("weights", "kv_cache"))
 
 
-def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("megatron_async_rl.rollout.engine_state.EVERY_S", 0.01)
+def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer() -> None:
     answers: list[asyncio.Future[str]] = []
     dead = False
 
@@ -182,24 +187,22 @@ def test_silence_grows_while_a_question_is_open_and_ends_with_its_answer(
     async def run() -> None:
         nonlocal dead
         health = HealthCheck(ask, lambda: dead)
+        await asyncio.sleep(300.0)  # vLLM's start
         watching = asyncio.create_task(health.until_dead())
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(DEADLINE_S - 0.5)
         assert len(answers) == 1, "one question at a time"
-        assert health.silent_s >= 0.19
+        assert health.silent_s == pytest.approx(DEADLINE_S - 0.5)
         answers[0].set_result("3")
-        silent = health.silent_s
         while len(answers) < 2:
-            await asyncio.sleep(0.01)
-        assert health.silent_s < silent
+            await asyncio.sleep(0.1)
+        assert health.silent_s < 1.5 * EVERY_S
         dead = True
-        await asyncio.wait_for(watching, 600)
+        await watching
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
-def test_a_question_that_is_lost_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_async_rl.rollout.engine_state.EVERY_S", 0.01)
-    monkeypatch.setattr("megatron_async_rl.rollout.engine_state.DEADLINE_S", 0.05)
+def test_a_question_that_is_lost_is_asked_again() -> None:
     asked = 0
 
     async def ask() -> str:
@@ -211,7 +214,7 @@ def test_a_question_that_is_lost_is_asked_again(monkeypatch: pytest.MonkeyPatch)
 
     async def run() -> None:
         health = HealthCheck(ask, lambda: asked > 3)
-        await asyncio.wait_for(health.until_dead(), 600)
+        await asyncio.wait_for(health.until_dead(), 60)
         assert asked > 3
 
-    asyncio.run(run())
+    virtual_time.run(run())

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.evaluate import EvalJob, resolve
+from megatron_async_rl.report import progress as progress_module
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
 from tests.written_run import config_tree, write_model, write_prompts
 
@@ -176,7 +177,10 @@ def test_the_command_refuses_with_exit_code_2_and_without_a_traceback(run: Path)
     assert not list(run.glob("eval*"))
 
 
-def test_what_was_found_is_shown_with_its_speed_also_when_every_reward_failed() -> None:
+def test_what_was_found_is_shown_with_its_speed_also_when_every_reward_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress_module, "PLAIN_EVERY_S", 3600.0)
     console = Console(record=True, width=100, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     with sampling_progress(console, 2) as progress:
         progress(1, 10)

@@ -22,7 +22,7 @@ die_with_parent()
 die_with_parent()
 print("watched", flush=True)
 if sys.argv[1] == "early":
-    time.sleep(10)
+    time.sleep(300)
     print("outlived", flush=True)
 """
 
@@ -31,7 +31,7 @@ import os, subprocess, sys, time
 named = os.getpid() if sys.argv[2] == "itself" else os.getppid()
 environment = {**os.environ, "MAR_ENGINE_PARENT": str(named)}
 subprocess.Popen([sys.executable, "-c", sys.argv[3], sys.argv[1]], env=environment)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -96,8 +96,8 @@ def line(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_nodes_meet_whoever_comes_first_and_agree_on_the_start(start: Start, first: int) -> None:
-    nodes = {first: start(2, first, 60)}
-    nodes[1 - first] = start(2, 1 - first, 60)
+    nodes = {first: start(2, first, 600)}
+    nodes[1 - first] = start(2, 1 - first, 600)
     assert len(agreed := line(nodes[0])) > 32
     assert line(nodes[1]) == agreed
 
@@ -138,7 +138,7 @@ def test_a_node_that_was_started_otherwise_says_how_and_node_0_hears_it(
     start: Start, count: int, overrides: list[str], words: str
 ) -> None:
     zero = start(2, 0, 600)
-    assert words in said(start(count, 1, 60, *overrides))
+    assert words in said(start(count, 1, 600, *overrides, tell_s=600))
     heard = said(zero)
     assert heard.startswith(f"node 1 ({socket.gethostname()})\n  does not start")
     assert words in heard

@@ -854,19 +854,20 @@ def fine(prompt, response): return len(response)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "timeout_s", "words"),
     [
-        ("reads_a_field", "KeyError: 'solution'"),
-        ("ends_its_process", "ended with code 3"),
-        ("never_answers", "no reward within rollout.reward.timeout_s: 0.5"),
+        ("reads_a_field", 300, "KeyError: 'solution'"),
+        ("ends_its_process", 300, "ended with code 3"),
+        ("never_answers", 0.5, "no reward within rollout.reward.timeout_s: 0.5"),
     ],
 )
 def test_a_reward_that_fails_on_a_made_up_response_is_found_before_the_run(
-    file, monkeypatch, name, words
+    file, monkeypatch, name, timeout_s, words
 ):
+    monkeypatch.setattr("megatron_async_rl.plan.preflight.PATIENCE_S", 600.0)
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
-    settings = f"{{name: 'probed_rewards:{name}', timeout_s: 0.5}}"
+    settings = f"{{name: 'probed_rewards:{name}', timeout_s: {timeout_s}}}"
     (problem,) = plan(file, f"rollout.reward={settings}").problems
     assert problem.key == "rollout.reward.name"
     assert words in problem.what

@@ -221,15 +221,16 @@ def test_the_panel_shows_the_newest_evaluation_until_the_next(terminal: Run) -> 
 
 
 def test_a_silent_run_says_so(terminal: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
     progress = Progress(terminal.dir, 50, terminal.console)
     terminal.say("training")
     terminal.step(1)
     progress.update()
     assert "no step for" not in terminal.shown
-    now = time.monotonic()
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now + 95)
+    now += 95
     progress.update()
-    assert "no step for 1:3" in terminal.shown
+    assert "no step for 1:35" in terminal.shown
     said = terminal.shown.count("no step for")
     terminal.say("evaluating")
     progress.update()
@@ -237,7 +238,8 @@ def test_a_silent_run_says_so(terminal: Run, monkeypatch: pytest.MonkeyPatch) ->
     assert terminal.shown.count("no step for") == said
 
 
-def test_a_pipe_gets_plain_lines_once_per_news(pipe: Run) -> None:
+def test_a_pipe_gets_plain_lines_once_per_news(pipe: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: 1000.0)
     progress = Progress(pipe.dir, 50, pipe.console)
     pipe.say("training", before=0.31)
     pipe.step(1)

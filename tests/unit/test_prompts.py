@@ -126,7 +126,7 @@ def test_a_hundred_thousand_lines_are_read_in_seconds(tmp_path: Path) -> None:
     )
     started = time.process_time()
     assert len(read_prompts(path, Bytes(), required=("prompt", "answer"))) == 100_000
-    assert time.process_time() - started < 8
+    assert time.process_time() - started < 60, "of a slow core; by squares it would be hours"
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -127,6 +127,7 @@ def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
             turns += 1
             await asyncio.sleep(0)
         during = turns
+        scorer.timeout_s = 300.0
         return await stuck, during, await scorer.score(prompt(), "four")
 
     stuck, during, after = scored_by(config(module, timeout_s=2, workers=1), work, new_loop)
@@ -142,10 +143,15 @@ def test_what_hangs_says_where_it_stands_before_it_is_killed(
         await scorer.score(prompt("backtrack"), BACKTRACKS)
         await scorer.score(prompt(), "by its successor")
 
-    scored_by(config(module, timeout_s=1, workers=1), work)
     line = REWARDS[: REWARDS.index("re.match")].count("\n") + 1
-    said = capfd.readouterr().err
-    assert f'File "{tmp_path / module}.py", line {line} in score' in said
+    place = f'File "{tmp_path / module}.py", line {line} in score'
+
+    def is_said() -> bool:
+        scored_by(config(module, timeout_s=1, workers=1), work)
+        return place in capfd.readouterr().err
+
+    # A busy machine may not let it come to say so in its moment, but not each time.
+    assert any(is_said() for _ in range(10))
 
 
 def test_other_responses_are_scored_while_one_hangs(module: str, tmp_path: Path) -> None:
@@ -223,15 +229,22 @@ def test_a_daemon_that_a_reward_left_behind_does_not_hold_up_the_others(
     file = tmp_path / "pid"
 
     async def work(scorer: Scorer) -> list[Scored]:
-        first = await scorer.score(prompt("leave a daemon behind", file=str(file)), "abc")
-        return [first, await asyncio.wait_for(scorer.score(prompt(), "abc"), 600)]
+        asked = asyncio.create_task(
+            scorer.score(prompt("leave a daemon behind", file=str(file)), "abc")
+        )
+        while not (file.exists() and file.read_text().endswith(".")):
+            assert not asked.done()
+            await asyncio.sleep(0)
+        (worker,) = scorer._workers
+        worker._out_of_time()
+        return [await asked, await asyncio.wait_for(scorer.score(prompt(), "abc"), 600)]
 
     try:
-        scored = scored_by(config(module, timeout_s=2, workers=1), work, new_loop)
+        scored = scored_by(config(module, timeout_s=300, workers=1), work, new_loop)
     finally:
         os.kill(int(file.read_text()[:-1]), signal.SIGKILL)
     assert scored == [
-        Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 2"),
+        Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 300"),
         Scored(reward=3.0),
     ]
 
@@ -298,7 +311,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
             patch.setattr(subprocess, "Popen", refused)
             # Its successor cannot be started.
             scored = [await scorer.score(prompt("exit"), "")]
-            scored.append(await asyncio.wait_for(scorer.score(prompt(), "abc"), 60))
+            scored.append(await asyncio.wait_for(scorer.score(prompt(), "abc"), 600))
         return [*scored, await scorer.score(prompt(), "abc")]
 
     _, refusal, after = scored_by(config(module, timeout_s=300, workers=1), work)
@@ -339,7 +352,7 @@ def test_the_import_of_a_module_is_no_response_s_time(module: str, tmp_path: Pat
     source = (tmp_path / f"{module}.py").read_text()
     (tmp_path / f"{module}.py").write_text(f"import time\ntime.sleep(3.5)\n{source}")
 
-    async def run() -> Scored:
+    async def scored() -> Scored:
         scorer = Scorer(config(module, timeout_s=3, workers=1))
         scorer.start()
         try:
@@ -347,7 +360,8 @@ def test_the_import_of_a_module_is_no_response_s_time(module: str, tmp_path: Pat
         finally:
             scorer.close()
 
-    assert asyncio.run(run()) == Scored(reward=3.0)
+    # On a busy machine the response itself may take longer, too, but not each time.
+    assert any(asyncio.run(scored()) == Scored(reward=3.0) for _ in range(10))
 
 
 def test_a_module_that_fails_in_the_process_is_named_before_any_response(
@@ -368,7 +382,7 @@ def test_what_a_reward_prints_goes_where_the_engine_writes(
     async def work(scorer: Scorer) -> Scored:
         return await scorer.score(prompt("print"), "abc")
 
-    assert scored_by(config(module), work) == Scored(reward=3.0)
+    assert scored_by(config(module, timeout_s=300), work) == Scored(reward=3.0)
     assert capfd.readouterr().out == "a line of the reward\n"
 
 
@@ -440,7 +454,7 @@ def test_math_compares_values() -> None:
             for a, text, _ in cases
         ]
 
-    settings = RewardConfig(name="math", workers=1)
+    settings = RewardConfig(name="math", workers=1, timeout_s=600)
     assert scored_by(settings, work) == [Scored(reward=reward) for _, _, reward in cases]
 
 
@@ -481,5 +495,5 @@ def test_math_names_an_answer_it_cannot_read() -> None:
     async def work(scorer: Scorer) -> Scored:
         return await scorer.score(asked, "42")
 
-    error = scored_by(RewardConfig(name="math", workers=1), work).error
+    error = scored_by(RewardConfig(name="math", workers=1, timeout_s=600), work).error
     assert "prompt p7: math-verify cannot read `answer`" in str(error)

@@ -141,7 +141,7 @@ from pathlib import Path
 from megatron_async_rl.weights.shared_memory import BucketFile
 file = BucketFile(Path(sys.argv[1]), 64)
 print("written", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
     child = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True

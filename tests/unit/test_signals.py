@@ -20,14 +20,14 @@ from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.watchdog import watch
 
 IN_A_TERMINAL = """
-import signal, sys
+import signal, sys, time
 from pathlib import Path
 from megatron_async_rl.launch.signals import deferred
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with deferred() as seen:
     print("ready", flush=True)
     while not seen:
-        signal.pause()
+        time.sleep(0.01)
     print("to nobody", flush=True)
     Path(sys.argv[1]).write_text(str(seen))
 """
@@ -86,7 +86,8 @@ class Script:
         self.run_dir, self.phase, self.interrupts = run_dir, phase, interrupts
 
     def update(self) -> None:
-        if self.phase is not None:
+        stopping = (self.run_dir / watch.STOP).exists()  # from then on the run writes
+        if self.phase is not None and not stopping:
             write_status(self.run_dir, Status(phase=self.phase, step=0, steps=9, time=2.0))
         if not self.interrupts:
             self.interrupts.append(signal.SIGINT)
