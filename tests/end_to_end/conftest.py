@@ -4,6 +4,7 @@ one folder, so names of runs are given once."""
 from __future__ import annotations
 
 import runpy
+import shutil
 import signal
 from pathlib import Path
 
@@ -78,13 +79,18 @@ def interrupted(workspace: Workspace) -> dict[str, object]:
     (workspace.folder / "few.jsonl").write_text(
         "".join((workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8])
     )
-    process = workspace.start("train", str(config))
-    wait_until(lambda: len(workspace.metrics("loop")) >= 4, process)
-    processes = started_by(process)
-    process.send_signal(signal.SIGINT)
-    stopped, _ = process.communicate(timeout=400)
-    left = alive(processes)
-    at_stop = len(workspace.metrics("loop"))
+    for _ in range(5):
+        process = workspace.start("train", str(config))
+        wait_until(lambda: len(workspace.metrics("loop")) >= 4, process)
+        processes = started_by(process)
+        process.send_signal(signal.SIGINT)
+        stopped, _ = process.communicate(timeout=400)
+        left = alive(processes)
+        at_stop = len(workspace.metrics("loop"))
+        if at_stop < LOOP_STEPS:
+            break
+        # It was through before the signal came.
+        shutil.rmtree(workspace.folder / "runs" / "loop")
     code, finished = workspace.mar("train", str(config))
     return {
         "stop_code": process.returncode,

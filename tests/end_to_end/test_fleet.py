@@ -14,7 +14,7 @@ from tests.vllm_process import core_of
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
-UNRESPONSIVE_S = 20.0
+UNRESPONSIVE_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,10 @@ def troubled(workspace: Workspace) -> dict[str, object]:
     wait_until(lambda: any("engine-1 is back" in text for text in events(run)), process)
     none_at = len(workspace.metrics("fleet"))
     wait_until(lambda: len(workspace.metrics("fleet")) >= none_at + 3, process)
+    wait_until(
+        lambda: any(row["response/mixed_versions"] > 0 for row in workspace.metrics("fleet")),
+        process,
+    )
     rows, processes = workspace.metrics("fleet"), started_by(process)
     core_of(run / "logs" / "engine-1.log").send_signal(signal.SIGSTOP)
     # Well under watchdog.timeout_s: that the engine stands still is noticed, not waited out.

@@ -33,7 +33,7 @@ STEPS, LAG = 8, 2
 """Steps that a run makes at least before it is brought to its end."""
 AT_A_TIME = 3
 """Runs; most of their time is imports and waiting."""
-RESULT_S = 500
+RESULT_S = 1500
 ONE_RANK, TWO_RANKS = (
     {"parallel": {"ranks": n, "tensor": n}, "optimizer": {"lr": 1e-3}} for n in (1, 2)
 )
@@ -152,6 +152,8 @@ def mixed(workspace: Workspace) -> bool:
 
 def orphan(directory: Path, launcher: Any) -> Orphaned:
     processes = started_by(launcher)
+    rank = psutil.Process(pid_of(directory, "rank 0"))
+    rank.suspend()  # or it could have ended before another launcher tries
     launcher.kill()
     launcher.communicate()
     try:
@@ -159,6 +161,7 @@ def orphan(directory: Path, launcher: Any) -> Orphaned:
             refusal = "none"
     except RunDirectoryError as error:
         refusal = str(error)
+    rank.resume()
     _, left = psutil.wait_procs(processes, timeout=400)
     status = json.loads((directory / "status.json").read_text())
     return Orphaned(launcher.pid, refusal, alive(left), status)

@@ -83,7 +83,10 @@ class Workspace:
 
 def started_by(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Every process that belongs to the run of `process`, wherever it hangs in the process tree."""
-    children = psutil.Process(process.pid).children(recursive=True)
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []  # it has ended
     ids = {identity for identity in map(run_id, children) if identity}
     return [other for other in psutil.process_iter() if run_id(other) in ids]
 
@@ -107,8 +110,11 @@ def wait_until(
     done: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 900
 ) -> None:
     deadline = time.monotonic() + timeout
-    while not done():
-        if process.poll() is not None or time.monotonic() > deadline:
+    while True:
+        over = process.poll() is not None or time.monotonic() > deadline
+        if done():
+            return
+        if over:
             process.terminate()
             output, _ = process.communicate()
             pytest.fail(f"the run ended or hung before what the test waits for:\n{output}")

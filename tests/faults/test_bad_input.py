@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -255,8 +256,17 @@ def test_a_run_directory_in_which_nothing_can_be_made(config):
     )
 
 
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("localhost", port), 600).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_a_node_that_does_not_find_its_config_ends_the_one_that_waits_for_it(config):
-    nodes = ["--nnodes=2", f"--rdzv-endpoint=localhost:{free_ports(1)[0]}"]
+    (port,) = free_ports(1)
+    nodes = ["--nnodes=2", f"--rdzv-endpoint=localhost:{port}"]
     good = [
         sys.executable,
         "-m",
@@ -270,6 +280,9 @@ def test_a_node_that_does_not_find_its_config_ends_the_one_that_waits_for_it(con
     zero = subprocess.Popen(
         good, cwd=config.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    while not listens(port):  # a node that ends tells others for ten seconds
+        assert zero.poll() is None
+        time.sleep(0.1)
     one = mar("train", "nowhere.yaml", *nodes, "--node-rank=1", folder=config.parent)
     said, _ = zero.communicate(timeout=600)
     assert (one.returncode, zero.returncode) == (2, 2), one.stdout + one.stderr + said
