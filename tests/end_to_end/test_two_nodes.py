@@ -81,17 +81,10 @@ def test_a_rank_that_stops_on_one_node_ends_the_run_on_both_and_is_named(
     assert ended.codes == [1, 1], ended.said
     pid = ended.states["rank 1"]["pid"]
     for said in ended.said:
-<<<<<<< ours
         still = (
             rf"The run failed: Stalled: Nothing moved for \d+ s \(watchdog.timeout_s: {TIMEOUT_S}\)"
         )
         assert re.search(still, said)
-=======
-        assert re.search(
-            rf"The run failed: Stalled: Nothing moved for \d+ s \(watchdog\.timeout_s: {TIMEOUT_S}\)",
-            said,
-        ), said
->>>>>>> theirs
         assert f"rank 1 (pid {pid} on second) is stopped (T)" in said
         for name in PROCESSES:
             assert (
