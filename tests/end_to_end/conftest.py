@@ -33,6 +33,14 @@ def varied(prompt, response):
     return 0.5 + zlib.crc32(response.encode()) / 2**32
 
 
+def held(prompt, response):
+    """After the first step of the run that is to be disturbed, until the test has disturbed it."""
+    steps = HERE / "runs" / "synchronous" / "metrics.jsonl"
+    while (HERE / "hold").exists() and steps.exists() and steps.stat().st_size:
+        time.sleep(0.05)
+    return varied(prompt, response)
+
+
 def flaky(prompt, response):
     """Exact match, except that it raises on some answers and is not a number on others."""
     last = prompt.fields["answer"][-1]
@@ -128,7 +136,7 @@ def over_two_nodes(workspace: Workspace, converted: Path) -> Ended:
         model={"path": converted.name},
         # Every step must move the weights, also when the model has come to give a prompt one answer
         # only: no baseline.
-        rollout={"reward": {"name": "flaky_reward:varied"}},
+        rollout={"reward": {"name": "flaky_reward:held", "timeout_s": 110}},
         objective={"advantage": "none"},
         weights={"transport": "relay"},
         data={"eval": "held_out.jsonl"},
@@ -140,6 +148,7 @@ def over_two_nodes(workspace: Workspace, converted: Path) -> Ended:
             "pass_reward": 1.0,
         },
     )
+    (workspace.folder / "hold").touch()
     machines = machines_of(workspace)
     with ray_on_both(machines) as joining:
         return run_on(joining, config, killed=RELAY)

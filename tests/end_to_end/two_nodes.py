@@ -72,8 +72,8 @@ def run_on(
     stopped: str | None = None,
     killed: str | None = None,
 ) -> Ended:
-    """A run to its end, in which the process `stopped` is stopped after a step, or `killed` killed.
-    `config` is called as its run."""
+    """A run to its end, in which the process `stopped` is stopped after a step, or `killed` killed;
+    rewards that wait for the removal of the file `hold` go on then. `config` is called as its run."""
     name = config.stem
     directory = machines[0].folder / "runs" / name
     (port,) = free_ports(1)
@@ -91,5 +91,6 @@ def run_on(
         if who is not None:
             wait_until(lambda: len(machines[0].metrics(name)) >= 1, nodes[0])
             psutil.Process(states[who]["pid"]).send_signal(number)
+    (machines[0].folder / "hold").unlink(missing_ok=True)
     said = [node.communicate(timeout=900)[0] for node in nodes]
     return Ended([node.returncode for node in nodes], said, states, alive(processes), directory)
