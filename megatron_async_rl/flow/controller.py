@@ -51,8 +51,7 @@ from megatron_async_rl.flow.errors import (
 )
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet
-from megatron_async_rl.flow.relay_process import serve_here, start_relay
-from megatron_async_rl.flow.relays import Relays, RelaySettings
+from megatron_async_rl.flow.relays import NoRelays, Relays, relays_of
 from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
@@ -100,8 +99,7 @@ class Controller(Listener):
         self._ages = Ages()
         self._counts = FlowCounts()
         self._evaluating = asyncio.Lock()
-        self._relays: Relays | None = None
-        """Null where all engines are on this machine."""
+        self._relays: Relays | NoRelays = NoRelays()
 
     async def start(self, position: DataState | None = None) -> None:
         """Goes on at `position`, and starts the engines; returns when all have started. Raises
@@ -121,21 +119,7 @@ class Controller(Listener):
             spec.fleet,
             evaluators_from=len(spec.engines) - spec.evaluators,
         )
-        if spec.engines[0].transport == "relay":
-            fleet = spec.fleet
-            self._relays = Relays(
-                self._fleet.updates,
-                serve_here(fleet.unresponsive_s),
-                start_relay,
-                self,
-                RelaySettings(
-                    log_dir=spec.engines[0].log_dir,
-                    unresponsive_s=fleet.unresponsive_s,
-                    send_timeout_s=fleet.update_timeout_s,
-                    start_timeout_s=spec.start_timeout_s,
-                    restarts_per_hour=fleet.restarts_per_hour,
-                ),
-            )
+        self._relays = relays_of(spec, self._fleet.updates, self)
         await self._fleet.started()
         collect_rarely()
 
@@ -157,14 +141,11 @@ class Controller(Listener):
         """`version` can be read from now on: engines load it, each in its turn. Returns when no
         engine and no relay reads an older one any more."""
         self._require_no_failure()
-        if self._relays is not None:
-            self._relays.server.stage(version, manifest)
+        self._relays.stage(version, manifest)
         self._fleet.updates.stage(version, manifest)
-        readers = "engines" if self._relays is None else "engines and relays"
-        with watch.doing("wait", f"{readers} to be done with versions before {version}"):
+        with watch.doing("wait", f"engines and relays to be done with versions before {version}"):
             await self._fleet.updates.until_released(version)
-        if self._relays is not None:
-            self._relays.server.release(version)
+        self._relays.release(version)
         self._require_no_failure()
 
     def on_version(self, version: int) -> None:
@@ -446,8 +427,7 @@ class Controller(Listener):
         """Ends the engines, the relays and the sample log. `state()` still has what they had not
         answered."""
         await self._fleet.close(STOP_ENGINES_S)
-        if self._relays is not None:
-            await self._relays.close(STOP_RELAYS_S)
+        await self._relays.close(STOP_RELAYS_S)
         await asyncio.to_thread(self._sample_log.close)
 
 

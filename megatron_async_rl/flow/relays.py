@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
-from megatron_async_rl.flow.relay_process import Relay, RelaySpec
+from megatron_async_rl.flow.relay_process import Relay, RelaySpec, serve_here, start_relay
+from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
+from megatron_async_rl.weights.manifest import Manifest
 from megatron_async_rl.weights.relay_server import RelayServer
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,14 @@ class Relays:
         """By machine."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._task = asyncio.create_task(self._guarded(self._look()), name="relays")
+
+    def stage(self, version: int, manifest: Manifest) -> None:
+        """`version` can be sent from now on."""
+        self.server.stage(version, manifest)
+
+    def release(self, version: int) -> None:
+        """Versions before `version` are sent no more: their place may be written."""
+        self.server.release(version)
 
     async def close(self, timeout_s: float) -> None:
         """Ends every agent, which takes its copies along; one that does not stop within `timeout_s`
@@ -178,3 +188,28 @@ class Relays:
         while True:
             await await_named(f"{spec.name} to answer", relay.alive(), patience_s)
             await asyncio.sleep(min(REPORT_S, patience_s / 4))
+
+
+class NoRelays:
+    """The place of `Relays` where all engines are on rank 0's machine: there is nothing to do."""
+
+    def stage(self, version: int, manifest: Manifest) -> None: ...
+    def release(self, version: int) -> None: ...
+    async def close(self, timeout_s: float) -> None: ...
+
+
+def relays_of(
+    spec: ControllerSpec, updates: WeightUpdates, listener: RelayListener
+) -> Relays | NoRelays:
+    """The agents of a run. Raises RelayFailed where nothing can be served from this machine."""
+    engine, fleet = spec.engines[0], spec.fleet
+    if engine.transport != "relay":
+        return NoRelays()
+    settings = RelaySettings(
+        log_dir=engine.log_dir,
+        unresponsive_s=fleet.unresponsive_s,
+        send_timeout_s=fleet.update_timeout_s,
+        start_timeout_s=spec.start_timeout_s,
+        restarts_per_hour=fleet.restarts_per_hour,
+    )
+    return Relays(updates, serve_here(fleet.unresponsive_s), start_relay, listener, settings)

@@ -165,7 +165,7 @@ class WeightUpdates:
             self._changed.fire()
 
     def _target(self, engine: Reader) -> Staged | None:
-        """What it can load, of its machine's memory."""
+        """The version it can load, from its machine's memory."""
         aim, machine = self._aim(engine), engine.machine
         if aim is None or machine == HERE:
             return aim
@@ -175,7 +175,7 @@ class WeightUpdates:
         return copy if copy is not None and copy.version > engine.version else None
 
     def _aim(self, engine: Reader) -> Staged | None:
-        """What it is to load."""
+        """The version it is to load."""
         staged = self._wanted.get(engine.index) if engine.evaluates else self.newest
         return staged if staged is not None and staged.version > engine.version else None
 
@@ -242,7 +242,7 @@ class WeightUpdates:
             self._changed.fire()
 
     def arrived(self, machine: str, staged: Staged, copy: Arrived) -> None:
-        """What was being sent is there."""
+        """The version that was being sent is there."""
         self.copies.add(machine, staged, copy)
         self._changed.fire()
 

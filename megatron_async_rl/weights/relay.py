@@ -40,7 +40,7 @@ RETRY_S = 0.1
 """Before the connection is made anew; doubled with each that brought no byte."""
 
 CARRIER = SharedMemory
-"""What the ranks write and the engines read, each on its own machine."""
+"""The memory that ranks write and engines read, each on its own machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Agent:
         self._next = 0
         self._writer = carrier.writer()
         self._paths: list[str] = []
-        """Of the version that came last."""
+        """Files of the version that came last."""
 
     def fetch(self, version: int, manifest: Manifest) -> Copy:
         """Copies `version`, which rank 0 has staged as `manifest`.

@@ -53,7 +53,11 @@ class Machines:
 
     def remove(self) -> None:
         present = {line.split()[0] for line in ip("netns", "list").splitlines()}
-        for name in self.names:
+        links = ip("-o", "link")
+        for number, name in enumerate(self.names):
+            if f" {self.link(number)}@" in links:
+                # A namespace takes its end along only when the last of its processes is gone.
+                ip("link", "delete", self.link(number))
             if name in present:
                 self.kill(name)
                 ip("netns", "delete", name)
