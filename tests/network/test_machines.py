@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"),
     reason="needs root, ip and unshare: machines are network namespaces",
 )
+STEPS = 200
+"""More than a run makes while a test looks."""
 ENGINES_ALONE = {"TRAINER_NODES": "1"}
 """Of the second machine."""
 
@@ -138,16 +140,16 @@ def test_a_machine_that_is_cut_off_costs_its_engines_and_not_the_run(two: Machin
 def test_a_machine_that_dies_and_comes_again_goes_on_from_the_checkpoint(two: Machines) -> None:
     config = written(
         two,
-        run={"dir": "run", "steps": 40},
-        checkpoint={"every": 2},
-        watchdog={"timeout_s": 60},
+        run={"dir": "run", "steps": STEPS},
+        checkpoint={"every": 5},
+        watchdog={"timeout_s": 90},
     )
     zero, one = (two.start(number, config) for number in (0, 1))
-    wait_until(two, lambda: len(metrics(two)) >= 4, zero, one)
+    wait_until(two, lambda: len(metrics(two)) > 5, zero, one)
     two.kill("node1")
     one.wait(timeout=900)
     wait_until(two, lambda: "starts the run again from its last checkpoint" in two.said(0), zero)
     again = two.start(1, config)
     assert ended(two, zero, again) == [0, 0]
     steps = [row["step"] for row in metrics(two)]
-    assert steps == list(range(1, 41))
+    assert steps == list(range(1, STEPS + 1))
