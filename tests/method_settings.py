@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.keys import models_in
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.settings_model import Strict
 
 TRIED = (3.0, 0.5)
 """For settings that are off by default, and for those without a default."""

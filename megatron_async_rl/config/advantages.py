@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.base import Strict, bare_name, or_plug_in
+from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
 
 Discount = Annotated[float, Field(gt=0.0, le=1.0)]
 

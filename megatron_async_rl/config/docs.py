@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
-from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.keys import describe, walk
+from megatron_async_rl.config.settings_model import Strict
 
 OPENING = """\
 # Configuration

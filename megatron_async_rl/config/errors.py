@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_async_rl.config.aliases import alias_fix
-from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.keys import (
     REMOVED,
     describe,
@@ -27,6 +26,7 @@ from megatron_async_rl.config.keys import (
     valid_keys,
 )
 from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.settings_model import Strict
 
 
 class Origins:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from megatron_async_rl.config.base import Strict, bare_name
+from megatron_async_rl.config.settings_model import Strict, bare_name
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import Config

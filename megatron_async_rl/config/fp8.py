@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeInt
 
-from megatron_async_rl.config.base import Strict
+from megatron_async_rl.config.settings_model import Strict
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import Config, ParallelConfig

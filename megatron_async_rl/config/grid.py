@@ -23,9 +23,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.load import YamlFault, read_tree, resolve_paths
 from megatron_async_rl.config.problem import ConfigError, Problem, UserError
+from megatron_async_rl.config.settings_model import Strict
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
 

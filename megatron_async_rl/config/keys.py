@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.settings_model import Strict
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from megatron_async_rl.config.base import Strict
+from megatron_async_rl.config.settings_model import Strict
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import Config

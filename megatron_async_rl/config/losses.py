@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.base import Strict, bare_name, or_plug_in
+from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "seq-mean"
@@ -316,7 +316,7 @@ def _rising(bounds: tuple[float, float, float]) -> tuple[float, float, float]:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A method's settings come through a Python function (config/base.py), after which strict
+    """A method's settings come through a Python function (config/settings_model.py), after which strict
     refuses the file's list for a tuple."""
     return tuple(value) if isinstance(value, list) else value
 

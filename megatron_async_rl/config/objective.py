@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from megatron_async_rl.config.advantages import Advantage, GrpoAdvantage
-from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.corrections import Correction
 from megatron_async_rl.config.losses import Aggregation, Loss, PpoClipLoss
 from megatron_async_rl.config.rules import objective_conflicts
+from megatron_async_rl.config.settings_model import Strict
 
 Proximal = Literal["behavior", "recompute", "loglinear", "ewma", "snapshot"]
 

@@ -19,13 +19,13 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.controls import Control
 from megatron_async_rl.config.flow import OldestFirst, Selection
 from megatron_async_rl.config.fp8 import Fp8Config, row_multiple
 from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.rules import run_conflicts
+from megatron_async_rl.config.settings_model import Strict
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_async_rl.config.base import Strict
 from megatron_async_rl.config.controls import EssLrControl
 from megatron_async_rl.config.keys import method_name, models_in, nearest
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.conform.cases import Case, Numbers
 from megatron_async_rl.controls.ess_lr import effective_sample_size, lr_scale
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate

@@ -7,8 +7,8 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron_async_rl.config.base import plug_in_class
 from megatron_async_rl.config.controls import ControlSettings
+from megatron_async_rl.config.settings_model import plug_in_class
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.displacement import Displacement
 from megatron_async_rl.controls.ess_lr import EssLr

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from megatron_async_rl.config.base import Strict, plug_in_class
+from megatron_async_rl.config.settings_model import Strict, plug_in_class
 from megatron_async_rl.objectives.advantages.discounted import (
     gae,
     reinforce_pp,

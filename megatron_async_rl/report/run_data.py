@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, ValidationError
 
-from megatron_async_rl.config.base import bare_name
 from megatron_async_rl.config.load import YamlFault, read_tree
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.settings_model import bare_name
 from megatron_async_rl.metrics.log import Row, number, read_metrics
 from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.metrics.timeline import Span, read_timeline, shares
