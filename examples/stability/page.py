@@ -15,7 +15,6 @@ and seed)
 - seconds(setting, lr)    in steps up to accuracy 0.8, of the scan's runs that had the machine alone,
                           in words
 - count(STATE, ...)       runs in these states; hours, of all runs
-- table(NAME)             a section of tables.md, by its title
 A setting without runs is an error, not a gap.
 """
 
@@ -30,7 +29,7 @@ from jinja2 import Environment, StrictUndefined
 from measures import Row, read_csv
 from questions import chosen, verdicts
 from rates import Measured, by_group, fresh, group_axes, measured, plateau, scanned
-from tables import seconds_to_reach, tables
+from tables import seconds_to_reach
 
 from megatron_async_rl.config.problem import UserError
 
@@ -62,10 +61,6 @@ class Facts:
             if p is not None
         }
         self._reached = seconds_to_reach(curves)
-        self._sections = {}
-        for section in tables(rows, curves).split("## ")[1:]:
-            title, _, body = section.partition("\n")
-            self._sections[title] = body.strip()
 
     @property
     def hours(self) -> float:
@@ -126,11 +121,6 @@ class Facts:
         known = [self._reached[run["run"]] for run in alone if run["run"] in self._reached]
         return f"{fmean(known):.0f} s" if len(known) == len(alone) else "not reached"
 
-    def table(self, title: str) -> str:
-        if title not in self._sections:
-            raise UserError.of("page.md", f"tables.md has no `{title}`", "name a section of it")
-        return self._sections[title]
-
 
 def page(folder: Path, template: Path = TEMPLATE) -> str:
     """The text for the runs of `folder`. Raises UserError for a setting that has none."""
@@ -141,7 +131,7 @@ def page(folder: Path, template: Path = TEMPLATE) -> str:
     environment.filters["n"] = lambda value, digits=2: f"{float(value):.{digits}f}"
     names = (
         *("best", "at", "decided", "decided_at", "verdict"),
-        *("width", "collapse_rate", "seconds", "count", "table"),
+        *("width", "collapse_rate", "seconds", "count"),
     )
     asked = {name: getattr(facts, name) for name in names} | {"hours": facts.hours}
     return environment.from_string(template.read_text(encoding="utf-8")).render(asked)

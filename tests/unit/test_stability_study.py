@@ -523,7 +523,6 @@ def test_the_page_asks_for_no_run_that_is_missing(tmp_path: Path) -> None:
         "decided('s8 none')",
         "decided_at('s8 gac', 4e-4)",
         "verdict('gac > none', 's8')",
-        "table('None')",
     ):
         with pytest.raises(UserError):
             rendered("{{ " + missing + " }}")
