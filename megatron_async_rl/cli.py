@@ -120,8 +120,11 @@ def _train(config: Path, overrides: Sequence[str], nodes: Nodes, peers: PeerNode
     plan = preflight(loaded, all_data=True, machine=this_machine(nodes.count))
     # Node 0 alone looks at what the directory holds: it is the one that writes there.
     refused = conflicts(loaded) if nodes.rank == 0 else []
-    if plan.problems or refused:
-        raise ConfigError(f"{config}: cannot run", [*refused, *plan.problems])
+    # What its checkpoint was made with can differ, too: the same key, told once.
+    told = {one.key for one in refused}
+    problems = [*refused, *(one for one in plan.problems if one.key not in told)]
+    if problems:
+        raise ConfigError(f"{config}: cannot run", problems)
     changed = [str(one) for one in differences(loaded)] if nodes.rank == 0 else []
     if changed:
         _print(f"{loaded.run.dir} goes on with other settings:\n  " + "\n  ".join(changed))

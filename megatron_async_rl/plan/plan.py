@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.activations import value_bytes
+from megatron_async_rl.plan.fit import gpu_memory
 from megatron_async_rl.plan.layers import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
@@ -106,27 +107,26 @@ def make_plan(
     device = device_of(config, machine)
     parallel = config.policy.parallel
     data_parallel = parallel.data
-    fits = shape is not None and data_parallel > 0 and shape.layers % parallel.pipeline == 0
     longest = longest_sample(config, shape, lengths)
     ranks: tuple[RankMemory, ...] = ()
     engine = None
-    if shape is not None and fits:
-        ranks = tuple(
-            rank_memory(
-                config,
-                shape,
-                stage=stage,
-                data_parallel=data_parallel,
-                longest=longest,
-                on_gpu=device == "cuda",
-                layers=layers.family if layers else "local",
-            )
-            for stage in range(parallel.pipeline)
-        )
+    if shape is not None:
+        ranks = _ranks(config, shape, longest, device, layers)
     if shape is not None and config.rollout is not None:
         engine = engine_memory(config, shape, on_gpu=device == "cuda")
         found += _transport_problems(config, shape, machine)
-    warnings = _warnings(config, machine, device, ranks, engine, longest)
+    notes: list[str] = []
+    if shape is not None and device == "cuda" and machine.gpus:
+
+        def ranks_of(changed: Config) -> tuple[RankMemory, ...]:
+            wrong = layout_problems(changed, machine, shape) + _batch_problems(changed, lengths)
+            if changed is not config and wrong:
+                return ()
+            return _ranks(changed, shape, longest, device, layers)
+
+        too_large, notes = gpu_memory(config, machine, engine, ranks_of)
+        found += too_large
+    warnings = _warnings(config, machine, device, ranks, engine, longest) + notes
     warnings += fp8_warnings(config, machine)
     if engine is not None and shape is not None:
         warnings += _store_warnings(config, shape, machine, longest)
@@ -142,6 +142,27 @@ def make_plan(
     )
 
 
+def _ranks(
+    config: Config, shape: ModelShape, longest: int, device: Device, layers: ChosenLayers | None
+) -> tuple[RankMemory, ...]:
+    """One per stage; none for a layout that does not divide."""
+    parallel = config.policy.parallel
+    if parallel.data < 1 or shape.layers % parallel.pipeline:
+        return ()
+    return tuple(
+        rank_memory(
+            config,
+            shape,
+            stage=stage,
+            data_parallel=parallel.data,
+            longest=longest,
+            on_gpu=device == "cuda",
+            layers=layers.family if layers else "local",
+        )
+        for stage in range(parallel.pipeline)
+    )
+
+
 def context_limit(config: Config, shape: ModelShape) -> int:
     """Tokens of prompt + response: the model's own limit, or `rollout.max_context` below it."""
     if config.rollout is None or config.rollout.max_context is None:
@@ -151,9 +172,10 @@ def context_limit(config: Config, shape: ModelShape) -> int:
 
 def longest_sample(config: Config, shape: ModelShape | None, lengths: Lengths | None) -> int:
     """Tokens of the longest prompt + response that can come up, as far as it is known."""
-    limit = (
-        context_limit(config, shape) if shape is not None else config.policy.tokens_per_micro_batch
-    )
+    # Data with a longer one are refused: a micro-batch holds whole samples.
+    limit = config.policy.tokens_per_micro_batch
+    if shape is not None:
+        limit = min(limit, context_limit(config, shape))
     if config.rollout is None or lengths is None:
         return limit
     return min(limit, lengths.longest + config.rollout.sampling.max_tokens)
@@ -366,12 +388,6 @@ def _warnings(
                 " copy that a checkpoint is written from (checkpoint.asynchronous) take about"
                 f" {held / GIB:.1f} GiB of host memory over all ranks of a machine, this one gives"
                 f" {machine.memory / GIB:.1f} GiB"
-            )
-        needed = max(rank.total for rank in ranks)
-        if needed > machine.gpus[0].memory:
-            found.append(
-                f"a rank needs about {needed / GIB:.1f} GiB, a GPU has"
-                f" {machine.gpus[0].memory / GIB:.1f} GiB"
             )
     return found
 

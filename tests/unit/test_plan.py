@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import struct
 import subprocess
@@ -835,11 +836,96 @@ def test_a_described_cluster_still_has_to_hold_the_run(file):
     assert planned_on_a_laptop(file, "--gpu-memory", "80")[0] == 2
 
 
-def test_a_rank_too_large_for_the_gpus_described_is_said(tmp_path):
-    shape = write_run(tmp_path, **LLAMA_8B)
-    machine = described_machine(gpus=8, gpu_memory_gib=24, nodes=1)
-    warnings = plan(shape, "policy.device=cuda", machine=machine).warnings
-    assert any("GiB, a GPU has 24.0 GiB" in warning for warning in warnings)
+EIGHT_GPUS = ("--gpus", "8", "--gpu-memory")
+EIGHT_RANKS = (
+    "policy.device=cuda",
+    "model.dtype=bfloat16",
+    "policy.parallel.ranks=8",
+    "rollout.placement=colocated",
+    "rollout.gpu_memory_utilization=0.3",
+    "flow.prompts_per_step=8",
+    "flow.async_ratio=0",
+)
+
+
+def large_model(tmp_path: Path) -> Path:
+    """A run of an 8B model, described on a machine that has no weights of it."""
+    file = write_run(tmp_path, **LLAMA_8B)
+    (tmp_path / "model" / "model.safetensors").unlink(missing_ok=True)
+    return file
+
+
+def test_a_rank_too_large_for_its_gpu_is_refused_with_parts_and_what_helps(tmp_path):
+    code, output = planned_on_a_laptop(large_model(tmp_path), *EIGHT_RANKS, *EIGHT_GPUS, "40")
+    assert code == 2, output
+    assert "policy.parallel\n  each rank, training: about 5" in output
+    assert "needed of the 40.0 GiB that a GPU has (gradients 29.9 GiB, parameters 15.0" in output
+    assert "policy.parallel.tensor: 2 (then" in output
+    assert "distributed_optimizer" not in output, "it is on"
+
+
+def test_every_key_that_a_refusal_names_lowers_what_is_needed(tmp_path):
+    file, machine = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=40, nodes=1)
+    whole = (*EIGHT_RANKS, "policy.parallel.distributed_optimizer=false")
+    refused = plan(file, *whole, machine=machine)
+    (problem,) = (one for one in refused.problems if one.key == "policy.parallel")
+    named = re.findall(r"(policy\.[a-z_.]+): (\S+) \(then ([0-9.]+) GiB", problem.fix)
+    assert {"policy.parallel.distributed_optimizer", "policy.optimizer.moment_dtype"} <= {
+        key for key, _, _ in named
+    }
+    for key, value, left in named:
+        then = plan(file, *whole, f"{key}={value}", machine=machine)
+        assert then.ranks[0].total < refused.ranks[0].total
+        assert math.ceil(10 * max(rank.total for rank in then.ranks) / GIB) == round(
+            10 * float(left)
+        )
+
+
+def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):
+    file = large_model(tmp_path)
+    described = described_machine(gpus=8, gpu_memory_gib=800, nodes=1)
+    on = ("policy.device=cuda", "model.dtype=bfloat16")
+    total = plan(file, *on, machine=described).ranks[0].total
+
+    def on_gpus_of(memory: int) -> Plan:
+        return plan(file, *on, machine=replace(described, gpus=(Gpu("A", memory),) * 8))
+
+    assert keys(on_gpus_of(total - 1)) == ["policy.parallel"]
+    just, roomy = on_gpus_of(total), on_gpus_of(int(total / 0.95) + 1)
+    assert keys(just) == keys(roomy) == []
+    assert any("the estimate may be 5% off" in note for note in just.warnings)
+    assert not any("the estimate" in note for note in roomy.warnings)
+
+
+def test_without_its_data_no_sample_is_taken_to_be_longer_than_a_micro_batch(tmp_path):
+    file, machine = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
+    (tmp_path / "train.jsonl").unlink()
+    planned = plan(file, "policy.tokens_per_micro_batch=512", machine=machine)
+    assert planned.batch.longest == 512
+
+
+def test_the_gpus_that_are_here_are_held_against_the_plan_too(tmp_path):
+    here = replace(NODE, gpus=(Gpu("A", 24 * GIB),) * 8)
+    assert "policy.parallel" in keys(plan(large_model(tmp_path), *EIGHT_RANKS, machine=here))
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.15, "each GPU of an engine: about 15.0 GiB are needed of the 12.0 GiB that 0.15"),
+        (0.6, "an engine, generating beside a rank: about 10"),
+    ],
+)
+def test_a_share_too_small_for_an_engine_or_too_large_beside_the_policy_is_refused(
+    tmp_path, share, words
+):
+    file, machine = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
+    key = "rollout.gpu_memory_utilization"
+    (problem,) = plan(file, *EIGHT_RANKS, f"{key}={share}", machine=machine).problems
+    assert problem.key == key
+    assert words in problem.what
+    (other,) = re.findall(rf"{key}: ([0-9.]+)", problem.fix)
+    assert plan(file, *EIGHT_RANKS, f"{key}={other}", machine=machine).problems == ()
 
 
 REWARDS = """

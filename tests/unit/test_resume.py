@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,23 @@ def test_mar_train_refuses_another_run_in_the_directory_and_changes_nothing(
     assert "objective.loss\n" in done.output
     assert "ppo_clip there, reinforce here" in done.output
     assert {file.name: file.read_bytes() for file in run_dir.iterdir()} == before
+
+
+def test_moments_that_config_and_checkpoint_both_refuse_are_told_once(config: Path) -> None:
+    checkpoint = made(config, step=2) / "checkpoint"
+    step = checkpoint / "step_2"
+    (step / "sharded").mkdir(parents=True)
+    (step / "sharded" / ".metadata").touch()
+    with zipfile.ZipFile(step / "state.pt", "w") as state:
+        state.writestr("data", "")
+    (step / "about.json").write_text(json.dumps({"parameter_state": ["adam.exp_avg"]}))
+    (checkpoint / "latest").write_text("step_2")
+    other = "policy.optimizer.moment_dtype=bfloat16"
+    assert "moment_dtype" in CliRunner().invoke(cli.app, ["plan", str(config), other]).output
+    done = CliRunner().invoke(cli.app, ["train", str(config), other])
+    assert done.exit_code == 2, done.output
+    assert done.output.count("policy.optimizer.moment_dtype\n") == 1
+    assert "float32 there, bfloat16 here" in done.output
 
 
 def test_mar_train_of_a_finished_run_with_its_own_settings_shows_its_summary(config: Path) -> None:

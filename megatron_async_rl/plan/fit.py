@@ -1,0 +1,208 @@
+"""GPU memory: what ranks and engines need against what a GPU has, and which keys would help.
+
+Invariants:
+- a plan is refused only above the memory that is there; within the error of the estimate it gets a
+  note;
+- a key is named only with a value that this config and machine can run with, and that needs less.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.layout import rank_coordinates
+from megatron_async_rl.plan.machine import GIB, Machine
+from megatron_async_rl.plan.memory import EngineMemory, RankMemory
+
+ESTIMATE_ERROR = 0.05
+PARTS_SHOWN = 3
+KEYS_SHOWN = 6
+
+Phase = Literal["training", "engine", "generating"]
+RanksOf = Callable[[Config], Sequence[RankMemory]]
+"""Memory of the ranks, one per stage; none for a config that cannot run on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes that one GPU must hold at one time. `has`: bytes there are for it, in words `of`."""
+
+    key: str
+    what: str
+    parts: tuple[tuple[str, int], ...]
+    has: int
+    of: str = "that a GPU has"
+
+    @property
+    def total(self) -> int:
+        return sum(count for _, count in self.parts)
+
+    @property
+    def beyond(self) -> int:
+        return self.total - self.has
+
+    def __str__(self) -> str:
+        largest = sorted(self.parts, key=lambda part: -part[1])[:PARTS_SHOWN]
+        parts = ", ".join(f"{name} {_gib(count)}" for name, count in largest if count)
+        return (
+            f"{self.what}: about {_gib(self.total, up=True)} are needed of the {_gib(self.has)}"
+            f" {self.of} ({parts})"
+        )
+
+
+def gpu_memory(
+    config: Config, machine: Machine, engine: EngineMemory | None, ranks_of: RanksOf
+) -> tuple[list[Problem], list[str]]:
+    """Problems of what does not fit, and notes on what only just does."""
+    problems, notes = [], []
+    needs = _needs(config, machine, engine, ranks_of(config))
+    for phase, need in needs.items():
+        if need.beyond > 0:
+            fix = _fix(config, machine, engine, ranks_of, phase, needs)
+            problems.append(Problem(key=need.key, what=str(need), fix=fix))
+        elif need.total > (1 - ESTIMATE_ERROR) * need.has:
+            notes.append(f"{need}, and the estimate may be {ESTIMATE_ERROR:.0%} off")
+    return problems, notes
+
+
+def _needs(
+    config: Config, machine: Machine, engine: EngineMemory | None, ranks: Sequence[RankMemory]
+) -> dict[Phase, Need]:
+    """The largest of each phase."""
+    has = _gpu_bytes(machine)
+    found: dict[Phase, Need] = {}
+    if ranks:
+        largest = max(ranks, key=lambda rank: rank.total)
+        found["training"] = Need(
+            key="policy.parallel",
+            what=f"each rank{_of_stage(largest, ranks)}, training",
+            parts=(
+                ("parameters", largest.parameters + largest.fp8),
+                ("gradients", largest.gradients),
+                ("optimizer", largest.optimizer),
+                ("controls", largest.controls),
+                ("activations", largest.activations),
+                ("log-probs and targets", largest.logprobs),
+            ),
+            has=has,
+        )
+    rollout = config.rollout
+    if rollout is None or engine is None:
+        return found
+    share = int(rollout.gpu_memory_utilization * has)
+    found["engine"] = Need(
+        key="rollout.gpu_memory_utilization",
+        what="each GPU of an engine",
+        parts=(("weights", engine.weights // rollout.tensor),),
+        has=share,
+        of=f"that {rollout.gpu_memory_utilization:g} of a GPU gives",
+    )
+    if ranks and rollout.placement == "colocated":
+        # The first node's ranks whose GPUs the engines take, too.
+        beside = min(
+            config.policy.parallel.ranks // machine.nodes, rollout.engines * rollout.tensor
+        )
+        stages = {rank_coordinates(config, rank)[-1] for rank in range(beside)}
+        kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
+        found["generating"] = Need(
+            key="rollout.gpu_memory_utilization",
+            what=f"an engine, generating beside a rank{_of_stage(kept, ranks)}",
+            parts=(("the engine", share), ("what the policy keeps", _kept(kept))),
+            has=has,
+        )
+    return found
+
+
+def _kept(rank: RankMemory) -> int:
+    """Bytes that a rank has between two steps, at least."""
+    return rank.parameters + min(0, rank.fp8) + rank.gradients + rank.optimizer
+
+
+def _of_stage(rank: RankMemory, ranks: Sequence[RankMemory]) -> str:
+    return f" of stage {rank.stage}" if len(ranks) > 1 else ""
+
+
+def _fix(
+    config: Config,
+    machine: Machine,
+    engine: EngineMemory | None,
+    ranks_of: RanksOf,
+    phase: Phase,
+    needs: dict[Phase, Need],
+) -> str:
+    """Changes that help, the one that helps most first."""
+    helpful = []
+    for key, value in _changes(config, machine, phase, needs[phase]):
+        changed = _changed(config, key, value)
+        ranks = ranks_of(changed) if changed is not None else ()
+        if changed is None or not ranks:
+            continue
+        then = _needs(changed, machine, engine, ranks)
+        worse = any(one.beyond > max(0, needs[name].beyond) for name, one in then.items())
+        if not worse and then[phase].beyond < needs[phase].beyond:
+            shown = json.dumps(value).strip('"')
+            left = f"then {_gib(then[phase].total, up=True)}"
+            if then[phase].has != needs[phase].has:
+                left += f" of {_gib(then[phase].has)}"
+            helpful.append((then[phase].beyond, f"{key}: {shown} ({left})"))
+    larger = "take GPUs with more memory, or more of them for policy.parallel.ranks"
+    if not helpful:
+        return larger
+    named = ", ".join(text for _, text in sorted(helpful)[:KEYS_SHOWN])
+    fix = f"set {named}" if len(helpful) == 1 else f"set one or several of {named}"
+    return fix if min(helpful)[0] <= 0 else f"{fix}; or {larger}"
+
+
+def _changes(
+    config: Config, machine: Machine, phase: Phase, need: Need
+) -> Iterator[tuple[str, Any]]:
+    """Changes that may help; the caller sees which do."""
+    policy, rollout = config.policy, config.rollout
+    if phase != "engine":
+        yield "policy.parallel.distributed_optimizer", True
+        yield "policy.parallel.tensor", 2 * policy.parallel.tensor
+        yield "policy.parallel.pipeline", 2 * policy.parallel.pipeline
+        yield "policy.parallel.ranks", 2 * policy.parallel.ranks
+        yield "policy.optimizer.moment_dtype", "bfloat16"
+        yield "policy.optimizer.moment_offload", "cpu"
+    if phase == "training":
+        yield "policy.recompute", "full"
+        yield "policy.tokens_per_micro_batch", policy.tokens_per_micro_batch // 2
+    elif rollout is not None:
+        yield "rollout.tensor", 2 * rollout.tensor
+        off = math.ceil(100 * need.beyond / _gpu_bytes(machine)) / 100
+        share = rollout.gpu_memory_utilization + (off if phase == "engine" else -off)
+        yield "rollout.gpu_memory_utilization", round(share, 4)
+
+
+def _gpu_bytes(machine: Machine) -> int:
+    """Where GPUs differ, of the largest: which one a process gets is not the plan's to know."""
+    return max(gpu.memory for gpu in machine.gpus)
+
+
+def _changed(config: Config, key: str, value: Any) -> Config | None:
+    """The config with another value; none where its own rules refuse that."""
+    tree = config.model_dump(mode="json")
+    *sections, name = key.split(".")
+    place = tree
+    for section in sections:
+        place = place[section]
+    place[name] = value
+    try:
+        return Config.model_validate_json(json.dumps(tree), strict=True)
+    except ValidationError:
+        return None
+
+
+def _gib(count: int, *, up: bool = False) -> str:
+    """`up`: rounded up, so that what does not fit reads as more than there is."""
+    tenths = 10 * count / GIB
+    return f"{(math.ceil(tenths) if up else round(tenths)) / 10:.1f} GiB"
