@@ -21,6 +21,7 @@ from megatron_async_rl.data import (
     load_tokenizer,
     read_prompts,
 )
+from megatron_async_rl.plan.engine_options import option_problems
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Lengths, Plan, context_limit, make_plan
@@ -77,7 +78,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
             else:
                 lengths = _longer(lengths, prompts)
                 read[key] = prompts
-    problems += _reward(config, read)
+    problems += _reward(config, read) + option_problems(config, machine)
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
         problems += _beside(config)
