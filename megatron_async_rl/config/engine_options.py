@@ -4,9 +4,12 @@ and those that would break what the system does with an engine. All others are v
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib.util
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Literal
 
 from megatron_async_rl.config.problem import Problem
@@ -165,3 +168,20 @@ def unknown_option(name: str, known: Collection[str]) -> Problem:
 
 def _matching(reasons: Mapping[str, str], argument: str) -> str | None:
     return next((why for pattern, why in reasons.items() if fnmatchcase(argument, pattern)), None)
+
+
+def vllm_arguments() -> frozenset[str]:
+    """Names of vLLM's `AsyncEngineArgs`, from its source, as an import takes seconds. None where
+    vLLM is not installed, or keeps them elsewhere: an engine asks vLLM itself as it starts."""
+    found = importlib.util.find_spec("vllm")
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        source = Path(folder) / "engine" / "arg_utils.py"
+        if source.is_file():
+            return frozenset(
+                field.target.id
+                for node in ast.parse(source.read_text(encoding="utf-8")).body
+                if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+                for field in node.body
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            )
+    return frozenset()

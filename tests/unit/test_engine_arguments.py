@@ -12,10 +12,15 @@ from typing import Any, Literal
 import pytest
 from vllm import AsyncEngineArgs
 
-from megatron_async_rl.config.engine_options import BREAKS, BREAKS_ON_CPU, OWNED, refused_options
+from megatron_async_rl.config.engine_options import (
+    BREAKS,
+    BREAKS_ON_CPU,
+    OWNED,
+    refused_options,
+    vllm_arguments,
+)
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import RolloutConfig
-from megatron_async_rl.plan.engine_options import vllm_arguments
 from megatron_async_rl.policy.parameters import safetensor_files
 from megatron_async_rl.rollout import engine_arguments as arguments
 from megatron_async_rl.rollout.engine_arguments import engine_arguments
