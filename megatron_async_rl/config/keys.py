@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -196,6 +196,8 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         if len(parts) == 2 and parts[1] is Ellipsis:
             return f"list of {_describe(parts[0])}"
         return f"list of {len(parts)}: each {_describe(parts[0])}"
+    if origin is Mapping:
+        return "mapping of names to values"
     bounds = [words for words in (_bound(one) for one in _flatten(metadata)) if words]
     return ", ".join(
         [_WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))), *bounds]

@@ -7,8 +7,9 @@ run does not depend on where it was started.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -16,10 +17,12 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
 from megatron_async_rl.config.controls import Control
+from megatron_async_rl.config.engine_options import refused_options
 from megatron_async_rl.config.flow import OldestFirst, Selection
 from megatron_async_rl.config.fp8 import Fp8Config, row_multiple
 from megatron_async_rl.config.lora import LoraConfig
@@ -259,6 +262,18 @@ class RolloutConfig(Strict):
     """Prompt + response tokens; null takes the model's own limit."""
     start_timeout_s: PositiveFloat = 600.0
     """Longest wait for an engine to start."""
+    vllm: Mapping[str, Any] = {}
+    """More arguments of vLLM's engine by their names in `AsyncEngineArgs`, such as
+    `max_num_batched_tokens: 16384`, handed on as they are. One that another key sets, or that would
+    break the loading of weights or the log-probs, is refused with the reason."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _free_options(cls, vllm: Mapping[str, Any]) -> Mapping[str, Any]:
+        refused = [f"{name}: {why}" for name, why in refused_options(vllm)]
+        if refused:
+            raise ValueError(f"may not be set here: {'; '.join(refused)}")
+        return vllm
 
 
 class FlowConfig(Strict):

@@ -12,6 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_async_rl.config.engine_options import (
+    refused_options,
+    unknown_option,
+    vllm_arguments,
+)
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config, RewardConfig
 from megatron_async_rl.data import (
@@ -21,6 +26,7 @@ from megatron_async_rl.data import (
     load_tokenizer,
     read_prompts,
 )
+from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Lengths, Plan, context_limit, make_plan
@@ -77,7 +83,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
             else:
                 lengths = _longer(lengths, prompts)
                 read[key] = prompts
-    problems += _reward(config, read)
+    problems += _reward(config, read) + _engine_options(config, machine)
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
         problems += _beside(config)
@@ -213,6 +219,18 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
         if scored == scorer.timed_out:
             break
     return first
+
+
+def _engine_options(config: Config, machine: Machine) -> list[Problem]:
+    if config.rollout is None or not config.rollout.vllm:
+        return []
+    options = config.rollout.vllm
+    known = vllm_arguments()
+    problems = [unknown_option(name, known) for name in options if known and name not in known]
+    return problems + [
+        Problem(key=f"rollout.vllm.{name}", what=f"may not be set: {why}", fix="remove it")
+        for name, why in refused_options(options, device_of(config, machine))
+    ]
 
 
 def _run_directory(config: Config) -> list[Problem]:

@@ -70,6 +70,7 @@ ALLOWED = (
     "rollout.gpu_memory_utilization",
     "rollout.max_context",
     "rollout.start_timeout_s",
+    "rollout.vllm",
     "rollout.reward.on_error",
     "rollout.reward.timeout_s",
     "rollout.reward.workers",

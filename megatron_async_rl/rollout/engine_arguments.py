@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.sampling_params import RequestOutputKind
 
+from megatron_async_rl.config.engine_options import unknown_option
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION
 
@@ -35,7 +38,13 @@ def sampling_parameters(spec: EngineSpec, eos_ids: Sequence[int]) -> SamplingPar
 
 
 def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
+    """Raises UserError for a name in `rollout.vllm` that this machine's vLLM does not know; the
+    preflight asked that of rank 0's."""
     rollout = spec.rollout
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    unknown = [unknown_option(name, known) for name in rollout.vllm if name not in known]
+    if unknown:
+        raise UserError("", unknown)
     return AsyncEngineArgs(
         model=str(spec.model_path),
         # The policy's own files. "auto" would take params.json and consolidated.safetensors, which
@@ -55,6 +64,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,
         **(_cpu_arguments(spec) if spec.device == "cpu" else _gpu_arguments(spec)),
+        **rollout.vllm,
     )
 
 

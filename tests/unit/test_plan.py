@@ -339,6 +339,8 @@ def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
         (["policy.tokens_per_micro_batch=11"], "policy.tokens_per_micro_batch"),
         (["policy.optimizer.lr=1e-5", "policy.optimizer.min_lr=1e-4"], "policy.optimizer.min_lr"),
         (["rollout.reward.name=nothing"], "rollout.reward.name"),
+        (["rollout.vllm.blok_size=32"], "rollout.vllm.blok_size"),
+        (["rollout.vllm.enable_chunked_prefill=true"], "rollout.vllm.enable_chunked_prefill"),
         (["data.train=nowhere"], "data.train"),
         (["model.path=nowhere"], "model.path"),
     ],
@@ -347,6 +349,11 @@ def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
 def test_an_impossible_config_names_its_key(file, overrides, key):
     planned = plan(file, *overrides)
     assert keys(planned) == [key]
+
+
+def test_a_free_option_of_vllm_is_no_problem_and_its_cpu_rules_bind_no_gpu(file):
+    options = "rollout.vllm={block_size: 32, enable_chunked_prefill: true}"
+    assert keys(plan(file, options, "policy.device=cuda", machine=NODE)) == []
 
 
 def test_a_possible_layout_has_no_problems(file):

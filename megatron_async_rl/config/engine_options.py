@@ -1,0 +1,187 @@
+"""Arguments of vLLM's engine that a user may not set in `rollout.vllm`: those that another key sets,
+and those that would break what the system does with an engine. All others are vLLM's affair.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from megatron_async_rl.config.problem import Problem
+
+OWNED: Mapping[str, str] = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "seed": "run.seed",
+    "tensor_parallel_size": "rollout.tensor",
+    "max_model_len": "rollout.max_context",
+    "max_num_seqs": "rollout.max_concurrent",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization (on the CPU rollout.kv_cache_gib)",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib (on a GPU rollout.gpu_memory_utilization)",
+    "num_gpu_blocks_override": "rollout.gpu_memory_utilization (on the CPU rollout.kv_cache_gib)",
+    "enable_prefix_caching": "rollout.in_flight (recompute has it on)",
+    "enable_sleep_mode": "rollout.placement (colocated has it on)",
+    "skip_tokenizer_init": "rollout.sampling.stop (texts to stop at need the tokenizer)",
+    "override_generation_config": "rollout.sampling",
+    "generation_config": "rollout.sampling",
+    "enable_fault_tolerance": "rollout.restarts_per_hour",
+    "fault_tolerance_config": "rollout.restarts_per_hour",
+}
+"""Argument -> our key for it."""
+
+_WEIGHTS = "new weights are loaded, and their digests taken, by code that knows engines without it"
+_MODEL = "policy and engines must be one model, as the files in model.path have it"
+_SHAPE = "an engine is rollout.tensor workers, each with its GPU; more engines are rollout.engines"
+_LOGPROBS = "log-probs of what is sampled must be those of the policy's own distribution"
+_CACHE = "a weight update could not clear keys and values of old weights that lie elsewhere"
+_QUANTISED = (
+    "new weights come as the policy has them, and an update must bring every parameter, while"
+    " nobody sends a quantised layer's scales"
+)
+
+BREAKS: Mapping[str, str] = {
+    **dict.fromkeys(("quantization*", "allow_deprecated_quantization"), _QUANTISED),
+    **dict.fromkeys(
+        (
+            "weight_transfer_config",
+            "worker_extension_cls",
+            "worker_cls",
+            "*lora*",
+            "cpu_offload_*",
+            "offload_*",
+            "sleep_*",
+            "enable_cumem_allocator",
+            "enable_nccl_comm_suspend",
+            "model_impl",
+            "linear_backend",
+            "kernel_config",
+        ),
+        _WEIGHTS,
+    ),
+    **dict.fromkeys(
+        (
+            "config_format",
+            "load_format",
+            "tokenizer_mode",
+            "tokens_only",
+            "model_weights",
+            "model_class_overrides",
+            "hf_overrides",
+            "hf_config_path",
+            "revision",
+            "code_revision",
+            "tokenizer_revision",
+            "runner",
+            "convert",
+            "disable_sliding_window",
+        ),
+        _MODEL,
+    ),
+    **dict.fromkeys(
+        (
+            "distributed_executor_backend",
+            "pipeline_parallel_size",
+            "data_parallel_*",
+            "prefill_context_parallel_size",
+            "decode_context_parallel_size",
+            "dcp_*",
+            "cp_kv_cache_interleave_size",
+            "nnodes",
+            "node_rank",
+            "master_*",
+            "device_ids",
+        ),
+        _SHAPE,
+    ),
+    **dict.fromkeys(
+        (
+            "enable_expert_parallel",
+            "enable_ep_weight_filter",
+            "enable_eplb",
+            "eplb_config",
+            "expert_placement_strategy",
+            "*elastic_ep*",
+            "all2all_backend",
+            "enable_dbo",
+            "dbo_*",
+            "ubatch_size",
+        ),
+        "experts are loaded as tensor parallelism divides them, and where each lies must not change",
+    ),
+    **dict.fromkeys(("logprobs_mode", "logits_processors", "watermark_config"), _LOGPROBS),
+    **dict.fromkeys(
+        ("speculative_config", "spec_*", "diffusion_config"),
+        "nothing shows yet that log-probs and seeds hold where a step draws several tokens",
+    ),
+    **dict.fromkeys(("kv_transfer_config", "ec_transfer_config", "kv_offloading_*"), _CACHE),
+    **dict.fromkeys(
+        ("scheduler_cls", "disable_log_stats", "max_num_queued_*"),
+        "the run's own scheduler fills the engines and watches vLLM's",
+    ),
+}
+"""Pattern of argument -> why the system depends on what it is now."""
+
+_CPU = "a prompt that is cut in two draws a token from a seeded generator that cannot be wound back"
+BREAKS_ON_CPU: Mapping[str, str] = {
+    "enforce_eager": "there is nothing to gain: models are not compiled there",
+    "enable_chunked_prefill": _CPU,
+    "long_prefill_token_threshold*": _CPU,
+    "max_num_scheduled_tokens": _CPU,
+}
+
+
+def refused_options(
+    names: Iterable[str], device: Literal["cpu", "cuda"] | None = None
+) -> Iterator[tuple[str, str]]:
+    """(name, why not) of each that may not be set on `device`; null: on any."""
+    for name in names:
+        argument = name.replace("-", "_")
+        if argument in OWNED:
+            yield name, f"another key sets it: {OWNED[argument]}"
+        elif reason := _matching(BREAKS, argument):
+            yield name, reason
+        elif device == "cpu" and (reason := _matching(BREAKS_ON_CPU, argument)):
+            yield name, f"on a CPU {reason}"
+
+
+def unknown_option(name: str, known: Collection[str]) -> Problem:
+    """The problem of a name that is none of vLLM's, `known`."""
+    near = difflib.get_close_matches(name.lower(), sorted(known), n=1)
+    fix = "remove it, or look its name up in vLLM's `AsyncEngineArgs`"
+    if near:
+        refused = dict(refused_options(near)).get(near[0])
+        fix = (
+            f"remove it; nor may {near[0]} be set here: {refused}"
+            if refused
+            else (f"did you mean {near[0]}?")
+        )
+    return Problem(
+        key=f"rollout.vllm.{name}", what="is no argument of the installed vLLM's engine", fix=fix
+    )
+
+
+def _matching(reasons: Mapping[str, str], argument: str) -> str | None:
+    return next((why for pattern, why in reasons.items() if fnmatchcase(argument, pattern)), None)
+
+
+def vllm_arguments() -> frozenset[str]:
+    """Names of vLLM's `AsyncEngineArgs`, from its source, as an import takes seconds. None where
+    vLLM is not installed, or keeps them elsewhere: an engine asks vLLM itself as it starts."""
+    found = importlib.util.find_spec("vllm")
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        source = Path(folder) / "engine" / "arg_utils.py"
+        if source.is_file():
+            return frozenset(
+                field.target.id
+                for node in ast.parse(source.read_text(encoding="utf-8")).body
+                if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+                for field in node.body
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            )
+    return frozenset()
