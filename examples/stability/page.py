@@ -15,6 +15,7 @@ and seed)
 - seconds(setting, lr)    in steps up to accuracy 0.8, of the scan's runs that had the machine alone,
                           in words
 - count(STATE, ...)       runs in these states; hours, of all runs
+and the filters `n` (so many digits) and `rate` (2e-4).
 A setting without runs is an error, not a gap.
 """
 
@@ -110,8 +111,8 @@ class Facts:
         return f"{plateau(self.rates(setting), area)[1]:.3g}"
 
     def collapse_rate(self, setting: str) -> str:
-        rate = plateau(self.rates(setting))[2]
-        return "none" if rate is None else f"{rate:g}"
+        lr = plateau(self.rates(setting))[2]
+        return "none" if lr is None else rate(lr)
 
     def seconds(self, setting: str, lr: float) -> str:
         alone = [run for run in self.at(setting, lr).runs if run["jobs"] == "1"]
@@ -122,12 +123,19 @@ class Facts:
         return f"{fmean(known):.0f} s" if len(known) == len(alone) else "not reached"
 
 
+def rate(lr: float) -> str:
+    """2e-4 of 0.0002, as grids and tables of the page write learning rates."""
+    digits, _, power = f"{lr:e}".partition("e")
+    return f"{float(digits):g}e{int(power)}"
+
+
 def page(folder: Path, template: Path = TEMPLATE) -> str:
     """The text for the runs of `folder`. Raises UserError for a setting that has none."""
     facts = Facts(*(read_csv(folder / name) for name in ("runs.csv", "curves.csv")))
     environment = Environment(
         undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True
     )
+    environment.filters["rate"] = rate
     environment.filters["n"] = lambda value, digits=2: f"{float(value):.{digits}f}"
     names = (
         *("best", "at", "decided", "decided_at", "verdict"),
