@@ -362,8 +362,7 @@ def doctor(
 ) -> None:
     """Check this installation and say what each missing part would bring; exit code 1 if a needed
     one is missing."""
-    from megatron_async_rl.plan.doctor import examine, show
-    from megatron_async_rl.plan.model_families import show_families
+    from megatron_async_rl.plan.doctor import examine, show, show_families
 
     if models:
         show_families(console())

@@ -1,5 +1,6 @@
 """Findings on this installation, against the versions this project was tried with, and what each
-missing part would bring.
+missing part would bring; and the families of models that can be trained (`mar doctor --models`), from
+the table that `mar plan` and the ranks refuse by (policy/supported.py).
 
 Only the CPU path or the GPU path must be whole: a part is required on the path this machine can
 take (GPU when it shows one). Versions are read from package metadata, so a broken part cannot stop
@@ -21,7 +22,14 @@ from rich.table import Table
 from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
 from megatron_async_rl.plan.machine import GIB, Machine, this_machine
 from megatron_async_rl.plan.screen import size
-from megatron_async_rl.policy.supported import PINNED, engine_obstacle
+from megatron_async_rl.policy.supported import (
+    EXPECTED,
+    FAMILIES,
+    PINNED,
+    REFUSED,
+    Family,
+    engine_obstacle,
+)
 
 PROBE_TIMEOUT_S = 60.0
 LEAST_SHARED_MEMORY = GIB // 2
@@ -289,3 +297,48 @@ def _cpu_flags() -> set[str]:
     return set(
         next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     )
+
+
+def show_families(console: Console) -> None:
+    """Prints the families and what each may have, the keys of config.json that are bound in all or
+    in one of them, and the families that are refused by name."""
+    families = _table("model_type", "models", "sliding_window", "rope_type", "biases", "experts")
+    for family in FAMILIES.values():
+        families.add_row(
+            f"[bold]{family.model_type}[/]",
+            family.models,
+            family.window,
+            ", ".join(family.ropes),
+            family.biases,
+            "every layer" if family.mixture else "none",
+        )
+    console.print(families)
+
+    bound = _table("only", "config.json")
+    bound.add_row(
+        "every family", "; ".join(_words(key, words) for key, (_, words) in EXPECTED.items())
+    )
+    for family in FAMILIES.values():
+        if family.only:
+            bound.add_row(family.model_type, _bound(family))
+    console.print(bound)
+
+    refused = _table("refused", "why")
+    for model_type, why in REFUSED.items():
+        refused.add_row(model_type, why)
+    console.print(refused)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _bound(family: Family) -> str:
+    return "; ".join(_words(key, words) for key, (_, words) in family.only.items())
+
+
+def _words(key: str, words: str) -> str:
+    return f"{key} {words}" if ":" in words else f"{key}: {words}"

@@ -3,12 +3,23 @@
 Rank 0 alone is handed the batch. It says which data-parallel rank owns which sample, sends
 everybody the numbers of the whole batch, and each rank the token ids of its own samples, as Arrow
 buffers over the CPU group: the same way for rollouts and for given responses, and on nodes that no
-Ray runs on.
+Ray runs on. Then it is gone through `objective.epochs` times, each time as the same
+`objective.minibatches` parts in the same order: one optimizer step each, one line of metrics of all.
+So a data-parallel rank keeps its samples throughout, each minibatch is balanced over the ranks, and
+two consecutive optimizer steps never share a sample unless one minibatch only has anything to train
+on.
+
+Invariants:
+- a group stays whole: its responses are in one minibatch;
+- the division is a pure function of the groups, the version and the number of minibatches, the same
+  on every rank and layout and after a resume; nothing else in the policy is drawn at random;
+- minibatches differ by at most one group; where a batch has fewer groups than there are
+  minibatches (rewards have failed), some are empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,10 +27,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async_rl.policy.microbatch import assign_owners
-from megatron_async_rl.policy.minibatches import divide
+from megatron_async_rl.metrics.catalogue import METRICS
+from megatron_async_rl.policy.microbatch import MicroBatch, Plan, assign_owners
 from megatron_async_rl.samples.columns import as_stream, flat, from_stream
 from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, tokens_of
 from megatron_async_rl.samples.rows import TrainBatch
@@ -39,6 +51,25 @@ class Parts:
 
     def of(self, data_parallel_rank: int) -> RankBatch:
         return RankBatch.of(self.version, self.numbers, self.tokens[data_parallel_rank])
+
+
+@dataclass(frozen=True, eq=False)
+class Minibatch:
+    """The samples of one optimizer step: their rows in the batch, how all ranks cut them, and this
+    rank's micro-batches, whose samples are numbered within `rows`."""
+
+    rows: NDArray[np.int64]
+    plan: Plan
+    own: Sequence[MicroBatch]
+
+
+def divide(group: NDArray[np.int64], version: int, minibatches: int) -> list[NDArray[np.int64]]:
+    """group: [S], of the samples that are trained on. The samples of each minibatch, by number,
+    rising."""
+    if minibatches == 1:
+        return [np.arange(len(group))]
+    drawn = np.random.default_rng(version).permutation(np.unique(group))
+    return [np.flatnonzero(np.isin(group, part)) for part in np.array_split(drawn, minibatches)]
 
 
 def split(
@@ -111,6 +142,30 @@ def receive(
     tokens = torch.empty(sizes[1 + layout.dp_rank], dtype=torch.uint8)
     dist.recv(tokens, 0, group=layout.cpu_group)
     return RankBatch.of(version, _batch(numbers), _batch(tokens))
+
+
+def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a batch from those of its optimizer steps, each as the catalogue says; a key
+    that some steps lack is over the others."""
+    found: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: _over(METRICS[name].over_steps if name in METRICS else "mean", values)
+        for name, values in found.items()
+    }
+
+
+def _over(rule: str, values: Sequence[float]) -> float:
+    if len(values) == 1 or rule == "last":
+        return values[-1]
+    if rule == "first":
+        return values[0]
+    if rule == "largest":
+        return float(np.max(values))
+    total = float(np.sum(values))
+    return total if rule == "sum" else total / len(values)
 
 
 def _tensor(batch: pa.RecordBatch) -> Tensor:

@@ -30,11 +30,10 @@ from megatron_async_rl.objectives.targets import BatchTargets, StepTargets, vali
 from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.anomaly import AnomalyReport, Spike
-from megatron_async_rl.policy.batches import receive
+from megatron_async_rl.policy.batches import Minibatch, divide, over_steps, receive
 from megatron_async_rl.policy.context_parallel import Context
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import Batcher, MicroBatch
-from megatron_async_rl.policy.minibatches import Minibatch, divide, over_steps
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import (

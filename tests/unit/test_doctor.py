@@ -11,7 +11,6 @@ from rich.console import Console
 
 from megatron_async_rl.plan import doctor
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
-from megatron_async_rl.plan.model_families import show_families
 from megatron_async_rl.policy.supported import EXPECTED, FAMILIES, REFUSED, unsupported
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -94,7 +93,7 @@ def test_the_tried_versions_are_those_of_the_lock():
 
 def test_the_models_are_told_on_one_screen_from_what_refuses_them():
     console = Console(width=100, record=True, file=StringIO())
-    show_families(console)
+    doctor.show_families(console)
     lines = console.export_text().splitlines()
     assert "\n".join(line.rstrip() for line in lines) in (DOCS / "models.md").read_text()
     assert len(lines) <= 50

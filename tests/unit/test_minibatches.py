@@ -15,8 +15,7 @@ from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.plan import make_plan
-from megatron_async_rl.policy.batches import split
-from megatron_async_rl.policy.minibatches import divide, over_steps
+from megatron_async_rl.policy.batches import divide, over_steps, split
 from megatron_async_rl.report.summary import summarise_run
 from tests.token_batches import part_of
 from tests.train_batches import columns, ragged_batch
