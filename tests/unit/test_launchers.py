@@ -80,8 +80,10 @@ class Machine:
         self, *codes: int | str, arguments: Sequence[str] = ("run.yaml", "run.steps=2"), **more: str
     ) -> subprocess.Popen[str]:
         self.codes.write_text("".join(f"{code}\n" for code in codes))
+        # What starts the tests in the background has them ignore Ctrl-C, which a shell would inherit.
+        hears = ["env", "--default-signal=INT"]
         return subprocess.Popen(
-            [LAUNCHERS / "torchrun_multinode.sh", *arguments],
+            [*hears, LAUNCHERS / "torchrun_multinode.sh", *arguments],
             env=self.environment | more,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
