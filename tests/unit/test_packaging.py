@@ -3,6 +3,7 @@ copies."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -12,6 +13,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from megatron_async_rl.plan import doctor
 
@@ -86,7 +89,7 @@ def test_what_the_builder_is_sent_is_what_the_dockerfile_copies() -> None:
     assert sorted(sent) == sorted(copied())
 
 
-@pytest.mark.parametrize("file", ["requirements/gpu.txt", "setup.py", "Dockerfile"])
+@pytest.mark.parametrize("file", ["requirements/gpu.txt", "Dockerfile"])
 def test_a_gpu_version_is_the_same_wherever_it_is_named(file: str) -> None:
     named = dict(re.findall(r"([\w-]+)(?:\[\w+\])?==([\w.]+)", (ROOT / file).read_text()))
     tried = {part.distribution: part.version for part in doctor.PARTS}
@@ -94,6 +97,26 @@ def test_a_gpu_version_is_the_same_wherever_it_is_named(file: str) -> None:
     common = tried.keys() & named.keys()
     assert "transformer-engine-torch" in common or "transformer-engine-cu13" in common
     assert {name: named[name] for name in common} == {name: tried[name] for name in common}
+
+
+def test_locked_versions_lie_in_the_ranges_that_the_wheel_asks_for(installed: Path) -> None:
+    (metadata,) = installed.glob("megatron_async_rl-*.dist-info")
+    asked = [Requirement(one) for one in importlib.metadata.Distribution.at(metadata).requires]
+    locked = {
+        canonicalize_name(name): version
+        for lock in ("gpu", "dev", "cpu")
+        for name, version in re.findall(
+            r"^([\w.-]+)(?:\[\w+\])?==(\S+)",
+            (ROOT / "requirements" / f"{lock}.txt").read_text(),
+            re.MULTILINE,
+        )
+    }
+    outside = [
+        f"{one.name} {locked[canonicalize_name(one.name)]} is not {one.specifier}"
+        for one in asked
+        if not one.specifier.contains(locked[canonicalize_name(one.name)])
+    ]
+    assert not outside
 
 
 def test_apex_is_built_from_one_commit() -> None:
