@@ -1,4 +1,4 @@
-"""The `mar` command: train, study, plan, eval, report, samples, convert, conform, doctor.
+"""The `mar` command: init, train, study, plan, eval, report, samples, convert, conform, doctor.
 
 Invariants:
 - what a user got wrong ends with one screen and exit code 2, never a traceback, before any rank or
@@ -46,7 +46,6 @@ app = typer.Typer(
     cls=Commands,
     help="Asynchronous RL post-training: Megatron-Core policies, vLLM rollouts.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -131,6 +130,57 @@ def _train(config: Path, overrides: Sequence[str], nodes: Nodes, peers: PeerNode
     for warning in plan.warnings:
         _print(f"note: {warning}")
     return launch(loaded, console(), nodes, peers)
+
+
+@app.command()
+def init(
+    out: Annotated[
+        Path, typer.Argument(metavar="[OUT]", help="YAML file to write; must not exist.")
+    ] = Path("run.yaml"),
+    model: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", prompt="Model, a Hugging Face directory", help="A model's directory."
+        ),
+    ] = ...,  # type: ignore[assignment]
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", prompt="Data, a JSONL file with `prompt`", help="A file of prompts."
+        ),
+    ] = ...,  # type: ignore[assignment]
+    reward: Annotated[
+        str,
+        typer.Option(
+            prompt="Reward: arithmetic, countdown, math, or module:function",
+            help="A built-in reward, or module:function.",
+        ),
+    ] = "math",
+    gpus: Annotated[
+        int,
+        typer.Option(min=0, prompt="GPUs of the machine; 0: train on the CPU", help="0: the CPU."),
+    ] = 0,
+    gpu_memory: Annotated[
+        float, typer.Option("--gpu-memory", min=1.0, help="Of each GPU, in GiB.")
+    ] = GPU_MEMORY_GIB,
+    style: Annotated[
+        str,
+        typer.Option(
+            prompt="Style: asynchronous, clipped or synchronous",
+            help="`asynchronous`, `clipped` or `synchronous`.",
+        ),
+    ] = "asynchronous",
+) -> None:
+    """Ask five questions, and write a config that `mar plan` accepts. Options answer without
+    being asked."""
+    from megatron_async_rl.plan.new_config import Answers, write_config
+
+    _let_children_import_from_here()
+    answers = Answers(
+        model=model, data=data, reward=reward, gpus=gpus, gpu_memory_gib=gpu_memory, style=style
+    )
+    write_config(answers, out)
+    _print(f"wrote {out}: mar plan {out} shows what it would do, mar train {out} does it")
 
 
 @app.command()

@@ -1,0 +1,161 @@
+"""A first configuration from five answers, which `mar plan` accepts: model, data, reward, GPUs, style.
+
+The layout is the first of a list, from the simplest on, that the plan has no fault with.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import ConfigError, Problem, UserError
+from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
+from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.preflight import preflight
+
+TENSOR = (1, 2, 4, 8)
+PROMPTS, GROUP, STEPS = 32, 8, 200
+
+STYLES: Mapping[str, tuple[str, str]] = {
+    "asynchronous": (
+        "engines go on while the policy trains; stale samples are corrected (the default of docs/stability.md)",
+        """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 2}}
+objective:
+  loss: reinforce
+  proximal: recompute
+  corrections: [{{name: tis, level: sequence, cap: 2.0}}]
+  snapshots: 3                   # the largest lag + 1
+controls: [{{name: displacement, tolerated_kl: 0.02}}]
+""",
+    ),
+    "clipped": (
+        "the same with PPO's clip in the place of the correction: less memory, a narrower range of learning rates",
+        """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 2}}
+objective: {{loss: {{name: ppo_clip, clip_high: 0.28}}}}
+""",
+    ),
+    "synchronous": (
+        "generate, train, generate: no sample is stale, and half of the devices wait",
+        """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 0}}
+objective: {{loss: reinforce}}
+""",
+    ),
+}
+"""Name -> what it is, in words; its part of the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """`reward`: a built-in one's name, or module:function. `gpus`: of this or of another machine,
+    each of `gpu_memory_gib`; 0 trains on the CPU. `style`: one of STYLES."""
+
+    model: Path
+    data: Path
+    reward: str
+    gpus: int
+    gpu_memory_gib: float
+    style: str
+
+
+def write_config(answers: Answers, out: Path) -> None:
+    """Writes `out`. Raises UserError where the file exists, a style is unknown, or the plan has a
+    fault with every layout: then with the last one's faults."""
+    if out.exists():
+        raise UserError.of("OUT", f"{out} already exists", "name another file, or remove it")
+    if answers.style not in STYLES:
+        known = ", ".join(STYLES)
+        raise UserError.of("--style", f"{answers.style!r} is not one of {known}", "name one")
+    shape, faults = read_model(answers.model)
+    if shape is None:
+        raise ConfigError(f"{out} was not written", faults)
+    for text in _candidates(answers, out, shape.context // 2):
+        faults = _faults(text, answers, out)
+        if not faults:
+            out.write_text(text)
+            return
+        if not any(fault.key.startswith(("policy", "rollout")) for fault in faults):
+            raise ConfigError(f"{out} was not written", faults)  # no layout would mend it
+    raise ConfigError(f"{out} was not written: no layout fits", faults)
+
+
+def _faults(text: str, answers: Answers, out: Path) -> list[Problem]:
+    """Of a file with this text, in the place of `out`: its paths start there."""
+    machine: Machine = this_machine()
+    if answers.gpus:
+        machine = described_machine(
+            gpus=answers.gpus, gpu_memory_gib=answers.gpu_memory_gib, nodes=1
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=out.parent) as file:
+        file.write(text)
+        file.flush()
+        return list(preflight(load(Path(file.name)), all_data=False, machine=machine).problems)
+
+
+def _candidates(answers: Answers, out: Path, longest: int) -> Iterator[str]:
+    """`longest`: most response tokens."""
+    layouts: list[tuple[str, str]] = []
+    gpus = answers.gpus
+    if not gpus:
+        layouts.append(("  device: cpu\n", "  kv_cache_gib: 1.0\n"))
+    for tensor in TENSOR:
+        for recompute in ("none", "full"):
+            rows = f"  sequence: packed\n  recompute: {recompute}\n"
+            if 2 * tensor <= gpus:
+                ranks = gpus // 2 // tensor * tensor
+                engines = (gpus - ranks) // tensor
+                layouts.append(
+                    (
+                        f"  device: cuda\n  parallel: {_parallel(ranks, tensor)}\n{rows}",
+                        f"  engines: {engines}\n  tensor: {tensor}\n",
+                    )
+                )
+    for tensor in TENSOR:
+        if gpus and gpus % tensor == 0:
+            layouts.append(
+                (
+                    f"  device: cuda\n  parallel: {_parallel(gpus, tensor)}\n"
+                    "  sequence: packed\n  recompute: full\n",
+                    f"  placement: colocated\n  engines: {gpus // tensor}\n  tensor: {tensor}\n"
+                    "  gpu_memory_utilization: 0.5\n",
+                )
+            )
+    for policy, rollout in layouts:
+        yield _text(answers, out, policy, rollout, longest)
+
+
+def _parallel(ranks: int, tensor: int) -> str:
+    words = f"ranks: {ranks}, tensor: {tensor}"
+    return f"{{{words}, sequence: true}}" if tensor > 1 else f"{{{words}}}"
+
+
+def _text(answers: Answers, out: Path, policy: str, rollout: str, longest: int) -> str:
+    meaning, method = STYLES[answers.style]
+    folder = out.resolve().parent
+    prompts, group = (PROMPTS, GROUP) if answers.gpus else (8, 8)
+    tokens = min(1024 if answers.gpus else 64, longest)
+    place = f"--gpus {answers.gpus} --gpu-memory {answers.gpu_memory_gib:g}" if answers.gpus else ""
+    return f"""# {answers.style.capitalize()}: {meaning}.
+#   mar plan {f"{out.name} {place}".strip()}
+#   mar train {out.name}
+# Every key and its default: docs/config.md. Which method to start with: docs/choosing_a_method.md.
+run: {{dir: runs/{out.stem}, steps: {STEPS}}}
+model: {{path: {_path(answers.model, folder)}, dtype: {"bfloat16" if answers.gpus else "float32"}}}
+data:
+  train: {_path(answers.data, folder)}
+  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
+{method.format(prompts=prompts, group=group)}rollout:
+{rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
+  reward: {{name: "{answers.reward}"}}
+policy:
+{policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}
+"""
+
+
+def _path(path: Path, folder: Path) -> str:
+    """As the file says it: from its own folder where the path lies in it."""
+    path = path.resolve()
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
