@@ -64,6 +64,7 @@ setup(
             "transformer-engine-cu13>=2.11,<2.13",
             *STACK,
         ],
+        "trackers": ["wandb>=0.20,<1", "mlflow-skinny>=3,<4", "trackio>=0.10,<1"],
         "dev": [
             "hypothesis>=6.100,<7",
             "import-linter>=2.1,<3",

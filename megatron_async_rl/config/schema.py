@@ -369,6 +369,13 @@ class ObserveConfig(Strict):
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs
     it; null serves nothing."""
+    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """Experiment trackers that get the same numbers, each by its own library, which is installed beside
+    this package, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`).
+    A resumed run goes on in the same run of the tracker. One that fails three times in a row is
+    left out from then on, and the run goes on."""
+    project: str = "megatron_async_rl"
+    """The trackers' project, or experiment; the run's name there is that of `run.dir`."""
     beside: Path | None = None
     """Directory of another run, whose reward, effective sample size and cosine the report draws
     beside this one's, under that directory's name; null draws none."""

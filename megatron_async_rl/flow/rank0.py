@@ -24,6 +24,7 @@ from megatron_async_rl.flow.summary import MetricValue, summarise
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Timeline
+from megatron_async_rl.metrics.trackers import open_trackers
 from megatron_async_rl.policy.checkpoint_folder import read_file
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.samples.rank_batch import RankBatch
@@ -172,6 +173,12 @@ class Rank0(OtherRank):
             tensorboard=config.observe.tensorboard,
             first_step=version + 1,
             prometheus_port=config.observe.prometheus_port,
+            trackers=open_trackers(
+                config.observe.trackers,
+                config.run.dir,
+                config.observe.project,
+                config.model_dump(mode="json"),
+            ),
         )
         if self.schedule is not None:
             self._eval_log = EvalLog(config.run.dir, self.schedule.means)

@@ -22,7 +22,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,14 +56,15 @@ class MetricsLog:
         tensorboard: bool,
         first_step: int,
         prometheus_port: int | None = None,
+        trackers: Sequence[Sink] = (),
     ) -> None:
         """`first_step`: the first step this process will log. Lines from it on are cut away: they
-        will be written again.
+        will be written again. `trackers`: more sinks, which are closed with the log.
 
         Raises UserError when `prometheus_port` is already in use.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks: list[Sink] = []
+        self._sinks: list[Sink] = list(trackers)
         if prometheus_port is not None or tensorboard:
             # Their libraries take a second to load, and whoever only reads a run needs neither.
             from megatron_async_rl.metrics.sinks import Prometheus, TensorBoard

@@ -26,6 +26,7 @@ from megatron_async_rl.data import (
     load_tokenizer,
     read_prompts,
 )
+from megatron_async_rl.metrics.trackers import lacking
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
@@ -86,7 +87,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
     problems += _reward(config, read) + _engine_options(config, machine)
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
-        problems += _beside(config)
+        problems += _beside(config) + lacking(config.observe.trackers)
     plan = make_plan(config, machine, shape, lengths=lengths, problems=problems)
     return replace(
         plan,

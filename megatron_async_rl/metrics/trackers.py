@@ -1,0 +1,227 @@
+"""Experiment trackers as sinks of metrics: Weights & Biases, MLflow, trackio, each by its own library
+and its own environment variables.
+
+Invariants:
+- a tracker that cannot be opened is refused at the start; one that fails later costs its own lines
+  and never the run: after three failures in a row it is left alone;
+- a resumed run goes on in the tracker's same run: its identity is in RUN/trackers.json;
+- without a server, what is tracked lies in the run directory (Weights & Biases with
+  WANDB_MODE=offline, MLflow) or where the tracker keeps it (trackio).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_async_rl.config.problem import Problem, UserError
+from megatron_async_rl.metrics.catalogue import METRICS, Value
+
+IDENTITIES = "trackers.json"
+PATIENCE = 3
+"""Failures in a row: a server that is away holds up rank 0 for as long as its library tries."""
+
+
+class Tracker(ABC):
+    """A sink whose failures stay its own. Histograms are left to `RUN/metrics.jsonl` and TensorBoard;
+    what every engine has is one number for each."""
+
+    name: str
+    package: str
+    """The library to install, as pip knows it."""
+
+    def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
+        self._failures = 0
+        try:
+            self.open(run_dir, project, config)
+        except Exception as error:
+            what = f"{self.name} cannot be opened: {type(error).__name__}: {error}".strip()
+            fix = f"{self.offline}; or leave {self.name} out of observe.trackers"
+            raise UserError.of("observe.trackers", what, fix) from error
+
+    offline: str
+    """How to track without a server, in words."""
+
+    @abstractmethod
+    def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
+        """Begins the tracker's run, or goes on with the one that RUN/trackers.json names."""
+
+    @abstractmethod
+    def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None: ...
+
+    @abstractmethod
+    def end(self) -> None: ...
+
+    def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
+        if self._failures == PATIENCE:
+            return
+        try:
+            self.send(step, time, dict(_numbers(values)))
+        except Exception as error:  # noqa: BLE001 - a tracker must not end a run
+            self._failures += 1
+            then = "; it gets no more" if self._failures == PATIENCE else ""
+            sys.stderr.write(f"{self.name} did not take step {step}{then}: {error!r}\n")
+        else:
+            self._failures = 0
+
+    def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
+        self.write(version, time, values)
+
+    def close(self) -> None:
+        try:
+            self.end()
+        except Exception as error:  # noqa: BLE001 - a tracker must not end a run
+            sys.stderr.write(f"{self.name} was not closed: {error!r}\n")
+
+
+class WandB(Tracker):
+    """wandb's steps only grow, so an evaluation, which may be of an older version, goes with the newest step
+    and has its `eval/version`; steps that a crashed run repeats stay as they were first sent."""
+
+    name, package = "wandb", "wandb"
+    offline = "log in with `wandb login`, or set WANDB_MODE=offline and `wandb sync` later"
+
+    def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._newest = 0
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            id=_identity(run_dir, self.name, uuid.uuid4().hex[:12]),
+            resume="allow",
+            config=dict(config),
+            dir=run_dir,
+        )
+
+    def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        self._newest = max(self._newest, step)
+        self._run.log(dict(numbers), step=self._newest)
+
+    def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
+        super().write_evaluation(version, time, {**values, "eval/version": version})
+
+    def end(self) -> None:
+        self._run.finish()
+
+
+class MLflow(Tracker):
+    """In RUN/mlruns where MLFLOW_TRACKING_URI names no server. MLflow allows no `@` in a name: pass@k is
+    pass_at_k there."""
+
+    name, package = "mlflow", "mlflow-skinny"
+    offline = "unset MLFLOW_TRACKING_URI to track in RUN/mlruns"
+
+    def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
+        # Files need no database and no server; MLflow asks to be told that one wants them.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        from mlflow import MlflowClient
+
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(server or (run_dir / "mlruns").resolve().as_uri())
+        known = _identities(run_dir).get(self.name)
+        if known is None:
+            experiment = self._client.get_experiment_by_name(project)
+            where = (
+                experiment.experiment_id if experiment else self._client.create_experiment(project)
+            )
+            known = self._client.create_run(where, run_name=run_dir.name).info.run_id
+            _identity(run_dir, self.name, known)
+            for key, value in _flat(config):
+                self._client.log_param(known, key, str(value)[:500])
+        self._client.update_run(known, status="RUNNING")
+        self._id = known
+
+    def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        at = int(time * 1000)
+        self._client.log_batch(
+            self._id,
+            [Metric(key.replace("@", "_at_"), one, at, step) for key, one in numbers.items()],
+        )
+
+    def end(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class Trackio(Tracker):
+    """In trackio's own folder (TRACKIO_DIR); `trackio show` draws it."""
+
+    name, package = "trackio", "trackio"
+    offline = "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to track on this machine"
+
+    def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
+        import trackio
+
+        name = _identity(run_dir, self.name, f"{run_dir.name}-{uuid.uuid4().hex[:6]}")
+        self._run = trackio.init(
+            project=project, name=name, config=dict(config), resume="allow", embed=False
+        )
+
+    def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def end(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {one.name: one for one in (WandB, MLflow, Trackio)}
+
+
+def open_trackers(
+    names: Sequence[str], run_dir: Path, project: str, config: Mapping[str, Any]
+) -> list[Tracker]:
+    """Raises UserError for the first that cannot be opened."""
+    return [TRACKERS[name](run_dir, project, config) for name in names]
+
+
+def lacking(names: Sequence[str]) -> list[Problem]:
+    """Trackers whose library is not installed."""
+    return [
+        Problem(
+            key="observe.trackers",
+            what=f"{name} is not installed",
+            fix=f"pip install {TRACKERS[name].package}, or leave it out",
+        )
+        for name in names
+        if find_spec(name) is None
+    ]
+
+
+def _numbers(values: Mapping[str, Value]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if not isinstance(value, list):
+            yield name, value
+        elif METRICS[name].kind == "per engine":
+            yield from ((f"{name}/{engine}", number) for engine, number in enumerate(value))
+
+
+def _identities(run_dir: Path) -> dict[str, str]:
+    file = run_dir / IDENTITIES
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _identity(run_dir: Path, name: str, new: str) -> str:
+    """The identity that RUN/trackers.json has of a tracker; written there if it has none."""
+    known = _identities(run_dir)
+    if name not in known:
+        (run_dir / IDENTITIES).write_text(json.dumps(known | {name: new}) + "\n")
+    return known.get(name, new)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

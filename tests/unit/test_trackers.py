@@ -1,0 +1,164 @@
+"""Experiment trackers, the real libraries without a server: they get the numbers that
+`RUN/metrics.jsonl` has, a resumed run goes on in the same run, and none of them can end a run."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics import trackers
+from megatron_async_rl.metrics.log import MetricsLog
+from megatron_async_rl.metrics.trackers import TRACKERS, open_trackers
+
+CONFIG = {"policy": {"optimizer": {"lr": 1e-3}}, "controls": [{"name": "gac"}]}
+Read = Mapping[str, Mapping[int, float]]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / "a_run"
+    folder.mkdir()
+    return folder
+
+
+def track(run_dir: Path, name: str, steps: range) -> None:
+    """A run, or its continuation, as rank 0 logs it."""
+    sinks = open_trackers([name], run_dir, "a_project", CONFIG)
+    log = MetricsLog(run_dir, tensorboard=False, first_step=steps.start, trackers=sinks)
+    for step in steps:
+        log.log(step, {"reward/mean": step / 8, "engine/busy_shares": [0.25, 0.5]})
+    log.evaluated(steps.stop - 1, {"eval/mean": 0.75, "eval/pass@1": 0.5})
+    log.close()
+
+
+def read_mlflow(run_dir: Path) -> Read:
+    from mlflow import MlflowClient
+
+    client = MlflowClient((run_dir / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("a_project")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["policy.optimizer.lr"] == "0.001"
+    return {
+        key: {one.step: one.value for one in client.get_metric_history(run.info.run_id, key)}
+        for key in run.data.metrics
+    }
+
+
+def wandb_records(file: Path) -> Iterator[bytes]:
+    """Of a file that `wandb sync` would send: LevelDB's log format after a header of 7 bytes. A block has 32 KiB;
+    a record may go on in the next."""
+    data = file.read_bytes()
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # the block's rest is filled with zeros
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield record
+            record = b""
+
+
+def read_wandb(run_dir: Path) -> Read:
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # its own process writes the files, and ends here
+    read: dict[str, dict[int, float]] = {}
+    identities = set()
+    for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
+        for record in map(Record.FromString, wandb_records(file)):
+            if record.run.run_id:
+                identities.add(record.run.run_id)
+            items = {
+                "/".join(one.nested_key) or one.key: json.loads(one.value_json)
+                for one in record.history.item
+            }
+            for key, value in items.items():
+                if not key.startswith("_") and key != "eval/version":
+                    read.setdefault(key, {})[items["_step"]] = value
+    assert len(identities) == 1
+    return read
+
+
+def read_trackio(run_dir: Path) -> Read:
+    (file,) = (run_dir.parent / "trackio").glob("a_project*.db")
+    read: dict[str, dict[int, float]] = {}
+    with sqlite3.connect(file) as database:
+        rows = database.execute("select run_name, step, metrics from metrics").fetchall()
+    assert len({row[0] for row in rows}) == 1
+    for _, step, metrics in rows:
+        for key, value in json.loads(metrics).items():
+            read.setdefault(key, {})[step] = value
+    return read
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_has_every_number_and_a_resumed_run_is_the_same_run(run_dir, name):
+    track(run_dir, name, range(1, 4))
+    for folder in run_dir.glob("wandb/offline-run-*"):  # named by the second, which may be the same
+        folder.rename(folder.with_name(folder.name.replace("offline-run-", "offline-run-0")))
+    track(run_dir, name, range(4, 6))
+    reader = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}[name]
+    read = reader(run_dir)
+    pass_at = "eval/pass_at_1" if name == "mlflow" else "eval/pass@1"
+    assert read["reward/mean"] == {step: step / 8 for step in range(1, 6)}
+    assert read["engine/busy_shares/1"] == dict.fromkeys(range(1, 6), 0.5)
+    assert read["eval/mean"] == {3: 0.75, 5: 0.75}
+    assert read[pass_at] == {3: 0.5, 5: 0.5}
+
+
+class Failing(trackers.MLflow):
+    name = "failing"
+
+    def open(self, run_dir, project, config):
+        self.sent: list[int] = []
+
+    def send(self, step, time, numbers):
+        self.sent.append(step)
+        if step != 3:
+            raise ConnectionError("the server is away")
+
+    def end(self):
+        raise ConnectionError("still away")
+
+
+def test_a_tracker_that_fails_costs_its_lines_alone_and_is_left_alone_after_three(run_dir, capsys):
+    failing = Failing(run_dir, "a_project", CONFIG)
+    log = MetricsLog(run_dir, tensorboard=False, first_step=1, trackers=[failing])
+    for step in range(1, 9):
+        log.log(step, {"reward/mean": 0.5})
+    log.close()
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 8
+    assert failing.sent == [1, 2, 3, 4, 5, 6]  # the third was taken: three in a row are the last
+    told = capsys.readouterr().err
+    assert "failing did not take step 6; it gets no more" in told
+    assert "failing was not closed" in told
+
+
+def test_a_tracker_that_cannot_be_opened_is_refused_with_a_way_to_do_without(run_dir, monkeypatch):
+    monkeypatch.setattr(trackers.MLflow, "open", lambda *_: 1 / 0)
+    with pytest.raises(UserError, match="mlflow cannot be opened: ZeroDivisionError") as refused:
+        open_trackers(["mlflow"], run_dir, "a_project", CONFIG)
+    assert "unset MLFLOW_TRACKING_URI" in str(refused.value)
+
+
+def test_a_tracker_that_is_not_installed_is_a_problem_of_the_plan(monkeypatch):
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None if name == "mlflow" else name)
+    (problem,) = trackers.lacking(["wandb", "mlflow"])
+    assert problem.key == "observe.trackers"
+    assert "pip install mlflow-skinny" in problem.fix
