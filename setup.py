@@ -55,6 +55,7 @@ setup(
         "rich",
         "safetensors",
         "sentencepiece",
+        "simpy",
         "tensorboard",
         "tokenizers",
         "typer",
