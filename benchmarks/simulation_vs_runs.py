@@ -110,27 +110,24 @@ def main() -> None:
     config = load(args.config, args.overrides)
     result: dict[str, Any] = {"ratios": {}}
     calibrations = [
-        calibrate(args.folder / f"alpha_{args.calibrate:g}_{number}")
+        calibrate(args.folder / f"alpha_{args.calibrate:g}_{number}", args.cores)
         for number in range(args.rounds)
     ]
     first: dict[str, float] = {}
     for ratio in args.ratios:
         was = mean_of(found[ratio])
         told = mean_of(
-            [
-                predicted(config, ratio, one.rates_of(config, args.cores), one.lengths)
-                for one in calibrations
-            ]
+            [predicted(config, ratio, one.rates_of(config), one.lengths) for one in calibrations]
         )
         for name, one in (("measured", was), ("predicted", told)):
             first.setdefault(name, one["step_s"])
             one["speed_up"] = first[name] / one["step_s"]
         result["ratios"][f"{ratio:g}"] = {"measured": was, "predicted": told}
-    result["calibration"] = [one.in_words(one.rates_of(config, args.cores)) for one in calibrations]
+    result["calibration"] = [one.in_words() for one in calibrations]
     print(json.dumps(result, indent=1))
     if args.store is not None:
         stored = {
-            "rates": asdict(calibrations[0].rates_of(config, args.cores)),
+            "rates": asdict(calibrations[0].rates_of(config)),
             "groups": calibrations[0].lengths.groups[-GROUPS:],
             "prompts": calibrations[0].lengths.prompts[-GROUPS:],
             "measured": {key: one["measured"] for key, one in result["ratios"].items()},

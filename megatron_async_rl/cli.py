@@ -216,9 +216,9 @@ def simulate(
     config: ConfigFile,
     overrides: Overrides = None,
     measured_in: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            "--from", metavar="RUN", help="A run whose rates to take, else those of --hardware."
+            "--from", metavar="RUN", help="A run, or several, whose rates to take; else --hardware."
         ),
     ] = None,
     async_ratio: Annotated[
@@ -253,7 +253,7 @@ def simulate(
     ratios = _numbers(async_ratio, "--async-ratio", 0.0)
     counts = [int(one) for one in _numbers(gpus, "--gpus", 2.0)]
     loaded = load(config, overrides or ())
-    if measured_in is not None:
+    if measured_in:
         if counts or assume:
             key, what = (
                 "--gpus" if counts else "--assume",

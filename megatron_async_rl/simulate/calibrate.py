@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +33,8 @@ from megatron_async_rl.simulate.model import Lengths, Rates
 Floats = NDArray[np.float64]
 
 LEAST_STEPS = 6
-SLOWER = np.linspace(0.0, 0.8, 33)
+ROUNDS = 30
+SLOWER = np.linspace(0.0, 0.8, 17)
 """By how much one side may be slowed by the other."""
 SEEN = 0.1
 """Standard deviation of the share of a step, or a response, beside the other side's work: with less,
@@ -51,21 +52,18 @@ class Calibration:
     residual: float
     assumed: tuple[str, ...]
 
-    def rates_of(self, config: Config, cores: int | None) -> Rates:
-        """For `config`: training takes less time in proportion to the ranks. `cores`: what trainer
-        and engines share, which says how they slow each other where the run has not shown it."""
+    def rates_of(self, config: Config) -> Rates:
+        """For `config`: training takes less time in proportion to the ranks."""
         assert config.rollout is not None
-        ranks, rollout = config.policy.parallel.ranks, config.rollout
-        share = min(1.0, cores / (ranks + rollout.engines)) if cores else 1.0
+        share = self.ranks / config.policy.parallel.ranks
         return replace(
             self.rates,
-            train_token_s=self.rates.train_token_s * self.ranks / ranks,
-            places=rollout.max_concurrent,
-            **dict.fromkeys(self.assumed, share),
+            train_token_s=self.rates.train_token_s * share,
+            places=config.rollout.max_concurrent,
         )
 
-    def in_words(self, rates: Rates) -> str:
-        """`rates`: those made of it."""
+    def in_words(self) -> str:
+        rates = self.rates
         ((fixed, each),) = rates.decode
         trainer, engine = (
             "assumed" if key in self.assumed else "measured"
@@ -81,64 +79,147 @@ class Calibration:
         )
 
 
-def calibrate(run: Path) -> Calibration:
-    """Raises UserError for a run that shows too little."""
-    if not (run / "metrics.jsonl").is_file():
-        raise _lacks(run, "no metrics.jsonl")
-    rows = read_metrics(run)
-    try:
-        tree = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        ranks, ratio = tree["policy"]["parallel"]["ranks"], tree["flow"]["async_ratio"]
-        places = tree["rollout"]["max_concurrent"]
-    except (OSError, KeyError, TypeError, yaml.YAMLError):
-        raise _lacks(run, "no config.yaml of a run that samples") from None
-    counted = rows[len(rows) // 5 : len(rows) - math.ceil(ratio) - 1]
-    if len(counted) < LEAST_STEPS:
-        raise _lacks(run, f"only {len(rows)} steps")
-    since, until = (number(row, "time") or 0.0 for row in (counted[0], counted[-1]))
-    tracks = {
-        name: [span for span in spans if since <= span.start and span.end <= until]
-        for name, spans in read_timeline(run).items()
-    }
-    rank0 = tracks.pop("rank 0", [])
-    engines = {int(name.partition("-")[2]): spans for name, spans in tracks.items() if spans}
-    if not rank0 or not engines:
-        raise _lacks(run, "no timeline of trainer and engines")
-    samples = _Samples.read(run)
-    training = [span for span in rank0 if span.state == "training"]
-    works = [s for spans in engines.values() for s in spans if s.state in ("busy", "loading")]
-    loading = [span for span in works if span.state == "loading"]
-    train_token_s, spread, slower = _fit_training(training, counted, works)
-    counting = samples.where((samples.begun >= since) & (samples.ended <= until))
-    decode, prompt_s, residual, slowed = _fit_decoding(counting, engines, training, places)
-    load_s = [one.seconds - (slowed or 0.0) * _overlap(one, training) for one in loading]
+def calibrate(runs: Sequence[Path], cores: int | None) -> Calibration:
+    """Of runs on the same machine: one that takes turns and one that overlaps show together how
+    trainer and engines slow each other. `cores`: what they shared, if anything, which says so where
+    no log does. Raises UserError for a run that shows too little."""
+    logs = [_Log.read(run) for run in runs]
+    ranks, processes = logs[0].ranks, logs[0].ranks + len(logs[0].engines)
+    if any(one.ranks != ranks for one in logs):
+        raise UserError.of("--from", "the runs have different policy.parallel.ranks", "name one")
+    assumed = 1.0 - min(1.0, (cores or processes) / processes)
+    train_token_s, spread, slower = _fit_training(logs, assumed)
+    fit = _fit_decoding(logs, assumed)
+    loads = [
+        one.seconds - fit.slower.by * _overlap(one, log.training)
+        for log in logs
+        for one in log.loading
+    ]
     rates = Rates(
-        decode=(decode,),
-        prompt_s=prompt_s,
-        places=places,
-        ask_s=_mean(_asks(engines)),
-        take_s=_mean(_takes(rank0, samples)),
+        decode=((fit.fixed_s, fit.each_s),),
+        prompt_s=fit.prompt_s,
+        places=logs[0].places,
+        ask_s=_mean(logs, _Log.asks),
+        take_s=_mean(logs, _Log.takes),
         train_token_s=train_token_s,
         train_spread=spread,
-        publish_s=_mean([span.seconds for span in rank0 if span.state == "publishing"]),
-        begin_s=_mean(_begins(rank0, sorted(span.start for span in loading))),
-        load_s=_mean(load_s),
-        trainer_beside=1.0 - (slower or 0.0),
-        engine_beside=1.0 - (slowed or 0.0),
+        publish_s=_mean(logs, _Log.publishes),
+        begin_s=_mean(logs, _Log.begins),
+        load_s=float(np.mean(loads)) if loads else 0.0,
+        trainer_beside=1.0 - slower.by,
+        engine_beside=1.0 - fit.slower.by,
     )
-    seen = {"trainer_beside": slower, "engine_beside": slowed}
+    both = {"trainer_beside": slower, "engine_beside": fit.slower}
     return Calibration(
         rates=rates,
-        lengths=samples.lengths(rows[-1]),
+        lengths=logs[0].samples.lengths(logs[0].last),
         ranks=ranks,
-        residual=residual,
-        assumed=tuple(key for key, value in seen.items() if value is None),
+        residual=fit.residual,
+        assumed=tuple(key for key, value in both.items() if value.assumed),
     )
 
 
 def _lacks(run: Path, what: str) -> UserError:
     fix = "name a run with samples.keep_mib above 0, after some dozen steps"
     return UserError.of("--from", f"{run} holds {what}: too little to take rates from", fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Log:
+    """One run: the rows and spans of the steps that count, and the samples of all."""
+
+    ranks: int
+    places: int
+    rows: Sequence[Row]
+    last: Row
+    rank0: Sequence[Span]
+    engines: Mapping[int, Sequence[Span]]
+    samples: _Samples
+
+    @classmethod
+    def read(cls, run: Path) -> _Log:
+        """Raises UserError."""
+        if not (run / "metrics.jsonl").is_file():
+            raise _lacks(run, "no metrics.jsonl")
+        rows = read_metrics(run)
+        try:
+            tree = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+            ranks, ratio = tree["policy"]["parallel"]["ranks"], tree["flow"]["async_ratio"]
+            places = tree["rollout"]["max_concurrent"]
+        except (OSError, KeyError, TypeError, yaml.YAMLError):
+            raise _lacks(run, "no config.yaml of a run that samples") from None
+        counted = rows[len(rows) // 5 : len(rows) - math.ceil(ratio) - 1]
+        if len(counted) < LEAST_STEPS:
+            raise _lacks(run, f"only {len(rows)} steps")
+        since, until = (number(row, "time") or 0.0 for row in (counted[0], counted[-1]))
+        tracks = {
+            name: [span for span in spans if since <= span.start and span.end <= until]
+            for name, spans in read_timeline(run).items()
+        }
+        rank0 = tracks.pop("rank 0", [])
+        engines = {int(name.partition("-")[2]): spans for name, spans in tracks.items() if spans}
+        if not rank0 or not engines:
+            raise _lacks(run, "no timeline of trainer and engines")
+        return cls(
+            ranks=ranks,
+            places=places,
+            rows=counted,
+            last=rows[-1],
+            rank0=rank0,
+            engines=engines,
+            samples=_Samples.read(run),
+        )
+
+    @property
+    def training(self) -> list[Span]:
+        return [span for span in self.rank0 if span.state == "training"]
+
+    @property
+    def loading(self) -> list[Span]:
+        return [
+            span for spans in self.engines.values() for span in spans if span.state == "loading"
+        ]
+
+    @property
+    def works(self) -> list[Span]:
+        """Of engines."""
+        states = ("busy", "loading")
+        return [span for spans in self.engines.values() for span in spans if span.state in states]
+
+    def publishes(self) -> list[float]:
+        return [span.seconds for span in self.rank0 if span.state == "publishing"]
+
+    def takes(self) -> list[float]:
+        """From the last response of a batch to its step, where the trainer waited for that one."""
+        ends, found = np.sort(self.samples.ended), []
+        for before, span in itertools.pairwise(self.rank0):
+            place = int(np.searchsorted(ends, span.start)) - 1
+            waited = span.state == "training" and before.waiting_for == "batch"
+            if waited and place >= 0 and ends[place] >= before.start:
+                found.append(span.start - float(ends[place]))
+        return found
+
+    def begins(self) -> list[float]:
+        """From the end of publishing to the first engine that loads."""
+        loads = sorted(span.start for span in self.loading)
+        published = [span for span in self.rank0 if span.state == "publishing"]
+        places = np.searchsorted(loads, [span.start for span in published]).tolist()
+        pairs = zip(published, places, strict=True)
+        return [max(0.0, loads[place] - span.end) for span, place in pairs if place < len(loads)]
+
+    def asks(self) -> list[float]:
+        """From new weights to the first response, of engines that had none meanwhile."""
+        return [
+            idle.seconds
+            for spans in self.engines.values()
+            for load, idle, busy in zip(spans, spans[1:], spans[2:], strict=False)
+            if (load.state, idle.state, busy.state) == ("loading", "idle", "busy")
+        ]
+
+
+def _mean(logs: Sequence[_Log], of: Callable[[_Log], list[float]]) -> float:
+    values = [value for log in logs for value in of(log)]
+    return float(np.mean(values)) if values else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,60 +268,86 @@ class _Samples:
         )
 
 
-def _fit_training(
-    training: Sequence[Span], rows: Sequence[Row], works: Sequence[Span]
-) -> tuple[float, tuple[float, ...], float | None]:
-    """Seconds of a token, factors by which steps vary, and by how much the trainer is slower while
-    an engine works (null: not seen):
+@dataclass(frozen=True)
+class _Slower:
+    """By how much one side is slower while the other works."""
+
+    by: float
+    assumed: bool
+
+
+def _slower(share: Floats, left: Callable[[float], float], assumed: float) -> _Slower:
+    """What leaves least unexplained. `share` of each step, or response, beside the other side."""
+    if np.std(share) < SEEN:
+        return _Slower(assumed, True)
+    return _Slower(float(min(SLOWER, key=left)), False)
+
+
+def _fit_training(logs: Sequence[_Log], assumed: float) -> tuple[float, tuple[float, ...], _Slower]:
+    """Seconds of a token, factors by which steps vary, and how much an engine beside it matters:
 
         seconds of a step = tokens x seconds of a token / (1 - slower x share beside an engine)
 
     By logarithms: steps that are beside an engine throughout would else be explained by that
     alone."""
-    ends = np.array([span.end for span in training])
     each, share = [], []
-    for row in rows:
-        place = int(np.searchsorted(ends, number(row, "time") or 0.0)) - 1
-        tokens = (number(row, "tokens/trained") or 0.0) + (number(row, "tokens/prompt") or 0.0)
-        if place >= 0 and tokens:
-            each.append(training[place].seconds / tokens)
-            share.append(_overlap(training[place], works) / training[place].seconds)
-    seconds, beside, slower = np.array(each), np.array(share), None
-    if np.std(beside) >= SEEN:
-        slower = float(min(SLOWER, key=lambda one: np.std(np.log(seconds * (1 - one * beside)))))
-    alone = seconds * (1 - (slower or 0.0) * beside)
+    for log in logs:
+        training, works = log.training, log.works
+        ends = np.array([span.end for span in training])
+        for row in log.rows:
+            place = int(np.searchsorted(ends, number(row, "time") or 0.0)) - 1
+            tokens = (number(row, "tokens/trained") or 0.0) + (number(row, "tokens/prompt") or 0.0)
+            if place >= 0 and tokens:
+                each.append(training[place].seconds / tokens)
+                share.append(_overlap(training[place], works) / training[place].seconds)
+    seconds, beside = np.array(each), np.array(share)
+
+    def left(by: float) -> float:
+        return float(np.std(np.log(seconds * (1 - by * beside))))
+
+    slower = _slower(beside, left, assumed)
+    alone = seconds * (1 - slower.by * beside)
     spread = np.quantile(alone, np.linspace(0.03, 0.97, 16))
     return float(alone.mean()), tuple(np.round(spread / spread.mean(), 4).tolist()), slower
 
 
-def _fit_decoding(
-    samples: _Samples, engines: Mapping[int, Sequence[Span]], training: Sequence[Span], places: int
-) -> tuple[tuple[float, float], float, float, float | None]:
-    """(fixed, each) of a token, seconds to take in a response, the relative residual, and by how
-    much an engine is slower beside the trainer (null: not seen):
+@dataclass(frozen=True, kw_only=True)
+class _Decoding:
+    fixed_s: float
+    each_s: float
+    prompt_s: float
+    residual: float
+    slower: _Slower
 
-        seconds of a response = (once + fixed x tokens + each x tokens x responses beside it)
-                                / (1 - slower x share beside the trainer)
+
+def _fit_decoding(logs: Sequence[_Log], assumed: float) -> _Decoding:
+    """seconds of a response = (once + fixed x tokens + each x tokens x responses beside it)
+                               / (1 - slower x share beside the trainer)
 
     `once` is divided over the responses that begin together."""
-    parts = [
-        _Beside(samples.where(samples.engine == index), spans, training, places)
-        for index, spans in engines.items()
-        if (samples.engine == index).any()
-    ]
+    parts = []
+    for log in logs:
+        for index, spans in log.engines.items():
+            samples = log.samples
+            kept = (samples.begun >= spans[0].start) & (samples.ended <= spans[-1].end)
+            of = samples.where(kept & (samples.engine == index))
+            parts += [_Beside(of, spans, log.training, log.places)] if len(of.begun) else []
+    if not parts:
+        raise UserError.of("--from", "no response of a step that counts", "name a longer run")
     share = np.concatenate([part.share for part in parts])
-    tried = SLOWER if np.std(share) >= SEEN else SLOWER[:1]
-    fits = [(*_fit_at(parts, one), float(one)) for one in tried]
-    (fixed, each, once), residual, slower = min(fits, key=lambda fit: fit[1])
+    slower = _slower(share, lambda by: _fit_at(parts, by)[1], assumed)
+    (fixed, each, once), residual = _fit_at(parts, slower.by)
     together = float(np.mean(np.concatenate([part.together for part in parts])))
-    return (fixed, each), once / together, residual, slower if len(tried) > 1 else None
+    return _Decoding(
+        fixed_s=fixed, each_s=each, prompt_s=once / together, residual=residual, slower=slower
+    )
 
 
 def _fit_at(parts: Sequence[_Beside], slower: float) -> tuple[list[float], float]:
     """(fixed, each, once) by least squares, none negative, and the relative residual."""
     best, least = [1.0, 0.0, 0.0], math.inf
-    for _ in range(4):  # which tokens came when follows from the fit
-        rows = []
+    for _ in range(ROUNDS):  # which tokens came when follows from the fit
+        before, rows = best, []
         for part in parts:
             seconds, beside = part.measure(best, slower)
             columns = [part.tokens, part.tokens * beside, np.ones(len(seconds))]
@@ -251,7 +358,10 @@ def _fit_at(parts: Sequence[_Beside], slower: float) -> tuple[list[float], float
             found[used] = np.linalg.lstsq(table[:, used], np.ones(len(table)))[0]
             left = float(np.sqrt(np.mean((1 - table @ found) ** 2)))
             if (found >= 0).all() and left < least:
-                best, least = found.tolist(), left
+                # Relative errors favour short times: in all it takes what was measured.
+                best, least = (found * len(table) / (table @ found).sum()).tolist(), left
+        if np.allclose(before, best, rtol=1e-3, atol=1e-9):
+            break
     return best, least
 
 
@@ -281,18 +391,23 @@ class _Beside:
         self.together = np.searchsorted(begun, self._begun + 0.1)
         self.together -= np.searchsorted(begun, self._begun - 0.1)
 
-    def _between(self, of_interval: Floats) -> Floats:
+    def _between(self, of_interval: Floats, begun: Floats | None = None) -> Floats:
         """Sum over each response's life."""
         total = np.concatenate([[0.0], np.cumsum(of_interval)])
-        ends = np.interp(self._ended, self._times, total)
-        found: Floats = ends - np.interp(self._begun, self._times, total)
+        start = np.interp(self._begun if begun is None else begun, self._times, total)
+        found: Floats = np.interp(self._ended, self._times, total) - start
         return found
 
     def measure(self, fit: Sequence[float], slower: float) -> tuple[Floats, Floats]:
-        """Seconds of work in each response, and how many there were on average over its tokens."""
+        """Seconds of work in each response, and how many there were on average over its tokens, the
+        first of which comes after `once`."""
         work = self._busy * (1 - slower * self._trains)
         grown = work / (fit[0] + fit[1] * np.maximum(1, self._count))
-        return self._between(work), self._between(grown * self._count) / self._between(grown)
+        total = np.concatenate([[0.0], np.cumsum(work)])
+        first = np.interp(self._begun, self._times, total) + fit[2]
+        begun = np.minimum(np.interp(first, total, self._times), self._ended - 1e-5)
+        tokens = np.maximum(self._between(grown, begun), 1e-12)
+        return self._between(work), self._between(grown * self._count, begun) / tokens
 
 
 def _within(times: Floats, spans: Sequence[Span]) -> NDArray[np.bool_]:
@@ -306,36 +421,3 @@ def _overlap(span: Span, others: Sequence[Span]) -> float:
     """Seconds of `span` in which one of the others was; of several engines' at most all."""
     inside = (min(span.end, one.end) - max(span.start, one.start) for one in others)
     return min(span.seconds, sum(seconds for seconds in inside if seconds > 0))
-
-
-def _takes(rank0: Sequence[Span], samples: _Samples) -> list[float]:
-    """From the last response of a batch to its step, where the trainer waited for that response."""
-    ends, found = np.sort(samples.ended), []
-    for before, span in itertools.pairwise(rank0):
-        place = int(np.searchsorted(ends, span.start)) - 1
-        waited = span.state == "training" and before.waiting_for == "batch"
-        if waited and place >= 0 and ends[place] >= before.start:
-            found.append(span.start - float(ends[place]))
-    return found
-
-
-def _begins(rank0: Sequence[Span], loads: Sequence[float]) -> list[float]:
-    """From the end of publishing to the first engine that loads."""
-    published = [span for span in rank0 if span.state == "publishing"]
-    places = np.searchsorted(loads, [span.start for span in published]).tolist()
-    pairs = zip(published, places, strict=True)
-    return [max(0.0, loads[place] - span.end) for span, place in pairs if place < len(loads)]
-
-
-def _asks(engines: Mapping[int, Sequence[Span]]) -> list[float]:
-    """From new weights to the first response, of engines that had none meanwhile."""
-    return [
-        idle.seconds
-        for spans in engines.values()
-        for load, idle, busy in zip(spans, spans[1:], spans[2:], strict=False)
-        if (load.state, idle.state, busy.state) == ("loading", "idle", "busy")
-    ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else 0.0

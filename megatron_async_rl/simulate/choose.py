@@ -24,6 +24,7 @@ from rich.table import Table
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.problem import ConfigError, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import described_machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import make_plan
@@ -33,12 +34,12 @@ from megatron_async_rl.simulate.hardware import Hardware, best_bucket, lengths_o
 from megatron_async_rl.simulate.model import Lengths, Outcome, Rates, simulate
 
 RATIOS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
-SAMPLES, ENGINES, LEAST_ENGINES = 1024, 16, 4
+SAMPLES, ENGINES, LEAST_ENGINES = 512, 8, 4
 """Of a step, and of the fleet: simulated one by one. Of more a part stands for all; engines load in
 turns, which one alone cannot show."""
 CLOSE = 0.98
 """Speeds within this of the fastest are as good: then fresher samples count."""
-SPLITS = 5
+SPLITS = 4
 HALVES = {
     "trainer": ("train_s", "train_token_s"),
     "engines": ("decode", "prompt_s"),
@@ -165,16 +166,23 @@ def gpus_of(config: Config) -> int:
 
 
 def predict_from_run(
-    config: Config, run: Path, ratios: Sequence[float], steps: int, seed: int, console: Console
+    config: Config,
+    runs: Sequence[Path],
+    ratios: Sequence[float],
+    steps: int,
+    seed: int,
+    console: Console,
 ) -> None:
     """Raises UserError."""
     _require_engines(config)
-    calibration, machine = calibrate(run), this_machine()
-    planned = preflight(config, all_data=False, machine=machine)
-    if planned.problems:
-        raise ConfigError("cannot run", planned.problems)
-    rates = calibration.rates_of(config, machine.cores if planned.device == "cpu" else None)
-    _print(console, calibration.in_words(rates))
+    machine = this_machine()
+    on_cpu = device_of(config, machine) == "cpu"
+    calibration = calibrate(runs, machine.cores if on_cpu else None)
+    problems = preflight(config, all_data=False, machine=machine).problems
+    if problems:
+        raise ConfigError("cannot run", problems)
+    rates = calibration.rates_of(config)
+    _print(console, calibration.in_words())
     trials = [
         Trial(
             config=ahead(config, ratio),
@@ -262,8 +270,8 @@ def _trials(
     steps: int,
     seed: int,
 ) -> list[Trial]:
-    """Each ratio on the divisions of `gpus` in which a batch takes trainer and engines most nearly
-    as long. Raises UserError where no division can run."""
+    """Each ratio on the divisions of `gpus` whose slowest part, the trainer, the engines or the
+    carrier, is the fastest. Raises UserError where no division can run."""
     rollout, parallel, flow = config.rollout, config.policy.parallel, config.flow
     assert rollout is not None
     samples, cell = flow.prompts_per_step * flow.group_size, parallel.replica_ranks
@@ -289,14 +297,12 @@ def _trials(
         trains_s = rates.train_s + tokens * rates.train_token_s + rates.publish_s
         running = max(1, min(rates.places, samples // engines))
         samples_s = (rates.token_s(running) * mean / running + rates.prompt_s) * samples / engines
-        found.append((abs(math.log(trains_s / samples_s)), trial))
+        found.append((max(trains_s, samples_s, rates.send_s), trial))
     if not found:
         raise problem
-    nearest = sorted(found, key=lambda pair: pair[0])[:SPLITS]
+    likely = sorted(found, key=lambda pair: pair[0])[:SPLITS]
     return [
-        replace(trial, config=ahead(trial.config, ratio))
-        for _, trial in nearest
-        for ratio in ratios
+        replace(trial, config=ahead(trial.config, ratio)) for _, trial in likely for ratio in ratios
     ]
 
 
