@@ -1,5 +1,5 @@
 """Runs of one config at several `async_ratio`s against what `mar simulate` predicts for all of them
-from one.
+from some.
 
 The runs are made in turns, `--rounds` times, as the machine may be at something else; those that are
 in FOLDER already are taken as they are. Predicted and measured: seconds of a step, the speed-up over
@@ -93,7 +93,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 1.0, 2.0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--calibrate", type=float, default=0.0, help="the ratio of that run")
+    parser.add_argument(
+        "--calibrate", type=float, nargs="+", default=[0.0, 1.0], help="ratios of those runs"
+    )
     parser.add_argument("--cores", type=int, help="that trainer and engine share")
     parser.add_argument("--store", type=Path)
     args = parser.parse_args()
@@ -109,27 +111,29 @@ def main() -> None:
 
     config = load(args.config, args.overrides)
     result: dict[str, Any] = {"ratios": {}}
-    calibrations = [
-        calibrate(args.folder / f"alpha_{args.calibrate:g}_{number}", args.cores)
+    runs = [
+        args.folder / f"alpha_{ratio:g}_{number}"
+        for ratio in args.calibrate
         for number in range(args.rounds)
     ]
-    first: dict[str, float] = {}
+    calibration = calibrate(runs, args.cores)
+    rates, first = calibration.rates_of(config), dict[str, float]()
     for ratio in args.ratios:
-        was = mean_of(found[ratio])
-        told = mean_of(
-            [predicted(config, ratio, one.rates_of(config), one.lengths) for one in calibrations]
-        )
-        for name, one in (("measured", was), ("predicted", told)):
+        both = {
+            "measured": mean_of(found[ratio]),
+            "predicted": predicted(config, ratio, rates, calibration.lengths),
+        }
+        for name, one in both.items():
             first.setdefault(name, one["step_s"])
             one["speed_up"] = first[name] / one["step_s"]
-        result["ratios"][f"{ratio:g}"] = {"measured": was, "predicted": told}
-    result["calibration"] = [one.in_words() for one in calibrations]
-    print(json.dumps(result, indent=1))
+        result["ratios"][f"{ratio:g}"] = both
+    print(calibration.in_words())
+    print(json.dumps(result["ratios"], indent=1))
     if args.store is not None:
         stored = {
-            "rates": asdict(calibrations[0].rates_of(config)),
-            "groups": calibrations[0].lengths.groups[-GROUPS:],
-            "prompts": calibrations[0].lengths.prompts[-GROUPS:],
+            "rates": asdict(rates),
+            "groups": calibration.lengths.groups[-GROUPS:],
+            "prompts": calibration.lengths.prompts[-GROUPS:],
             "measured": {key: one["measured"] for key, one in result["ratios"].items()},
         }
         args.store.write_text(json.dumps(stored) + "\n")

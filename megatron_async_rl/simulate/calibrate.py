@@ -36,7 +36,7 @@ LEAST_STEPS = 6
 ROUNDS = 30
 SLOWER = np.linspace(0.0, 0.8, 17)
 """By how much one side may be slowed by the other."""
-SEEN = 0.1
+SEEN = 0.2
 """Standard deviation of the share of a step, or a response, beside the other side's work: with less,
 nothing is learnt of what that does."""
 
@@ -276,21 +276,12 @@ class _Slower:
     assumed: bool
 
 
-def _slower(share: Floats, left: Callable[[float], float], assumed: float) -> _Slower:
-    """What leaves least unexplained. `share` of each step, or response, beside the other side."""
-    if np.std(share) < SEEN:
-        return _Slower(assumed, True)
-    return _Slower(float(min(SLOWER, key=left)), False)
-
-
 def _fit_training(logs: Sequence[_Log], assumed: float) -> tuple[float, tuple[float, ...], _Slower]:
     """Seconds of a token, factors by which steps vary, and how much an engine beside it matters:
 
-        seconds of a step = tokens x seconds of a token / (1 - slower x share beside an engine)
-
-    By logarithms: steps that are beside an engine throughout would else be explained by that
-    alone."""
-    each, share = [], []
+    seconds of a step = tokens x seconds of a token + slower x seconds beside an engine
+    """
+    took, beside, counts = [], [], []
     for log in logs:
         training, works = log.training, log.works
         ends = np.array([span.end for span in training])
@@ -298,16 +289,17 @@ def _fit_training(logs: Sequence[_Log], assumed: float) -> tuple[float, tuple[fl
             place = int(np.searchsorted(ends, number(row, "time") or 0.0)) - 1
             tokens = (number(row, "tokens/trained") or 0.0) + (number(row, "tokens/prompt") or 0.0)
             if place >= 0 and tokens:
-                each.append(training[place].seconds / tokens)
-                share.append(_overlap(training[place], works) / training[place].seconds)
-    seconds, beside = np.array(each), np.array(share)
-
-    def left(by: float) -> float:
-        return float(np.std(np.log(seconds * (1 - by * beside))))
-
-    slower = _slower(beside, left, assumed)
-    alone = seconds * (1 - slower.by * beside)
-    spread = np.quantile(alone, np.linspace(0.03, 0.97, 16))
+                took.append(training[place].seconds)
+                beside.append(_overlap(training[place], works))
+                counts.append(tokens)
+    seconds, shared, size = np.array(took), np.array(beside), np.array(counts)
+    slower = _Slower(assumed, True)
+    if np.std(shared / seconds) >= SEEN:
+        table = np.stack([np.ones(len(seconds)), shared / size], axis=1)
+        found = np.linalg.lstsq(table, seconds / size)[0][1]
+        slower = _Slower(float(np.clip(found, 0.0, SLOWER[-1])), False)
+    alone = (seconds - slower.by * shared) / size
+    spread = np.quantile(alone, np.linspace(0.03, 0.97, 16)).clip(0.1 * alone.mean())
     return float(alone.mean()), tuple(np.round(spread / spread.mean(), 4).tolist()), slower
 
 
@@ -335,7 +327,10 @@ def _fit_decoding(logs: Sequence[_Log], assumed: float) -> _Decoding:
     if not parts:
         raise UserError.of("--from", "no response of a step that counts", "name a longer run")
     share = np.concatenate([part.share for part in parts])
-    slower = _slower(share, lambda by: _fit_at(parts, by)[1], assumed)
+    slower = _Slower(assumed, True)
+    if np.std(share) >= SEEN:
+        least = min(SLOWER, key=lambda by: _fit_at(parts, by)[1])
+        slower = _Slower(float(least), False)
     (fixed, each, once), residual = _fit_at(parts, slower.by)
     together = float(np.mean(np.concatenate([part.together for part in parts])))
     return _Decoding(

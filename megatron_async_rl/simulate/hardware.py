@@ -16,6 +16,7 @@ import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -157,7 +158,7 @@ def _forward(shape: ModelShape, context: float) -> float:
 
 def _training(
     config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths
-) -> dict[str, float]:
+) -> dict[str, Any]:
     parallel, objective, flow = config.policy.parallel, config.objective, config.flow
     again = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
     several = objective.steps_per_batch > 1 and objective.proximal == "recompute"
@@ -182,7 +183,7 @@ def _training(
     }
 
 
-def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, float]:
+def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any]:
     rollout = config.rollout
     assert rollout is not None
     carrier = hardware.carrier or config.weights.transport
@@ -201,17 +202,20 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, flo
         slowest = min(hardware.stream_gb_s, hardware.machine_network_gb_s / machines) * 1e9
         return staged | {"send_s": (nbytes + bucket) / slowest + buckets * each_s / 4}
     if carrier == "collective":
-        # From GPU to GPU down a tree, a bucket behind the other; put in place from GPU memory.
+        # From GPU to GPU down a tree, a bucket behind the other; then put in place in GPU memory.
         hop_s = bucket / (hardware.gpu_network_gb_s * 1e9) + each_s
         depth = math.ceil(math.log2(machines + 1))
         on_gpu = hardware.memory_tb_s * 1e12 * hardware.read_share
-        load_s = 2 * nbytes / rollout.tensor / on_gpu + buckets * each_s
-        return {"publish_s": each_s, "send_s": (buckets + depth) * hop_s, "load_s": load_s}
+        return {
+            "publish_s": each_s,
+            "send_s": (buckets + depth) * hop_s,
+            "load_s": 2 * nbytes / rollout.tensor / on_gpu,
+        }
     return staged
 
 
 def best_bucket(config: Config, shape: ModelShape, hardware: Hardware) -> int:
-    """MiB: the smallest bucket, for it stands in memory, that brings weights within 2 % of the
+    """MiB: the smallest bucket, for it stands in memory, that brings weights within 10 % of the
     shortest time."""
     weights = shape.parameters * value_bytes(config)
     times = {}
@@ -219,4 +223,4 @@ def best_bucket(config: Config, shape: ModelShape, hardware: Hardware) -> int:
         sized = config.weights.model_copy(update={"bucket_mib": mib})
         parts = _weights(config.model_copy(update={"weights": sized}), weights, hardware)
         times[mib] = parts.get("send_s", 0.0) + parts["load_s"]
-    return min(mib for mib, seconds in times.items() if seconds <= 1.02 * min(times.values()))
+    return min(mib for mib, seconds in times.items() if seconds <= 1.1 * min(times.values()))
