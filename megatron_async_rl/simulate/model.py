@@ -286,7 +286,7 @@ class _Run:
     # The trainer
 
     def _train(self, steps: int) -> Process:
-        rates, spread, work = self.rates, self.rates.train_spread, 0.0
+        rates, work, deck = self.rates, 0.0, list[float]()
         for version in range(steps):
             while (groups := self.scheduler.take(version)) is None:
                 yield self._changed
@@ -295,7 +295,9 @@ class _Run:
             began = self.env.now
             samples = [sample for group in groups for sample in group.samples]
             train_s = rates.train_s + rates.train_token_s * sum(one.total_length for one in samples)
-            train_s *= spread[int(self._chance.integers(len(spread)))]
+            # From a shuffled deck, so that few steps have the mean of many.
+            deck = deck or self._chance.permutation(rates.train_spread).tolist()
+            train_s *= deck.pop()
             yield from self._work(train_s, "trainer")
             while self._is_read_before(version):
                 yield self._changed

@@ -318,3 +318,34 @@ def test_a_run_that_shows_too_little_is_refused(
     with pytest.raises(UserError, match=r"--from") as refused:
         calibrate([tmp_path], cores=None)
     assert "too little to take rates from" in str(refused.value)
+
+
+def test_the_demo_is_predicted_within_an_eighth_of_what_its_runs_measured() -> None:
+    """Rates from runs at 0 and 1; the runs at 2 are none of those. Written by
+    benchmarks/simulation_vs_runs.py."""
+    stored = json.loads((ROOT / "tests" / "data" / "simulate" / "arithmetic_cpu.json").read_text())
+    for key in ("decode", "train_spread"):
+        stored["rates"][key] = tuple(stored["rates"][key])
+    lengths = Lengths(groups=tuple(stored["groups"]), prompts=tuple(stored["prompts"]))
+    config = load(ROOT / "examples" / "arithmetic_cpu.yaml")
+    assert config.rollout is not None
+    first: dict[str, float] = {}
+    for ratio, measured in stored["measured"].items():
+        flow = config.flow.model_copy(update={"async_ratio": float(ratio)})
+        found = simulate(flow, config.rollout, Rates(**stored["rates"]), lengths, steps=32)
+        for side, step_s in (("found", found.step_s), ("measured", measured["step_s"])):
+            first.setdefault(side, step_s)
+        speed_up = first["found"] / found.step_s
+        assert found.step_s == pytest.approx(measured["step_s"], rel=0.125)
+        assert speed_up == pytest.approx(first["measured"] / measured["step_s"], rel=0.125)
+        assert found.engine_busy == pytest.approx(measured["engine_busy"], rel=0.1)
+        shares = [*found.lags, *[0.0] * (len(measured["lags"]) - len(found.lags))]
+        assert shares == pytest.approx(measured["lags"], abs=0.1)
+
+
+def test_the_page_shows_what_the_simulation_chose() -> None:
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    tree = json.loads((ROOT / "docs" / "scaling.json").read_text())
+    for one in tree["best"]:
+        shown = [one[place] for place in (0, 1, 3, 4, 2, *range(5, 11))]
+        assert f"| {' | '.join(shown)} |" in page
