@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -47,7 +47,7 @@ HALVES = {
 }
 COLUMNS = (
     *("GPUs", "prompts", "async ratio", "ranks", "engines", "bucket MiB", "step s", "tokens/s"),
-    *("trainer busy", "engines busy", "mean lag", "a step would gain, if it took half:"),
+    *("trainer busy", "engines busy", "mean lag", "binds"),
 )
 
 
@@ -210,6 +210,9 @@ def predict_from_hardware(
 ) -> None:
     """Raises UserError."""
     _require_engines(config)
+    if config.policy.device == "cpu":
+        what = "cpu, and no speed is assumed of a CPU"
+        raise UserError.of("policy.device", what, "name a run whose rates to take: --from RUN")
     shape, problems = read_model(config.model.path)
     if shape is None:
         raise UserError(str(config.model.path), problems)
@@ -316,10 +319,12 @@ def best(tried: Sequence[Choice]) -> Choice:
 def show(choices: Sequence[Choice], console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in COLUMNS:
-        table.add_column(name, justify="right")
+        side: Literal["left", "right"] = "left" if name == "binds" else "right"
+        table.add_column(name.replace(" ", "\n"), justify=side, no_wrap=True)
     for one in choices:
         table.add_row(*one.cells())
     console.print(table)
+    _print(console, "binds: by how much a step would be shorter if that part took half as long")
 
 
 def _print(console: Console, text: str) -> None:

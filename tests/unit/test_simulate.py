@@ -251,7 +251,7 @@ def mar(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_command_divides_gpus_and_draws_what_it_tried(recipe: Path, tmp_path: Path) -> None:
-    ways = ["--gpus", "64", "--async-ratio", "0,1", "--steps", "4", "--grow"]
+    ways = ["--gpus", "64", "--async-ratio", "1", "--steps", "4", "--grow"]
     code, said = mar(str(recipe), *ways, "--out", str(tmp_path))
     assert code == 0, said
     assert "nothing of it measured: tflops 989" in said
@@ -288,6 +288,7 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
         (["--assume", "tflops=-1"], "a number, 0 or more"),
         (["--from", "nowhere"], "nowhere holds no metrics.jsonl"),
         (["--from", "nowhere", "--gpus", "64"], "leave one of the two out"),
+        (["policy.device=cpu"], "no speed is assumed of a CPU"),
         (["--gpus", "2"], "2 are too few for 8 ranks and an engine"),
         (["policy.parallel.ranks=12"], "12 ranks do not divide into tensor 8"),
         (
