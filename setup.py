@@ -52,6 +52,7 @@ setup(
         "rich>=13.9,<16",
         "safetensors>=0.5,<1",
         "sentencepiece>=0.2,<1",
+        "simpy>=4.1,<5",
         "tensorboard>=2.18,<3",
         "tokenizers>=0.22,<1",
         "typer>=0.15,<1",

@@ -1,7 +1,8 @@
 """How full engines are with long-tailed response lengths: scheduling response by response against a
 batch barrier.
 
-By default a table of simulations (long_tail_simulation.py). `--real`: one real vLLM engine under
+By default a table of simulations (simulate/model.py): two engines of 32 places, which each make a
+token per unit of time whatever the others do; new weights are there at once. `--real`: one real vLLM engine under
 the real controller, lengths drawn log-normal, against a batch at a time: share of the engine's
 places that are taken, and tokens per second that train, in one run. Training takes no time in the
 real run: the barrier is not charged for it, and asynchrony gains by filling engines alone.
@@ -21,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from long_tail_simulation import LongTail, simulate
 
 from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
 from megatron_async_rl.rollout.spec import HERE
+from megatron_async_rl.simulate.model import Lengths, Outcome, Rates, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "examples" / "arithmetic" / "generated"
@@ -50,23 +51,50 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def drawn(median: float, longest: int, chance: np.random.Generator) -> int:
+    """A log-normal length, in tokens."""
+    return int(np.clip(round(median * np.exp(chance.standard_normal())), 1, longest))
+
+
+def simulated(
+    settings: dict[str, Any], *, train_time: float, steps: int, seed: int, barrier: bool = False
+) -> Outcome:
+    """Times are in tokens of one place."""
+    chance = np.random.default_rng([3, seed])
+    groups = [tuple(drawn(200.0, 4096, chance) for _ in range(8)) for _ in range(400)]
+    return simulate(
+        FlowConfig(prompts_per_step=8, group_size=8, **settings),
+        RolloutConfig(
+            engines=2, sampling=SamplingConfig(max_tokens=4096), reward=RewardConfig(name="math")
+        ),
+        Rates(decode=((1.0, 0.0),), places=32, train_s=train_time),
+        Lengths(groups=tuple(groups), prompts=(1,) * len(groups)),
+        steps=steps,
+        seed=seed,
+        barrier=barrier,
+    )
+
+
 def table(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, settings in WAYS.items():
-        flow = FlowConfig(prompts_per_step=8, group_size=8, **settings)
         runs = [
-            simulate(
-                flow, LongTail(), train_time=args.train_time, seed=seed, barrier=name == "barrier"
+            simulated(
+                settings,
+                train_time=args.train_time,
+                steps=40,
+                seed=seed,
+                barrier=name == "barrier",
             )
             for seed in range(5)
         ]
         first = next(iter(rows.values()), None)
-        rate = float(np.mean([run.rate for run in runs]))
+        rate = float(np.mean([run.tokens_per_s for run in runs]))
         rows[name] = {
-            "occupied": round(float(np.mean([run.occupied for run in runs])), 3),
+            "occupied": round(float(np.mean([run.places_taken for run in runs])), 3),
             "tokens_per_time": round(rate, 1),
             "ratio_to_barrier": round(rate / (first["tokens_per_time"] if first else rate), 2),
-            "mean_start_lag": round(float(np.mean([run.lag for run in runs])), 2),
+            "mean_start_lag": round(float(np.mean([run.lag_mean for run in runs])), 2),
         }
     return rows
 
@@ -110,7 +138,7 @@ class DrawnLengths:
         self._asked += 1
         parameters.ignore_eos = True
         parameters.stop_token_ids = []
-        parameters.max_tokens = LongTail(median=8.0, sigma=1.0, longest=LONGEST).draw(chance)
+        parameters.max_tokens = drawn(8.0, LONGEST, chance)
         return await self._llm.add_request(name, prompt, parameters)
 
 

@@ -1,4 +1,4 @@
-"""The `mar` command: init, train, study, plan, eval, report, samples, convert, conform, doctor.
+"""The `mar` command; each of its commands calls one module.
 
 Invariants:
 - what a user got wrong ends with one screen and exit code 2, never a traceback, before any rank or
@@ -262,6 +262,63 @@ def plan(
 
 
 @app.command()
+def simulate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    measured_in: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from", metavar="RUN", help="A run, or several, whose rates to take; else --hardware."
+        ),
+    ] = None,
+    async_ratio: Annotated[
+        str, typer.Option("--async-ratio", metavar="LIST", help="Such as 0,1,2; else the config's.")
+    ] = "",
+    gpus: Annotated[
+        str,
+        typer.Option(
+            "--gpus", metavar="LIST", help="Such as 64,256: divide so many at their best."
+        ),
+    ] = "",
+    grow: Annotated[
+        bool, typer.Option("--grow", help="With --gpus: prompts_per_step grows with the GPUs.")
+    ] = False,
+    hardware: Annotated[str, typer.Option(metavar="NAME", help="`h100` or `h200`.")] = "h100",
+    assume: Annotated[
+        list[str] | None,
+        typer.Option("--assume", metavar="KEY=VALUE", help="Another value of that hardware."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=4, help="To simulate, after the first few.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths and of steps that vary.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where the curves of --gpus go.")
+    ] = None,
+) -> None:
+    """Predict a config's speed, busy shares and lags, and what binds; with --gpus the best division.
+    Starts nothing."""
+    from megatron_async_rl.config.load import load
+    from megatron_async_rl.simulate.choose import predict_from_hardware, predict_from_run
+    from megatron_async_rl.simulate.hardware import assumed
+
+    ratios = _numbers(async_ratio, "--async-ratio", 0.0)
+    counts = [int(one) for one in _numbers(gpus, "--gpus", 2.0)]
+    loaded = load(config, overrides or ())
+    if measured_in:
+        if counts or assume:
+            key, what = (
+                "--gpus" if counts else "--assume",
+                "is for stated rates, and --from has a run's",
+            )
+            raise UserError.of(key, what, "leave one of the two out")
+        predict_from_run(loaded, measured_in, ratios, steps, seed, console())
+        return
+    stated = assumed(hardware, assume or ())
+    predict_from_hardware(
+        loaded, stated, ratios, counts, steps, seed, console(), grow=grow, out=out
+    )
+
+
+@app.command()
 def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several.")
@@ -435,6 +492,18 @@ def options(
     ] = False,
 ) -> None:
     """Asynchronous RL post-training: Megatron-Core policies, vLLM rollouts."""
+
+
+def _numbers(text: str, option: str, least: float) -> list[float]:
+    """Of a comma-separated list, smallest first. Raises UserError."""
+    try:
+        found = sorted({float(part) for part in text.split(",")}) if text else []
+    except ValueError:
+        found = [-1.0]
+    if not all(least <= one < float("inf") for one in found):
+        what = f"{text!r} is not a list of numbers from {least:g} on"
+        raise UserError.of(option, what, "write such as 64,256")
+    return found
 
 
 def _let_children_import_from_here() -> None:

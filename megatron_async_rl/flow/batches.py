@@ -21,6 +21,7 @@ from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
 from megatron_async_rl.flow.evaluation import EvalResult
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.flow.lanes import capacity_of
 from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout
 from megatron_async_rl.rollout.cluster import join_ray, object_store_bytes
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -31,9 +32,6 @@ from megatron_async_rl.weights.manifest import Manifest
 DAY_S = 86400.0
 """For what the controller watches itself: it ends a batch or an evaluation of which nothing
 comes."""
-LOOKAHEAD = 4
-"""An engine is given max_concurrent / LOOKAHEAD requests more than it decodes at a time, so that
-none of its places is empty."""
 
 
 class Batches(Protocol):
@@ -217,7 +215,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
         engines=engines,
         evaluators=evaluators,
         fleet=FleetSettings(
-            capacity=rollout.max_concurrent + max(1, rollout.max_concurrent // LOOKAHEAD),
+            capacity=capacity_of(rollout.max_concurrent),
             unresponsive_s=rollout.unresponsive_s,
             update_timeout_s=config.watchdog.timeout_s,
             restarts_per_hour=rollout.restarts_per_hour,

@@ -24,6 +24,9 @@ from megatron_async_rl.samples.types import Request
 AFFINITY_LEAST = 8
 """Requests by which an engine that knows the prompt may be fuller than the least loaded one, at the
 least."""
+LOOKAHEAD = 4
+"""An engine is given max_concurrent / LOOKAHEAD requests more than it decodes at a time, so that
+none of its places is empty."""
 GROUPS_REMEMBERED = 4096
 """Newest groups whose engine is remembered, for its prefix cache."""
 
@@ -32,6 +35,11 @@ LaneKey = tuple[bool, int]
 Lane = OrderedDict[str, Asked]
 Batches = dict[int, list[Request]]
 """By engine."""
+
+
+def capacity_of(places: int) -> int:
+    """Requests that an engine holds at most, which decodes `places` at a time."""
+    return places + max(1, places // LOOKAHEAD)
 
 
 class Place(Protocol):

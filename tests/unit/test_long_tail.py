@@ -6,25 +6,24 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from benchmarks.long_tail_simulation import LongTail, Outcome, simulate
-from megatron_async_rl.config.schema import FlowConfig
+from benchmarks.long_tail import simulated
+from megatron_async_rl.simulate.model import Outcome
 
 
 @cache
 def outcomes(barrier: bool = False, **settings: Any) -> list[Outcome]:
-    flow = FlowConfig(prompts_per_step=8, group_size=8, **settings)
     return [
-        simulate(flow, LongTail(), train_time=200.0, steps=20, seed=seed, barrier=barrier)
+        simulated(settings, train_time=200.0, steps=20, seed=seed, barrier=barrier)
         for seed in range(3)
     ]
 
 
 def occupied(**settings: Any) -> float:
-    return sum(outcome.occupied for outcome in outcomes(**settings)) / 3
+    return sum(outcome.places_taken for outcome in outcomes(**settings)) / 3
 
 
 def rate(**settings: Any) -> float:
-    return sum(outcome.rate for outcome in outcomes(**settings)) / 3
+    return sum(outcome.tokens_per_s for outcome in outcomes(**settings)) / 3
 
 
 def test_responses_that_are_scheduled_one_by_one_fill_the_engines_better_than_a_batch_barrier() -> (
@@ -62,4 +61,4 @@ def test_the_law_holds_in_all_of_them() -> None:
         ({"async_ratio": 2.0, "selection": "windowed", "late": "drop"}, 2),
         ({"async_ratio": 0.5, "selection": "windowed", "oversample": 0.5}, 1),
     ):
-        assert all(outcome.lag <= bound for outcome in outcomes(**settings))
+        assert all(outcome.lag_mean <= bound for outcome in outcomes(**settings))

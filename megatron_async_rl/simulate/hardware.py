@@ -1,0 +1,226 @@
+"""Rates of a run that has not run: from the model's sizes, the config, and stated hardware.
+
+    decoding a token    each GPU of an engine reads its weights and the keys and values of what it
+                        decodes, or computes as long as its products take, if that is more
+    a training step     2 operations for each weight and token, forward; as many passes as the
+                        config asks for; then gradients are reduced and weights gathered
+    weights             staged by the ranks of the first machine, sent to the engines' machines in
+                        buckets, loaded bucket by bucket
+
+Invariant: every number of `Hardware` is an assumption, and `mar simulate` prints it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.activations import value_bytes
+from megatron_async_rl.plan.machine import GIB, MIB
+from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.simulate.model import Lengths, Rates
+
+GROUPS = 1000
+"""Drawn once; a simulation draws from them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The defaults are an H100's data sheet, and shares of it that are assumed."""
+
+    tflops: float = 989.0
+    """Of a GPU, dense, in bfloat16."""
+    memory_gib: float = 80.0
+    memory_tb_s: float = 3.35
+    gpus_per_machine: int = 8
+    train_share: float = 0.4
+    """Of tflops, in training."""
+    prefill_share: float = 0.5
+    """Of tflops, in reading prompts and decoding large batches."""
+    read_share: float = 0.6
+    """Of memory_tb_s, in decoding."""
+    decode_step_ms: float = 3.0
+    """Of a decoding step, whatever it holds."""
+    gpu_network_gb_s: float = 35.0
+    """Of one GPU, for gradients and collectives."""
+    machine_network_gb_s: float = 17.5
+    """Of one machine, over TCP."""
+    stream_gb_s: float = 2.5
+    """Of one machine's copy over TCP."""
+    copy_gb_s: float = 10.0
+    """Between one GPU and its machine's shared memory."""
+    bucket_ms: float = 5.0
+    """For each bucket on its way, and for each that an engine takes."""
+    take_s: float = 0.3
+    """From the last response of a batch to the beginning of its step."""
+    prompt_tokens: int = 200
+    response_share: float = 0.3
+    """Mean tokens of a response, before it is cut, as a share of rollout.sampling.max_tokens."""
+    response_sigma: float = 0.8
+    """Of the logarithm of a response's tokens."""
+    alike: float = 0.5
+    """Share of that variance that lies between prompts."""
+    carrier: str = ""
+    """`relay`, `collective` or `shared_memory`; empty: weights.transport."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key} {value}" for key, value in vars(self).items() if value != "")
+
+
+NAMED = {"h100": Hardware(), "h200": Hardware(memory_gib=141.0, memory_tb_s=4.8)}
+CARRIERS = ("shared_memory", "relay", "collective")
+
+
+def assumed(name: str, changes: Iterable[str]) -> Hardware:
+    """`changes`: KEY=VALUE. Raises UserError."""
+    if name not in NAMED:
+        raise UserError.of("--hardware", f"{name!r} is not known", f"one of {', '.join(NAMED)}")
+    hardware = NAMED[name]
+    kinds = {one.name: type(getattr(hardware, one.name)) for one in fields(Hardware)}
+    for change in changes:
+        key, _, text = change.partition("=")
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
+            raise UserError.of("--assume", f"{key!r} is not known", f"did you mean {near}?")
+        try:
+            value = kinds[key](text)
+        except ValueError:
+            value = -1
+        if value not in CARRIERS if key == "carrier" else not 0 <= value < math.inf:
+            fix = f"one of {', '.join(CARRIERS)}" if key == "carrier" else "a number, 0 or more"
+            raise UserError.of("--assume", f"{text!r} does not fit {key}", fix)
+        hardware = replace(hardware, **{key: value})
+    return hardware
+
+
+def lengths_of(config: Config, hardware: Hardware, seed: int = 0) -> Lengths:
+    """Log-normal lengths, cut at the token limit."""
+    assert config.rollout is not None
+    limit, size, sigma = (
+        config.rollout.sampling.max_tokens,
+        config.flow.group_size,
+        hardware.response_sigma,
+    )
+    chance = np.random.default_rng(seed)
+    spread = math.sqrt(hardware.alike) * chance.standard_normal((GROUPS, 1))
+    spread = spread + math.sqrt(1 - hardware.alike) * chance.standard_normal((GROUPS, size))
+    # The mean of a log-normal is its median times exp(sigma^2 / 2).
+    median = hardware.response_share * limit / math.exp(sigma**2 / 2)
+    tokens = np.clip(np.round(median * np.exp(sigma * spread)), 1, limit).astype(int)
+    prompts = (hardware.prompt_tokens,) * GROUPS
+    return Lengths(groups=tuple(map(tuple, tokens.tolist())), prompts=prompts)
+
+
+def rates_of(config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths) -> Rates:
+    """Raises UserError where an engine's weights leave no room for a response."""
+    rollout = config.rollout
+    assert rollout is not None
+    tokens = np.concatenate(lengths.groups).astype(float)
+    # Tokens of a response at a moment at which it runs: longer ones are met more often.
+    context = hardware.prompt_tokens + float((tokens**2).mean() / (2 * tokens.mean()))
+    weights = shape.parameters * value_bytes(config)
+    cached = context * shape.kv_values_per_token * value_bytes(config)
+    room = rollout.tensor * hardware.memory_gib * GIB * rollout.gpu_memory_utilization - weights
+    places = min(rollout.max_concurrent, int(room / cached))
+    if places < 1:
+        what = f"the weights leave no room for a response on {rollout.tensor} GPUs"
+        raise UserError.of("rollout.tensor", what, "set it higher")
+    read = rollout.tensor * hardware.memory_tb_s * 1e12 * hardware.read_share
+    compute = rollout.tensor * hardware.tflops * 1e12 * hardware.prefill_share
+    fixed_s = hardware.decode_step_ms / 1e3
+    return Rates(
+        decode=(
+            (fixed_s + weights / read, cached / read),
+            (fixed_s, _forward(shape, context) / compute),
+        ),
+        places=places,
+        prompt_s=hardware.prompt_tokens * _forward(shape, hardware.prompt_tokens / 2) / compute,
+        take_s=hardware.take_s,
+        **_training(config, shape, hardware, lengths),
+        **_weights(config, weights, hardware),
+    )
+
+
+def _forward(shape: ModelShape, context: float) -> float:
+    """Operations for one token that attends to `context` others."""
+    experts = shape.experts_per_token * 3 * shape.hidden * shape.intermediate
+    weights = shape.layers * (shape.layer_sharded + shape.layer_replicated + experts)
+    weights += shape.vocabulary * shape.hidden
+    return 2.0 * weights + 4.0 * shape.layers * shape.heads * shape.head_dim * context
+
+
+def _training(
+    config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths
+) -> dict[str, Any]:
+    parallel, objective, flow = config.policy.parallel, config.objective, config.flow
+    again = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
+    several = objective.steps_per_batch > 1 and objective.proximal == "recompute"
+    scored = objective.needs_reference + (several or objective.proximal in ("ewma", "snapshot"))
+    total = hardware.prompt_tokens + lengths.mean
+    operations = (objective.epochs * (3 + again) + scored) * _forward(shape, total / 2)
+    share = flow.prompts_per_step * flow.group_size * total / parallel.data / objective.minibatches
+    micro_batches = max(1.0, share / config.policy.tokens_per_micro_batch)
+    # Stages stand still while the pipeline fills and empties.
+    bubble = 1 + (parallel.pipeline - 1) / parallel.virtual_pipeline / micro_batches
+    speed = parallel.ranks * hardware.tflops * 1e12 * hardware.train_share
+    token_s = operations * bubble / speed
+    own = shape.parameters / parallel.pipeline / max(parallel.tensor, parallel.expert)
+    copies = parallel.data * parallel.context
+    # Gradients in float32 are reduced over the copies, and weights gathered.
+    moved = own * (4 + value_bytes(config)) * (copies - 1) / copies
+    reduce_s = moved / (hardware.gpu_network_gb_s * 1e9)
+    state_s = own * 20 / copies / (hardware.memory_tb_s * 1e12 * hardware.read_share)
+    return {
+        "train_token_s": token_s,
+        "train_s": objective.steps_per_batch * (reduce_s + state_s),
+    }
+
+
+def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any]:
+    rollout = config.rollout
+    assert rollout is not None
+    carrier = hardware.carrier or config.weights.transport
+    bucket = min(config.weights.bucket_mib * MIB, nbytes)
+    buckets, each_s = math.ceil(nbytes / bucket), hardware.bucket_ms / 1e3
+    copy = hardware.copy_gb_s * 1e9
+    machines = math.ceil(rollout.engines * rollout.tensor / hardware.gpus_per_machine)
+    writers = min(config.policy.parallel.ranks, hardware.gpus_per_machine)
+    staged = {
+        "publish_s": nbytes / (writers * copy),
+        # A bucket is copied while the one before it is put in place.
+        "load_s": nbytes / rollout.tensor / copy + buckets * each_s + bucket / copy,
+    }
+    if carrier == "relay":
+        # The first machine sends to each of the others, four buckets at a time.
+        slowest = min(hardware.stream_gb_s, hardware.machine_network_gb_s / machines) * 1e9
+        return staged | {"send_s": (nbytes + bucket) / slowest + buckets * each_s / 4}
+    if carrier == "collective":
+        # From GPU to GPU down a tree, a bucket behind the other; then put in place in GPU memory.
+        hop_s = bucket / (hardware.gpu_network_gb_s * 1e9) + each_s
+        depth = math.ceil(math.log2(machines + 1))
+        on_gpu = hardware.memory_tb_s * 1e12 * hardware.read_share
+        return {
+            "publish_s": each_s,
+            "send_s": (buckets + depth) * hop_s,
+            "load_s": 2 * nbytes / rollout.tensor / on_gpu,
+        }
+    return staged
+
+
+def best_bucket(config: Config, shape: ModelShape, hardware: Hardware) -> int:
+    """MiB: the smallest bucket, for it stands in memory, that brings weights within 10 % of the
+    shortest time."""
+    weights = shape.parameters * value_bytes(config)
+    times = {}
+    for mib in (2**power for power in range(4, 13)):
+        sized = config.weights.model_copy(update={"bucket_mib": mib})
+        parts = _weights(config.model_copy(update={"weights": sized}), weights, hardware)
+        times[mib] = parts.get("send_s", 0.0) + parts["load_s"]
+    return min(mib for mib, seconds in times.items() if seconds <= 1.1 * min(times.values()))

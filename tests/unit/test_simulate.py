@@ -1,0 +1,352 @@
+"""What `mar simulate` predicts follows from the rates it is given, and the real runs that it was
+tried on come out as they were."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from megatron_async_rl import cli
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
+from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
+from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.samples import segments
+from megatron_async_rl.samples.columns import batch_of
+from megatron_async_rl.samples.types import Prompt, Sample
+from megatron_async_rl.simulate.calibrate import calibrate
+from megatron_async_rl.simulate.choose import part_of
+from megatron_async_rl.simulate.hardware import Hardware, best_bucket, lengths_of, rates_of
+from megatron_async_rl.simulate.model import Lengths, Outcome, Rates, simulate
+from tests.published_models import write_config
+from tests.written_run import write_run
+
+ROOT = Path(__file__).parents[2]
+STORED = ROOT / "tests" / "data" / "simulate"
+
+PROMPTS, SIZE, LENGTH = 4, 2, 10
+LENGTHS = Lengths(groups=((LENGTH,) * SIZE,), prompts=(5,))
+RATES = Rates(decode=((0.1, 0.0),), places=8, train_token_s=0.01, publish_s=0.2, load_s=0.3)
+TRAINS = 0.01 * PROMPTS * SIZE * (LENGTH + 5)
+
+
+def run(rates: Rates = RATES, lengths: Lengths = LENGTHS, engines: int = 1, **flow: Any) -> Outcome:
+    settings = {"prompts_per_step": PROMPTS, "group_size": SIZE, **flow}
+    rollout = RolloutConfig(
+        engines=engines, sampling=SamplingConfig(max_tokens=64), reward=RewardConfig(name="math")
+    )
+    return simulate(FlowConfig(**settings), rollout, rates, lengths, steps=10)
+
+
+def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
+    found = run(async_ratio=0.0)
+    assert found.step_s == pytest.approx(LENGTH * 0.1 + TRAINS + 0.2 + 0.3)
+    assert found.trainer_busy == pytest.approx((TRAINS + 0.2) / found.step_s)
+    assert found.engine_busy == pytest.approx(1.0 / found.step_s)
+    assert found.lags == (1.0,)
+    assert found.tokens_per_s == pytest.approx(PROMPTS * SIZE * LENGTH / found.step_s)
+
+
+def test_far_enough_ahead_a_step_takes_what_the_slower_side_does() -> None:
+    trainer = run(async_ratio=2.0)
+    assert trainer.step_s == pytest.approx(TRAINS + 0.2)
+    slow = replace(RATES, decode=((0.4, 0.0),))
+    engines = run(slow, async_ratio=2.0)
+    assert engines.step_s == pytest.approx(LENGTH * 0.4 + 0.3, rel=0.02)
+    assert engines.lag_mean < trainer.lag_mean == 2.0
+
+
+def test_engines_and_trainer_slow_each_other_where_they_share_cores() -> None:
+    shared = replace(RATES, trainer_beside=0.5, engine_beside=0.5)
+    assert run(shared, async_ratio=0.0).step_s == pytest.approx(run(async_ratio=0.0).step_s)
+    # What is done beside the other takes twice as long.
+    assert 1.2 < run(shared, async_ratio=2.0).step_s / run(async_ratio=2.0).step_s < 2.0
+
+
+def test_a_slow_carrier_ages_samples_and_holds_up_no_trainer_that_is_far_enough_ahead() -> None:
+    slow = replace(RATES, send_s=2.5)
+    assert run(slow, async_ratio=0.0).step_s == pytest.approx(run(async_ratio=0.0).step_s + 2.5)
+    assert run(slow, async_ratio=4.0).step_s == pytest.approx(TRAINS + 0.2, rel=0.9)
+    assert run(slow, async_ratio=4.0).step_s < run(slow, async_ratio=1.0).step_s
+
+
+@pytest.mark.parametrize(
+    ("flow", "bound"),
+    [
+        ({"async_ratio": 0.5, "selection": "windowed", "oversample": 0.5}, 1),
+        ({"async_ratio": 2.0, "selection": "windowed", "late": "drop"}, 2),
+        ({"async_ratio": 2.0, "selection": {"name": "exact_lag", "lag": 2}}, 2),
+        ({"async_ratio": 1.0, "dynamic_sampling": True}, 1),
+        ({"async_ratio": 1.0, "selection": "replay"}, 1),
+    ],
+)
+def test_the_law_that_decides_is_the_runs_own(flow: dict[str, Any], bound: int) -> None:
+    lengths = Lengths(groups=((1, 9), (30, 2), (4, 4)), prompts=(3, 3, 3), equal=0.25)
+    found = run(lengths=lengths, engines=2, **flow)
+    assert len(found.lags) <= bound + 1
+    if "exact_lag" in str(flow):
+        assert found.lags == (0.0, 0.0, 1.0)
+    assert (found.counts["dropped_equal"] > 0) == flow.get("dynamic_sampling", False)
+
+
+FIXED_S, EACH_S, PROMPT_S, TOKEN_S = 0.02, 0.004, 0.003, 0.01
+TAKE_S, STAGE_S, BEGIN_S, LOAD_S, ASK_S = 0.12, 0.05, 0.01, 0.08, 0.015
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The logs of a run of those rates. Every other step it samples the next batch while it trains,
+    which takes both sides twice as long."""
+    folder = tmp_path_factory.mktemp("measured")
+    write_run(folder)
+    out, chance, now = folder / "run", np.random.default_rng(0), 1e9
+    (out / TIMELINE).mkdir(parents=True)
+    (out / segments.FOLDER).mkdir()
+    settings = {"flow": {"async_ratio": 1.0}, "rollout": {"max_concurrent": 256, "engines": 1}}
+    settings["policy"] = {"parallel": {"ranks": 1}}
+    (out / "config.yaml").write_text(yaml.safe_dump(settings))
+    tracks: dict[str, list[dict[str, Any]]] = {"rank 0": [], "engine-0": []}
+    samples: list[Sample] = []
+
+    def span(track: str, state: str, start: float, end: float, reason: str = "") -> None:
+        line = {"track": track, "state": state, "for": reason, "start": start, "end": end}
+        tracks[track].append(line)
+
+    def burst(start: float, slower: float) -> tuple[float, int]:
+        """Of 24 responses; the end of the last one, and their tokens."""
+        at, grown, tokens = start + slower * PROMPT_S * 24, 0, 0
+        lengths = sorted(chance.integers(4, 40, size=24).tolist())
+        for place, length in enumerate(lengths):
+            at += slower * (length - grown) * (FIXED_S + EACH_S * (24 - place))
+            grown, tokens = length, tokens + length + 3
+            zeros = np.zeros(length, dtype=np.int32)
+            samples.append(
+                Sample(
+                    id=f"{len(samples)}-0",
+                    prompt=Prompt(id="p", text="", token_ids=(1, 2, 3)),
+                    response_ids=zeros,
+                    behavior_logprobs=zeros.astype(np.float32),
+                    versions=zeros,
+                    loss_mask=np.ones(length, dtype=np.uint8),
+                    text="",
+                    finish_reason="stop",
+                    reward=1.0,
+                    started_at=start,
+                    finished_at=at,
+                )
+            )
+        span("engine-0", "busy", start, at)
+        return at, tokens
+
+    rows = []
+    ready, tokens = burst(now, 1.0)
+    for step in range(1, STEPS + 1):
+        starts, batch = max(now, ready) + TAKE_S, tokens
+        span("rank 0", "waiting", now, starts, "batch")
+        ends = starts + TOKEN_S * batch
+        if step % 2:
+            ready, tokens = burst(starts, 2.0)
+            ends += (ready - starts) / 2
+            assert ends > ready
+        span("rank 0", "training", starts, ends)
+        now = ends + STAGE_S
+        span("rank 0", "publishing", ends, now)
+        loads = now + BEGIN_S
+        span("engine-0", "idle", ready, loads, "prompts")
+        span("engine-0", "loading", loads, loads + LOAD_S)
+        if step % 2 == 0:
+            span("engine-0", "idle", loads + LOAD_S, loads + LOAD_S + ASK_S, "prompts")
+            ready, tokens = burst(loads + LOAD_S + ASK_S, 1.0)
+        length = batch - 3 * 24
+        rows.append({"step": step, "version": step, "time": now, "tokens/trained": length})
+        rows[-1] |= {"tokens/prompt": 3 * 24, "flow/consumed": 24 * step}
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for track, lines in tracks.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (out / TIMELINE / f"{track}.jsonl").write_text(text)
+    content = batch_of(samples, [index // 2 for index in range(len(samples))])
+    path = str(segments.path_of(out / segments.FOLDER, "samples", 0))
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, content.schema) as stream:
+        stream.write_batch(content)
+    return out
+
+
+def test_a_run_shows_its_rates(measured: Path) -> None:
+    found = calibrate([measured], cores=2)
+    rates = found.rates
+    for running in (6, 20):
+        assert rates.token_s(running) == pytest.approx(FIXED_S + EACH_S * running, rel=0.02)
+    assert rates.prompt_s == pytest.approx(PROMPT_S, rel=0.02)
+    assert rates.train_token_s == pytest.approx(TOKEN_S, rel=0.02)
+    assert rates.trainer_beside == pytest.approx(0.5, abs=0.03)
+    assert rates.engine_beside == pytest.approx(0.5, abs=0.03)
+    assert found.assumed == ()
+    parts = (rates.take_s, rates.publish_s, rates.begin_s, rates.load_s, rates.ask_s)
+    assert parts == pytest.approx((TAKE_S, STAGE_S, BEGIN_S, LOAD_S, ASK_S), abs=1e-4)
+    assert all(len(group) == 2 for group in found.lengths.groups)
+
+
+HARDWARE = Hardware(tflops=1000, memory_tb_s=4, read_share=0.5, prefill_share=0.5)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of 32B, and the sizes of its model."""
+    folder = tmp_path_factory.mktemp("recipe")
+    write_config(folder / "models" / "Qwen2.5-32B", "Qwen2.5-32B")
+    place = folder / "examples" / "recipes" / "qwen2.5_32b.yaml"
+    place.parent.mkdir(parents=True)
+    place.write_text((ROOT / "examples" / "recipes" / place.name).read_text())
+    return place
+
+
+def test_stated_hardware_gives_the_rates_that_its_sizes_do(recipe: Path) -> None:
+    config = load(recipe, [])
+    shape, _ = read_model(config.model.path)
+    assert shape is not None
+    lengths = lengths_of(config, HARDWARE)
+    assert lengths.mean == pytest.approx(0.3 * 4096, rel=0.1)
+    rates = rates_of(config, shape, HARDWARE, lengths)
+    nbytes = 2 * shape.parameters
+    assert rates.decode[0][0] == pytest.approx(0.003 + nbytes / 4e12)  # two GPUs, half of 4 TB/s
+    tokens = 200 + lengths.mean
+    attends = 4 * 64 * 5120 * tokens / 2
+    forward = 2 * (shape.parameters - 152064 * 5120) + attends
+    # Recomputation makes it four passes, on 16 ranks at 40 %.
+    assert rates.train_token_s == pytest.approx(4 * forward / (16 * 1e15 * 0.4), rel=1e-3)
+    assert rates.publish_s == pytest.approx(nbytes / 8 / 10e9)
+    # Two machines at the speed of one stream each; from nine on they share the first one's network.
+    assert rates.send_s == pytest.approx(nbytes / 2.5e9, rel=0.05)
+    many = load(recipe, ["rollout.engines=64"])
+    assert rates_of(many, shape, HARDWARE, lengths).send_s == pytest.approx(
+        nbytes * 16 / 17.5e9, rel=0.05
+    )
+    tree = rates_of(many, shape, replace(HARDWARE, carrier="collective"), lengths)
+    assert tree.send_s < 3
+    # Large buckets cost the wait for the first, small ones a round trip each.
+    assert 16 < best_bucket(config, shape, HARDWARE) < 4096
+
+
+def test_a_part_of_a_fleet_stands_for_the_whole() -> None:
+    assert part_of(16, 8, 2) == (2, 16)
+    engines, prompts = part_of(4096, 8, 1000)
+    assert engines <= 8
+    assert prompts / engines == pytest.approx(4.096, rel=0.03)
+
+
+def mar(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["simulate", *arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def test_the_command_divides_gpus_and_draws_what_it_tried(recipe: Path, tmp_path: Path) -> None:
+    ways = ["--gpus", "64", "--async-ratio", "1", "--steps", "4", "--grow"]
+    code, said = mar(str(recipe), *ways, "--out", str(tmp_path))
+    assert code == 0, said
+    assert "nothing of it measured: tflops 989" in said
+    tree = json.loads((tmp_path / "scaling.json").read_text())
+    (best,) = tree["best"]
+    assert tree["columns"][:3] == ["GPUs", "prompts", "async ratio"]
+    assert best[:3] == ["64", "256", "1"]
+    assert "publishing" in best[-1]
+    assert "64 GPUs" in (tmp_path / "scaling.svg").read_text()
+
+
+def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
+    code, said = mar(
+        str(measured.parent / "config.yaml"),
+        "--from",
+        str(measured),
+        "--async-ratio",
+        "0,2",
+        "--steps",
+        "6",
+    )
+    assert code == 0, said
+    assert "the trainer runs at 50% while an engine works (measured)" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--async-ratio", "0,x"], "--async-ratio\n  '0,x' is not a list of numbers from 0 on"),
+        (["--gpus", "1"], "'1' is not a list of numbers from 2 on"),
+        (["--hardware", "tpu"], "'tpu' is not known\n  fix: one of h100, h200"),
+        (["--assume", "tflop=1"], "did you mean tflops?"),
+        (["--assume", "carrier=ship"], "one of shared_memory, relay, collective"),
+        (["--assume", "tflops=-1"], "a number, 0 or more"),
+        (["--from", "nowhere"], "nowhere holds no metrics.jsonl"),
+        (["--from", "nowhere", "--gpus", "64"], "leave one of the two out"),
+        (["policy.device=cpu"], "no speed is assumed of a CPU"),
+        (["--gpus", "2"], "2 are too few for 8 ranks and an engine"),
+        (["policy.parallel.ranks=12"], "12 ranks do not divide into tensor 8"),
+        (
+            ["rollout.placement=colocated", "weights.transport=shared_memory"],
+            "engines and policy take turns",
+        ),
+        (["flow.selection={name: exact_lag, lag: 2}", "--async-ratio", "1"], "exact_lag has"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_with_its_reason(
+    recipe: Path, arguments: list[str], words: str
+) -> None:
+    code, said = mar(str(recipe), *arguments)
+    assert (code, words in said) == (2, True), said
+
+
+@pytest.mark.parametrize("missing", ["samples", "timeline", "config.yaml", "steps"])
+def test_a_run_that_shows_too_little_is_refused(
+    measured: Path, tmp_path: Path, missing: str
+) -> None:
+    for part in ("config.yaml", "metrics.jsonl", "samples", "timeline"):
+        if part != missing:
+            (tmp_path / part).symlink_to(measured / part)
+    if missing == "steps":
+        (tmp_path / "metrics.jsonl").unlink()
+        lines = (measured / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "metrics.jsonl").write_text("".join(lines[:4]))
+    with pytest.raises(UserError, match=r"--from") as refused:
+        calibrate([tmp_path], cores=None)
+    assert "too little to take rates from" in str(refused.value)
+
+
+def test_the_demo_is_predicted_within_an_eighth_of_what_its_runs_measured() -> None:
+    """Rates from runs at 0 and 1; the runs at 2 are none of those. Written by
+    benchmarks/simulation_vs_runs.py."""
+    stored = json.loads((ROOT / "tests" / "data" / "simulate" / "arithmetic_cpu.json").read_text())
+    for key in ("decode", "train_spread"):
+        stored["rates"][key] = tuple(stored["rates"][key])
+    lengths = Lengths(groups=tuple(stored["groups"]), prompts=tuple(stored["prompts"]))
+    config = load(ROOT / "examples" / "arithmetic_cpu.yaml")
+    assert config.rollout is not None
+    first: dict[str, float] = {}
+    for ratio, measured in stored["measured"].items():
+        flow = config.flow.model_copy(update={"async_ratio": float(ratio)})
+        found = simulate(flow, config.rollout, Rates(**stored["rates"]), lengths, steps=32)
+        for side, step_s in (("found", found.step_s), ("measured", measured["step_s"])):
+            first.setdefault(side, step_s)
+        speed_up = first["found"] / found.step_s
+        assert found.step_s == pytest.approx(measured["step_s"], rel=0.125)
+        assert speed_up == pytest.approx(first["measured"] / measured["step_s"], rel=0.125)
+        assert found.engine_busy == pytest.approx(measured["engine_busy"], rel=0.1)
+        shares = [*found.lags, *[0.0] * (len(measured["lags"]) - len(found.lags))]
+        assert shares == pytest.approx(measured["lags"], abs=0.1)
+
+
+def test_the_page_shows_what_the_simulation_chose() -> None:
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    tree = json.loads((ROOT / "docs" / "scaling.json").read_text())
+    for one in tree["best"]:
+        shown = [one[place] for place in (0, 1, 3, 4, 2, *range(5, 11))]
+        assert f"| {' | '.join(shown)} |" in page
