@@ -226,21 +226,35 @@ def plan(
     ] = None,
     gpu_memory: Annotated[
         float | None,
-        typer.Option("--gpu-memory", min=1.0, help="Of each of those GPUs, in GiB; default: 80."),
+        typer.Option(
+            "--gpu-memory", min=1.0, help="Of each of those GPUs, in GiB; default: --gpu's, or 80."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help="Their model: h100, h200, b200 or a100; default: by memory.",
+        ),
     ] = None,
 ) -> None:
-    """Show a config's layout, memory, batch and staleness, here or on the GPUs named. Starts
-    nothing; exit code 2 if it cannot run."""
+    """Show a config's layout, memory, batch, staleness and step time, here or on the GPUs named.
+    Starts nothing; exit code 2 if it cannot run."""
     from megatron_async_rl.config.load import load
-    from megatron_async_rl.plan.machine import described_machine, this_machine
+    from megatron_async_rl.plan.machine import CHIPS, described_machine, this_machine
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts
     from megatron_async_rl.plan.screen import show_plan
 
-    if gpu_memory is not None and gpus is None:
-        raise UserError.of(
-            "--gpu-memory", "is that of the GPUs that --gpus counts", "add --gpus NUMBER"
-        )
+    for option, value in (("--gpu-memory", gpu_memory), ("--gpu", gpu)):
+        if value is not None and gpus is None:
+            raise UserError.of(
+                option, "is that of the GPUs that --gpus counts", "add --gpus NUMBER"
+            )
+    chip = CHIPS.get(gpu.lower()) if gpu is not None else None
+    if gpu is not None and chip is None:
+        raise UserError.of("--gpu", f"{gpu} is not known", f"name one of {', '.join(CHIPS)}")
 
     if measured_in is not None and not (measured_in / "metrics.jsonl").is_file():
         raise UserError.of("--from", f"{measured_in} holds no metrics.jsonl", NAME_A_RUN)
@@ -250,8 +264,9 @@ def plan(
     if gpus is None:
         machine = this_machine(nodes)
     else:
+        default = chip.sizes[0] if chip is not None else GPU_MEMORY_GIB
         machine = described_machine(
-            gpus=gpus, gpu_memory_gib=gpu_memory or GPU_MEMORY_GIB, nodes=nodes
+            gpus=gpus, gpu_memory_gib=gpu_memory or default, nodes=nodes, chip=chip
         )
     planned = preflight(loaded, all_data=False, machine=machine)
     if planned.problems:

@@ -31,10 +31,10 @@ from megatron_async_rl.data import DataError, load_tokenizer, read_prompts
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.requests import Listener
+from megatron_async_rl.plan.batch import context_limit
 from megatron_async_rl.plan.layout import Device, device_of
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
-from megatron_async_rl.plan.plan import context_limit
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
 from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward, required_fields
 from megatron_async_rl.rollout.spec import EngineSpec

@@ -1,6 +1,5 @@
 """Bytes of what a rank's layers keep of a micro-batch for its backward pass: within 5 % of what
-autograd is seen to keep on a CPU, by reading of the kernels on a GPU. With policy.lora it is an
-estimate: frozen products keep no input, and dropout keeps a copy of each adapter's.
+autograd is seen to keep on a CPU, by reading of the kernels on a GPU.
 
 Attention is torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a
 GPU has no such kernel. With policy.fp8 inputs of products are counted in 8 bits (layers.py).
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from megatron_async_rl.config.lora import ROW_PARALLEL, LoraConfig, Target
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.layers import fp8_inputs
 from megatron_async_rl.plan.model_files import ModelShape
@@ -27,21 +27,28 @@ def activations(
     shape: ModelShape,
     stage: int,
     tokens: int,
-    longest: int,
     *,
+    longest: int,
     on_gpu: bool,
     layers: LayerFamily,
+    micro_batches: int | None = None,
 ) -> int:
-    """Bytes of a rank's layers in flight, and of the last norm. With policy.recompute: full each
-    layer keeps its input alone, and one at a time is computed again; `selective` keeps what attention
-    keeps, but no scores, and one layer's at a time."""
+    """Bytes of a rank's layers in flight, of the last norm, and of the hidden states that log-probs
+    and values are made from. With policy.recompute: full each layer keeps its input alone, and one
+    at a time is computed again; `selective` keeps what attention keeps, but no scores, and one
+    layer's at a time. micro_batches: of `tokens`, where fewer run than the schedule holds."""
     count = layers_in_flight(config, shape, stage)
+    if micro_batches is not None:
+        count = min(count, micro_batches * shape.layers // config.policy.parallel.pipeline)
     recompute, parallel = config.policy.recompute, config.policy.parallel
     kept = partial(_layer_activations, config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
     numbers = tokens * shape.hidden // (parallel.tensor if parallel.sequence else 1)
     beside = -fp8_inputs(config, shape, stage=stage, tokens=tokens, layers=count)
     if stage == parallel.pipeline - 1:
         beside += numbers * _norm_bytes(config, shape, on_gpu=on_gpu)
+        # Whole on every tensor-parallel rank; the value head computes with a copy in float32.
+        valued = config.objective.value is not None and config.model.dtype != "float32"
+        beside += tokens * shape.hidden * (value_bytes(config) + (FLOAT32 if valued else 0))
     if recompute == "none":
         return count * kept() + beside
     if recompute == "selective":
@@ -71,9 +78,9 @@ def stores_scores(config: Config, shape: ModelShape, *, on_gpu: bool) -> bool:
 
 def _norm_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> int:
     """Bytes that a norm keeps of each number. One kernel, on GPUs, keeps its input; torch's on a CPU
-    that and the normalised one, both in float32."""
+    that and, for a weight that is trained, the normalised one, both in float32."""
     if not on_gpu:
-        return 2 * FLOAT32
+        return FLOAT32 if config.policy.lora is not None else 2 * FLOAT32
     return FLOAT32 if shape.family.float32_norms else value_bytes(config)
 
 
@@ -90,8 +97,14 @@ def _layer_activations(
     """Bytes one layer keeps of a micro-batch of `tokens` of this rank: the inputs of its norms,
     products, attention and gate. core: with what attention keeps between its projections."""
     parallel, own, fused = config.policy.parallel, value_bytes(config), layers != "local"
+    lora = config.policy.lora
     norm = _norm_bytes(config, shape, on_gpu=on_gpu)
-    whole = shape.hidden * (shape.family.layer_norms * norm + 2 * own)
+    inputs = partial(_input_bytes, lora, own, on_gpu=on_gpu)
+    # A mixture's router keeps its input whatever is trained.
+    gated = own if shape.experts else inputs("gate_proj", "up_proj")
+    whole = shape.hidden * (
+        shape.family.layer_norms * norm + inputs("q_proj", "k_proj", "v_proj") + gated
+    )
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     divided = 3 * (queries + keys) * own + shape.heads * FLOAT32
     if parallel.context > 1 and core:
@@ -108,22 +121,41 @@ def _layer_activations(
     # fused one inputs and output alone. Experts get copies of their tokens, and weigh what they
     # give.
     if shape.experts:
-        gate = (3 if fused else 6) * shape.intermediate + shape.hidden
+        gate = (2 if fused else 5) * shape.intermediate
+        gate += shape.intermediate + shape.hidden if lora is None else 0
         divided += shape.experts_per_token * gate * own
     else:
-        divided += (3 if fused else 5) * shape.intermediate * own
+        divided += shape.intermediate * ((2 if fused else 4) * own + inputs("down_proj"))
     if core and stores_scores(config, shape, on_gpu=on_gpu):
         divided += 2 * shape.heads * longest * own
     # Cosine and sine of each place, for queries and for keys, which padded rows share.
     places = 0 if fused else min(tokens, -(-longest // parallel.context))
-    if config.policy.sequence == "packed":
+    packed = config.policy.sequence == "packed"
+    if packed:
         places = tokens
+    if packed or (lora is not None and lora.dropout):
         # The samples' attention once more, put together to a row.
-        divided += queries * own
+        divided += queries * inputs("o_proj")
     rotation = 4 * shape.head_dim * own * places
+    narrow = 0
+    if lora is not None:
+        # What adapters' second matrices take: beside column-parallel products of all tokens.
+        columns = sum(target not in ROW_PARALLEL for target in lora.targets)
+        narrow = lora.rank * own * columns
+        whole += lora.rank * own * (len(lora.targets) - columns)
     per_token = (
         (whole + divided) // parallel.tensor
         if parallel.sequence
         else whole + divided // parallel.tensor
     )
-    return tokens * per_token + rotation
+    return tokens * (per_token + narrow) + rotation
+
+
+def _input_bytes(lora: LoraConfig | None, own: int, *matrices: Target, on_gpu: bool) -> int:
+    """Bytes kept of each number that a product takes, of these matrices together. A frozen one
+    keeps none: the adapters beside it keep one for all, or with dropout each what it was left, and
+    its mask."""
+    if lora is None:
+        return own
+    count = len(set(matrices) & set(lora.targets))
+    return count * (own + (1 if on_gpu else own)) if lora.dropout else own * min(1, count)

@@ -1,4 +1,5 @@
-"""GPU memory: what ranks and engines need against what a GPU has, and which keys would help.
+"""Memory that ranks and engines need, against what a GPU, a machine and its /dev/shm have; and which
+keys would help a GPU.
 
 Invariants:
 - a plan is refused only above the memory that is there; within the error of the estimate it gets a
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,11 +20,16 @@ from pydantic import ValidationError
 
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.layout import rank_coordinates
-from megatron_async_rl.plan.machine import GIB, Machine
+from megatron_async_rl.plan.activations import value_bytes
+from megatron_async_rl.plan.layout import Device, engines_elsewhere, rank_coordinates
+from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.memory import EngineMemory, RankMemory
+from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.rollout.cluster import object_store_bytes
 
 ESTIMATE_ERROR = 0.05
+RANK_PROCESS_BYTES = GIB
+"""Memory of a trainer process or an engine besides its tensors: Python, torch, libraries."""
 PARTS_SHOWN = 3
 KEYS_SHOWN = 6
 
@@ -206,3 +213,80 @@ def _gib(count: int, *, up: bool = False) -> str:
     """`up`: rounded up, so that what does not fit reads as more than there is."""
     tenths = 10 * count / GIB
     return f"{(math.ceil(tenths) if up else round(tenths)) / 10:.1f} GiB"
+
+
+def shared_memory_problems(config: Config, shape: ModelShape, machine: Machine) -> list[Problem]:
+    """Two versions of the weights that /dev/shm has no room for."""
+    needed = 2 * shape.parameters * value_bytes(config)
+    free = machine.shared_memory
+    if machine.described or free >= needed:
+        return []
+    return [
+        Problem(
+            key="weights.transport",
+            what=(
+                f"two versions of the model, {needed / MIB:.0f} MiB, are to lie in /dev/shm, which"
+                f" has {free / MIB:.0f} MiB free"
+            ),
+            fix=f"enlarge /dev/shm (docker run --shm-size={math.ceil(needed / GIB) + 1}g)",
+        )
+    ]
+
+
+def shared_memory_notes(
+    config: Config, shape: ModelShape, machine: Machine, longest: int
+) -> list[str]:
+    """Ray puts its object store elsewhere, or on disk, where /dev/shm has no room for it."""
+    if machine.described or os.environ.get("RAY_ADDRESS"):
+        return []
+    responses = config.flow.prompts_per_step * config.flow.group_size
+    store = object_store_bytes(responses, longest)
+    weights = 2 * shape.parameters * value_bytes(config)
+    if weights + store <= machine.shared_memory:
+        return []
+    return [
+        f"two versions of the weights ({weights / MIB:.0f} MiB) and Ray's object store for the"
+        f" samples ({store / MIB:.0f} MiB) do not fit into /dev/shm, which has"
+        f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
+        f" --shm-size={math.ceil((weights + store) / GIB) + 1}g)"
+    ]
+
+
+def host_notes(
+    config: Config,
+    machine: Machine,
+    device: Device,
+    ranks: Sequence[RankMemory],
+    engine: EngineMemory | None,
+) -> list[str]:
+    """More than the memory of this machine."""
+    if machine.described or not ranks:
+        return []
+    if device == "cpu":
+        elsewhere = engines_elsewhere(config, machine)
+        needed = _host_bytes(config, ranks, None if elsewhere else engine)
+        what = f"about {needed / GIB:.1f} GiB of memory are needed"
+    else:
+        a_machine = config.policy.parallel.ranks // len(ranks)
+        needed = sum(rank.host for rank in ranks) * a_machine // machine.nodes
+        what = (
+            "copies of the weights (reference, proximal policies), offloaded moments and gradients"
+            " and the copy that a checkpoint is written from (checkpoint.asynchronous) take about"
+            f" {needed / GIB:.1f} GiB of host memory over all ranks of a machine"
+        )
+    if needed <= machine.memory:
+        return []
+    return [f"{what}, this machine gives {machine.memory / GIB:.1f} GiB"]
+
+
+def _host_bytes(config: Config, ranks: Sequence[RankMemory], engine: EngineMemory | None) -> int:
+    per_stage = config.policy.parallel.ranks // max(1, len(ranks))
+    total = (
+        sum(rank.total + rank.host for rank in ranks) * per_stage
+        + config.policy.parallel.ranks * RANK_PROCESS_BYTES
+    )
+    if engine is not None and config.rollout is not None:
+        total += config.rollout.engines * (
+            engine.weights + (engine.cache or 0) + RANK_PROCESS_BYTES
+        )
+    return total

@@ -4,6 +4,7 @@ Loads no GPU library."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -18,6 +19,63 @@ GIB = 2**30
 MIB = 2**20
 SHARED_MEMORY = Path("/dev/shm")
 NVIDIA_SMI_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A model of GPU on its SXM board, by NVIDIA's data sheet. Per second: floating-point
+    operations of dense products in bfloat16 and in 8 bits (null: it has none), bytes of its own
+    memory. `sizes`: GiB of memory that it is sold with."""
+
+    name: str
+    sizes: tuple[float, ...]
+    capability: tuple[int, int]
+    bfloat16: float
+    fp8: float | None
+    memory_rate: float
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="h100",
+            sizes=(80,),
+            capability=(9, 0),
+            bfloat16=989e12,
+            fp8=1979e12,
+            memory_rate=3.35e12,
+        ),
+        Chip(
+            name="h200",
+            sizes=(141,),
+            capability=(9, 0),
+            bfloat16=989e12,
+            fp8=1979e12,
+            memory_rate=4.8e12,
+        ),
+        Chip(
+            name="b200",
+            sizes=(180, 192),
+            capability=(10, 0),
+            bfloat16=2250e12,
+            fp8=4500e12,
+            memory_rate=7.7e12,
+        ),
+        Chip(
+            name="a100",
+            sizes=(80, 40),
+            capability=(8, 0),
+            bfloat16=312e12,
+            fp8=None,
+            memory_rate=2.04e12,
+        ),
+    )
+}
+"""GPUs whose speed a plan can reckon with. Of two with as much memory the first is meant where a
+machine is described by its memory alone."""
+ON_A_CARD = re.compile(r"PCIe|NVL|MIG", re.IGNORECASE)
+"""In the names of slower forms of these."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +107,16 @@ class Machine:
     transformer_engine: str | None = None
 
 
-def described_machine(*, gpus: int, gpu_memory_gib: float, nodes: int) -> Machine:
+def described_machine(
+    *, gpus: int, gpu_memory_gib: float, nodes: int, chip: Chip | None = None
+) -> Machine:
     """`nodes` machines of `gpus` GPUs each, of which nothing else is known."""
-    gpu = Gpu(f"GPU of {gpu_memory_gib:g} GiB", int(gpu_memory_gib * GIB))
+    name = chip.name.upper() if chip is not None else "GPU"
+    gpu = Gpu(
+        f"{name} of {gpu_memory_gib:g} GiB",
+        int(gpu_memory_gib * GIB),
+        chip.capability if chip is not None else None,
+    )
     return Machine(
         cores=0,
         memory=0,
@@ -61,6 +126,23 @@ def described_machine(*, gpus: int, gpu_memory_gib: float, nodes: int) -> Machin
         described=True,
         transformer_engine=PINNED,
     )
+
+
+def chip_of(machine: Machine) -> Chip | None:
+    """The model of its GPUs: by name, or where they are described by their memory alone, one that
+    has so much. Null: none of CHIPS."""
+    if not machine.gpus or ON_A_CARD.search(machine.gpus[0].name):
+        return None
+    gpu = machine.gpus[0]
+    named = [chip for chip in CHIPS.values() if re.search(rf"\b{chip.name}\b", gpu.name, re.I)]
+    if named or not machine.described:
+        return named[0] if named else None
+    alike = (
+        chip
+        for chip in CHIPS.values()
+        if any(abs(gpu.memory / GIB - size) < 0.05 * size for size in chip.sizes)
+    )
+    return next(alike, None)
 
 
 def this_machine(nodes: int = 1) -> Machine:

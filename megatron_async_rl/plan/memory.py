@@ -7,6 +7,7 @@ activations.py. With policy.fp8 weights count twice, as they lie and transposed 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_async_rl.config.advantages import OpobAdvantage
 from megatron_async_rl.config.controls import AlignmentSettings
@@ -36,8 +37,9 @@ class RankMemory:
     neighbours need the same.
 
     In host memory, not part of `total`: `held`, copies of the weights (reference, proximal
-    policies), divided over the ranks that hold the same parameters; `moments`, Adam's where a GPU's
-    are offloaded; `staged`, what a checkpoint that is written beside the steps copies first.
+    policies), divided over the ranks that hold the same parameters; `offloaded`, Adam's moments and
+    a control's gradient, where a GPU's are; `staged`, what a checkpoint that is written beside the
+    steps copies first.
     """
 
     stage: int
@@ -49,7 +51,7 @@ class RankMemory:
     logprobs: int
     held: int
     staged: int
-    moments: int = 0
+    offloaded: int = 0
     fp8: int = 0
     """Bytes that weights in 8 bits add to `parameters`, or take off."""
 
@@ -67,7 +69,7 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        return self.held + self.moments + self.staged
+        return self.held + self.offloaded + self.staged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,8 @@ def rank_memory(
     if lora is not None:
         frozen, experts = dense + experts, 0
         dense = stage_adapters(lora, shape, pipeline=parallel.pipeline, tensor=parallel.tensor)
+    if config.objective.value is not None and stage == parallel.pipeline - 1:
+        dense += shape.hidden + 1
     trained = dense + experts
     copies = data_parallel * parallel.context
     replicas = (
@@ -148,39 +152,49 @@ def rank_memory(
         # The gradient of the output layer's weight, and its copy in the model's dtype.
         copied = value_bytes(config) if config.model.dtype == "bfloat16" else 0
         head = shape.vocabulary // parallel.tensor * shape.hidden * (FLOAT32 + copied)
-    offloaded = on_gpu and config.policy.optimizer.moment_offload == "cpu"
+    moments = own * moment_bytes(config)
+    offloaded = moments if on_gpu and config.policy.optimizer.moment_offload == "cpu" else 0
+    kept, away = reference_bytes(config, own, on_gpu=on_gpu)
+    of_layers = partial(
+        activations, config, shape, stage, longest=longest, on_gpu=on_gpu, layers=layers
+    )
+    beside, accumulators = of_layers(tokens), 0
+    if measures_baseline(config):
+        # One sequence at a time beside them; whole micro-batches (terms added to the loss, samples
+        # behind an anomaly) only after that.
+        accumulators = 2 * trained * FLOAT32
+        alone = of_layers(-(-longest // parallel.context), micro_batches=1)
+        beside = max(alone, beside - accumulators)
     step = config.rollout.sampling.max_tokens if config.rollout is not None else longest
     targets = TARGET_BYTES * samples * step
     return RankMemory(
         stage=stage,
         parameters=(frozen + trained) * value_bytes(config),
-        gradients=gradient_bytes(config, trained, own),
-        optimizer=own * (state_bytes(config) - (moment_bytes(config) if offloaded else 0)),
-        controls=control_bytes(
-            config, own, largest=largest_parameter(shape, tensor=parallel.tensor), on_gpu=on_gpu
-        ),
-        activations=activations(
-            config, shape, stage, tokens, longest, on_gpu=on_gpu, layers=layers
-        ),
+        gradients=gradient_bytes(config, trained, own) + accumulators,
+        optimizer=own * state_bytes(config) - offloaded,
+        controls=kept + update_bytes(config, own, largest_parameter(shape, parallel.tensor)),
+        activations=beside,
         logprobs=chunk + head + targets if stage == parallel.pipeline - 1 else 0,
         held=share * held_bytes(config) + own * past_master_bytes(config),
         staged=share * staged_bytes(config),
-        moments=own * moment_bytes(config) if offloaded else 0,
+        offloaded=offloaded + away,
         fp8=fp8_copies(
             config, shape, stage=stage, in_flight=layers_in_flight(config, shape, stage)
         ),
     )
 
 
-def gradient_bytes(config: Config, trained: int, own: int) -> int:
-    """Bytes of Megatron's gradient buffers for `trained` parameters of a rank; beside buffers in
-    bfloat16 of the float32 gradient of the `own` ones that its optimizer updates; and of the two
-    float32 accumulators of the measured baseline (policy/opob.py)."""
-    narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
+def measures_baseline(config: Config) -> bool:
+    """Two float32 accumulators beside the gradient buffers (policy/opob.py)."""
     advantage = config.objective.advantage
-    measured = isinstance(advantage, OpobAdvantage) and advantage.mode == "exact"
-    buffers = trained * 2 + own * FLOAT32 if narrow else trained * FLOAT32
-    return buffers + (2 * trained * FLOAT32 if measured else 0)
+    return isinstance(advantage, OpobAdvantage) and advantage.mode == "exact"
+
+
+def gradient_bytes(config: Config, trained: int, own: int) -> int:
+    """Bytes of Megatron's gradient buffers for `trained` parameters of a rank; and beside buffers
+    in bfloat16 of the float32 gradient of the `own` ones that its optimizer updates."""
+    narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
+    return trained * 2 + own * FLOAT32 if narrow else trained * FLOAT32
 
 
 def staged_bytes(config: Config) -> int:
@@ -252,26 +266,25 @@ def past_master_bytes(config: Config, kept: int | None = None) -> int:
     return versions * FLOAT32 if needed else 0
 
 
-def control_bytes(config: Config, own: int, *, largest: int, on_gpu: bool) -> int:
-    """Bytes that the gradient controls keep for the `own` parameters whose optimizer state a rank
-    has, and those that they need besides.
-
-    Kept: the previous gradient of gac or matched_norm, unless a GPU's is offloaded. Besides: the
-    last update and its denominator, or the coming update and the displacement, in float32 and one
-    parameter at a time, `largest` being the most elements one has.
-    """
-    if not config.controls:
-        return 0
-    kept = sum(
-        REFERENCE_BYTES[control.reference_dtype]
-        for control in config.controls
-        if isinstance(control, AlignmentSettings)
-        and not (on_gpu and control.reference_offload == "cpu")
-    )
-    return int(own * kept) + 2 * FLOAT32 * min(own, largest)
+def reference_bytes(config: Config, own: int, *, on_gpu: bool) -> tuple[int, int]:
+    """Bytes of the previous gradient of gac or matched_norm, for the `own` parameters whose
+    optimizer state a rank has: on the device, and in host memory where a GPU's is offloaded."""
+    kept = {False: 0.0, True: 0.0}
+    for control in config.controls:
+        if isinstance(control, AlignmentSettings):
+            away = on_gpu and control.reference_offload == "cpu"
+            kept[away] += REFERENCE_BYTES[control.reference_dtype]
+    return int(own * kept[False]), int(own * kept[True])
 
 
-def largest_parameter(shape: ModelShape, *, tensor: int) -> int:
+def update_bytes(config: Config, own: int, largest: int) -> int:
+    """Bytes that gradient controls need besides: of the last update and its denominator, or of the
+    coming update and the displacement, in float32 and one parameter at a time, `largest` being the
+    most elements one has."""
+    return 2 * FLOAT32 * min(own, largest) if config.controls else 0
+
+
+def largest_parameter(shape: ModelShape, tensor: int) -> int:
     """Elements of the largest weight on one rank, the embedding or the gated half of an MLP."""
     return max(-(-shape.vocabulary // tensor), 2 * shape.intermediate // tensor) * shape.hidden
 

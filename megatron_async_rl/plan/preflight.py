@@ -27,10 +27,11 @@ from megatron_async_rl.data import (
     read_prompts,
 )
 from megatron_async_rl.metrics.trackers import lacking
+from megatron_async_rl.plan.batch import Lengths, context_limit
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
-from megatron_async_rl.plan.plan import Lengths, Plan, context_limit, make_plan
+from megatron_async_rl.plan.plan import Plan, make_plan
 from megatron_async_rl.plan.resume import checkpoint_problems
 from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward, required_fields

@@ -1,5 +1,5 @@
-"""A plan on one or two screens: the resolved config, processes, batch, memory and the staleness
-law."""
+"""A plan on one or two screens: the resolved config, processes, batch, memory, the staleness law
+and the time of a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_async_rl.config.load import write
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 from megatron_async_rl.metrics.log import read_metrics
+from megatron_async_rl.plan.estimate import Overlap, run_ahead
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
-from megatron_async_rl.plan.overlap import Overlap, run_ahead
 from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.report.summary import Rates, measure, update_per_lr
 
@@ -53,11 +53,15 @@ def show_plan(
         rows = read_metrics(measured_in) if measured_in is not None else []
         _heading(console, "staleness")
         _print(console, f"{staleness_law(config)}\n{planning_rule(config, update_per_lr(rows))}")
+        rates = measure(rows)
         if measured_in is not None:
             _heading(console, "overlap")
-            rates = measure(rows)
             nothing = f"not known: {measured_in} has not logged what its engines did for two steps"
             _print(console, expected_overlap(config, rates, measured_in) if rates else nothing)
+        if rates is None:
+            _heading(console, "step time")
+            found = plan.estimate
+            _print(console, found if isinstance(found, str) else found.in_words())
     for warning in plan.warnings:
         console.print(Text.assemble(("note: ", "yellow bold"), warning), soft_wrap=True)
 
@@ -316,9 +320,9 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
         "total ~",
     ]
     holds = any(rank.held for rank in plan.ranks)
-    offloads = any(rank.moments for rank in plan.ranks)
+    offloads = any(rank.offloaded for rank in plan.ranks)
     columns += ["other weights, on the host"] if holds else []
-    columns += ["moments, on the host"] if offloads else []
+    columns += ["offloaded, on the host"] if offloads else []
     columns += ["a checkpoint's copy, on the host"] if config.checkpoint.asynchronous else []
     for column in columns:
         table.add_column(column, justify="right")
@@ -334,7 +338,7 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
             rank.total,
         ]
         parts += [rank.held] if holds else []
-        parts += [rank.moments] if offloads else []
+        parts += [rank.offloaded] if offloads else []
         parts += [rank.staged] if config.checkpoint.asynchronous else []
         table.add_row(
             f"stage {rank.stage}" if len(plan.ranks) > 1 else "the policy",

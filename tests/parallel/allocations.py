@@ -36,4 +36,5 @@ def _is_tensor(leaf) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    memory = tensor.untyped_storage()
+    return memory.data_ptr() or memory._cdata  # the meta device has no addresses

@@ -1,9 +1,10 @@
-"""The bytes that Megatron gives to one rank of a layout whose other ranks are not there: to weights,
-gradients and optimizer on the meta device, where nothing is computed or stored, so that the model may
-be large; and to what its layers keep for the backward pass of one sequence on the CPU.
+"""The bytes that Megatron and the policy give to one rank of a layout whose other ranks are not there:
+to weights, gradients, optimizer, controls and copies of the weights on the meta device, where nothing
+is computed or stored, so that the model may be large; and to what the model keeps for the backward
+pass of one micro-batch on the CPU.
 
 Arguments: a JSON of two lists, each of [a configuration's file, its overrides, [ranks]] and of the
-same with a number of tokens in the place of the ranks; the file to write.
+same with a micro-batch's rows and tokens of each in the place of the ranks; the file to write.
 """
 
 from __future__ import annotations
@@ -14,22 +15,34 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_async_rl.config.controls import AlignmentSettings
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.controls.reference import GradientReference
+from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.adam_view import gradient_of, optimizer_parameters
+from megatron_async_rl.policy.attention import PackedSequences
+from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import assemble_model
+from megatron_async_rl.policy.opob import exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise
-from megatron_async_rl.policy.parameter_state import adam_names, adam_shards
+from megatron_async_rl.policy.parameter_state import MASTER, adam_names, adam_shards
+from megatron_async_rl.policy.past_versions import Snapshots
+from megatron_async_rl.policy.reference_policies import ReferencePolicies
+from megatron_async_rl.policy.weight_copies import HeldMasters
+from tests.parallel.allocations import Allocations
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -60,40 +73,107 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def held(config: Config, rank: int) -> dict[str, int]:
-    model = assemble_model(config.model, config.policy, layout_of(config, rank, META))
+    layout = layout_of(config, rank, META)
+    model = assemble_model(config.model, config.policy, layout, config.objective.value)
     wrapped = wrap_for_gradients(model.chunks, config.policy)
     optimizer = build_optimizer(wrapped, config.policy, model.config.params_dtype)
     optimizer.prepare_grads()
     shards = optimizer_parameters(optimizer)
+    adam = {name: nbytes(adam_shards(optimizer, name)) for name in adam_names(model)}
+    schedule = Schedule(wrapped, model, layout, temperature=1.0, logprob_chunk_tokens=1)
+    gradients = nbytes([*gradient_buffers(wrapped), *map(gradient_of, shards)])
     found = {
         "parameters": nbytes(p for chunk in model.chunks for p in chunk.parameters()),
-        "gradients": nbytes([*gradient_buffers(wrapped), *map(gradient_of, shards)]),
-        "optimizer": nbytes(
-            shard for name in adam_names(model) for shard in adam_shards(optimizer, name)
+        "gradients": gradients + accumulators(config, schedule),
+        "optimizer": sum(adam.values()),
+        "moments": sum(adam.values()) - adam.get(MASTER, 0),
+        "references": sum(
+            nbytes(reference(control, map(gradient_of, shards)))
+            for control in config.controls
+            if isinstance(control, AlignmentSettings)
         ),
+        "held": copies(config, model, optimizer),
     }
     leave()
     return found
 
 
-def kept(config: Config, tokens: int) -> int:
-    """Bytes of memory that autograd keeps of the model's only chunk, its parameters apart."""
-    model = assemble_model(config.model, config.policy, layout_of(config, 0, CPU))
+def reference(
+    control: AlignmentSettings, gradient: Iterable[torch.Tensor]
+) -> Iterable[torch.Tensor]:
+    """The gradient, as the control keeps it until the next step."""
+    kept = GradientReference(control.reference_dtype, META, None)
+    for index, shard in enumerate(gradient):
+        kept.put(index, shard)
+    return [part for written in kept.written() for part in written]
+
+
+def copies(config: Config, model: Any, optimizer: Any) -> int:
+    """Bytes of the copies of the weights, once there are as many versions as the run keeps."""
+    objective = config.objective
+    past = any(control.needs_past_weights for control in config.controls)
+    with META:
+        masters = Snapshots(lambda: HeldMasters(optimizer), objective.snapshots) if past else None
+        needs = Objective(objective).needs
+        held = ReferencePolicies(objective, needs, model, past_masters=masters)
+        for version in range(objective.snapshots):
+            held.begin(version)
+    kept = [held.trained, held.reference, held.average]
+    kept += held.snapshots.versions.values() if held.snapshots is not None else []
+    tensors = [part for copy in kept if copy is not None for part in copy.tensors]
+    found = [each for part in tensors for each in part.values()]
+    if masters is not None:
+        found += [each for copy in masters.versions.values() for each in copy.shards]
+    return nbytes(found)
+
+
+def accumulators(config: Config, schedule: Schedule) -> int:
+    """Bytes that the measured baseline makes for gradients, before the first sequence."""
+    # What it computes with lies on the host; gradients do not.
+    schedule.layout = replace(schedule.layout, device=CPU)
+    baseline = exact_baseline(config.objective, schedule, schedule.layout)
+    if baseline is None:
+        return 0
+    nothing = torch.zeros(0)
+    whole = SimpleNamespace(require=lambda name: nothing, group_centred=lambda rewards: rewards)
+    with Allocations() as using:
+        baseline.accumulate(SimpleNamespace(whole=whole, samples=NoSamples()), None, None)
+    return sum(using.sizes)
+
+
+class NoSamples(tuple[()]):
+    owner = group = np.zeros(0, dtype=np.int64)
+
+
+def kept(config: Config, rows: int, tokens: int) -> int:
+    """Bytes of memory that autograd keeps of a micro-batch in the model's only chunk and in what
+    makes log-probs of its hidden states, parameters and logits apart."""
+    layout = layout_of(config, 0, CPU)
+    model = assemble_model(config.model, config.policy, layout, config.objective.value)
     (chunk,) = model.chunks
     own = {parameter.untyped_storage()._cdata for parameter in chunk.parameters()}
     found: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         memory = tensor.untyped_storage()
-        if memory._cdata not in own:
+        if memory._cdata not in own and tensor.shape[-1:] != model.output_weight().shape[:1]:
             found[memory._cdata] = memory
         return tensor
 
     tokens //= config.policy.parallel.context
-    places = torch.arange(tokens)[None]
+    packing, places = None, torch.arange(tokens).expand(rows, tokens)
+    if config.policy.sequence == "packed":
+        lengths = np.array([tokens // 2, tokens // 4, tokens // 4])
+        places = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
+        packing = PackedSequences.of(lengths, CPU)
+    trained = torch.arange(rows * tokens)
+    micro_batch = SimpleNamespace(rows=trained, targets=torch.zeros_like(trained), places=None)
+    schedule = Schedule([chunk], model, layout, temperature=1.0, logprob_chunk_tokens=tokens)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        chunk.train()(torch.zeros_like(places), places, None)
+        hidden = chunk.train()(torch.zeros_like(places), places, None, packed_seq_params=packing)
+        outputs = schedule._outputs(micro_batch, hidden)
     leave()
+    del outputs
     return sum(memory.nbytes() for memory in found.values())
 
 
@@ -101,7 +181,7 @@ def main() -> None:
     (large, small), output = json.loads(sys.argv[1]), sys.argv[2]
     device.install("cpu")
     found = {
-        "kept": [kept(load(Path(file), overrides), tokens) for file, overrides, tokens in small]
+        "kept": [kept(load(Path(file), overrides), *sizes) for file, overrides, sizes in small]
     }
     # What Megatron makes on CUDA is made there from here on; its optimizers sort parameters by the
     # name of their type.

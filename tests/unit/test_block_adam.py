@@ -223,9 +223,9 @@ def test_bytes_per_parameter_follow_the_numbers_and_the_place_of_gradients_and_m
     memory = rank_memory(config, shape, stage=0, data_parallel=2, longest=16, on_gpu=on_gpu)
     count = shape.parameters
     assert memory.parameters + memory.gradients + memory.optimizer == device * count
-    assert memory.moments == host * count
+    assert memory.offloaded == host * count
     assert memory.staged == staged * count // 2
-    assert memory.host == memory.moments + memory.staged + memory.held
+    assert memory.host == memory.offloaded + memory.staged + memory.held
 
 
 def test_gradients_in_bfloat16_need_one_of_the_output_layer_in_float32_besides(file):

@@ -160,6 +160,29 @@ def test_the_measured_baseline_takes_two_float32_gradients_more(
     assert memory.gradients == shape.parameters * (buffers + accumulators)
 
 
+@pytest.mark.parametrize("budget", [16, 64])
+def test_beside_the_measured_baseline_runs_one_sequence_and_whole_micro_batches_after_it(
+    file, budget
+):
+    def memory(mode, tokens):
+        settings = [
+            "objective.loss=reinforce",
+            "objective.aggregation=seq-mean-token-mean",
+            f"objective.advantage={{name: opob, mode: {mode}}}",
+            f"policy.tokens_per_micro_batch={tokens}",
+        ]
+        config = load(file, settings)
+        shape, _ = read_model(config.model.path)
+        return rank_memory(config, shape, stage=0, data_parallel=1, longest=16)
+
+    cheap, exact = memory("cheap", budget), memory("exact", budget)
+    accumulators = exact.gradients - cheap.gradients
+    alone = memory("cheap", 16).activations
+    more = max(0, accumulators + alone - cheap.activations)
+    assert exact.total - cheap.total == more
+    assert (more > 0) == (budget == 16)
+
+
 @pytest.mark.parametrize(
     ("control", "on_gpu", "kept"),
     [
@@ -214,8 +237,9 @@ def test_virtual_stages_keep_more_layers_in_flight(tmp_path):
         ]
 
     plain, interleaved = activations(), activations("policy.parallel.virtual_pipeline=2")
-    # Of 8 samples the last stage's norm keeps its input in float32, and what it makes of it.
-    last_norm = 8 * 16 * shape.hidden * 8
+    # Of 8 samples the last stage's norm keeps its input in float32, and what it makes of it; and
+    # log-probs their hidden states.
+    last_norm = 8 * 16 * shape.hidden * (8 + 4)
     assert plain[0] == 2 * (plain[1] - last_norm)
     interleaved[1] -= last_norm
     assert [4 * found // plain[0] for found in interleaved] == [5, 3]
@@ -676,17 +700,17 @@ def test_norms_behind_attention_and_mlp_keep_their_inputs_too(tmp_path: Path) ->
 
 
 def test_recomputation_keeps_inputs_of_layers_or_no_scores(tmp_path: Path) -> None:
-    """32 layers of 16k tokens over eight ranks, of which one layer at a time is whole; and the last
-    norm's input."""
+    """32 layers of 16k tokens over eight ranks, of which one layer at a time is whole; the last
+    norm's input; and hidden states for log-probs, whole on each rank."""
     sequence, hidden = "policy.parallel.sequence=true", 16384 * 4096 * 4
     for more, numbers in (([], hidden), ([sequence], hidden // 8)):
-        layer = (activations_of_8b(tmp_path, *more) - numbers) // 32
+        layer = (activations_of_8b(tmp_path, *more) - numbers - hidden) // 32
         full = activations_of_8b(tmp_path, "policy.recompute=full", *more)
-        assert full == 32 * numbers + layer + numbers
-    layer = (activations_of_8b(tmp_path) - hidden) // 32
+        assert full == 32 * numbers + layer + numbers + hidden
+    layer = (activations_of_8b(tmp_path) - 2 * hidden) // 32
     scores = 2 * 32 // 8 * 16384 * 16384 * 4
     selective = activations_of_8b(tmp_path, "policy.recompute=selective")
-    assert selective == 32 * (layer - scores) + scores + hidden
+    assert selective == 32 * (layer - scores) + scores + 2 * hidden
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

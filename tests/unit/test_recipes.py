@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_async_rl.config.load import load
+from megatron_async_rl.plan.estimate import Estimate
 from megatron_async_rl.plan.machine import described_machine
 from megatron_async_rl.plan.preflight import preflight
 from tests.published_models import PUBLISHED, write_config
@@ -56,6 +57,8 @@ def test_a_recipe_fits_the_gpus_of_its_machines(checkout: Path, name: str, gigab
     assert not plan.problems
     assert not [warning for warning in plan.warnings if "the estimate may be" in warning]
     assert plan.ranks
+    assert isinstance(plan.estimate, Estimate)
+    assert plan.estimate.chip.name == {80: "h100", 141: "h200"}[gigabytes]
 
 
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -1,4 +1,4 @@
-"""What a plan expects of sampling while training, from what a run measured."""
+"""Seconds of a step that a plan expects: from what a run measured, and from data sheets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_async_rl import cli
 from megatron_async_rl.config.load import load
 from megatron_async_rl.metrics.log import Row
-from megatron_async_rl.plan.overlap import Overlap, run_ahead
+from megatron_async_rl.plan.estimate import Estimate, Overlap, run_ahead
+from megatron_async_rl.plan.machine import CHIPS, Gpu, Machine, chip_of, described_machine
+from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.screen import expected_overlap, planning_rule, staleness_law
 from megatron_async_rl.report.summary import measure, update_per_lr
+from tests.published_models import write_config
 from tests.written_run import config_tree, write_run
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 
 
 def overlap(
@@ -228,3 +236,185 @@ def test_the_plan_command_takes_rates_from_a_run_named_or_its_own_and_refuses_wh
     assert done.returncode == 0, done.stderr
     assert f"measured       in {own}, 7 steps" in done.stdout
     assert "G = 40:" in done.stdout
+
+
+def recipe(folder: Path, name: str, model: str) -> tuple[str, ...]:
+    """The file, and overrides that take its model from `folder`."""
+    if not (folder / model).exists():
+        write_config(folder / model, model)
+    return str(RECIPES / f"{name}.yaml"), f"model.path={folder / model}"
+
+
+def estimated(arguments: tuple[str, ...], *overrides: str, gpus: int = 8) -> Estimate:
+    file, *given = arguments
+    config = load(Path(file), [*given, *overrides])
+    shape, _ = read_model(config.model.path)
+    machine = described_machine(gpus=gpus, gpu_memory_gib=141, nodes=1)
+    plan = make_plan(config, machine, shape)
+    assert plan.problems == ()
+    assert isinstance(plan.estimate, Estimate)
+    return plan.estimate
+
+
+def test_an_estimate_of_a_dense_model_is_the_one_made_by_hand(tmp_path: Path) -> None:
+    """Qwen3-8B: 1024 samples of 256 + 2048 tokens, trained by 4 H200 and sampled by 4."""
+    found = estimated(recipe(tmp_path, "qwen3_8b", "Qwen3-8B"))
+    # 36 layers of 192,946,432 weights; attention of 36 x 4096 numbers to 2304 tokens, half of them
+    # seen; logits of 151,936 x 4096 weights at 2048 tokens.
+    layers, attention = 2 * 2304 * 36 * 192_946_432, 2 * 2304 * 36 * 4096 * 2304
+    head = 2 * 2048 * 151_936 * 4096
+    # Once forward, twice backward, once again (recompute: full); and log-probs before that.
+    operations = 1024 * (5 * (layers + attention) + 4 * head)
+    assert found.train_s == pytest.approx(operations / (4 * 0.4 * 989e12))
+    assert found.train_s == pytest.approx(115.23, abs=0.01)
+    # 256 responses at a time each have (256 + 1024) x 147,456 bytes of keys and values; weights
+    # without the embedding are 15.137 GB.
+    pace = (15.137e9 + 256 * 1280 * 147_456) / (0.6 * 4.8e12)
+    assert found.tokens_per_s == pytest.approx(256 / pace, rel=1e-4)
+    assert found.decoding == 256
+    prompts_s = 256 * 2 * 256 * 36 * (192_946_432 + 4096 * 256) / (0.4 * 989e12)
+    assert found.generate_s == pytest.approx(2048 * pace + prompts_s, rel=1e-4)
+    # 8,190,735,360 weights of 2 bytes: written by four ranks, read by each engine.
+    assert (found.staged_s, found.loaded_s) == pytest.approx((0.4095, 1.638), rel=1e-3)
+    assert found.relayed_s is None
+    assert found.synchronous_s == pytest.approx(47.44 + 115.23 + 0.41 + 1.64, abs=0.02)
+    assert found.step_s == found.overlapped_s == found.train_s + found.staged_s
+
+
+def test_an_estimate_of_a_mixture_counts_the_experts_that_tokens_visit(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B: 8 of 128 experts, so 3.0 G of 30.2 G weights in its layers are active."""
+    found = estimated(recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"))
+    # Of attention, norms and router 19,140,864 weights in each of 48 layers, and 8 experts of 4,718,592.
+    active = 48 * (18_874_368 + 4_352 + 262_144 + 8 * 4_718_592)
+    layers, attention = 2 * 2304 * active, 2 * 2304 * 48 * 4096 * 2304
+    head = 2 * 2048 * 151_936 * 2048
+    operations = 1024 * (5 * (layers + attention) + 4 * head)
+    assert found.train_s == pytest.approx(operations / (8 * 0.4 * 989e12))
+    assert found.train_s == pytest.approx(25.38, abs=0.01)
+    # 256 tokens visit all but (15/16)^256 of the experts: an engine of two GPUs reads them all.
+    pace = (60.442e9 + 256 * 1280 * 98_304) / (0.6 * 4.8e12)
+    assert found.tokens_per_s == pytest.approx(2 * 256 / pace, rel=1e-4)
+    # 61.06 GB: by eight ranks, over TCP, by two workers.
+    published = (found.staged_s, found.relayed_s, found.loaded_s)
+    assert published == pytest.approx((0.763, 24.43, 3.053), rel=1e-3)
+    assert found.step_s == found.generate_s + found.loaded_s
+    alone = estimated(
+        recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"), "rollout.max_concurrent=1"
+    )
+    active += 151_936 * 2048
+    one_token_s = (2 * active + 1280 * 98_304) / (2 * 0.6 * 4.8e12)
+    assert alone.tokens_per_s == pytest.approx(1 / one_token_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("key", ["policy.parallel.ranks", "rollout.engines"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("flow.async_ratio=0",),
+        ("policy.parallel={ranks: 4, pipeline: 4}", "policy.sequence=padded"),
+        ("weights.transport=relay", "rollout.max_concurrent=16"),
+    ],
+)
+def test_more_gpus_never_make_a_step_longer(
+    tmp_path: Path, key: str, changes: tuple[str, ...]
+) -> None:
+    changed = ("flow.prompts_per_step=96", *changes)
+    of_gpus = [
+        estimated(recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), *changed, f"{key}={count}", gpus=64)
+        for count in (4, 8, 16, 32)
+    ]
+    for seconds in ([each.step_s for each in of_gpus], [each.synchronous_s for each in of_gpus]):
+        assert seconds == sorted(seconds, reverse=True)
+    assert of_gpus[-1].synchronous_s < of_gpus[0].synchronous_s
+    assert all(each.step_s <= each.synchronous_s for each in of_gpus)
+
+
+def test_products_in_8_bits_recomputation_and_adapters_change_the_training_time(
+    tmp_path: Path,
+) -> None:
+    arguments = recipe(tmp_path, "qwen3_8b", "Qwen3-8B")
+    full, none, fp8, adapters = (
+        estimated(arguments, *more).train_s
+        for more in (
+            (),
+            ("policy.recompute=none",),
+            ("policy.fp8={recipe: tensorwise}",),
+            ("policy.lora={rank: 16}",),
+        )
+    )
+    assert none < full
+    assert full / 2 < fp8 < full
+    assert adapters < full
+
+
+def planned(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["plan", *arguments])
+    return done.exit_code, done.output
+
+
+def test_the_plan_shows_step_and_publish_time_with_all_that_it_assumes(tmp_path: Path) -> None:
+    arguments = recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B")
+    code, output = planned(*arguments, "--gpus", "8", "--gpu-memory", "141")
+    assert code == 0, output
+    for words in (
+        "generate 33.4 s, train 25.4 s; publish 28.2 s (stage 0.763 s, relay 24.4 s, load 3.05 s)",
+        "this config    36.5 s a step; synchronous 87 s, overlapped at best 36.5 s",
+        "H200 by its data sheet: 40% of 989 TFLOP/s in bfloat16, 60% of 4.8 TB/s",
+        "2.5 GB/s to each other machine; prompts of 256 and responses of 2048 tokens",
+    ):
+        assert words in output
+    code, output = planned(*arguments, "--gpus", "8", "--gpu", "b200")
+    assert (code, "8 x B200 of 180 GiB" in output, "B200 by its data sheet" in output) == (
+        0,
+        True,
+        True,
+    )
+
+
+def test_no_speed_is_made_up_for_hardware_that_is_not_known(tmp_path: Path) -> None:
+    code, output = planned(str(write_run(tmp_path)))
+    assert code == 0, output
+    shown = output.partition("step time\n")[2].splitlines()
+    assert shown[0].startswith("not known: no speed is assumed of a CPU")
+    assert "assumed" not in "".join(shown[1:])
+    code, output = planned(
+        *recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), "--gpus", "8", "--gpu-memory", "96"
+    )
+    assert "not known: GPU of 96 GiB is none of h100, h200, b200, a100 (--gpus" in output
+    code, output = planned(
+        *recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), "--gpus", "8", "model.dtype=float32"
+    )
+    assert "not known: no speed is assumed of float32 products" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpu", "h100"), "--gpu is that of the GPUs that --gpus counts"),
+        (("--gpus", "8", "--gpu", "h20"), "h20 is not known"),
+        (("--gpus", "8", "--gpu", "a100", "policy.fp8={recipe: tensorwise}"), "policy.fp8.recipe"),
+    ],
+)
+def test_a_gpu_that_cannot_be_planned_for_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    code, output = planned(*recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), *arguments)
+    assert code == 2
+    assert words in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA L40S", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_unless_it_is_a_slower_form(name: str, chip: str | None) -> None:
+    machine = Machine(cores=8, memory=0, shared_memory=0, gpus=(Gpu(name, 80 * 2**30),))
+    assert chip_of(machine) == (CHIPS[chip] if chip is not None else None)

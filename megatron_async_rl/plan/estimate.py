@@ -1,0 +1,320 @@
+"""Seconds of a step, from those that its parts took in a run (`Overlap`), or that the GPUs' data
+sheets let expect (`Estimate`).
+
+Worth of sampling and training at the same time:
+
+    T_engines = T_gen + pause          all engines sample one batch; each stops once for weights
+    T_trainer = T_train + publish      the optimizer step, and handing its weights over
+    turn by turn                       T_gen + T_train + publish
+    at the same time, at best          max(T_engines, T_trainer)
+
+In between lies a run-ahead r below 1: while the policy trains, the engines may sample only that
+share of the next batch, so the trainer waits for the rest: max(T_engines, T_trainer + (1 - r)
+T_gen). Pure arithmetic; seconds everywhere.
+
+An estimate reckons with 2 operations for each weight that a token meets (of experts, those that it
+visits) and 4 for each query's number and token that it attends to; the backward pass is twice the
+forward one. An engine decodes at the pace at which it reads its weights and the key-value cache of
+the responses that it runs. All that is not in a data sheet is a constant below, and is shown.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_async_rl.config.advantages import OpobAdvantage
+from megatron_async_rl.config.flow import ExactLag
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.activations import value_bytes
+from megatron_async_rl.plan.batch import Batch
+from megatron_async_rl.plan.layers import fp8_layers
+from megatron_async_rl.plan.layout import Device, engines_elsewhere, rank_coordinates
+from megatron_async_rl.plan.machine import CHIPS, Chip, Machine, chip_of
+from megatron_async_rl.plan.model_files import ModelShape
+
+COMPUTE_SHARE = 0.4
+"""Of a GPU's dense operations a second, those that training and reading prompts reach (MFU)."""
+READ_SHARE = 0.6
+"""Of its memory's bytes a second, those that decoding reads."""
+COPY_RATE = 10e9
+"""Bytes a second between one GPU and shared memory, which is not page-locked."""
+RELAY_RATE = 2.5e9
+"""Bytes a second over TCP from rank 0's machine to each other one, all at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    generate_s: float
+    """T_gen with `engines` engines."""
+    train_s: float
+    publish_s: float
+    pause_s: float
+    engines: int
+    run_ahead: float
+    """r, 0 to 1."""
+
+    @property
+    def engines_s(self) -> float:
+        return self.generate_s + self.pause_s
+
+    @property
+    def trainer_s(self) -> float:
+        return self.train_s + self.publish_s
+
+    @property
+    def synchronous_s(self) -> float:
+        return self.generate_s + self.train_s + self.publish_s
+
+    @property
+    def bound_s(self) -> float:
+        """No placement and no async_ratio make a step shorter than this."""
+        return max(self.engines_s, self.trainer_s)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step at this run-ahead."""
+        return max(self.engines_s, self.trainer_s + (1.0 - self.run_ahead) * self.generate_s)
+
+    @property
+    def balanced_engines(self) -> int | None:
+        """Fewest engines that sample a batch while the trainer makes a step; null when their pause
+        alone takes as long."""
+        free = self.trainer_s - self.pause_s
+        return (
+            max(1, math.ceil(round(self.generate_s * self.engines / free, 6))) if free > 0 else None
+        )
+
+    def in_words(self) -> str:
+        speed_up = self.synchronous_s / self.bound_s
+        lines = [
+            (
+                f"parts          generate {_s(self.generate_s)}, train {_s(self.train_s)}, publish"
+                f" {_s(self.publish_s)}, pause of an engine {_s(self.pause_s)}"
+            ),
+            f"synchronous    {_s(self.synchronous_s)} a step: generate, train, publish",
+            (
+                f"disaggregated  {_s(self.bound_s)} a step at best, {speed_up:.2f} times as fast:"
+                f" the longer of engines {_s(self.engines_s)} and trainer {_s(self.trainer_s)}"
+            ),
+            (
+                f"colocated      {_s(self.synchronous_s)} a step: engines and policy take turns on"
+                " the same devices"
+            ),
+            (
+                f"this config    {_s(self.step_s)} a step, {self.synchronous_s / self.step_s:.2f}"
+                f" times as fast as synchronous: while the policy trains, {self.run_ahead:.0%} of"
+                " the next batch may be sampled"
+            ),
+        ]
+        balanced = self.balanced_engines
+        if balanced is not None:
+            have = "as here" if balanced == self.engines else f"instead of {self.engines}"
+            engines = "1 engine" if balanced == 1 else f"{balanced} engines"
+            lines.append(
+                f"balance        {engines}, {have}, sample a batch while the policy trains on one"
+            )
+        return "\n".join(lines)
+
+
+def run_ahead(config: Config) -> float:
+    """Share of the next batch that the engines may sample while the policy trains on one."""
+    colocated = config.rollout is not None and config.rollout.placement == "colocated"
+    # With exact_lag every response is made by one version, so nothing runs while the weights
+    # change.
+    stands_still = colocated or isinstance(config.flow.selection, ExactLag)
+    return 0.0 if stands_still else min(1.0, config.flow.async_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """`generate_s`, `train_s`: of one batch. `staged_s`: the ranks write a version into shared
+    memory. `relayed_s`: it is on its way to other machines, beside all else; null with engines on
+    rank 0's alone. `loaded_s`: an engine takes it. `decoding`: responses that an engine runs at a
+    time, `tokens_per_s` that it samples.
+    """
+
+    chip: Chip
+    batch: Batch
+    version: int
+    """Bytes of the weights."""
+    generate_s: float
+    train_s: float
+    staged_s: float
+    relayed_s: float | None
+    loaded_s: float
+    decoding: float
+    tokens_per_s: float
+    run_ahead: float
+    fp8: bool
+
+    @property
+    def publish_s(self) -> float:
+        """Until engines have a version, from the end of the step that made it."""
+        return self.staged_s + (self.relayed_s or 0.0) + self.loaded_s
+
+    @property
+    def synchronous_s(self) -> float:
+        return self.generate_s + self.train_s + self.publish_s
+
+    @property
+    def overlapped_s(self) -> float:
+        """A step in which nobody waits: the longest of engines, trainer and relay."""
+        engines_s, trainer_s = self.generate_s + self.loaded_s, self.train_s + self.staged_s
+        return max(engines_s, trainer_s, self.relayed_s or 0.0)
+
+    @property
+    def step_s(self) -> float:
+        """Of this config: engines may sample the share `run_ahead` of a batch before its turn."""
+        waits_s = (1.0 - self.run_ahead) * (self.synchronous_s - self.train_s - self.staged_s)
+        return max(self.overlapped_s, self.train_s + self.staged_s + waits_s)
+
+    def in_words(self) -> str:
+        chip, batch = self.chip, self.batch
+        relayed = f", relay {_s(self.relayed_s)}" if self.relayed_s is not None else ""
+        rates = f"{chip.bfloat16 / 1e12:.0f} TFLOP/s in bfloat16"
+        if self.fp8 and chip.fp8 is not None:
+            rates += f", {chip.fp8 / 1e12:.0f} in 8 bits"
+        to_others = (
+            f", {RELAY_RATE / 1e9:g} GB/s to each other machine"
+            if self.relayed_s is not None
+            else ""
+        )
+        return (
+            f"parts          generate {_s(self.generate_s)}, train {_s(self.train_s)}; publish"
+            f" {_s(self.publish_s)} (stage {_s(self.staged_s)}{relayed}, load {_s(self.loaded_s)})"
+            f" for {self.version / 1e9:.1f} GB\n"
+            f"this config    {_s(self.step_s)} a step; synchronous {_s(self.synchronous_s)},"
+            f" overlapped at best {_s(self.overlapped_s)}\n"
+            f"an engine      {self.tokens_per_s:,.0f} tokens/s, {round(self.decoding, 1):g} responses at a"
+            " time\n"
+            f"assumed        {chip.name.upper()} by its data sheet: {COMPUTE_SHARE:.0%} of {rates},"
+            f" {READ_SHARE:.0%} of {chip.memory_rate / 1e12:g} TB/s; {COPY_RATE / 1e9:g} GB/s"
+            f" between a GPU and shared memory{to_others}; prompts of {batch.prompt} and responses"
+            f" of {batch.response} tokens, none much longer; no padding, rewards that take no time"
+        )
+
+
+def estimate(
+    config: Config, machine: Machine, device: Device, shape: ModelShape | None, batch: Batch | None
+) -> Estimate | str:
+    """Seconds of a step of a plan without problems; where a rate would have to be invented, the
+    reason why there are none."""
+    rollout = config.rollout
+    if device == "cpu":
+        return "not known: no speed is assumed of a CPU; a run's own rates tell (--from RUN)"
+    if shape is None or batch is None or rollout is None:
+        return "not known: for runs with engines alone"
+    chip = chip_of(machine)
+    if chip is None:
+        name = machine.gpus[0].name if machine.gpus else "no GPU"
+        return f"not known: {name} is none of {', '.join(CHIPS)} (--gpus NUMBER --gpu NAME)"
+    if config.model.dtype == "float32":
+        return "not known: no speed is assumed of float32 products (model.dtype: float32)"
+
+    version = shape.parameters * value_bytes(config)
+    decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
+    responses = batch.samples / rollout.engines
+    reading = 2 * batch.prompt * (_layer_weights(shape) + _attention(shape, batch.prompt))
+    reading_s = responses * reading / (rollout.tensor * COMPUTE_SHARE * chip.bfloat16)
+    return Estimate(
+        chip=chip,
+        batch=batch,
+        version=version,
+        generate_s=reading_s + responses * batch.response / tokens_per_s,
+        train_s=_train_s(config, chip, shape, batch),
+        staged_s=version / (_writers(config, machine) * COPY_RATE),
+        relayed_s=version / RELAY_RATE if engines_elsewhere(config, machine) else None,
+        loaded_s=version / (rollout.tensor * COPY_RATE),
+        decoding=decoding,
+        tokens_per_s=tokens_per_s,
+        run_ahead=run_ahead(config),
+        fp8=config.policy.fp8 is not None,
+    )
+
+
+def _layer_weights(shape: ModelShape) -> int:
+    """Weights that a token meets in all layers."""
+    experts = shape.experts_per_token * 3 * shape.hidden * shape.intermediate
+    return shape.layers * (shape.layer_sharded + shape.layer_replicated + experts)
+
+
+def _attention(shape: ModelShape, length: int) -> int:
+    """Pairs of numbers that a token multiplies in attention, in a sequence of `length`: it sees
+    half of the others."""
+    return shape.layers * shape.heads * shape.head_dim * length
+
+
+def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> float:
+    """One batch: training passes, forward passes before them, and the time that pipeline stages wait
+    for the first and the last micro-batch of each optimizer step."""
+    policy, parallel, objective = config.policy, config.policy.parallel, config.objective
+    tokens, fp8 = batch.prompt + batch.response, policy.fp8
+    share = 0.0
+    if fp8 is not None:
+        share = fp8_layers(fp8, shape.layers, stage=0, pipeline=1) / shape.layers
+    faster = chip.fp8 / chip.bfloat16 if chip.fp8 is not None else 1.0
+    # In operations at bfloat16's speed.
+    layers = 2 * tokens * _layer_weights(shape) * (1 - share + share / faster)
+    attention = 2 * tokens * _attention(shape, tokens)
+    head = 2 * batch.response * shape.vocabulary * shape.hidden
+    forward = layers + attention + head
+    # Of weights that are not trained there is no gradient.
+    backward = (1 if policy.lora is not None else 2) * (layers + head) + 2 * attention
+    again = {"none": 0.0, "selective": attention, "full": layers + attention}[policy.recompute]
+    passes = _forward_passes(config)
+    operations = objective.epochs * (forward + backward + again) + passes * forward
+    total = batch.samples * operations / (parallel.ranks * COMPUTE_SHARE * chip.bfloat16)
+
+    of_a_step = batch.samples_per_rank * tokens / objective.minibatches
+    micro_batch = min(1.0, policy.tokens_per_micro_batch / of_a_step)
+    return total * (1 + (parallel.pipeline - 1) / parallel.virtual_pipeline * micro_batch)
+
+
+def _forward_passes(config: Config) -> int:
+    """Passes over the whole batch before it is trained on: reference, proximal policy, and the
+    weights in training, at most (some follow from training's own numbers)."""
+    objective = config.objective
+    compares = objective.loss.uses_proximal or bool(objective.corrections)
+    held = compares and objective.proximal in ("ewma", "snapshot")
+    several = objective.steps_per_batch > 1 or bool(objective.corrections)
+    current = compares and several and objective.proximal in ("recompute", "loglinear")
+    cheap = isinstance(objective.advantage, OpobAdvantage) and objective.advantage.mode == "cheap"
+    current = current or cheap or objective.value is not None
+    return int(objective.needs_reference) + int(held) + int(current)
+
+
+def _decoding(
+    config: Config, machine: Machine, chip: Chip, shape: ModelShape, batch: Batch
+) -> tuple[float, float]:
+    """Responses that an engine runs at a time, as far as its cache holds them, and tokens a second
+    that it samples of them."""
+    rollout = config.rollout
+    assert rollout is not None
+    own = value_bytes(config)
+    cached = (batch.prompt + batch.response / 2) * shape.kv_values_per_token * own
+    room = rollout.gpu_memory_utilization * machine.gpus[0].memory * rollout.tensor
+    most = max(1.0, (room - shape.parameters * own) / cached)
+    count = min(rollout.max_concurrent, batch.samples / rollout.engines, most)
+    head = shape.vocabulary * shape.hidden
+    read = shape.layers * (shape.layer_sharded + shape.layer_replicated) + head
+    if shape.experts:
+        # Those that none of the tokens visits are not read.
+        missed = (1 - shape.experts_per_token / shape.experts) ** count
+        read += int(shape.layers * shape.layer_experts * (1 - missed))
+    reading_s = (read * own + count * cached) / (READ_SHARE * chip.memory_rate)
+    computing_s = 2 * count * (_layer_weights(shape) + head) / (COMPUTE_SHARE * chip.bfloat16)
+    return count, count * rollout.tensor / max(reading_s, computing_s)
+
+
+def _writers(config: Config, machine: Machine) -> int:
+    """Ranks that stage a version: rank 0's neighbours, where they hold the whole model."""
+    parallel = config.policy.parallel
+    here = parallel.ranks // machine.nodes
+    stages = {rank_coordinates(config, rank)[-1] for rank in range(here)}
+    whole = len(stages) == parallel.pipeline and here >= max(parallel.tensor, parallel.expert)
+    return here if whole else 1
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
