@@ -23,28 +23,30 @@ import numpy as np
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.activations import value_bytes
-from megatron_async_rl.plan.machine import GIB, MIB
+from megatron_async_rl.plan.estimate import COMPUTE_SHARE, COPY_RATE, READ_SHARE, RELAY_RATE
+from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.simulate.model import Lengths, Rates
 
+GB = 1e9
 GROUPS = 1000
 """Drawn once; a simulation draws from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The defaults are an H100's data sheet, and shares of it that are assumed."""
+    """A chip's data sheet, and shares of it that are assumed."""
 
-    tflops: float = 989.0
+    tflops: float
     """Of a GPU, dense, in bfloat16."""
-    memory_gib: float = 80.0
-    memory_tb_s: float = 3.35
+    memory_gib: float
+    memory_tb_s: float
     gpus_per_machine: int = 8
-    train_share: float = 0.4
+    train_share: float = COMPUTE_SHARE
     """Of tflops, in training."""
     prefill_share: float = 0.5
     """Of tflops, in reading prompts and decoding large batches."""
-    read_share: float = 0.6
+    read_share: float = READ_SHARE
     """Of memory_tb_s, in decoding."""
     decode_step_ms: float = 3.0
     """Of a decoding step, whatever it holds."""
@@ -52,9 +54,9 @@ class Hardware:
     """Of one GPU, for gradients and collectives."""
     machine_network_gb_s: float = 17.5
     """Of one machine, over TCP."""
-    stream_gb_s: float = 2.5
+    stream_gb_s: float = RELAY_RATE / GB
     """Of one machine's copy over TCP."""
-    copy_gb_s: float = 10.0
+    copy_gb_s: float = COPY_RATE / GB
     """Between one GPU and its machine's shared memory."""
     bucket_ms: float = 5.0
     """For each bucket on its way, and for each that an engine takes."""
@@ -74,7 +76,14 @@ class Hardware:
         return ", ".join(f"{key} {value}" for key, value in vars(self).items() if value != "")
 
 
-NAMED = {"h100": Hardware(), "h200": Hardware(memory_gib=141.0, memory_tb_s=4.8)}
+NAMED = {
+    name: Hardware(
+        tflops=chip.bfloat16 / 1e12,
+        memory_gib=float(chip.sizes[0]),
+        memory_tb_s=chip.memory_rate / 1e12,
+    )
+    for name, chip in CHIPS.items()
+}
 CARRIERS = ("shared_memory", "relay", "collective")
 
 

@@ -196,7 +196,7 @@ def test_a_run_shows_its_rates(measured: Path) -> None:
     assert all(len(group) == 2 for group in found.lengths.groups)
 
 
-HARDWARE = Hardware(tflops=1000, memory_tb_s=4, read_share=0.5, prefill_share=0.5)
+HARDWARE = Hardware(tflops=1000, memory_gib=80, memory_tb_s=4, read_share=0.5, prefill_share=0.5)
 
 
 @pytest.fixture(scope="module")
