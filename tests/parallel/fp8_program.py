@@ -27,7 +27,7 @@ from megatron_async_rl.config.schema import ParallelConfig, PolicyConfig
 from megatron_async_rl.policy import checkpoint, families
 from megatron_async_rl.policy.adam_view import masters_of
 from megatron_async_rl.policy.megatron_private import optimizer_parts
-from megatron_async_rl.policy.parameter_state import MASTER, adam_shards
+from megatron_async_rl.policy.parameter_state import MASTER, adam_shards, optimizer_state
 from megatron_async_rl.policy.weight_copies import HeldMasters
 from tests.parallel.layout_program import Rank, exporter_of, received, run_each, save
 from tests.parallel.parameter_state_program import LEAN
@@ -175,6 +175,8 @@ def kept_in_8_bits(rank: Rank, model: str, a: str, b: str) -> dict:
     found = {
         "settings": {name: settings_of(one) for name, one in (("kept", kept), ("plain", plain))},
         "copies": copies,
+        "held": {name: held(one) for name, one in (("kept", kept), ("plain", plain))},
+        "parameters": sum(p.numel() for each in parameters(plain) for p in each.values()),
         "runs": runs,
         "saved": own,
         "loaded": {"again": rank.weights(again), "plain": rank.weights(foreign)},
@@ -204,6 +206,19 @@ def settings_of(policy) -> dict[str, set]:
         "weights gathered in 8 bits": {
             chunk.ddp_config.fp8_param_gather for chunk in policy.schedule.chunks
         },
+    }
+
+
+def held(policy) -> dict[str, list[int]]:
+    """Elements of each copy of the weights, and of each control's tensors, on every rank."""
+    named = policy.references.parameter_state() | {
+        f"{name}_{kind}": optimizer_state(policy.optimizer, shards)
+        for name, control in policy.controls.items()
+        for kind, shards in control.shard_state().items()
+    }
+    return {
+        name: everywhere(sum(tensor.numel() for _, tensor in sliced))
+        for name, sliced in named.items()
     }
 
 

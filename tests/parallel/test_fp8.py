@@ -57,6 +57,17 @@ def test_a_policy_that_copies_float32_weights_takes_a_plain_ones_steps(layout):
     assert plain["steps"][2]["displacement/cosine"] != 0.0
 
 
+def test_copies_and_gacs_gradient_are_divided_over_data_parallel_ranks():
+    found = results("data_distributed_optimizer")["kept"]
+    whole = found["parameters"]
+    for held in found["held"].values():
+        kinds = {name.partition("_")[0] for name in held}
+        assert kinds == {"reference", "past", "gac"}
+        for name, shares in held.items():
+            assert sum(shares) == whole, name
+            assert max(shares) < 0.7 * whole, name
+
+
 @pytest.mark.parametrize("layout", PARTS["kept"])
 def test_megatrons_optimizer_and_buffers_are_told_of_weights_in_8_bits(layout):
     assert results(layout)["kept"]["settings"] == {
