@@ -2,9 +2,10 @@
 step, or of one micro-batch.
 
 Invariants:
-- every [N] tensor has one entry per response token (N of them, in any order), so padding does not
-  exist here;
-- sequence sums go through `sequence`, so any packing of the same tokens gives the same sums;
+- every [N] tensor has one entry per response token, those of a sequence in one run and the runs in
+  the order of the sequences, so padding does not exist here;
+- sequence sums go through `sequence`, so any packing of the same tokens gives the same sums; they
+  add up runs, in one order: `index_add` has none on CUDA, and a run would not repeat its bits;
 - a sequence is never split over two TokenBatches; a group may be split over micro-batches, never
   over whole batches;
 - only `logp` (and `entropy`, `values`, where a loss term wants them) carries a gradient, and in a
@@ -18,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,7 +54,7 @@ class TokenBatch:
     tokens). Denominators count it. weights: [N] float: factor on the token's loss: the sample's own
     weight times all corrections; 0 = rejected. It does not
         enter any denominator.
-    sequence: [N] int64: the token's sequence, 0..S-1.
+    sequence: [N] int64, ascending: the token's sequence, 0..S-1.
     decided: what the loss decided from the whole batch.
 
     Present when something configured asked for it: logp_ref: [N] float, detached: under the
@@ -109,7 +111,15 @@ class TokenBatch:
         # Left out by selection, not multiplied by 0: what is not trained on may hold anything, inf
         # and nan included.
         kept = torch.where(self.mask > 0, values * self.mask, 0.0)
-        return kept.new_zeros(self.sequences).index_add(0, self.sequence, kept)
+        # Unsafe: without a look at the offsets, for which the host would wait for the device.
+        return torch.segment_reduce(kept, "sum", offsets=self._starts, unsafe=True)
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        """[S + 1]: the place of each sequence's first token, and behind them the number of
+        tokens."""
+        numbers = torch.arange(self.sequences + 1, device=self.sequence.device)
+        return torch.searchsorted(self.sequence, numbers)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """[N] -> [S]: mean over each sequence's trained tokens; 0 for a sequence without any."""

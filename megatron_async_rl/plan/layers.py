@@ -123,13 +123,14 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
     sizes = product_sizes(shape, tensor=parallel.tensor)
     wrong = [f"{size} ({name})" for name, size in sizes.items() if size % multiple]
     if wrong:
-        finer = "" if multiple == 16 else ", or a recipe of finer multiples (tensorwise: 16)"
+        ways = ["lower policy.parallel.tensor"] if parallel.tensor > 1 else []
+        ways += ["take a recipe of finer multiples (tensorwise: 16)"] if multiple > 16 else []
         found.append(
             Problem(
                 key="policy.fp8.recipe",
                 what=f"{fp8.recipe} takes multiples of {multiple}, and the model has"
                 f" {', '.join(wrong)}",
-                fix=f"lower policy.parallel.tensor{finer}, or set policy.fp8: null",
+                fix=", or ".join([*ways, "set policy.fp8: null"]),
             )
         )
 

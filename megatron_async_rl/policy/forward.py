@@ -21,12 +21,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_async_rl.policy.context_parallel import gather_outputs
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
+from megatron_async_rl.policy.megatron_private import schedule_order
 from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.watchdog import watch
 
@@ -217,11 +217,10 @@ class StageMessages(P2PCommunicator):
 
     def __init__(self, pp_group: Any, config: Any, shapes: Sequence[list[int]]) -> None:
         super().__init__(pp_group=pp_group, config=config)
-        chunks = config.virtual_pipeline_model_parallel_size or 1
-        together = len(shapes) if chunks == 1 else config.microbatch_group_size_per_vp_stage
-        table = get_schedule_table(len(shapes), chunks, together)
+        last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
+        table = schedule_order(config, len(shapes))
         every = [shapes[micro_batch] for micro_batch, _ in table]
-        round_the_ring = [shapes[micro_batch] for micro_batch, chunk in table if chunk < chunks - 1]
+        round_the_ring = [shapes[micro_batch] for micro_batch, chunk in table if chunk < last_chunk]
         rank, last = pp_group.rank(), pp_group.size() - 1
         self._activations: Iterator[list[int]] = iter(round_the_ring if rank == 0 else every)
         self._gradients: Iterator[list[int]] = iter(round_the_ring if rank == last else every)

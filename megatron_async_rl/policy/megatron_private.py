@@ -20,6 +20,7 @@ from megatron.core.distributed.finalize_model_grads import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
@@ -109,6 +110,15 @@ def sum_over_replica(chunks: Sequence[Any], config: Any) -> None:
     """The part of Megatron's reduction that makes a gradient whole within one model replica."""
     _allreduce_non_tensor_model_parallel_grads(list(chunks), config)
     _allreduce_word_embedding_grads(list(chunks), config)
+
+
+def schedule_order(config: Any, micro_batches: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) of every forward pass of Megatron's schedule, in its order. config:
+    Megatron's, of the model."""
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    together = micro_batches if chunks == 1 else config.microbatch_group_size_per_vp_stage
+    order: list[tuple[int, int]] = get_schedule_table(micro_batches, chunks, together)
+    return order
 
 
 def gradient_buffers(chunks: Sequence[Any]) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""Operations of a block of code that make the host wait for the device, or that carry numbers to it
-one tensor at a time.
+"""Operations of a block of code that make the host wait for the device, that carry numbers to it one
+tensor at a time, or that add numbers in an order which CUDA leaves open.
 
 On CUDA torch itself says where it waits. On a CPU nothing waits: there the operations are found by
 their names, whatever made them, in the forward and the backward pass.
@@ -24,6 +24,9 @@ WAITING = (
 """Operations whose result, or its shape, the host has to know."""
 FROM_THE_HOST = ("lift_fresh",)
 """A tensor made of Python's numbers, as by an index that is a list."""
+
+UNORDERED = ("index_add", "scatter_add", "index_reduce", "scatter_reduce", "cumsum", "bincount")
+"""Sums of floats whose bits do not repeat on CUDA."""
 
 CROSSING = (
     (torch, "from_numpy"),
@@ -64,6 +67,29 @@ def counted(name: str, original: Callable[..., Any], found: list[str]) -> Callab
         return original(*args, **kwargs)
 
     return crossing
+
+
+class Sums(TorchDispatchMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        name = func.overloadpacket.__name__
+        # The largest or the smallest of numbers is the same in any order.
+        extreme = any(each in ("amin", "amax") for each in args if isinstance(each, str))
+        sums = name.lstrip("_").startswith(UNORDERED) and not extreme
+        if sums and args[0].is_floating_point():
+            self.found.append(f"{name} {place()}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def unordered_sums() -> Iterator[list[str]]:
+    """Fills the list with such sums, of the forward and the backward pass on a CPU."""
+    found: list[str] = []
+    with Sums(found):
+        yield found
 
 
 @contextmanager

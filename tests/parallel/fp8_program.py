@@ -24,9 +24,10 @@ from megatron_async_rl.config.controls import DisplacementControl, GacControl
 from megatron_async_rl.config.fp8 import Fp8Config
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.config.schema import ParallelConfig, PolicyConfig
-from megatron_async_rl.policy import families
+from megatron_async_rl.policy import checkpoint, families
 from megatron_async_rl.policy.adam_view import masters_of
-from megatron_async_rl.policy.parameter_state import MASTER, adam_shards
+from megatron_async_rl.policy.megatron_private import optimizer_parts
+from megatron_async_rl.policy.parameter_state import MASTER, adam_shards, optimizer_state
 from megatron_async_rl.policy.weight_copies import HeldMasters
 from tests.parallel.layout_program import Rank, exporter_of, received, run_each, save
 from tests.parallel.parameter_state_program import LEAN
@@ -163,17 +164,24 @@ def kept_in_8_bits(rank: Rank, model: str, a: str, b: str) -> dict:
         "kept": trained(rank, kept, [a, a, b]),
     }
     folder = rank.scratch / "kept"
-    kept.save(folder, 3, {"version": 3}, keep=1)
+    scales = {"0.scale": torch.full((2,), float(rank.layout.rank))}
+    with mock.patch.object(checkpoint, "delayed_state", return_value=scales):
+        kept.save(folder, 3, {"version": 3}, keep=1)
     own, again, foreign = rank.weights(kept), policy(fp8=KEPT), policy()
     staged_as_exported(exporter_of(kept), rank.layout, own)
-    again.load(folder)
-    foreign.load(folder)
+    with mock.patch.object(checkpoint, "restore_delayed_state") as restored:
+        again.load(folder)
+        foreign.load(folder)
     found = {
+        "settings": {name: settings_of(one) for name, one in (("kept", kept), ("plain", plain))},
         "copies": copies,
+        "held": {name: held(one) for name, one in (("kept", kept), ("plain", plain))},
+        "parameters": sum(p.numel() for each in parameters(plain) for p in each.values()),
         "runs": runs,
         "saved": own,
         "loaded": {"again": rank.weights(again), "plain": rank.weights(foreign)},
         "same masters": alike(masters(again), masters(kept)),
+        "same scales": alike([call.args[1] for call in restored.call_args_list], [scales] * 2),
         "models in the checkpoint": sum(
             not key.startswith("parameter_state.") for key in keys(folder)
         ),
@@ -187,6 +195,31 @@ def kept_in_8_bits(rank: Rank, model: str, a: str, b: str) -> dict:
         name: trained(rank, each, [b], 3) for name, each in (("kept", kept), ("again", again))
     }
     return found
+
+
+def settings_of(policy) -> dict[str, set]:
+    """What Megatron's optimizer and gradient buffers know of products and weights in 8 bits."""
+    return {
+        "recipe of the optimizer": {
+            part.config.fp8_recipe for part in optimizer_parts(policy.optimizer)
+        },
+        "weights gathered in 8 bits": {
+            chunk.ddp_config.fp8_param_gather for chunk in policy.schedule.chunks
+        },
+    }
+
+
+def held(policy) -> dict[str, list[int]]:
+    """Elements of each copy of the weights, and of each control's tensors, on every rank."""
+    named = policy.references.parameter_state() | {
+        f"{name}_{kind}": optimizer_state(policy.optimizer, shards)
+        for name, control in policy.controls.items()
+        for kind, shards in control.shard_state().items()
+    }
+    return {
+        name: everywhere(sum(tensor.numel() for _, tensor in sliced))
+        for name, sliced in named.items()
+    }
 
 
 def with_reference(rank: Rank, model: str, a: str) -> dict[str, dict]:

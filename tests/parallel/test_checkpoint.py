@@ -2,6 +2,8 @@ import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.parallel.model_program import BLOCK
 from tests.parallel.models import (
@@ -87,6 +89,21 @@ def test_convert_writes_a_checkpoint_of_any_layout_as_a_hugging_face_directory(l
         as_transformers_loads(tmp_path / "hf", tmp_path / "again"), saved(layout)["at_save"]
     )
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("layout", ["single", "mixture_single"])
+def test_local_layers_save_tensors_alone_and_under_the_keys_of_transformer_engines(layout):
+    results(layout)
+    (step,) = (directory_of(layout) / "checkpoint").glob("step_*")
+    found = dcp.FileSystemReader(step / "sharded").read_metadata().state_dict_metadata
+    # Anything else is a pickled object.
+    assert {type(each) for each in found.values()} == {TensorStorageMetadata}
+    model = {key for key in found if not key.startswith("parameter_state.")}
+    assert {
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+    } <= model
+    assert not [key for key in model if "input_layernorm" in key or "pre_mlp_layernorm" in key]
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)

@@ -57,6 +57,25 @@ def test_a_policy_that_copies_float32_weights_takes_a_plain_ones_steps(layout):
     assert plain["steps"][2]["displacement/cosine"] != 0.0
 
 
+def test_copies_and_gacs_gradient_are_divided_over_data_parallel_ranks():
+    found = results("data_distributed_optimizer")["kept"]
+    whole = found["parameters"]
+    for held in found["held"].values():
+        kinds = {name.partition("_")[0] for name in held}
+        assert kinds == {"reference", "past", "gac"}
+        for name, shares in held.items():
+            assert sum(shares) == whole, name
+            assert max(shares) < 0.7 * whole, name
+
+
+@pytest.mark.parametrize("layout", PARTS["kept"])
+def test_megatrons_optimizer_and_buffers_are_told_of_weights_in_8_bits(layout):
+    assert results(layout)["kept"]["settings"] == {
+        "kept": {"recipe of the optimizer": {"blockwise"}, "weights gathered in 8 bits": {True}},
+        "plain": {"recipe of the optimizer": {None}, "weights gathered in 8 bits": {False}},
+    }
+
+
 @pytest.mark.parametrize("layout", PARTS["reference"])
 def test_it_compares_with_another_directorys_model_as_a_plain_one_does(layout):
     found = results(layout)["reference"]
@@ -78,6 +97,11 @@ def test_its_checkpoint_has_float32_weights_alone_and_goes_on_bit_for_bit(layout
     through, again = found["after"]["kept"], found["after"]["again"]
     assert again["steps"] == through["steps"]
     assert_same(again["weights"], through["weights"])
+
+
+@pytest.mark.parametrize("layout", PARTS["kept"])
+def test_what_delayed_scaling_has_learnt_comes_back_to_the_rank_that_learnt_it(layout):
+    assert results(layout)["kept"]["same scales"]
 
 
 @pytest.mark.parametrize("layout", PARTS["kept"])

@@ -4,6 +4,8 @@ the plan counts for them."""
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -78,6 +80,56 @@ def test_with_moments_in_float32_a_step_is_torchs_bit_for_bit():
     for name in ("exp_avg", "exp_avg_sq", "step"):
         assert same(ours.of(name), torchs.of(name)), name
     assert ours.of("exp_avg")[0].dtype == torch.float32
+
+
+class OnHost(torch.Tensor):
+    """As page-locked memory beside a device: what comes from it is a copy, and what goes to it is
+    there when somebody has waited."""
+
+    waiting: ClassVar[list] = []
+
+    def to(self, *_, **__):
+        return self.as_subclass(torch.Tensor).clone()
+
+    def copy_(self, source, non_blocking=False):
+        assert non_blocking
+        self.waiting.append((self.as_subclass(torch.Tensor), source.clone()))
+        return self
+
+    @classmethod
+    def arrive(cls):
+        while cls.waiting:
+            place, source = cls.waiting.pop()
+            place.copy_(source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_on_the_host_give_the_steps_of_moments_on_the_device_bit_for_bit(
+    dtype, monkeypatch
+):
+    zeros = torch.zeros
+
+    def allocate(*shape, pin_memory=False, device=None, **options):
+        assert (device == "cpu") == pin_memory
+        found = zeros(*shape, **options)
+        return found.as_subclass(OnHost) if pin_memory else found
+
+    here = Run(lambda adam: BlockAdam(adam, dtype=dtype)).steps(6)
+    monkeypatch.setattr(torch, "zeros", allocate)
+    monkeypatch.setattr(BlockAdam, "_offloads", lambda adam, _: adam.offload)
+    stream = SimpleNamespace(synchronize=OnHost.arrive)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    there = Run(lambda adam: BlockAdam(adam, dtype=dtype, offload=True)).steps(6)
+    assert same(there.parameters, here.parameters)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert {type(each) for each in there.of(name)} == {OnHost}
+        assert {each.dtype for each in there.of(name)} == {dtype}
+        assert same(map(host_values, there.of(name)), here.of(name)), name
+    assert same(there.of("step"), here.of("step"))
+
+
+def host_values(tensor):
+    return tensor.as_subclass(torch.Tensor)
 
 
 def test_a_step_rounds_float32s_moments_to_bfloat16_and_applies_them_before():

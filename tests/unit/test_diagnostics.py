@@ -11,6 +11,7 @@ from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy.microbatch import build_micro_batch
 from megatron_async_rl.policy.step_table import StepTable, effective_sample_size, step_metrics
+from tests.gpu.host_syncs import unordered_sums
 from tests.train_batches import columns_of, ragged_batch, samples_in
 
 CPU = torch.device("cpu")
@@ -94,6 +95,12 @@ def test_metrics_equal_their_definitions_over_trained_tokens():
 def test_metrics_do_not_depend_on_how_the_batch_is_cut():
     cut = [(3, 1), (0,), tuple(range(4, len(SAMPLES))), (2,)]
     assert step_metrics(table_of(cut), COLUMNS) == pytest.approx(WHOLE, rel=1e-6)
+
+
+def test_a_table_leaves_the_order_of_no_sum_to_the_device():
+    with unordered_sums() as found:
+        table_of([(3, 1), (0,)])
+    assert found == []
 
 
 def test_tables_of_ranks_add_up():

@@ -196,7 +196,9 @@ def test_sizes_that_a_recipe_does_not_divide_are_refused_by_name(
     on = node(BLACKWELL)
     found = problems(file, f"policy.fp8={{recipe: {recipe}}}", *layout, on=on)
     assert (named is None) == (found == {})
-    assert named is None or named in found["policy.fp8.recipe"]
+    if named is not None:
+        assert named in found["policy.fp8.recipe"]
+        assert ("lower policy.parallel.tensor" in found["policy.fp8.recipe"]) == (tensor > 1)
 
 
 def test_layers_kept_in_bfloat16_leave_some_in_8_bits_and_lie_in_one_stage(file):

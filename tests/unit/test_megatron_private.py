@@ -90,14 +90,19 @@ def test_an_attribute_that_we_read_is_assigned(owner, name):
 
 
 def private_uses(path: Path) -> list[str]:
-    """Underscore names that a file imports from Megatron or mbridge, or reads of other objects."""
+    """Names of the tables, and underscore names, that a file imports from Megatron or mbridge or
+    reads of other objects."""
     own = ("self", "cls", "ctx", "super")
     uses = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
             ("megatron.", "mbridge")
         ):
-            uses += [alias.name for alias in node.names if alias.name.startswith("_")]
+            uses += [
+                alias.name
+                for alias in node.names
+                if alias.name.startswith("_") or (node.module, alias.name) in FUNCTIONS
+            ]
         if isinstance(node, ast.Attribute) and node.attr in LISTED:
             owner = node.value
             if isinstance(owner, ast.Call):
