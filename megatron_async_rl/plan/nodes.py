@@ -101,6 +101,8 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
             )
         return ClusterReport()
     timeout_s = config.rollout.start_timeout_s
+    if why := _unreached(os.environ.get("RAY_ADDRESS", "")):
+        return ClusterReport(error=why)
     environment = dict(os.environ)
     prepare_environment(environment)
     done = subprocess.run(
@@ -117,10 +119,23 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
     return _report_from(json.loads(lines[-1]))
 
 
+def _unreached(address: str) -> str:
+    """Why nobody can be at HOST:PORT; empty for any other form of address. Ray itself tries for two
+    minutes."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isdecimal()) or "/" in host:
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        return f"{address} is not reached from {socket.gethostname()}: {error}"
+    return ""
+
+
 def cluster_problems(report: ClusterReport) -> list[Problem]:
     """What keeps engines from running there, by machine."""
     if report.error:
-        fix = "start Ray there with this environment, or correct RAY_ADDRESS"
+        fix = "start Ray there with this environment, open the port, or correct RAY_ADDRESS"
         return [Problem(key="RAY_ADDRESS", what=report.error, fix=fix)]
     found = []
     if report.missing and not report.nodes:

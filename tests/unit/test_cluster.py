@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from megatron_async_rl.flow.rank0 import OtherRank
 from megatron_async_rl.rollout import cluster
 from megatron_async_rl.rollout.cluster import (
     FILES,
@@ -38,6 +39,7 @@ import json, os, sys, time
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from megatron_async_rl.flow.rank0 import OtherRank
 from megatron_async_rl.rollout import cluster
 from megatron_async_rl.rollout.cluster import TrainerDevicesTaken, join_ray
 
@@ -218,3 +220,16 @@ def test_the_software_of_machines_is_compared_by_versions_and_by_this_packages_f
     assert unlike(here, edited) == f"{FILES} {here[FILES]} here and 0 there"
     older = {name: version for name, version in here.items() if name != "ray"}
     assert unlike(here, older) == f"ray {here['ray']} here and unknown there"
+
+
+def test_rank_0_knows_the_gpus_of_all_ranks_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    others = [("a", "4"), ("b", "0"), ("b", "1")]
+    layout = SimpleNamespace(
+        device_type="cuda", gathered=lambda mine: [others[0], mine, *others[1:]]
+    )
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    rank = OtherRank(SimpleNamespace(eval=None), layout)  # type: ignore[arg-type]
+    rank.begin(0, None, oldest=0)
+    assert rank._gpus == {"a": ["4", "5"], "b": ["0", "1"]}

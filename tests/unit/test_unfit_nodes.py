@@ -25,6 +25,7 @@ from megatron_async_rl.plan.nodes import (
     until_free,
 )
 from megatron_async_rl.rollout.cluster import software
+from tests.ports import free_ports
 from tests.written_run import write_run
 
 SMI = """#!/bin/bash
@@ -153,12 +154,22 @@ def test_where_no_machine_of_engines_joins_the_address_and_the_port_are_named() 
     assert str(found).startswith("RAY_ADDRESS\n  no Ray cluster")
 
 
-def test_machines_of_engines_without_a_way_to_use_them_are_refused(
+def test_machines_of_engines_that_no_engine_could_be_on_are_refused(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     machine = Machine(cores=2, memory=GIB, shared_memory=GIB, gpus=())
     assert ask_cluster(config, machine, 0) == ClusterReport()
+    (port,) = free_ports(1)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    relayed = config.model_copy(
+        update={"weights": config.weights.model_copy(update={"transport": "relay"})}
+    )
+    nobody = ask_cluster(relayed, machine, 1).error
+    assert nobody.startswith(
+        f"127.0.0.1:{port} is not reached from {socket.gethostname()}: [Errno 111]"
+    )
+    monkeypatch.delenv("RAY_ADDRESS")
     with pytest.raises(UserError, match=r"set weights\.transport to relay, and RAY_ADDRESS"):
         ask_cluster(config, machine, 1)
 
