@@ -141,12 +141,16 @@ def _train(
     if engine_nodes:
         _print(f"waiting for {engine_nodes} machines of engines to join Ray")
     cluster = ask_cluster(loaded, machine, engine_nodes) if nodes.rank == 0 else None
-    if unfit := [*taken, *(cluster_problems(cluster) if cluster else ())]:
-        raise NodesError("", unfit)
+    unfit = cluster_problems(cluster, waited=engine_nodes > 0) if cluster else []
+    if taken or unfit:
+        raise NodesError("", [*taken, *unfit])
     if cluster and cluster.missing:
-        _print(
-            f"note: {cluster.missing} of {engine_nodes} machines of engines have not joined Ray yet"
-        )
+        _print(f"note: {cluster.missing} of {engine_nodes} machines have not joined Ray yet")
+    for node in cluster.nodes if cluster else ():
+        if node.silent:
+            _print(
+                f"note: {node.host}, a machine of the Ray cluster, did not answer: {node.silent}"
+            )
     changed = [str(one) for one in differences(loaded)] if nodes.rank == 0 else []
     if changed:
         _print(f"{loaded.run.dir} goes on with other settings:\n  " + "\n  ".join(changed))

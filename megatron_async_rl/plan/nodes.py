@@ -29,10 +29,8 @@ TAKEN = 2 * GIB
 FREED_S = 20.0
 """For a run that was just killed to give its GPUs back."""
 POLL_S = 0.5
-ANSWER_S = 60.0
-"""Longest time for a machine of the cluster to start a process of Ray's and answer."""
 CONNECT_S = 10.0
-PROGRAM = "from megatron_async_rl.plan import nodes; nodes.print_report({0}, {1})"
+PROGRAM = "from megatron_async_rl.plan import nodes; nodes.print_report({0}, {1}, {2})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +88,9 @@ def _taken(gpu: Gpu, host: str) -> Problem:
 
 
 def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport:
-    """Asks the Ray cluster, where engines may be on other machines: once `joining` of them are there,
-    or after rollout.start_timeout_s. Raises UserError where engines may not."""
+    """Asks those machines of the Ray cluster that engines may be on, where they may be on others than
+    rank 0's: once `joining` of them are there, or after rollout.start_timeout_s. Raises UserError where
+    `joining` machines can get no engine."""
     if config.rollout is None or not engines_elsewhere(config, machine):
         if joining:
             raise UserError.of(
@@ -103,10 +102,11 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
     timeout_s = config.rollout.start_timeout_s
     if why := _unreached(os.environ.get("RAY_ADDRESS", "")):
         return ClusterReport(error=why)
+    on_gpus = device_of(config, machine) == "cuda"
     environment = dict(os.environ)
     prepare_environment(environment)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(joining, timeout_s)],
+        [sys.executable, "-c", PROGRAM.format(joining, timeout_s, on_gpus)],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -132,8 +132,9 @@ def _unreached(address: str) -> str:
     return ""
 
 
-def cluster_problems(report: ClusterReport) -> list[Problem]:
-    """What keeps engines from running there, by machine."""
+def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:
+    """What keeps engines from running there, by machine. `waited`: for machines to join; else one that
+    does not answer may be lost, which costs its engines alone."""
     if report.error:
         fix = "start Ray there with this environment, open the port, or correct RAY_ADDRESS"
         return [Problem(key="RAY_ADDRESS", what=report.error, fix=fix)]
@@ -151,6 +152,8 @@ def cluster_problems(report: ClusterReport) -> list[Problem]:
     if len(used) > report.occupied:
         found += [_taken(gpu, node.host) for node, gpu in used]
     for node in report.nodes:
+        if node.silent and not waited:
+            continue
         if node.silent:
             what = f"did not answer: {node.silent}"
             fix = "open all ports between the machines, and install this package there"
@@ -177,9 +180,9 @@ def _report_from(tree: dict[str, Any]) -> ClusterReport:
     return ClusterReport(**tree, nodes=nodes)
 
 
-def print_report(joining: int, timeout_s: float) -> None:
+def print_report(joining: int, timeout_s: float, on_gpus: bool) -> None:
     """Of the cluster, as the last line."""
-    print(json.dumps(asdict(_ask(joining, timeout_s))))  # noqa: T201
+    print(json.dumps(asdict(_ask(joining, timeout_s, on_gpus))))  # noqa: T201
 
 
 def look_from(host: str, address: str, port: int, patience_s: float) -> NodeReport:
@@ -193,8 +196,12 @@ def look_from(host: str, address: str, port: int, patience_s: float) -> NodeRepo
     return NodeReport(host=host, software=software(), gpus=gpus, unreached=unreached)
 
 
-def _ask(joining: int, timeout_s: float) -> ClusterReport:
+def _ask(joining: int, timeout_s: float, on_gpus: bool) -> ClusterReport:
     import ray
+
+    def others() -> list[dict[str, Any]]:
+        living = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+        return [node for node in living if node["Resources"].get("GPU") or not on_gpus]
 
     try:
         join_ray(quiet=True)
@@ -202,7 +209,7 @@ def _ask(joining: int, timeout_s: float) -> ClusterReport:
         return ClusterReport(error=" ".join(str(error).split()))
     here, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
     deadline = time.monotonic() + timeout_s
-    while (missing := joining - len(others := _others(here))) > 0 and time.monotonic() < deadline:
+    while (missing := joining - len(there := others())) > 0 and time.monotonic() < deadline:
         time.sleep(POLL_S)
     total, free = (
         resources.get("GPU", 0)
@@ -210,23 +217,20 @@ def _ask(joining: int, timeout_s: float) -> ClusterReport:
     )
     return ClusterReport(
         address=address,
-        nodes=_reports(others, address, 0.0 if total > free else FREED_S),
+        nodes=_reports(there, address, timeout_s, 0.0 if total > free else FREED_S),
         occupied=round(total - free),
         missing=max(0, missing),
     )
 
 
-def _others(here: str) -> list[dict[str, Any]]:
-    """Machines of the cluster beside this one."""
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-
-
-def _reports(nodes: Sequence[dict[str, Any]], address: str, patience_s: float) -> list[NodeReport]:
+def _reports(
+    nodes: Sequence[dict[str, Any]], address: str, timeout_s: float, patience_s: float
+) -> list[NodeReport]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    if not nodes:
+        return []
     task = ray.remote(num_cpus=0, max_retries=0)(look_from)
     found = []
     with socket.create_server((address, 0), backlog=len(nodes) + 1) as listener:
@@ -237,22 +241,16 @@ def _reports(nodes: Sequence[dict[str, Any]], address: str, patience_s: float) -
             ).remote(node["NodeManagerHostname"], address, port, patience_s)
             for node in nodes
         ]
-        limit_s = ANSWER_S + patience_s
-        answered, _ = ray.wait(answers, num_returns=len(answers), timeout=limit_s)
+        answered, _ = ray.wait(answers, num_returns=len(answers), timeout=timeout_s)
         for node, answer in zip(nodes, answers, strict=True):
             host, counted = node["NodeManagerHostname"], node["Resources"].get("GPU", 0)
-            try:
-                report = ray.get(answer) if answer in answered else None
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is of that machine
-                cause = (str(remote_cause(error)).strip().splitlines() or [type(error).__name__])[
-                    -1
-                ]
-                found.append(NodeReport(host=host, silent=cause))
-                continue
-            if report is None:
-                found.append(NodeReport(host=host, silent=f"nothing came within {limit_s:g} s"))
-            elif len(report.gpus) == counted:
-                found.append(report)
-            else:  # Ray has some of them, or none: others may be for trainer ranks
-                found.append(replace(report, gpus=()))
+            report = NodeReport(host=host, silent=f"nothing came within {timeout_s:g} s")
+            if answer in answered:
+                try:
+                    report = ray.get(answer)
+                except Exception as error:  # noqa: BLE001 - whatever it is, it is of that machine
+                    lines = str(remote_cause(error)).strip().splitlines()
+                    report = replace(report, silent=(lines or [type(error).__name__])[-1])
+            # Where Ray has some of them, or none, the others may be trainer ranks'.
+            found.append(report if len(report.gpus) == counted else replace(report, gpus=()))
     return found
