@@ -4,9 +4,10 @@ asked for workers, the tests that go to one worker.
 
 A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once.
 Files that share results stay together. Whole runs (tests/end_to_end, tests/network) go to one
-worker, from the beginning: they wait a lot, for imports, for each other's processes and for watchdogs, so they leave a
-core to other tests; two of them at a time would not, and could miss their deadlines. Beside them come
-the unit tests, which are one process; what starts engines and ranks comes last.
+worker, from the beginning: they wait a lot, for imports, for each other's processes and for
+watchdogs, so they leave a core to other tests; two of them at a time would not, and could miss
+their deadlines. Beside them come the unit tests, which are one process; what starts engines and
+ranks comes last.
 """
 
 from __future__ import annotations
