@@ -5,6 +5,8 @@
 ARG CUDA=13.0.2
 FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04
 
+LABEL org.opencontainers.image.title="megatron-async-rl" \
+      org.opencontainers.image.description="Asynchronous RL post-training with Megatron-Core and vLLM, on GPUs"
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
 
@@ -57,4 +59,10 @@ COPY launchers launchers
 RUN pip install --no-build-isolation --no-deps . \
     && python -c "from importlib.metadata import version as v; assert v('torch').startswith('2.13.0'), v('torch')"
 
+# Nobody in particular: volumes are to be writable for this number, or the container is started as another (--user).
+ARG RUN_AS=10001
+RUN useradd --uid 10001 --create-home mar
+USER ${RUN_AS}
+# Here, without a GPU, it is no test: it asks for the parts of the CPU path. Where the container runs it is one.
+HEALTHCHECK --interval=5m --timeout=2m --start-period=1m CMD ["mar", "doctor"]
 CMD ["mar", "doctor"]

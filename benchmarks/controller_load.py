@@ -1,15 +1,16 @@
-"""The controller under load: engines that are timers, up to 10,000 prompts in flight, on one
-asyncio loop.
+"""The controller under load: engines that are timers, up to 10,000 prompts in flight, on one asyncio
+loop.
 
 Prints, at each number of prompts in flight: responses per second, of the wall and of the processor
-without what the timers take of it, the ratio of the latter to that with the fewest in flight, and
-processor time per response; of `--rounds` through all numbers, the best of each, because what else
-runs on the machine takes the caches and only ever slows down. Engines answer `--batch` responses a
-report after a random delay, as fast as the controller takes them in: what is measured is the
-controller. The timers' own work (a heap, making samples) is clocked and subtracted; what they take
-of the caches cannot be. With `--capacity` groups are served in order, as by real engines: the last
-of a batch is waited for while later ones finish. `--selection` chooses what the scheduler
-has to decide. `--profile` shows where time goes.
+without what the timers take of it, the ratio of the latter to that with the fewest in flight,
+processor time per response, reports per second, and the most memory that the process had; of
+`--rounds` through all numbers, the best of each, because what else runs on the machine takes the
+caches and only ever slows down. Engines answer `--batch` responses a report after a random delay,
+as fast as the controller takes them in: what is measured is the controller. The timers' own work (a
+heap, making samples) is clocked and subtracted; what they take of the caches cannot be. With
+`--capacity` groups are served in order, as by real engines: the last of a batch is waited for while
+later ones finish. `--selection` chooses what the scheduler has to decide. `--profile` shows where
+time goes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import heapq
 import json
 import pstats
 import random
+import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +57,7 @@ class Timers:
         self.version = 0
         self.own_s = 0.0
         """Processor time of the timers, which is not the controller's."""
+        self.reports = 0
         self._batch = batch
         self._tokens = tokens
         self._chance = random.Random(seed)
@@ -100,6 +103,7 @@ class Timers:
             request = self._requests.pop(one, None)
             if request is not None:
                 finished.append(self._sample(request))
+        self.reports += 1
         columns = batch_of(finished, [int(one.id.partition("-")[0]) for one in finished])
         self.own_s += time.process_time() - began
         return EngineReport(
@@ -197,10 +201,11 @@ async def measure(
     await controller.staged(0, MANIFEST)
     version = 0
     wall = processor = own = 0.0
-    before = 0
+    before = reports = 0
     while version <= WARM_UP or controller.stats()["samples"] < before + responses:
         if version == WARM_UP:
             before = controller.stats()["samples"]
+            reports = sum(engine.reports for engine in engines)
             wall, processor, own = (
                 time.perf_counter(),
                 time.process_time(),
@@ -219,6 +224,8 @@ async def measure(
         "responses_per_s": count / wall,
         "responses_per_processor_s": count / (processor - own),
         "processor_us_per_response": (processor - own) / count * 1e6,
+        "reports_per_s": (sum(engine.reports for engine in engines) - reports) / wall,
+        "most_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 

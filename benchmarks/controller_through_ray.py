@@ -97,7 +97,7 @@ def main() -> None:
     )
     add_arguments(parser)
     arguments = parser.parse_args()
-    join_ray(0, quiet=True)
+    join_ray(quiet=True)
     best: dict[int, dict[str, float]] = {}
     for _ in range(arguments.rounds):
         for in_flight in arguments.in_flight:

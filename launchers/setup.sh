@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the CPU environment in $VENV (default: .venv of the checkout) from requirements/, once per content of that folder.
 # Needs Python 3.12 with venv, and a package registry. PYTHON chooses the interpreter; TORCH_CPU_INDEX a mirror of
-# PyTorch's index of CPU wheels.
+# PyTorch's index of CPU wheels; an empty DEV leaves out what only tests and lint need.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.."
 VENV="${VENV:-.venv}"
@@ -33,7 +33,10 @@ MESSAGE
 }
 
 key="$(cat requirements/cpu.txt requirements/dev.txt requirements/nvidia.txt setup.py | sha256sum | cut -c1-16)"
-ready="$VENV/.ready-$key"
+ready="$VENV/.ready-$key" dev=(-r requirements/dev.txt)
+if [[ -z "${DEV-yes}" ]]; then
+  ready+=-without-dev dev=()
+fi
 if [[ -f "$ready" && "$(cat "$ready")" == "$PWD" && -x "$VENV/bin/python" ]]; then
   exit 0
 fi
@@ -45,7 +48,7 @@ pip=("$VENV/bin/python" -m pip -qq --disable-pip-version-check --no-input instal
 from_cpu_index=(--index-url "$TORCH_CPU_INDEX")
 quickly=(--timeout 10 --retries 1) # an index that is out of reach must not hold up the set-up
 # Beside torch, which is most of what is to be fetched and unpacked.
-"${pip[@]}" -r <(grep -v '^torch==' requirements/cpu.txt) -r requirements/dev.txt &
+"${pip[@]}" -r <(grep -v '^torch==' requirements/cpu.txt) "${dev[@]}" &
 others=$!
 trap 'kill "$others" 2>/dev/null || true' EXIT
 torch="$(grep '^torch==' requirements/cpu.txt)"

@@ -96,6 +96,10 @@ train() {
   if ((TRAINER_NODES > 1)); then
     set -- "$@" --nnodes "$TRAINER_NODES" --node-rank "$NODE_RANK" --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
   fi
+  # Once: a machine that is lost later costs its engines, and not the start after.
+  if ((NODE_RANK == 0 && TRAINER_NODES < NNODES && start == 0)); then
+    set -- "$@" --engine-nodes "$((NNODES - TRAINER_NODES))"
+  fi
   mar train "$@" &
   local child=$! code=0 signalled
   # A scheduler's SIGTERM and a Ctrl-C are for the run: it stops after the step, with a checkpoint.

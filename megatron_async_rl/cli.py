@@ -22,7 +22,7 @@ from megatron_async_rl import __version__
 from megatron_async_rl.config.problem import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from megatron_async_rl.launch.rendezvous import Nodes, PeerNodes
+    from megatron_async_rl.launch.peers import Nodes, PeerNodes
 
 USER_ERROR = 2
 PIPE_WIDTH = 140
@@ -89,15 +89,23 @@ def train(
             help="Of node 0, with --nnodes above 1: a free port.",
         ),
     ] = "",
+    engine_nodes: Annotated[
+        int,
+        typer.Option(
+            "--engine-nodes",
+            min=0,
+            help="Machines without ranks to wait for in the Ray cluster that RAY_ADDRESS names.",
+        ),
+    ] = 0,
 ) -> None:
     """Run a config to its end; Ctrl-C stops after the step, and the same command resumes."""
-    from megatron_async_rl.launch.rendezvous import Nodes, PeerNodes
+    from megatron_async_rl.launch.peers import Nodes, PeerNodes
 
     _let_children_import_from_here()
     nodes = Nodes(nnodes, node_rank, rdzv_endpoint)
     peers = PeerNodes(nodes)
     try:
-        code = _train(config, overrides or (), nodes, peers)
+        code = _train(config, overrides or (), nodes, peers, engine_nodes)
     except UserError as error:
         _print_error(error)  # first here: the other nodes may take their time to hear it
         peers.refuse(str(error))
@@ -108,15 +116,19 @@ def train(
     raise typer.Exit(code)
 
 
-def _train(config: Path, overrides: Sequence[str], nodes: Nodes, peers: PeerNodes) -> int:
+def _train(
+    config: Path, overrides: Sequence[str], nodes: Nodes, peers: PeerNodes, engine_nodes: int
+) -> int:
     from megatron_async_rl.config.load import load
     from megatron_async_rl.launch.launcher import launch
+    from megatron_async_rl.launch.peers import NodesError
     from megatron_async_rl.plan.machine import this_machine
+    from megatron_async_rl.plan.nodes import ask_cluster, cluster_problems, taken_gpus
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts, differences
 
-    loaded = load(config, overrides)
-    plan = preflight(loaded, all_data=True, machine=this_machine(nodes.count))
+    loaded, machine = load(config, overrides), this_machine(nodes.count)
+    plan = preflight(loaded, all_data=True, machine=machine)
     # Node 0 alone looks at what the directory holds: it is the one that writes there.
     refused = conflicts(loaded) if nodes.rank == 0 else []
     # What its checkpoint was made with can differ, too: the same key, told once.
@@ -124,6 +136,20 @@ def _train(config: Path, overrides: Sequence[str], nodes: Nodes, peers: PeerNode
     problems = [*refused, *(one for one in plan.problems if one.key not in told)]
     if problems:
         raise ConfigError(f"{config}: cannot run", problems)
+    taken = taken_gpus(loaded, machine, nodes.rank)
+    if engine_nodes:
+        _print(f"waiting for {engine_nodes} machines of engines to join Ray")
+    cluster = ask_cluster(loaded, machine, engine_nodes) if nodes.rank == 0 else None
+    unfit = cluster_problems(cluster, waited=engine_nodes > 0) if cluster else []
+    if taken or unfit:
+        raise NodesError("", [*taken, *unfit])
+    if cluster and cluster.missing:
+        _print(f"note: {cluster.missing} of {engine_nodes} machines have not joined Ray yet")
+    for node in cluster.nodes if cluster else ():
+        if node.silent:
+            _print(
+                f"note: {node.host}, a machine of the Ray cluster, did not answer: {node.silent}"
+            )
     changed = [str(one) for one in differences(loaded)] if nodes.rank == 0 else []
     if changed:
         _print(f"{loaded.run.dir} goes on with other settings:\n  " + "\n  ".join(changed))

@@ -273,7 +273,7 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
         for index in range(rollout.engines)
     ]
     try:
-        join_ray(trainer_gpus=0, quiet=True)
+        join_ray(quiet=True)
         with sampling_progress(console, len(job.prompts)) as on_progress:
             return asyncio.run(_evaluate(job, specs, on_progress))
     except RuntimeError as error:

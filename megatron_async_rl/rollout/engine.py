@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_async_rl.data.tokenizer import load_tokenizer
+from megatron_async_rl.rollout.cluster import require_software
 from megatron_async_rl.rollout.engine_state import (
     BusyClock,
     EngineDied,
@@ -83,8 +84,9 @@ class RolloutEngine:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts vLLM and numbers the weights it loaded `spec.first_version`. Raises what vLLM
-        raises."""
+        """Starts vLLM and numbers the weights it loaded `spec.first_version`. Raises OtherSoftware
+        before, and what vLLM raises."""
+        require_software(self.spec.software)
         with watch.phase("starting vLLM", self.spec.rollout.start_timeout_s):
             await self._start()
         watch.fact("engine", self.describe)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,8 @@ class EngineSpec:
     """OpenMP threads of the model on a CPU."""
     transport: str = "shared_memory"
     """How new weights arrive: `weights.transport` of the configuration."""
+    software: Mapping[str, str] = field(default_factory=dict)
+    """Of rank 0's machine (`cluster.software`), which the engine's must be like; empty: any."""
 
     def __post_init__(self) -> None:
         if self.first_version < -1:

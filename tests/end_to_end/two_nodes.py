@@ -4,7 +4,6 @@ one run directory."""
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -69,11 +68,10 @@ def ray_on_both(machines: Sequence[Workspace]) -> Iterator[list[Workspace]]:
 def run_on(
     machines: Sequence[Workspace],
     config: Path,
-    stopped: str | None = None,
-    killed: str | None = None,
+    killed: str,
 ) -> Ended:
-    """A run to its end, in which the process `stopped` is stopped after a step, or `killed` killed;
-    rewards that wait for the removal of the file `hold` go on then. `config` is called as its run."""
+    """A run to its end, in which the process `killed` is killed after a step; rewards that wait for
+    the removal of the file `hold` go on then. `config` is called as its run."""
     name = config.stem
     directory = machines[0].folder / "runs" / name
     (port,) = free_ports(1)
@@ -82,15 +80,12 @@ def run_on(
         machine.start("train", str(config), *options, f"--node-rank={rank}")
         for rank, machine in enumerate(machines)
     ]
-    names = PROCESSES if killed is None else (*PROCESSES, killed)
-    files = {name: directory / "watch" / f"{name}.json" for name in names}
+    files = {name: directory / "watch" / f"{name}.json" for name in (*PROCESSES, killed)}
     wait_until(lambda: all(file.exists() for file in files.values()), nodes[0])
     states = {name: json.loads(file.read_text()) for name, file in files.items()}
     processes = [process for node in nodes for process in started_by(node)]
-    for who, number in ((stopped, signal.SIGSTOP), (killed, signal.SIGKILL)):
-        if who is not None:
-            wait_until(lambda: len(machines[0].metrics(name)) >= 1, nodes[0])
-            psutil.Process(states[who]["pid"]).send_signal(number)
+    wait_until(lambda: len(machines[0].metrics(name)) >= 1, nodes[0])
+    psutil.Process(states[killed]["pid"]).kill()
     (machines[0].folder / "hold").unlink(missing_ok=True)
     said = [node.communicate(timeout=900)[0] for node in nodes]
     return Ended([node.returncode for node in nodes], said, states, alive(processes), directory)

@@ -1,23 +1,58 @@
-"""Machines imitated on one: each a network namespace with an address on one bridge, a host name, and
-a /tmp and a /dev/shm that no other sees. The file system is the same, as on a cluster."""
+"""Machines imitated on one: each a network namespace with an address on one switch, a host name, and
+a /dev/shm and a folder of Ray's that no other sees. The file system is the same, as on a cluster.
+
+Nothing of this machine is touched: the switch is in a namespace of its own, and what lies over files
+of this machine lies there for the processes of one imitated machine alone.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / "launchers" / "torchrun_multinode.sh"
 NETWORK = "10.77.0"
-CONFIGURATION = Path("/etc/netns")
-"""`ip netns exec` puts what is there in the place of files of /etc."""
-INSIDE = 'hostname $0; mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /tmp; exec "$@"'
-"""The folder of a run must not lie in /tmp."""
+PROBE = """
+mount -t tmpfs tmpfs /run
+ip link add bridge0 type bridge
+ip link add port0 type veth peer name eth0
+ip link set port0 master bridge0
+ip netns add machine
+hostname machine
+"""
+"""All that is needed, in namespaces that end with it."""
+INSIDE = """
+hostname "$0"
+mount --bind hosts /etc/hosts
+mount -t tmpfs tmpfs /dev/shm
+mkdir -p /tmp/ray
+mount -t tmpfs tmpfs /tmp/ray
+exec "$@"
+"""
+
+
+def obstacle() -> str:
+    """Why there can be no machines here; empty where there can."""
+    if os.geteuid() != 0:
+        return "needs root: machines are network namespaces"
+    for command in ("ip", "unshare"):
+        if not shutil.which(command):
+            return f"needs the command {command} (Debian: iproute2, util-linux)"
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "bash", "-e", "-c", PROBE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
+    return f"network namespaces are not permitted here: {said}" if tried.returncode else ""
 
 
 def ip(*arguments: str) -> str:
@@ -27,53 +62,49 @@ def ip(*arguments: str) -> str:
 
 
 class Machines:
-    """`folder`: of the run's files and of what each machine says."""
+    """`folder`: of the run's files and of what each machine says. `hosts`: addresses that the machines
+    have for names, where those are not the right ones."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, hosts: Mapping[str, str]) -> None:
         self.folder = folder
         self.names = [f"node{number}" for number in range(count)]
-        self.bridge = f"br{os.getpid()}"
+        self.hosts = {name: f"{NETWORK}.{number + 1}" for number, name in enumerate(self.names)}
+        self.hosts |= {"localhost": "127.0.0.1", **hosts}
 
     def build(self) -> None:
-        ip("link", "add", self.bridge, "type", "bridge")
-        ip("link", "set", self.bridge, "up")
-        hosts = ["127.0.0.1 localhost"]
-        hosts += [f"{NETWORK}.{number + 1} {name}" for number, name in enumerate(self.names)]
+        lines = [f"{address} {name}\n" for name, address in self.hosts.items()]
+        (self.folder / "hosts").write_text("".join(lines))
+        switch = namespace("switch")
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge0", "up")
         for number, name in enumerate(self.names):
-            ip("netns", "add", name)
-            ip(*f"link add {self.link(number)} type veth peer name eth0 netns {name}".split())
-            ip("link", "set", self.link(number), "master", self.bridge, "up")
-            ip("-n", name, "address", "add", f"{NETWORK}.{number + 1}/24", "dev", "eth0")
+            there, port = namespace(name), f"port{number}"
+            ip("netns", "add", there)
+            pair = f"link add {port} type veth peer name eth0 netns {there}"
+            ip("-n", switch, *pair.split())
+            ip("-n", switch, "link", "set", port, "master", "bridge0", "up")
+            ip("-n", there, "address", "add", f"{NETWORK}.{number + 1}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", device, "up")
+                ip("-n", there, "link", "set", device, "up")
             # Ray asks for the address towards the outside.
-            ip("-n", name, "route", "add", "default", "via", f"{NETWORK}.254")
-            (CONFIGURATION / name).mkdir(parents=True, exist_ok=True)
-            (CONFIGURATION / name / "hosts").write_text("\n".join(hosts) + "\n")
+            ip("-n", there, "route", "add", "default", "via", f"{NETWORK}.254")
 
     def remove(self) -> None:
+        """A namespace ends with its last process, and a link with one of its ends."""
         present = {line.split()[0] for line in ip("netns", "list").splitlines()}
-        links = ip("-o", "link")
-        for number, name in enumerate(self.names):
-            if f" {self.link(number)}@" in links:
-                # A namespace takes its end along only when the last of its processes is gone.
-                ip("link", "delete", self.link(number))
-            if name in present:
+        for name in ("switch", *self.names):
+            if namespace(name) in present:
                 self.kill(name)
-                ip("netns", "delete", name)
-            (CONFIGURATION / name / "hosts").unlink(missing_ok=True)
-        ip("link", "delete", self.bridge)
-
-    def link(self, number: int) -> str:
-        return f"{self.bridge}v{number}"
+                ip("netns", "delete", namespace(name))
 
     def cut(self, number: int) -> None:
         """Nothing reaches that machine any more, and nothing comes from it."""
-        ip("link", "set", self.link(number), "down")
+        ip("-n", namespace("switch"), "link", "set", f"port{number}", "down")
 
     def kill(self, name: str) -> None:
         """Ends every process of the machine at once, as the loss of its power does."""
-        for process in ip("netns", "pids", name).split():
+        for process in ip("netns", "pids", namespace(name)).split():
             os.kill(int(process), signal.SIGKILL)
 
     def said(self, number: int) -> str:
@@ -84,8 +115,8 @@ class Machines:
         with open(self.folder / f"{name}.log", "a") as log:
             return subprocess.Popen(
                 [
-                    *("ip", "netns", "exec", name, "unshare", "--uts", "--mount"),
-                    *("bash", "-c", INSIDE, name, LAUNCHER, config),
+                    *("ip", "netns", "exec", namespace(name), "unshare", "--uts", "--mount"),
+                    *("bash", "-e", "-c", INSIDE, name, LAUNCHER, config),
                 ],
                 cwd=self.folder,
                 env=os.environ
@@ -95,7 +126,6 @@ class Machines:
                     "NNODES": str(len(self.names)),
                     "NODE_RANK": str(number),
                     "MASTER_ADDR": self.names[0],
-                    "GLOO_SOCKET_IFNAME": "eth0",
                     "REJOIN_S": "5",
                 }
                 | settings,
@@ -106,9 +136,14 @@ class Machines:
             )
 
 
+def namespace(name: str) -> str:
+    """Two test runs at a time have machines of their own."""
+    return f"mar{os.getpid()}-{name}"
+
+
 @contextmanager
-def machines(folder: Path, count: int) -> Iterator[Machines]:
-    made = Machines(folder, count)
+def machines(folder: Path, count: int, hosts: Mapping[str, str]) -> Iterator[Machines]:
+    made = Machines(folder, count, hosts)
     try:
         made.build()
         yield made

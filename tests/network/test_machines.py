@@ -1,155 +1,113 @@
-"""Runs over machines with a network between them, started by the real launcher: `make network-tests`.
-Needs root, and Debian's iproute2."""
+"""What costs a run over machines with a network between them, and what does not: `make network-tests`.
+The run that goes well is in test_three_machines.py. Needs root, and Debian's iproute2."""
 
 from __future__ import annotations
 
 import json
-import os
-import runpy
-import shutil
-import subprocess
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import re
 
-import pytest
-import yaml
+import psutil
 
-from tests.network.machines import ROOT, Machines, machines
+from tests.network.runs import run_over
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"),
-    reason="needs root, ip and unshare: machines are network namespaces",
-)
 STEPS = 200
 """More than a run makes while a test looks."""
-ENGINES_ALONE = {"TRAINER_NODES": "1"}
-"""Of the second machine."""
+STILL_S = 30
+"""watchdog.timeout_s: longer than a busy machine takes for anything in it."""
 
 
-@pytest.fixture
-def two() -> Iterator[Machines]:
-    # Not in /tmp, of which each machine has its own.
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        runpy.run_path(str(ROOT / "examples" / "arithmetic" / "prepare.py"))["write"](
-            Path(folder), seed=0
-        )
-        with machines(Path(folder), 2) as two:
-            yield two
-
-
-def written(two: Machines, **changes: Any) -> Path:
-    tree: dict[str, Any] = {
-        "run": {"dir": "run", "steps": 6},
-        "model": {"path": "model", "dtype": "float32"},
-        "data": {"train": "train.jsonl"},
-        "flow": {"prompts_per_step": 8, "group_size": 4, "async_ratio": 2},
-        "rollout": {
-            "sampling": {"max_tokens": 6},
-            "reward": {"name": "arithmetic"},
-            "kv_cache_gib": 0.1,
-        },
-        "policy": {"parallel": {"ranks": 2, "tensor": 2}, "optimizer": {"lr": 1e-4}},
-        "objective": {"loss": "ppo_clip"},
-    }
-    for section, values in changes.items():
-        tree[section] = tree.get(section, {}) | values
-    file = two.folder / "run.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    return file
-
-
-def metrics(two: Machines) -> list[dict[str, Any]]:
-    file = two.folder / "run" / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def host(two: Machines, process: str) -> str:
-    return str(json.loads((two.folder / "run" / "watch" / f"{process}.json").read_text())["host"])
-
-
-def ended(two: Machines, *processes: subprocess.Popen[str]) -> list[int]:
-    codes = [process.wait(timeout=900) for process in processes]
-    print(*(two.said(number)[-3000:] for number in range(len(two.names))))
-    return codes
-
-
-def wait_until(
-    two: Machines, condition: Callable[[], bool], *running: subprocess.Popen[str]
-) -> None:
-    deadline = time.monotonic() + 900
-    while not condition():
-        assert all(process.poll() is None for process in running), two.said(0)[-3000:]
-        assert time.monotonic() < deadline, two.said(0)[-3000:]
-        time.sleep(0.1)
-
-
-def test_engines_of_another_machine_get_their_weights_over_the_network(two: Machines) -> None:
-    config = written(two, weights={"transport": "relay"})
-    engines = two.start(1, config, **ENGINES_ALONE)
-    trainer = two.start(0, config, **ENGINES_ALONE)
-    wait_until(two, lambda: len(metrics(two)) >= 1, trainer, engines)
-    assert (host(two, "rank 0"), host(two, "engine-0")) == ("node0", "node1")
-    assert ended(two, trainer, engines) == [0, 0]
-    rows = metrics(two)
-    assert len(rows) == 6
-    assert rows[-1]["weights/relay_bytes"] > 0
-    assert "machine 0's Ray has ended, and with it the work of machine 1" in two.said(1)
-
-
-def test_tensor_parallel_ranks_are_divided_over_the_machines(two: Machines) -> None:
-    config = written(two)
-    nodes = [two.start(number, config) for number in (0, 1)]
-    wait_until(two, lambda: len(metrics(two)) >= 1, *nodes)
-    assert (host(two, "rank 0"), host(two, "rank 1")) == ("node0", "node1")
-    assert ended(two, *nodes) == [0, 0]
-    assert len(metrics(two)) == 6
-
-
-def test_a_machine_that_is_cut_off_costs_its_engines_and_not_the_run(two: Machines) -> None:
-    config = written(
-        two,
-        run={"dir": "run", "steps": 100000},
+def test_a_machine_that_is_cut_off_costs_its_engines_and_not_the_run() -> None:
+    """Of three: the policy is on the first, an engine on each of the others."""
+    with run_over(
+        3,
+        trainers=1,
+        run={"steps": 100000},
         checkpoint={"every": 0},
-        rollout={
-            "sampling": {"max_tokens": 6},
-            "reward": {"name": "arithmetic"},
-            "kv_cache_gib": 0.1,
-            "engines": 2,
-            "unresponsive_s": 15,
-        },
-        weights={"transport": "relay"},
-    )
-    two.start(1, config, **ENGINES_ALONE)
-    trainer = two.start(0, config, **ENGINES_ALONE)
-    wait_until(two, lambda: len(metrics(two)) >= 3, trainer)
-    lost = next(name for name in ("engine-0", "engine-1") if host(two, name) == "node1")
-    two.cut(1)
-    wait_until(
-        two, lambda: f"{lost} is lost and its prompts are asked again" in two.said(0), trainer
-    )
-    after = len(metrics(two)) + 10
-    wait_until(two, lambda: len(metrics(two)) >= after, trainer)
-    trainer.terminate()
-    assert ended(two, trainer) == [130]
+        rollout={"engines": 2, "unresponsive_s": 15},
+    ) as run:
+        run.wait_for_steps(3)
+        states = run.states_of("rank 0", "rank 1", "engine-0", "engine-1")
+        hosts = {name: state["host"] for name, state in states.items()}
+        assert sorted(hosts.values()) == ["node0", "node0", "node1", "node2"]
+        lost = next(name for name in ("engine-0", "engine-1") if hosts[name] == "node1")
+        run.machines.cut(1)
+        words = f"{lost} is lost and its prompts are asked again"
+        run.wait_until(lambda: words in run.machines.said(0), over=(1,))
+        run.wait_for_steps(len(run.metrics()) + 10, over=(1,))
+        run.launchers[0].terminate()
+        assert run.launchers[0].wait(timeout=900) == 130
 
 
-def test_a_machine_that_dies_and_comes_again_goes_on_from_the_checkpoint(two: Machines) -> None:
-    config = written(
-        two,
-        run={"dir": "run", "steps": STEPS},
+def test_a_machine_that_dies_and_comes_again_goes_on_from_the_checkpoint() -> None:
+    with run_over(
+        2,
+        trainers=2,
+        run={"steps": STEPS},
         checkpoint={"every": 5},
         watchdog={"timeout_s": 90},
-    )
-    zero, one = (two.start(number, config) for number in (0, 1))
-    wait_until(two, lambda: len(metrics(two)) > 5, zero, one)
-    two.kill("node1")
-    one.wait(timeout=900)
-    wait_until(two, lambda: "starts the run again from its last checkpoint" in two.said(0), zero)
-    again = two.start(1, config)
-    assert ended(two, zero, again) == [0, 0]
-    steps = [row["step"] for row in metrics(two)]
-    assert steps == list(range(1, STEPS + 1))
+    ) as run:
+        run.wait_for_steps(6)
+        run.machines.kill("node1")
+        run.launchers[1].wait(timeout=900)
+        words = "starts the run again from its last checkpoint"
+        run.wait_until(lambda: words in run.machines.said(0), over=(1,))
+        run.launchers[1] = run.start(1)
+        codes, _ = run.end()
+        assert codes == [0, 0], run.said()
+        assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
+
+
+def test_a_rank_that_stops_on_one_machine_ends_the_run_on_both_and_is_named() -> None:
+    names = ("rank 0", "rank 1", "controller", "engine-0", "engine-0 EngineCore")
+    with run_over(
+        2,
+        trainers=2,
+        settings={"RESTARTS": "0"},
+        run={"steps": 100000},
+        rollout={"unresponsive_s": STILL_S - 2},
+        checkpoint={"every": 0},
+        watchdog={"timeout_s": STILL_S},
+    ) as run:
+        run.wait_for_steps(1)
+        states = run.states_of(*names)
+        psutil.Process(states["rank 1"]["pid"]).suspend()
+        codes, left = run.end()
+        assert codes == [1, 1], run.said()
+        assert left == []
+        for said in map(run.machines.said, (0, 1)):
+            still = rf"Stalled: Nothing moved for \d+ s \(watchdog.timeout_s: {STILL_S}\)"
+            assert re.search(f"The run failed: {still}", said)
+            assert f"rank 1 (pid {states['rank 1']['pid']} on node1) is stopped (T)" in said
+            for name in names:
+                assert f"\n{name} (pid {states[name]['pid']} on {states[name]['host']}): " in said
+            assert " waits for " in said
+            assert "on another machine" not in said
+            assert "Traceback" not in said
+            assert len(said[said.rfind("The run failed:") :].splitlines()) < 60
+        directory = run.machines.folder / "run"
+        assert json.loads((directory / "status.json").read_text())["phase"] == "failed"
+        stacks = (directory / "stall.txt").read_text().partition("\nStacks\n")[2]
+        assert stacks.count("most recent call first") >= len(names) - 1
+
+
+def test_a_machine_whose_name_is_its_loopback_address_is_refused_with_what_to_set() -> None:
+    """As Debian writes /etc/hosts: its ranks would tell the others to come to 127.0.1.1."""
+    with run_over(2, trainers=2, hosts={"node1": "127.0.1.1"}) as run:
+        codes, _ = run.end()
+        assert codes == [2, 2], run.said()
+        for said in map(run.machines.said, (0, 1)):
+            words = (
+                "node 1 (node1)\n  its ranks will listen at 127.0.1.1, which is every machine's own"
+            )
+            assert words in said.replace("\n    ", "\n")
+            assert "set GLOO_SOCKET_IFNAME there to the network" in said
+            assert "(such as eth0)" in said
+
+
+def test_a_machine_that_does_not_reach_the_first_is_refused_with_the_address() -> None:
+    with run_over(2, trainers=2, hosts={"node0": "10.77.0.99"}) as run:
+        codes, _ = run.end()
+        assert codes == [2, 2], run.said()
+        for said in map(run.machines.said, (0, 1)):
+            assert "node 1 (node1) does not reach node 0 at node0:29500: " in said
+            assert "MASTER_ADDR" in said

@@ -1,10 +1,12 @@
 """The trainer's GPUs are handed to nobody else, by a Ray of our own and on a cluster that was there
-before. Without a GPU: a Ray that is told it has four."""
+before. Without a GPU: a Ray that is told it has four, and two on another machine."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,12 +16,19 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from megatron_async_rl.flow.rank0 import OtherRank
+from megatron_async_rl.rollout import cluster
 from megatron_async_rl.rollout.cluster import (
+    FILES,
     ClusterNotJoined,
+    OtherSoftware,
     inherited,
     join_ray,
     place_of_engine,
     prepare_environment,
+    require_software,
+    software,
+    unlike,
 )
 from megatron_async_rl.rollout.spec import EngineSpec
 from tests.unit.fake_engine import specs
@@ -28,27 +37,42 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, os, sys, time
 import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from megatron_async_rl.flow.rank0 import OtherRank
 from megatron_async_rl.rollout import cluster
 from megatron_async_rl.rollout.cluster import TrainerDevicesTaken, join_ray
 
-ray.init(address="local", num_gpus=4, num_cpus=2, include_dashboard=False, log_to_driver=False,
-         object_store_memory=80 * 2**20, namespace="other job")
+store = {"object_store_memory": 80 * 2**20}
+machines = Cluster(initialize_head=True, head_node_args={"num_gpus": 4, "num_cpus": 2, **store})
+machines.add_node(num_gpus=2, num_cpus=0, **store)
+ray.init(address=machines.address, log_to_driver=False, namespace="other job")
+first = ray.get_runtime_context().get_node_id()
+RANKS = {"first": ["0", "1"], "second": ["0", "1"], "not in the cluster": ["0", "1"]}
+
+nodes = ray.nodes
+ray.nodes = lambda: [
+    node | {"NodeManagerHostname": "first" if node["NodeID"] == first else "second"}
+    for node in nodes()
+]
 
 class Holder:
     def gpus(self):
         return sorted(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 def hold(count):
-    holder = ray.remote(Holder).options(num_cpus=0, num_gpus=count).remote()
+    here = NodeAffinitySchedulingStrategy(first, soft=False)
+    holder = ray.remote(Holder).options(
+        num_cpus=0, num_gpus=count, scheduling_strategy=here).remote()
     return holder, ray.get(holder.gpus.remote(), timeout=600)
 
 def free():
     return ray.available_resources().get("GPU", 0)
 
 def outcome(taken):
-    holders = [hold(1)[0] for _ in range(taken)]
+    holders = [hold(taken)[0]] if taken else []
     try:
-        holders.append(join_ray(2))
+        holders += join_ray(RANKS)
         engine, gpus = hold(2)
         holders.append(engine)
         return {"engine": gpus, "left": free()}
@@ -58,18 +82,19 @@ def outcome(taken):
         for holder in holders:
             ray.kill(holder)
 
-address = ray.get_runtime_context().gcs_address
-ray_init, ray.init = ray.init, lambda **settings: None
-os.environ |= {"RAY_ADDRESS": address, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+ray.init = lambda **settings: None
+os.environ["RAY_ADDRESS"] = machines.address
 found = {}
 for taken in map(int, sys.argv[1:]):
     cluster.RESERVE_S = 600.0 if taken <= 2 else 2.0  # they are never free: no use to wait
     found[taken] = outcome(taken)
     deadline = time.monotonic() + 600
-    while free() < 4:
+    while free() < 6:
         assert time.monotonic() < deadline, "Ray did not get its GPUs back"
         time.sleep(0.05)
 print(json.dumps(found))
+ray.shutdown()
+machines.shutdown()
 """
 
 
@@ -89,13 +114,19 @@ def outcomes() -> dict[str, dict[str, object]]:
     return found
 
 
-def test_an_engine_gets_none_of_the_gpus_that_the_trainers_ranks_use(
+def test_an_engine_gets_none_of_the_gpus_that_ranks_use_on_any_machine(
     outcomes: dict[str, dict[str, object]],
 ) -> None:
     assert outcomes["0"] == {"engine": ["2", "3"], "left": 0}
 
 
-@pytest.mark.parametrize(("taken", "reason"), [("1", "free are 1, 2"), ("3", "no 2 free GPUs")])
+@pytest.mark.parametrize(
+    ("taken", "reason"),
+    [
+        ("1", "of first, and of those Ray has handed out some: free are 1, 2"),
+        ("3", "no 2 free GPUs on first"),
+    ],
+)
 def test_a_trainer_whose_gpus_others_have_does_not_start(
     outcomes: dict[str, dict[str, object]], taken: str, reason: str
 ) -> None:
@@ -107,7 +138,7 @@ def test_a_ray_of_our_own_sees_none_of_the_trainers_gpus(monkeypatch: pytest.Mon
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0,2")
     monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
-    assert join_ray(2) is None
+    assert join_ray({socket.gethostname(): ["3", "1"], "elsewhere": ["0", "2"]}) == []
     assert seen == ["0,2"]
 
 
@@ -121,7 +152,7 @@ def test_a_cluster_that_lets_nobody_in_is_named_with_what_to_set(
     monkeypatch.setattr(ray, "init", refuses)
     named = r"RAY_ADDRESS=10\.0\.0\.1:6379 .* RAY_AUTH_MODE=token"
     with pytest.raises(ClusterNotJoined, match=named):
-        join_ray(0)
+        join_ray()
 
 
 def test_engines_keep_the_priority_of_the_run() -> None:
@@ -166,3 +197,39 @@ def test_by_relay_engines_are_divided_over_the_machines_that_live(
     relayed = [nodes.of(spec, transport="relay") for spec in specs(4)]
     assert relayed == ["only a", "only c", "only b", "only a"]
     assert nodes.of(specs(1)[0], transport="relay", device="cuda") == "SPREAD"
+
+
+def test_an_engine_on_a_machine_with_other_versions_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = software()
+    require_software(wanted)
+    require_software({})
+    require_software(wanted | {FILES: "edited since"})
+    monkeypatch.setattr(cluster, "software", lambda: wanted | {"torch": "2.12.0"})
+    differs = rf"torch 2\.12\.0 here and {re.escape(wanted['torch'])} there"
+    with pytest.raises(OtherSoftware, match=rf"{socket.gethostname()} has other .*: {differs}\."):
+        require_software(wanted)
+
+
+def test_the_software_of_machines_is_compared_by_versions_and_by_this_packages_files() -> None:
+    here = software()
+    assert {"Python", "megatron-async-rl", "torch", "megatron-core", "ray"} <= here.keys()
+    assert unlike(here, dict(here)) == ""
+    edited = here | {FILES: "0"}
+    assert unlike(here, edited) == f"{FILES} {here[FILES]} here and 0 there"
+    older = {name: version for name, version in here.items() if name != "ray"}
+    assert unlike(here, older) == f"ray {here['ray']} here and unknown there"
+
+
+def test_rank_0_knows_the_gpus_of_all_ranks_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    others = [("a", "4"), ("b", "0"), ("b", "1")]
+    layout = SimpleNamespace(
+        device_type="cuda", gathered=lambda mine: [others[0], mine, *others[1:]]
+    )
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    rank = OtherRank(SimpleNamespace(eval=None), layout)  # type: ignore[arg-type]
+    rank.begin(0, None, oldest=0)
+    assert rank._gpus == {"a": ["4", "5"], "b": ["0", "1"]}

@@ -139,8 +139,17 @@ def test_machine_0_has_the_ray_that_machines_of_engines_join_and_ends_it(machine
     assert code == 0
     ray, mar, ended = machine.lines()
     assert ray.startswith(f"ray start --head --port={machine.ray_port} ")
-    assert mar == f"mar train run.yaml run.steps=2 RAY_ADDRESS=127.0.0.1:{machine.ray_port}"
+    waits = f"--engine-nodes 1 RAY_ADDRESS=127.0.0.1:{machine.ray_port}"
+    assert mar == f"mar train run.yaml run.steps=2 {waits}"
     assert ended == "ray TERM"
+
+
+def test_machines_of_engines_are_waited_for_at_the_first_start_alone(machine: Machine) -> None:
+    """A machine that is lost later costs its engines, and not the start after."""
+    assert machine.run(1, 0, NNODES="3", NODE_RANK="0", TRAINER_NODES="1")[0] == 0
+    first, second = (line for line in machine.lines() if line.startswith("mar train"))
+    assert "--engine-nodes 2 " in first
+    assert "--engine-nodes" not in second
 
 
 def test_a_run_that_fails_is_started_again_and_not_for_ever(machine: Machine) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async_rl.launch.rendezvous import Nodes, NodesError
+from megatron_async_rl.launch.peers import Nodes, NodesError, rank_address
+from megatron_async_rl.rollout.cluster import software
 from tests.ports import free_ports
 
 ENDPOINT = "node0:29500"
@@ -29,9 +30,9 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from megatron_async_rl.config.load import dump, load
-from megatron_async_rl.launch.rendezvous import Nodes, NodesError, rendezvous
+from megatron_async_rl.launch.peers import Nodes, NodesError, PeerNodes
+from megatron_async_rl.launch.rendezvous import rendezvous
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.launch.rendezvous import PeerNodes
 watch.BEAT_S = 0.1
 config = load(Path(sys.argv[1]), sys.argv[7:])
 nodes = Nodes(int(sys.argv[2]), int(sys.argv[3]), sys.argv[6])
@@ -40,7 +41,7 @@ if nodes.rank == 0:
     config.run.dir.mkdir(exist_ok=True)
     (config.run.dir / "config.yaml").write_text(dump(config))
 try:
-    print(rendezvous(nodes, config, float(sys.argv[4]), peers.refusal), flush=True)
+    print(rendezvous(nodes, config, float(sys.argv[4]), peers), flush=True)
 except NodesError as error:
     peers.refuse(str(error), within_s=float(sys.argv[5]))
     sys.exit(str(error))
@@ -53,22 +54,29 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start(count, rank, timeout_s, *overrides)`: a launcher that meets the others, prints the id
-    of the start and stays. One that fails tells the others for up to `tell_s` seconds."""
+    of the start and stays. One that fails tells the others for up to `tell_s` seconds. `before`: code
+    that it runs first; `node_0`: where it looks for node 0, if not where that is."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     started: list[subprocess.Popen[str]] = []
     endpoint = f"localhost:{free_ports(1)[0]}"
 
     def begin(
-        count: int, rank: int, timeout_s: float, *overrides: str, tell_s: float = 10.0
+        count: int,
+        rank: int,
+        timeout_s: float,
+        *overrides: str,
+        tell_s: float = 10.0,
+        before: str = "",
+        node_0: str = endpoint,
     ) -> subprocess.Popen[str]:
         numbers = map(str, (count, rank, timeout_s, tell_s))
         command = [
             sys.executable,
             "-c",
-            LAUNCHER,
+            before + LAUNCHER,
             str(tmp_path / "config.yaml"),
             *numbers,
-            endpoint,
+            node_0,
             *overrides,
         ]
         pipe = subprocess.PIPE
@@ -127,21 +135,72 @@ def test_a_node_is_not_deceived_by_what_a_killed_launcher_left(
     assert "timed out after 1 s" in error
 
 
+OLDER = """
+from megatron_async_rl.launch import rendezvous
+here = rendezvous.software()
+rendezvous.software = lambda: here | {"torch": "2.12.0"}
+"""
+
+
 @pytest.mark.parametrize(
-    ("count", "overrides", "words"),
+    ("count", "overrides", "before", "words"),
     [
-        (3, [], "3 here, 2 on node 0 ("),
-        (2, ["run.steps=6"], "`steps: 6` here, `steps: 5` there"),
+        (3, [], "", "3 here, 2 on node 0 ("),
+        (2, ["run.steps=6"], "", "`steps: 6` here, `steps: 5` there"),
+        (2, [], OLDER, f"): torch 2.12.0 here and {software()['torch']} there"),
     ],
+    ids=["nnodes", "config", "versions"],
 )
 def test_a_node_that_was_started_otherwise_says_how_and_node_0_hears_it(
-    start: Start, count: int, overrides: list[str], words: str
+    start: Start, count: int, overrides: list[str], before: str, words: str
 ) -> None:
     zero = start(2, 0, 600)
-    assert words in said(start(count, 1, 600, *overrides, tell_s=600))
+    assert words in said(start(count, 1, 600, *overrides, tell_s=600, before=before))
     heard = said(zero)
     assert heard.startswith(f"node 1 ({socket.gethostname()})\n  does not start")
     assert words in heard
+
+
+def test_a_node_that_does_not_reach_the_endpoint_says_so_and_node_0_reads_it(start: Start) -> None:
+    zero = start(2, 0, 600, tell_s=0.1)
+    nobody = f"localhost:{free_ports(1)[0]}"
+    soon = "from megatron_async_rl.launch import peers\npeers.REACH_S = 0.5\n"
+    one = start(2, 1, 600, tell_s=600, before=soon, node_0=nobody)
+    heard = said(zero)
+    assert heard.startswith(f"node 1 ({socket.gethostname()})\n  does not start:\n")
+    assert f"does not reach node 0 at {nobody}: [Errno 111]" in heard
+    assert "MASTER_ADDR" in heard
+    one.kill()
+
+
+DEAF = """
+import socket
+deaf = socket.socket()
+deaf.bind(("127.0.0.1", 0))
+socket.create_server = lambda *_, **__: deaf
+"""
+
+
+def test_a_node_whose_ranks_would_not_be_reached_is_refused_by_node_0(start: Start) -> None:
+    zero = start(2, 0, 600, tell_s=600)
+    heard = said(start(2, 1, 600, tell_s=0, before=DEAF))
+    for words in (said(zero), heard):
+        assert "its ranks will listen at 127.0.0.1, which is every machine's own address" in words
+        assert f"and node 0 ({socket.gethostname()}) does not reach that: [Errno 111]" in words
+        assert "set GLOO_SOCKET_IFNAME there" in words
+
+
+def test_ranks_listen_where_gloo_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert rank_address() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    with pytest.raises(NodesError, match=r"ib7 is no interface of .*\n  fix: set it .*: .*lo"):
+        rank_address()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-machine.invalid")
+    assert rank_address() == "127.0.0.1"
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.7")
+    assert rank_address() == "127.0.0.7"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The image and the wheel hold what they need: built from exactly the files that the Dockerfile
-copies."""
+"""The images and the wheel hold what they need: built from exactly the files that the Dockerfiles
+copy."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools.build_meta import build_{0} as build; build(sys.argv[1])"
 
 
-def copied() -> list[str]:
-    """What the Dockerfile copies into the directory that it installs from."""
-    _, _, package = (ROOT / "Dockerfile").read_text().partition("WORKDIR ")
+IMAGES = ("Dockerfile", "Dockerfile.cpu")
+
+
+def copied(image: str = "Dockerfile") -> list[str]:
+    """What an image's file copies into the directory that it installs from."""
+    _, _, package = (ROOT / image).read_text().partition("WORKDIR ")
     instructions = re.findall(r"^COPY (.+)$", package, re.MULTILINE)
     return [source for one in instructions for source in one.split()[:-1]]
 
@@ -84,9 +87,31 @@ def test_mar_runs_from_the_installed_wheel(installed: Path) -> None:
         assert words in done.stdout
 
 
-def test_what_the_builder_is_sent_is_what_the_dockerfile_copies() -> None:
+def test_what_the_builder_is_sent_is_what_the_dockerfiles_copy() -> None:
     sent = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
-    assert sorted(sent) == sorted(copied())
+    assert sorted(sent) == sorted({source for image in IMAGES for source in copied(image)})
+    assert set(copied("Dockerfile")) < set(copied("Dockerfile.cpu"))
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_runs_as_nobody_in_particular_and_knows_whether_it_is_well(image: str) -> None:
+    text = (ROOT / image).read_text()
+    before, user, after = re.split(r"^USER (.+)$", text, flags=re.MULTILINE)
+    assert user == "10001" or (user == "${RUN_AS}" and "\nARG RUN_AS=10001\n" in before)
+    assert "useradd --uid 10001 --create-home mar" in text
+    assert re.search(r'^HEALTHCHECK .* CMD \["mar", "doctor"\]$', after, re.MULTILINE)
+    assert "LABEL org.opencontainers.image.title=" in text
+
+
+def test_the_cpu_image_is_set_up_by_the_lock_and_for_the_python_that_the_package_asks_for() -> None:
+    text = (ROOT / "Dockerfile.cpu").read_text()
+    wanted = re.search(r'python_requires=">=([\d.]+),', (ROOT / "setup.py").read_text())
+    assert wanted is not None
+    assert f"\nARG BASE=python:{wanted[1]}-slim-" in text
+    assert re.search(r"^RUN .*launchers/setup\.sh$", text, re.MULTILINE)
+    assert not re.search(r"==\d", text), "versions are in requirements/"
+    for path in re.findall(r"(?:^RUN |&& )(launchers/\S+)", text, re.MULTILINE):
+        assert (ROOT / path).is_file()
 
 
 @pytest.mark.parametrize("file", ["requirements/gpu.txt", "Dockerfile"])

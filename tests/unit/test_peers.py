@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_async_rl.launch import rendezvous
-from megatron_async_rl.launch.rendezvous import Nodes, NodesError, PeerNodes
+from megatron_async_rl.launch import peers as peers_module
+from megatron_async_rl.launch.peers import Nodes, NodesError, PeerNodes
 from tests.ports import free_ports
 
 WHY = "config.yaml: 1 problem\nrun.steeps: unknown key"
@@ -59,7 +59,7 @@ def test_a_node_that_nobody_waits_for_ends(node, monkeypatch):
     """By a clock that only its own waits move."""
     waits = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
-    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(peers_module, "time", clock)
     for rank in (1, 0):
         before = sum(waits)
         PeerNodes(node(rank)).refuse(WHY, within_s=5)

