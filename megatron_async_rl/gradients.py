@@ -10,8 +10,9 @@ depend on how the parameters are sharded beyond float32 rounding of the gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,14 +22,13 @@ from torch import Tensor
 CPU_BLOCK = 1 << 17
 """Elements of one block on the CPU: a few of them stay in the cache while all is done to them that
 has to be, and an operation takes ten times as long as its call."""
-LANE = 1 << 15
-TERMS = 64
-"""Sums of products are kept for each of LANE elements, for TERMS products, in float32, then added in
-a tree. A plain dot product adds thousands in a row: of 2^15 elements it is off by 2e-6 where a
-gradient has heavy tails."""
+TERMS = 32
+"""Products that are added in float32 on the CPU, one of each block, before a tree adds the sums. A
+plain dot product adds thousands in a row: of 2^15 elements it is off by 2e-6 where a gradient has
+heavy tails."""
 SHORT = 4096
-"""Elements up to which products are summed in float64 at once: it costs nothing, and biases and
-norms lose nothing."""
+"""Elements up to which products are summed in float64: it costs nothing, and biases and norms lose
+nothing."""
 CUDA_BLOCK = 1 << 24
 """On CUDA: enough work to hide the launch; cuBLAS sums in a tree, so the longer block rounds no
 more."""
@@ -82,7 +82,7 @@ def _pieces(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """As `blocks`, in float32; on the CPU as many at a time as `_sums_of_products` adds, where
     nothing has to be converted."""
     if left.device.type == "cpu" and left.dtype == right.dtype == torch.float32:
-        size = TERMS * LANE
+        size = TERMS * CPU_BLOCK
         yield from zip(left.reshape(-1).split(size), right.reshape(-1).split(size), strict=True)
         return
     for x, y in blocks(left, right):
@@ -90,38 +90,53 @@ def _pieces(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _sums_of_products(
-    pieces: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]], count: int, device: torch.device
+    pieces: Iterable[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
+    count: int,
+    device: torch.device,
 ) -> Tensor:
     """[count] float64: inner products of the left and the right tensors of a piece (`count` of
     each, flat, float32), added over the pieces."""
     totals = torch.zeros(count, dtype=torch.float64, device=device)
-    sums = torch.empty(0)
-    terms = 0
+    short: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+    lefts: list[Tensor] = []
+    rights: list[Tensor] = []
     for left, right in pieces:
-        elements = left[0].numel()
-        if elements <= SHORT or device.type == "cuda":
-            dtype = torch.float64 if elements <= SHORT else torch.float32
-            pairs = zip(left, right, strict=True)
-            totals += torch.stack([torch.dot(x.to(dtype), y.to(dtype)) for x, y in pairs])
-            continue
-        # Block after block, of each the tensors one after the other.
-        lefts, rights = (
-            [x for block in zip(*(t.split(LANE) for t in side), strict=True) for x in block]
-            for side in (left, right)
+        if left[0].numel() <= SHORT:
+            short.append((left, right))
+        elif device.type == "cuda":
+            totals += torch.stack([torch.dot(x, y) for x, y in zip(left, right, strict=True)])
+        else:
+            # Block after block, of each the tensors one after the other.
+            for side, tensors in ((lefts, left), (rights, right)):
+                for block in zip(*(tensor.split(CPU_BLOCK) for tensor in tensors), strict=True):
+                    side.extend(block)
+            if len(lefts) >= TERMS * count:
+                totals += _added(lefts, rights, count)
+                lefts, rights = [], []
+    if lefts:
+        totals += _added(lefts, rights, count)
+    if short:
+        sides = (zip(*side, strict=True) for side in zip(*short, strict=True))
+        totals += torch.stack(
+            [
+                torch.dot(torch.cat(x).double(), torch.cat(y).double())
+                for x, y in zip(*sides, strict=True)
+            ]
         )
-        added = len(lefts) // count
-        if terms == 0:
-            sums = torch.zeros(count, LANE)
-        elif terms + added > TERMS:
-            totals += sums.sum(1)
-            sums.zero_()
-            terms = 0
-        terms += added
-        last = lefts[-1].numel()
-        targets = [*sums] * (added - 1) + [*sums[:, :last]]
-        # One call: between two, a processor that has just streamed megabytes has Python to fetch.
-        torch._foreach_addcmul_(targets, lefts, rights)
-    return totals + sums.sum(1) if terms else totals
+    return totals
+
+
+def _added(lefts: list[Tensor], rights: list[Tensor], count: int) -> Tensor:
+    """[count]: products of every `count`-th pair, of at most CPU_BLOCK elements, summed."""
+    longest = max(x.numel() for x in lefts)
+    sums = torch.zeros(count, longest)
+    targets = [
+        lane if x.numel() == longest else lane[: x.numel()]
+        for lane, x in zip(cycle(sums.unbind()), lefts, strict=False)
+    ]
+    # One call: between two, a processor that has just streamed megabytes has Python to fetch.
+    torch._foreach_addcmul_(targets, lefts, rights)
+    return sums.sum(1)
 
 
 def squared_norm(gradients: Gradients) -> float:

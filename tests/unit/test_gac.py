@@ -19,7 +19,7 @@ from megatron_async_rl.config.controls import (
 from megatron_async_rl.controls.alignment import KEEP, PROJECT, SKIP
 from megatron_async_rl.controls.gac import Gac as GacOfAStep
 from megatron_async_rl.controls.registry import build_controls
-from megatron_async_rl.gradients import LANE, TERMS, dot, products_with, squared_norm
+from megatron_async_rl.gradients import CPU_BLOCK, TERMS, dot, products_with, squared_norm
 from tests.gradients import OneRank, Shard, aligned, cosine, flat, gradient, step
 
 
@@ -242,7 +242,7 @@ def test_one_all_reduce_per_step_serves_the_cosine():
     assert (first.reductions, second.reductions) == (1, 1)
 
 
-@pytest.mark.parametrize("size", [0, 1, LANE - 1, LANE, 3 * LANE + 17])
+@pytest.mark.parametrize("size", [0, 1, CPU_BLOCK - 1, CPU_BLOCK, 3 * CPU_BLOCK + 17])
 def test_inner_products_are_float64_sums(size):
     left, right = torch.randn(size), torch.randn(size)
     exact = float(left.double() @ right.double())
@@ -262,7 +262,7 @@ def test_inner_products_are_float64_sums(size):
 def test_inner_products_are_exact_where_a_few_elements_are_the_most_of_them(dtype):
     """Of the second step's norm a plain float32 dot product of the blocks misses 2e-6."""
     draw = torch.Generator().manual_seed(0)
-    size = (3 * TERMS // 2 * LANE + 17, LANE + 1)
+    size = ((TERMS + 3) * CPU_BLOCK + 17, CPU_BLOCK + 1)
     left, right = (
         [
             torch.randn(n, generator=draw) * torch.exp(2 * torch.randn(n, generator=draw))
