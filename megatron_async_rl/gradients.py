@@ -79,14 +79,14 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _pieces(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """As `blocks`, in float32; on the CPU as many at a time as `_sums_of_products` adds, where
-    nothing has to be converted."""
+    """As `blocks`, those longer than SHORT in float32; on the CPU as many at a time as
+    `_sums_of_products` adds, where nothing has to be converted."""
     if left.device.type == "cpu" and left.dtype == right.dtype == torch.float32:
         size = TERMS * CPU_BLOCK
         yield from zip(left.reshape(-1).split(size), right.reshape(-1).split(size), strict=True)
         return
     for x, y in blocks(left, right):
-        yield x.float(), y.float()
+        yield (x, y) if x.numel() <= SHORT else (x.float(), y.float())
 
 
 def _sums_of_products(
@@ -95,7 +95,7 @@ def _sums_of_products(
     device: torch.device,
 ) -> Tensor:
     """[count] float64: inner products of the left and the right tensors of a piece (`count` of
-    each, flat, float32), added over the pieces."""
+    each, flat, as `_pieces` gives them), added over the pieces."""
     totals = torch.zeros(count, dtype=torch.float64, device=device)
     short: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     lefts: list[Tensor] = []
