@@ -15,10 +15,9 @@ step with them.
                  by the fastest of torch's operations that makes it: `read` is a dot product of two
                  gradients, `rewritten` a multiplication in place, `copied` a copy, from and to
                  memory. A copy reads what it writes over, too, so that one costs three transfers
-    moved        bytes that the control's tensor operations read and write, over the bytes of that
-                 copy. Operations of a sweep work on blocks that stay in the cache: of GAC's, 6 of
-                 12 gradient-sized reads and writes (3.0 of 6.0) go to memory, two in the sweep of
-                 the products and four in that of the projection
+    moved        bytes that the control's tensor operations read and write, the cache's included,
+                 over the bytes of that copy. Of GAC's, 6 gradient-sized reads and writes go to
+                 memory, two in the sweep of the products and four in that of the projection
     step_moved   the same of the whole optimizer step, above that of the step without controls: 0.5
                  is one gradient read once more, or one written
 
