@@ -11,10 +11,13 @@ step with them.
                  control has measured what the step would have measured without it
     copies       the control's own time over the time of one copy of the gradient (read once,
                  written once)
-    moved        bytes that the control's tensor operations read and write, over the bytes of that
-                 copy. Operations of a sweep work on blocks that stay in the cache: of GAC's, 6 of
-                 12 gradient-sized reads and writes (3.0 of 6.0) go to memory, two in the sweep of
-                 the products and four in that of the projection
+    floor        the control's own time over that of the transfers that it cannot do without, each
+                 by the fastest of torch's operations that makes it: `read` is a dot product of two
+                 gradients, `rewritten` a multiplication in place, `copied` a copy, from and to
+                 memory. A copy reads what it writes over, too, so that one costs three transfers
+    moved        bytes that the control's tensor operations read and write, the cache's included,
+                 over the bytes of that copy. Of GAC's, 6 gradient-sized reads and writes go to
+                 memory, two in the sweep of the products and four in that of the projection
     step_moved   the same of the whole optimizer step, above that of the step without controls: 0.5
                  is one gradient read once more, or one written
 
@@ -72,6 +75,16 @@ CONTROLS = (
 )
 SMALL = 4096
 """Tensors below this many bytes are not counted as moved: they stay in the cache."""
+
+FLOORS = {
+    "gac": {"read": 2.0, "rewritten": 2.0},
+    "{name: gac, reference_dtype: bf16}": {"read": 1.5, "rewritten": 1.5},
+    "{name: gac, reference_dtype: fp8}": {"read": 1.26, "rewritten": 1.26},
+    "{name: gac, reference_offload: cpu}": {"read": 2.0, "rewritten": 2.0},
+    "matched_norm": {"read": 2.0, "copied": 1.0},
+    "momentum_by_alignment": {"read": 2.0},
+}
+"""Gradients' bytes that a control reads; reads and writes in the same place; copies over others."""
 
 
 class BytesMoved(TorchDispatchMode):
@@ -194,19 +207,29 @@ def main() -> None:
     def timed_step(controls: dict[str, Any]) -> float:
         put_back()
         policy.step.controls = controls
-        started = time.perf_counter()
+        started = time.process_time()
         policy.step.take(facts)
-        return time.perf_counter() - started
+        return time.process_time() - started
 
-    copied = [torch.empty_like(tensor) for tensor in original]
-    copies = []
-    for _ in range(args.steps):
-        started = time.perf_counter()
-        for tensor, saved in zip(copied, original, strict=True):
-            tensor.copy_(saved)
-        copies.append(time.perf_counter() - started)
-    del copied
-    copy_s = statistics.median(copies)
+    others = [tensor.clone() for tensor in original]
+
+    def transfers() -> dict[str, float]:
+        """Seconds of one gradient read, rewritten and copied."""
+        seconds = dict.fromkeys(("read", "rewritten", "copied"), 0.0)
+        for mine, other in zip(original, others, strict=True):
+            for name, run in (
+                ("read", lambda a=mine, b=other: torch.dot(a.view(-1), b.view(-1))),
+                ("rewritten", lambda b=other: b.mul_(1.0)),
+                ("copied", lambda a=mine, b=other: b.copy_(a)),
+            ):
+                started = time.process_time()
+                run()
+                seconds[name] += time.process_time() - started
+        # The dot product reads two.
+        seconds["read"] /= 2
+        return seconds
+
+    copy_s = statistics.median(transfers()["copied"] for _ in range(args.steps))
     print(
         f"{parameters / 1e6:.1f} M parameters, gradient {gradient_bytes / 2**20:.0f} MiB,"
         f" copy {copy_s * 1e3:.1f} ms "
@@ -249,9 +272,9 @@ def main() -> None:
                     decision = plain_apply(step)
                 moved.append(mode.total / (2 * gradient_bytes))
                 return decision
-            started = time.perf_counter()
+            started = time.process_time()
             decision = plain_apply(step)
-            applied.append(time.perf_counter() - started)
+            applied.append(time.process_time() - started)
             return decision
 
         control.apply = apply  # type: ignore[method-assign]
@@ -259,8 +282,11 @@ def main() -> None:
             timed_step({})
             timed_step(controls)
         applied.clear()
-        without, with_control = [], []
+        without, with_control, floors, copies = [], [], [], []
         for _ in range(args.steps):
+            seconds = transfers()
+            copies.append(seconds["copied"])
+            floors.append(sum(n * seconds[name] for name, n in FLOORS.get(text, {}).items()))
             without.append(timed_step({}))
             with_control.append(timed_step(controls))
         counting = True
@@ -280,7 +306,10 @@ def main() -> None:
                 (statistics.median(with_control) - statistics.median(applied) - base) / base, 3
             ),
             "apply_ms": round(statistics.median(applied) * 1e3, 2),
-            "copies": round(statistics.median(applied) / copy_s, 2),
+            "copies": round(statistics.median(applied) / statistics.median(copies), 2),
+            "floor": round(statistics.median(applied) / statistics.median(floors), 2)
+            if text in FLOORS
+            else None,
             "moved": round(statistics.median(moved), 2),
             "step_moved": round((totals[1] - totals[0]) / (2 * gradient_bytes), 2),
         }

@@ -30,7 +30,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -140,18 +139,11 @@ class AlignmentControl(Control, ABC):
         self.reference_fresh = verdict.fresh
         exact = self.settings.reference_dtype == "fp32" and (raw or not change)
         self.reference_square = verdict.square if exact else None
-        shards = zip(
-            gradients.shards,
-            self.reference.written() if change else repeat(None),
-            strict=bool(change),
-        )
-        for index, (shard, written) in enumerate(shards):
-            gradient = shard.grad.detach()
-            if written is None:
-                self.reference.put(index, gradient)
-            else:
-                factor = change * verdict.length
-                self.reference.project(index, gradient, written, factor, raw=raw)
+        grads = [shard.grad.detach() for shard in gradients.shards]
+        if change:
+            self.reference.project(grads, change * verdict.length, raw=raw)
+        else:
+            self.reference.put(grads)
 
     def _judge(self, step: StepView) -> Verdict:
         gradients, fresh = step.gradients, step.lag_max == 0
@@ -216,11 +208,14 @@ class AlignmentControl(Control, ABC):
     def _remember(self, gradients: Gradients, values: Sequence[Tensor]) -> None:
         if self.settings.reference_offload == "cpu" and self._copies is None:
             self._copies = copies_for(gradients.device)
+        shapes = [shard.grad.shape for shard in gradients.shards]
         self.reference = GradientReference(
-            self.settings.reference_dtype, gradients.device, self._copies
+            self.settings.reference_dtype, gradients.device, self._copies, shapes
         )
-        for index, (shard, value) in enumerate(zip(gradients.shards, values, strict=True)):
-            self.reference.put(index, value.to(gradients.device).view(shard.grad.shape))
+        self.reference.put(
+            value.to(gradients.device).view(shape)
+            for value, shape in zip(values, shapes, strict=True)
+        )
         self._restored = None
 
     def _count(self, verdict: Verdict) -> None:

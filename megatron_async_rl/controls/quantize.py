@@ -15,17 +15,40 @@ LARGEST = 448.0
 SMALLEST_EXPONENT = -126
 
 
-def quantize(values: Tensor, dtype: ReferenceDtype) -> tuple[Tensor, ...]:
-    """New tensors that hold `values` (any shape, finite): one, or 8-bit numbers [blocks, BLOCK] and
-    their scales [blocks, 1]."""
+Written = tuple[Tensor, ...]
+"""One flat tensor, or 8-bit numbers [blocks, BLOCK] and their scales [blocks, 1]."""
+
+
+def room_for(elements: int, dtype: ReferenceDtype, device: torch.device) -> Written:
+    """New tensors, not initialised."""
     if dtype != "fp8":
-        return (
-            values.detach().to(torch.float32 if dtype == "fp32" else torch.bfloat16, copy=True),
-        )
-    flat = values.detach().reshape(-1).float()
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
-    scales = scales_of(blocks.abs().amax(dim=1, keepdim=True), LARGEST)
-    return (blocks / scales).to(torch.float8_e4m3fn), scales
+        number = torch.float32 if dtype == "fp32" else torch.bfloat16
+        return (torch.empty(elements, dtype=number, device=device),)
+    blocks = -(-elements // BLOCK)
+    return (
+        torch.empty(blocks, BLOCK, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(blocks, 1, dtype=torch.float32, device=device),
+    )
+
+
+def write(values: Tensor, written: Written) -> None:
+    """`written` becomes `values` (of its size, finite)."""
+    flat = values.detach().reshape(-1)
+    if len(written) == 1:
+        written[0].copy_(flat)
+        return
+    numbers, scales = written
+    flat = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % BLOCK))
+    blocks = flat.view(-1, BLOCK)
+    scales.copy_(scales_of(blocks.abs().amax(dim=1, keepdim=True), LARGEST))
+    numbers.copy_(blocks / scales)
+
+
+def quantize(values: Tensor, dtype: ReferenceDtype) -> Written:
+    """New tensors that hold `values` (any shape, finite)."""
+    written = room_for(values.numel(), dtype, values.device)
+    write(values, written)
+    return written
 
 
 def scales_of(largest: Tensor, limit: float) -> Tensor:
@@ -36,9 +59,13 @@ def scales_of(largest: Tensor, limit: float) -> Tensor:
     return torch.ldexp(torch.ones_like(mantissa), exponent)
 
 
-def dequantize(written: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+def dequantize(written: Written, shape: torch.Size) -> Tensor:
     """float32 of `shape`; the tensor itself, not a copy, where that is what was kept."""
     if len(written) == 1:
         return written[0].float().view(shape)
     numbers, scales = written
-    return (numbers.float() * scales).view(-1)[: shape.numel()].view(shape)
+    # Sign, exponent and fraction of an 8-bit float, moved apart, are those of the float16 that is
+    # 2^8 times smaller. Torch's own conversion takes five times as long on a CPU.
+    halves = (numbers.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~(1 << 14))
+    values = halves.view(torch.float16).float().mul_(2.0**8).mul_(scales)
+    return values.view(-1)[: shape.numel()].view(shape)

@@ -27,14 +27,21 @@ order they were started, so one that reads a place another writes comes after it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_async_rl.controls.quantize import BLOCK, ReferenceDtype, dequantize, quantize
+from megatron_async_rl.controls.quantize import (
+    BLOCK,
+    ReferenceDtype,
+    Written,
+    dequantize,
+    room_for,
+    write,
+)
 from megatron_async_rl.gradients import block_elements, three_products
 
 Wait = Callable[[], None]
@@ -55,23 +62,9 @@ class Copies(Protocol):
         memory."""
         ...
 
-    def host_memory(self, like: Tensor) -> Tensor:
-        """Host memory of the shape and dtype of `like`, not initialised."""
+    def host_room(self, elements: int, dtype: ReferenceDtype) -> Written:
+        """What `room_for` gives, in host memory."""
         ...
-
-
-class PlainCopies:
-    """The device is the host."""
-
-    def start(self, source: Tensor, target: Tensor) -> Wait:
-        target.copy_(source)
-        return _nothing
-
-    def finish(self) -> None:
-        pass
-
-    def host_memory(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype)
 
 
 class CudaCopies:
@@ -95,16 +88,13 @@ class CudaCopies:
     def finish(self) -> None:
         self._stream.synchronize()
 
-    def host_memory(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    def host_room(self, elements: int, dtype: ReferenceDtype) -> Written:
+        return tuple(part.pin_memory() for part in room_for(elements, dtype, torch.device("cpu")))
 
 
-def copies_for(device: torch.device) -> Copies:
-    return CudaCopies(device) if device.type == "cuda" else PlainCopies()
-
-
-def _nothing() -> None:
-    pass
+def copies_for(device: torch.device) -> Copies | None:
+    """Null where the device is the host."""
+    return CudaCopies(device) if device.type == "cuda" else None
 
 
 def kernels_for(device: torch.device, dtype: ReferenceDtype) -> Any:
@@ -119,81 +109,133 @@ def kernels_for(device: torch.device, dtype: ReferenceDtype) -> Any:
     return gac_kernels
 
 
-class GradientReference:
-    """copies: null keeps the reference where the gradient is. `device`: the gradient's."""
+class BlockSweeps:
+    """Those of the module gac_kernels that write, by torch's operations, on blocks that stay in the
+    cache: all that is done to a block costs one transfer from memory."""
 
-    def __init__(self, dtype: ReferenceDtype, device: torch.device, copies: Copies | None) -> None:
+    @staticmethod
+    def project(gradient: Tensor, written: Written, factor: float, *, raw: bool) -> None:
+        for g, r in _blocks(gradient, written):
+            kept = g.clone() if raw else g
+            # In float32: of two bfloat16 tensors torch would round the product, too.
+            g.add_(dequantize(r, g.shape), alpha=factor)
+            write(kept, r)
+
+    @staticmethod
+    def keep(gradient: Tensor, written: Written) -> None:
+        for g, r in _blocks(gradient, written):
+            write(g, r)
+
+
+def _blocks(gradient: Tensor, written: Written) -> Iterator[tuple[Tensor, Written]]:
+    size = block_elements(gradient.device)
+    # The numbers of 8-bit floats are rows of BLOCK, and so are their scales.
+    parts = [part.split(size // BLOCK if len(written) == 2 else size) for part in written]
+    return zip(gradient.view(-1).split(size), zip(*parts, strict=True), strict=True)
+
+
+class GradientReference:
+    """Not initialised before the first `put`. device: the gradient's, whose shards have `shapes`.
+    copies: null keeps the reference where the gradient is.
+
+    A flat reference that torch's operations sweep on the gradient's own device has one block more
+    room than it needs: see `_slide`.
+    """
+
+    def __init__(
+        self,
+        dtype: ReferenceDtype,
+        device: torch.device,
+        copies: Copies | None,
+        shapes: Sequence[torch.Size],
+    ) -> None:
         self._dtype = dtype
         self._device = device
         self._copies = copies
+        self._shapes = shapes
         self._kernels = kernels_for(device, dtype)
-        self._kept: list[tuple[Tensor, ...]] = []
-        self._shapes: list[torch.Size] = []
+        self._slides = self._kernels is None and copies is None and dtype != "fp8"
+        sizes = [shape.numel() for shape in shapes]
+        if self._slides:
+            self._gap = min(block_elements(device), max(sizes, default=0))
+            (self._room,) = room_for(sum(sizes) + self._gap, dtype, device)
+            self._kept = self._places(0)
+            self._start = 0
+        else:
+            self._kept = [
+                room_for(size, dtype, device) if copies is None else copies.host_room(size, dtype)
+                for size in sizes
+            ]
 
-    def put(self, index: int, gradient: Tensor) -> None:
-        """Shard `index` becomes `gradient` (finite, copied). A new reference is put in order, from
-        0."""
-        if index < len(self._kept) and self._in_place:
-            self._kept[index][0].copy_(gradient)
-            return
-        written = self._quantized(gradient)
-        if index == len(self._kept):
-            self._shapes.append(gradient.shape)
-            self._kept.append(
-                written
+    def put(self, gradients: Iterable[Tensor]) -> None:
+        """The reference becomes the gradients (finite, copied), one for each shard."""
+        for index, gradient in enumerate(gradients):
+            written = (
+                self._kept[index]
                 if self._copies is None
-                else tuple(self._copies.host_memory(part) for part in written)
+                else room_for(gradient.numel(), self._dtype, gradient.device)
             )
-        self._write_out(index, written)
-
-    def products(self, gradient: Tensor, written: tuple[Tensor, ...], known: bool) -> Tensor:
-        """[3] float64: (<g, r>, |g|^2, |r|^2) of one shard; known: |r|^2 is left at 0. written: of
-        `written`."""
-        if self._kernels is not None:
-            return self._kernels.three_products(gradient, written, known)
-        # A bfloat16 reference is made float32 block by block, in the cache.
-        plain = written[0] if len(written) == 1 else dequantize(written, gradient.shape)
-        return three_products(gradient, plain, known)
-
-    def project(
-        self, index: int, gradient: Tensor, written: tuple[Tensor, ...], factor: float, *, raw: bool
-    ) -> None:
-        """gradient += factor reference, in place, and the reference becomes the gradient: as it was
-        (raw), or as it is then. written: of shard `index`."""
-        if self._kernels is not None:
-            self._kernels.project(gradient, written, factor, raw=raw)
+            (self._kernels or BlockSweeps).keep(gradient, written)
             self._write_out(index, written)
-            return
-        if raw and self._in_place:
-            _add_and_exchange(gradient, written[0], factor)
-            return
-        reference = dequantize(written, gradient.shape)
-        before = gradient.clone() if raw else gradient
-        gradient.add_(reference, alpha=factor)
-        self.put(index, before)
 
-    @property
-    def _in_place(self) -> bool:
-        """True where the reference is kept in one tensor on the gradient's device."""
-        return self._dtype != "fp8" and self._copies is None
-
-    def _quantized(self, gradient: Tensor) -> tuple[Tensor, ...]:
-        if self._kernels is None or self._dtype != "fp8":
-            return quantize(gradient, self._dtype)
-        blocks = -(-gradient.numel() // BLOCK)
-        written = (
-            gradient.new_empty(blocks, BLOCK, dtype=torch.float8_e4m3fn),
-            gradient.new_empty(blocks, 1, dtype=torch.float32),
+    def products(
+        self, pairs: Iterable[tuple[Tensor, Written]], known: bool, device: torch.device
+    ) -> Tensor:
+        """[3] float64: (<g, r>, |g|^2, |r|^2) over shards of a gradient and those of `written`;
+        known: |r|^2 is left at 0."""
+        if self._kernels is not None:
+            totals = torch.zeros(3, dtype=torch.float64, device=device)
+            for gradient, written in pairs:
+                totals += self._kernels.three_products(gradient, written, known)
+            return totals
+        return three_products(
+            (
+                (g, r[0] if len(r) == 1 else dequantize(r, g.shape))
+                for gradient, written in pairs
+                for g, r in (
+                    _blocks(gradient, written) if len(written) == 2 else [(gradient, written)]
+                )
+            ),
+            known,
+            device,
         )
-        self._kernels.keep(gradient, written)
-        return written
 
-    def _write_out(self, index: int, written: tuple[Tensor, ...]) -> None:
-        if self._copies is None:
-            self._kept[index] = written
+    def project(self, gradients: Sequence[Tensor], factor: float, *, raw: bool) -> None:
+        """gradient += factor reference, in place, and the reference becomes the gradient: as it was
+        (raw), or as it is then."""
+        if raw and self._slides:
+            self._slide(gradients, factor)
             return
-        for part, host in zip(written, self._kept[index], strict=True):
-            self._copies.start(part, host)
+        for index, (gradient, written) in enumerate(zip(gradients, self.written(), strict=True)):
+            (self._kernels or BlockSweeps).project(gradient, written, factor, raw=raw)
+            self._write_out(index, written)
+
+    def _slide(self, gradients: Sequence[Tensor], factor: float) -> None:
+        """Each block of the raw gradient goes where the block of the reference was that the step
+        before has read, and which is still in the cache: nothing is set aside, and two operations
+        do it. The whole reference moves by one block, down and up again in turn."""
+        start = self._gap - self._start
+        places = self._places(start)
+        size = block_elements(self._device)
+        blocks = [
+            block
+            for gradient, (old,), (new,) in zip(gradients, self._kept, places, strict=True)
+            for block in zip(*(x.view(-1).split(size) for x in (gradient, old, new)), strict=True)
+        ]
+        for g, old, new in blocks if start == 0 else reversed(blocks):
+            new.copy_(g)
+            # In float32: of two bfloat16 tensors torch would round the product, too.
+            g.add_(old.float(), alpha=factor)
+        self._kept, self._start = places, start
+
+    def _places(self, start: int) -> list[Written]:
+        sizes = [shape.numel() for shape in self._shapes]
+        return [(part,) for part in self._room[start : start + sum(sizes)].split(sizes)]
+
+    def _write_out(self, index: int, written: Written) -> None:
+        if self._copies is not None:
+            for part, host in zip(written, self._kept[index], strict=True):
+                self._copies.start(part, host)
 
     def __iter__(self) -> Iterator[Tensor]:
         """float32 shards; with `fp32` kept on the device they are the reference itself, not
@@ -201,7 +243,7 @@ class GradientReference:
         for written, shape in zip(self.written(), self._shapes, strict=True):
             yield dequantize(written, shape)
 
-    def written(self) -> Iterator[tuple[Tensor, ...]]:
+    def written(self) -> Iterator[Written]:
         """Shards on the gradient's device, in the numbers they are kept in; the reference itself
         where it is kept there."""
         if self._copies is None:
@@ -216,7 +258,7 @@ class GradientReference:
                 wait()
             yield written
 
-    def _fetch(self, index: int) -> tuple[tuple[Tensor, ...], list[Wait]]:
+    def _fetch(self, index: int) -> tuple[Written, list[Wait]]:
         assert self._copies is not None
         hosts = self._kept[index]
         written = tuple(
@@ -234,14 +276,3 @@ class GradientReference:
             dequantize(written, shape)
             for written, shape in zip(self._kept, self._shapes, strict=True)
         ]
-
-
-def _add_and_exchange(gradient: Tensor, reference: Tensor, factor: float) -> None:
-    """gradient += factor reference, and reference = the gradient as it was: one sweep, without a
-    copy of either in whole."""
-    size = block_elements(gradient.device)
-    for g, r in zip(gradient.view(-1).split(size), reference.view(-1).split(size), strict=True):
-        before = g.clone()
-        # In float32: of two bfloat16 tensors torch would round the product, too.
-        g.add_(r.float(), alpha=factor)
-        r.copy_(before)

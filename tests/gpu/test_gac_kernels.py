@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_async_rl.controls.quantize import quantize
-from megatron_async_rl.controls.reference import GradientReference
+from megatron_async_rl.controls.reference import GradientReference, kernels_for
 from tests.gpu.hardware import DEVICE, ON_CUDA, ON_DEVICE
 
 FORMATS = ("fp32", "bf16", "fp8")
@@ -51,13 +51,13 @@ def test_kernels_give_the_cpus_numbers(number_format, dtype, raw):
         base = torch.randn(size, generator=draw)
         found = []
         for device in ("cpu", DEVICE):
-            held = GradientReference(number_format, torch.device(device), None)
+            held = GradientReference(number_format, torch.device(device), None, [base.shape])
             # The CPU's is compressed there; writing again what was read gives the same bits.
-            held.put(0, base.to(device))
+            held.put([base.to(device)])
             gradient = g.to(device, copy=True)
             (written,) = held.written()
-            products = held.products(gradient, written, False).cpu()
-            held.project(0, gradient, written, -0.37, raw=raw)
+            products = held.products([(gradient, written)], False, gradient.device).cpu()
+            held.project([gradient], -0.37, raw=raw)
             (kept,) = held.written()
             found.append((products, gradient.cpu(), [part.cpu() for part in kept]))
         cpu, cuda = found
@@ -74,12 +74,12 @@ def test_kernels_give_the_cpus_numbers(number_format, dtype, raw):
 @pytest.mark.parametrize("elements", [pytest.param(50_000_003, marks=ON_CUDA)])
 def test_sums_repeat_in_every_bit(elements):
     g, r = (torch.randn(elements, device="cuda") for _ in range(2))
-    held = GradientReference("fp32", g.device, None)
-    held.put(0, r)
+    held = GradientReference("fp32", g.device, None, [r.shape])
+    held.put([r])
     (written,) = held.written()
-    first = held.products(g, written, False)
+    first = held.products([(g, written)], False, g.device)
     for _ in range(5):
-        assert torch.equal(held.products(g, written, False), first)
+        assert torch.equal(held.products([(g, written)], False, g.device), first)
 
 
 @pytest.mark.slow
@@ -93,18 +93,15 @@ def test_sweeps_take_the_time_of_their_bytes(number_format, billions, figure):
     if free < needed:
         pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free")
     g = torch.empty(elements, device="cuda").normal_()
-    held = GradientReference(number_format, g.device, None)
-    if number_format == "bf16":
-        written: tuple[torch.Tensor, ...] = (torch.empty_like(g, dtype=torch.bfloat16),)
-    else:
-        held.put(0, g)
-        (written,) = held.written()
-    assert held._kernels is not None, "Triton is not here: the torch path would be timed"
+    held = GradientReference(number_format, g.device, None, [g.shape])
+    held.put([g])
+    (written,) = held.written()
+    kernels = kernels_for(g.device, number_format)
+    assert kernels is not None, "Triton is not here: the torch path would be timed"
 
     # Half of the gradient onto the other half: as many bytes read as written.
     half = elements // 2
     rate = 4 * elements / seconds(lambda: g[:half].copy_(g[half:]))
-    kernels = held._kernels
     reference_bytes = REFERENCE_BYTES[number_format]
     sweeps = {
         "products": (4 + reference_bytes, lambda: kernels.three_products(g, written, True)),

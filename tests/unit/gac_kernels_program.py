@@ -85,6 +85,12 @@ class Traffic:
         return self.bytes - before
 
 
+def held_by_torch(number_format: Any, values: torch.Tensor) -> reference.GradientReference:
+    held = reference.GradientReference(number_format, values.device, None, [values.shape])
+    held.put([values])
+    return held
+
+
 def products(traffic: Traffic) -> dict[str, Any]:
     worst, moved, same, spread = 0.0, 0.0, True, 0.0
     for number_format in FORMATS:
@@ -103,9 +109,7 @@ def products(traffic: Traffic) -> dict[str, Any]:
                 used = traffic.of(lambda g=g, w=written: gac_kernels.three_products(g, w, False))
                 if size > 1000:
                     moved = max(moved, used / size_in_bytes)
-                by_torch = reference.GradientReference(number_format, g.device, None).products(
-                    g, written, False
-                )
+                by_torch = held_by_torch(number_format, g).products([(g, written)], False, g.device)
                 for one, other, unit in zip(by_torch.tolist(), found.tolist(), scale, strict=True):
                     spread = max(spread, abs(one - other) / unit)
     return {"error": worst, "moved": moved, "known_is_same": same, "from_torch": spread}
@@ -132,14 +136,12 @@ def projection(traffic: Traffic) -> dict[str, Any]:
                 for size in SIZES:
                     g = wild(size, 1, dtype)
                     mine = tuple(part.clone() for part in quantize(wild(size, 2), number_format))
-                    held = reference.GradientReference(number_format, g.device, None)
-                    held.put(0, dequantize(mine, g.shape))
-                    (written,) = held.written()
+                    held = held_by_torch(number_format, dequantize(mine, g.shape))
                     ours, theirs = g.clone(), g.clone()
                     used = traffic.of(
                         lambda o=ours, m=mine, r=raw: gac_kernels.project(o, m, -0.37, raw=r)
                     )
-                    held.project(0, theirs, written, -0.37, raw=raw)
+                    held.project([theirs], -0.37, raw=raw)
                     kind = torch.int32 if dtype == torch.float32 else torch.int16
                     apart = (ours.view(kind).int() - theirs.view(kind).int()).abs()
                     gradients_ulps = max(gradients_ulps, int(apart.max()))

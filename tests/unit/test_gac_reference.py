@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from megatron_async_rl import gradients
 from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.controls import alignment
 from megatron_async_rl.controls.gac import Gac
-from megatron_async_rl.controls.quantize import BLOCK, dequantize, quantize
-from megatron_async_rl.controls.reference import PlainCopies
+from megatron_async_rl.controls.quantize import BLOCK, dequantize, quantize, room_for
 from tests.gradients import OneRank, Shard, aligned, flat, step
 
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / BLOCK}
@@ -90,7 +90,16 @@ def test_projection_reaches_the_threshold_against_the_reference_that_was_kept(nu
     assert float(after @ kept / (after.norm() * kept.norm())) == pytest.approx(0.15, abs=2e-6)
 
 
-class LateCopies(PlainCopies):
+def test_every_8_bit_number_is_read_as_torch_reads_it():
+    numbers = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).view(2, BLOCK)
+    finite = ~numbers.float().isnan()
+    for scale in (2.0**-126, 1.0, 2.0**119):
+        scales = torch.full((2, 1), scale)
+        read = dequantize((numbers, scales), numbers.shape)
+        assert torch.equal(read[finite], (numbers.float() * scales)[finite])
+
+
+class LateCopies:
     """A side stream at its slowest: nothing is copied before somebody waits for it, then everything
     up to it is."""
 
@@ -108,6 +117,9 @@ class LateCopies(PlainCopies):
     def finish(self):
         self._through(len(self.pending))
 
+    def host_room(self, elements, dtype):
+        return room_for(elements, dtype, torch.device("cpu"))
+
     def _through(self, last):
         self.waits += 1
         for index in range(last):
@@ -120,11 +132,11 @@ class LateCopies(PlainCopies):
 def run(control):
     metrics, after = [], []
     for seed, c in enumerate((0.9, 0.5, 0.05, 0.95, 0.3)):
-        first, second = aligned(c, seed=seed)
-        for gradients in (first, second):
-            metrics.append(dict(control.apply(step(gradients)).metrics))
-            after.append(flat(gradients))
-            for shard in gradients.shards:
+        first, second = aligned(c, size=1000, seed=seed)
+        for each in (first, second):
+            metrics.append(dict(control.apply(step(each)).metrics))
+            after.append(flat(each))
+            for shard in each.shards:
                 # The optimizer and the next backward write over the gradient as soon as the control
                 # is done with it.
                 shard.grad.fill_(1e9)
@@ -136,6 +148,7 @@ def run(control):
 def test_an_offloaded_reference_gives_the_same_bits_however_late_its_copies_are(
     monkeypatch, number_format, reference
 ):
+    monkeypatch.setattr(gradients, "CPU_BLOCK", BLOCK)
     settings = {"c_low": 0.15, "reference_dtype": number_format, "reference": reference}
     metrics, after = run(Gac(GacControl(**settings)))
     late = LateCopies()
@@ -169,8 +182,8 @@ def test_a_reference_survives_a_save_and_load_to_the_bit(number_format, offload)
 def test_a_gradient_in_bfloat16_is_projected_like_one_in_float32():
     first, second = aligned(0.8)
     control = Gac(GacControl(c_low=0.15))
-    for gradients in (first, second):
-        halved = OneRank([Shard(shard.grad.bfloat16()) for shard in gradients.shards])
+    for each in (first, second):
+        halved = OneRank([Shard(shard.grad.bfloat16()) for shard in each.shards])
         metrics = control.apply(step(halved)).metrics
     assert metrics["gac/cosine"] == pytest.approx(0.8, abs=2e-3)
     assert float(
