@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.activations import value_bytes
-from megatron_async_rl.plan.fit import gpu_memory
+from megatron_async_rl.plan.fit import Need, gpu_memory, twin_bytes
 from megatron_async_rl.plan.layers import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
@@ -76,6 +77,8 @@ class Plan:
     ranks: tuple[RankMemory, ...]
     """One per pipeline stage."""
     engine: EngineMemory | None
+    peaks: Mapping[Phase, Need]
+    """Of a GPU that engines and policy share, in each phase."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
 
@@ -116,6 +119,7 @@ def make_plan(
         engine = engine_memory(config, shape, on_gpu=device == "cuda")
         found += _transport_problems(config, shape, machine)
     notes: list[str] = []
+    peaks: dict[Phase, Need] = {}
     if shape is not None and device == "cuda" and machine.gpus:
 
         def ranks_of(changed: Config) -> tuple[RankMemory, ...]:
@@ -124,7 +128,7 @@ def make_plan(
                 return ()
             return _ranks(changed, shape, longest, device, layers)
 
-        too_large, notes = gpu_memory(config, machine, engine, ranks_of)
+        too_large, notes, peaks = gpu_memory(config, machine, engine, ranks_of)
         found += too_large
     warnings = _warnings(config, machine, device, ranks, engine, longest) + notes
     warnings += fp8_warnings(config, machine)
@@ -137,6 +141,7 @@ def make_plan(
         batch=_batch(config, data_parallel, longest, lengths) if data_parallel > 0 else None,
         ranks=ranks,
         engine=engine,
+        peaks=peaks,
         problems=tuple(found),
         warnings=tuple(warnings),
     )
@@ -381,11 +386,14 @@ def _warnings(
                 f" {machine.memory / GIB:.1f} GiB"
             )
     elif machine.gpus and ranks:
-        held = sum(rank.host for rank in ranks) * (parallel.ranks // len(ranks)) // machine.nodes
+        per_stage = parallel.ranks // len(ranks)
+        held = sum(rank.host + twin_bytes(config, rank) for rank in ranks) * per_stage
+        held //= machine.nodes
         if not machine.described and held > machine.memory:
             found.append(
-                "copies of the weights (reference, proximal policies), offloaded moments and the"
-                " copy that a checkpoint is written from (checkpoint.asynchronous) take about"
+                "copies of the weights (reference, proximal policies), offloaded moments, training"
+                " state while engines generate (rollout.placement: colocated) and the copy that a"
+                " checkpoint is written from (checkpoint.asynchronous) take about"
                 f" {held / GIB:.1f} GiB of host memory over all ranks of a machine, this one gives"
                 f" {machine.memory / GIB:.1f} GiB"
             )
