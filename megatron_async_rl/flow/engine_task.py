@@ -32,7 +32,7 @@ from typing import Protocol
 from megatron_async_rl.flow.colocated import DeviceTurns, Phase
 from megatron_async_rl.flow.copies import Staged
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
-from megatron_async_rl.rollout.engine_process import Engine
+from megatron_async_rl.rollout.engine_process import Engine, EngineStartError
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport, SampleRow
 from megatron_async_rl.samples.types import Request
@@ -212,7 +212,7 @@ class EngineTask:
 
     async def sleep(self, timeout_s: float) -> None:
         """Colocated: the engine gives up its memory, until it takes newer weights; one that does not
-        is lost."""
+        is lost, and killed before this returns: the policy counts on its memory."""
         engine, what = self.slot.engine, f"{self.slot.name} to sleep"
         assert engine is not None
         self.slot.asleep = True
@@ -222,6 +222,7 @@ class EngineTask:
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
             reason = f"it failed to sleep: {described(error)}"
             self.fail(engine, reason, suspect=False, cause=error)
+            engine.kill()
 
     async def _run(self) -> None:
         try:
@@ -262,7 +263,8 @@ class EngineTask:
         except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
             suspect = isinstance(error, EngineLost) and error.suspect
             slot.engine, slot.serving, slot.asleep, slot.version = None, False, False, -1
-            slot.memory_out = self._turns.phase if out_of_memory(error) else None
+            phase = error.phase if isinstance(error, EngineStartError) else self._turns.phase
+            slot.memory_out = phase if out_of_memory(error) else None
             self._updates.forget(slot.index)
             self._owner.on_lost(slot, with_notes(error), suspect=suspect)
             if engine is not None:

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 
 STOP_S = 10.0
 """Grace before vLLM kills its engine process. A killed one leaves small files in /dev/shm."""
-
-
 SLEEP_LEVEL = 2
 """vLLM's: 1 would move weights to host memory and back, for new ones to take their place."""
 ALIVE_POLL_S = 1.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from megatron_async_rl.rollout.cluster import machine_of, place_of_engine
 from megatron_async_rl.rollout.engine import RolloutEngine
@@ -35,7 +35,7 @@ class EngineStartError(RuntimeError):
     its device's memory was out."""
 
     out_of_memory = False
-    phase = "generate"
+    phase: Literal["generate"] = "generate"
     """Whose memory it takes as it starts (flow/colocated.py)."""
 
 

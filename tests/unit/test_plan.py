@@ -954,7 +954,6 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
     assert [words[:2] for words in shown] == [
         [phase, f"{need.total / GIB:.1f}"] for phase, need in planned.peaks.items()
     ]
-    assert "while engines generate, on the host" in output
     assert twin_bytes(load(file, EIGHT_RANKS), rank) == rank.optimizer
     apart = plan(file, *EIGHT_RANKS, "rollout.placement=disaggregated", machine=machine)
     assert apart.peaks == {}
