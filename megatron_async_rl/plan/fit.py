@@ -259,7 +259,8 @@ def memory_ran_out(
         for key, value in _changes(config, phase, share - LESS if share > LESS else None)
         if _value(config, key) != value and _changed(config, key, value) is not None
     ]
-    fix = f"set one or several of {', '.join(named)}; `mar plan` says what each would leave"
+    larger = "take devices with more memory"
+    fix = f"set one or several of {', '.join(named)}, or {larger}" if named else larger
     said = " ".join(described(error).splitlines()[:LINES_SHOWN])
     return DeviceMemoryOut(said, phase, held(), fix)
 

@@ -84,12 +84,7 @@ class DeviceMemory:
             for tensor in (*self._state(), *self._references())
             if tensor.device.type == self._device.type and tensor.numel()
         ]
-        twins = [
-            torch.empty(
-                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-            ).copy_(tensor, non_blocking=True)
-            for tensor in state
-        ]
+        twins = _copied(state)
         self._synchronise()
         for tensor, twin in zip(state, twins, strict=True):
             self._exchanged.append(_Exchanged(tensor, tensor.detach()))
@@ -187,3 +182,18 @@ class DeviceMemory:
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, page-locked of what is on CUDA; there once the device is through."""
+    try:
+        return [
+            torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+            ).copy_(tensor, non_blocking=True)
+            for tensor in tensors
+        ]
+    except RuntimeError as error:
+        needed = sum(tensor.nbytes for tensor in tensors) / 2**30
+        error.add_note(f"{needed:.1f} GiB of host memory are needed for training state meanwhile")
+        raise

@@ -240,8 +240,7 @@ def with_room(rank: Rank, dtype: str, scratch: Path) -> dict:
         torch.equal(mine, theirs)
         for mine, theirs in zip(adam_state(again), adam_state(plain), strict=True)
     )
-    everyone: list = [None] * rank.layout.world_size
-    dist.all_gather_object(everyone, (found["same"], found["saved"]))
+    everyone = rank.layout.gathered((found["same"], found["saved"]))
     found["same"], found["saved"] = (all(column) for column in zip(*everyone, strict=True))
     return found
 
@@ -252,12 +251,12 @@ def adam_state(policy) -> list[torch.Tensor]:
 
 
 def whole_state(policy):
-    """Copies of all that a step changes on this rank, wherever it lies."""
-    for chunk in policy.model.chunks:
-        yield from (parameter.detach().clone() for parameter in chunk.parameters())
-    yield from (shard.clone() for shard in adam_state(policy))
+    """Copies, on the CPU, of all that a step changes on this rank, wherever it lies."""
+    tensors = [p.detach() for chunk in policy.model.chunks for p in chunk.parameters()]
+    tensors += adam_state(policy)
     for control in policy.controls.values():
-        yield from (part.clone().view(torch.uint8) for part in control.device_state())
+        tensors += [part.view(torch.uint8) for part in control.device_state()]
+    yield from (tensor.to("cpu", copy=True) for tensor in tensors)
 
 
 def out_of_memory(rank: Rank) -> tuple[str, str]:
