@@ -1,5 +1,8 @@
 """The loop, on one screen: next batch, update, publish, evaluate, log, checkpoint.
 
+    phase    generate           train                    publish                     generate
+             next batch   take devices, update   give devices, publish   evaluate, log, checkpoint
+
 Every rank runs this file (SPMD, under torchrun). Rank 0 differs in one object, `Rank0`, which holds
 the controller of engines and samples, the logs and the status; the others have its null twin.
 """
@@ -18,6 +21,7 @@ from megatron_async_rl.policy import device
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
+from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.policy.anomaly import FILE as ANOMALIES
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.parallel import Layout, initialise
@@ -55,6 +59,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
             seed=config.run.seed,
             anomalies=directory / ANOMALIES,
         )
+        rank0.memory = policy.memory
         exporter = WeightExporter(policy.model.bridge, policy.model.chunks)
         rank0.stage_from(exporter)
         resumed = policy.load(directory / "checkpoint")
@@ -88,9 +93,11 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
         batch = policy.receive(rank0.next_batch)
         if batch is None:
             break
+        rank0.take_devices()
         rank0.enter("training")
         metrics = policy.train_step(batch)
         version += 1
+        rank0.give_devices()
         rank0.publish(version)
         rank0.evaluate()
         rank0.log(batch, metrics)
@@ -136,12 +143,13 @@ def main(config_path: Path) -> int:
             train(config, layout, rank0, writing)
         except BaseException as error:
             traceback.print_exc()
-            record_failure(directory, failure_of(error, log))
+            told = memory_ran_out(error, config, rank0.turns.phase, rank0.held) or error
+            record_failure(directory, failure_of(told, log))
             # The launcher ends what is left of the run soon after it is told. Not as long as a
             # standstill, should another rank be gone.
             with watch.phase("writing a checkpoint", quiet_s(config)):
                 writing.settle(SETTLE * quiet_s(config))
-            rank0.failed(error)
+            rank0.failed(told)
             gather_if_timed_out(directory, error, timeout_s)
             raise
         finally:

@@ -233,7 +233,8 @@ class RolloutConfig(Strict):
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     """`disaggregated`: engines have devices of their own and sample while the policy trains.
     `colocated`: engines and policy take turns on the same devices: generate, sleep, train, load the
-    new weights, wake."""
+    new weights, wake. While engines generate the policy keeps its parameters alone on the device;
+    its optimizer state waits in host memory."""
     engines: PositiveInt = 1
     """vLLM engines, each holding the whole model."""
     tensor: PositiveInt = 1

@@ -271,6 +271,9 @@ class AlignmentControl(Control, ABC):
             return {"reference": self.reference.shards()}
         return {"reference": self._restored} if self._restored is not None else {}
 
+    def device_state(self) -> list[Tensor]:
+        return [] if self.reference is None else self.reference.on_device()
+
     def load_shard_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         """Kept aside until a step shows which device and shapes the gradients have."""
         self.reference = None

@@ -162,6 +162,11 @@ class Control:
         """
         return {}
 
+    def device_state(self) -> list[Tensor]:
+        """Tensors that it keeps on the gradients' device from step to step: colocated, they wait in
+        host memory while engines have their turn, and are the same tensors after."""
+        return []
+
     def load_shard_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         """Takes what `shard_state` returned, cut for this rank's gradient shards (copied); a name
         that is absent has no state.

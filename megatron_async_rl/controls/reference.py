@@ -268,6 +268,10 @@ class GradientReference:
             self._copies.start(host, part) for host, part in zip(hosts, written, strict=True)
         ]
 
+    def on_device(self) -> list[Tensor]:
+        """The tensors that it is kept in, where that is the gradient's memory."""
+        return [] if self._copies is not None else [part for kept in self._kept for part in kept]
+
     def shards(self) -> list[Tensor]:
         """float32 shards, all at once and in the memory they are kept in: for a checkpoint."""
         if self._copies is not None:

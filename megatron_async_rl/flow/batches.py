@@ -30,13 +30,17 @@ from megatron_async_rl.watchdog.deadline import ray_get
 from megatron_async_rl.weights.manifest import Manifest
 
 DAY_S = 86400.0
-"""For what the controller watches itself: it ends a batch or an evaluation of which nothing
+"""For what the controller watches itself: it ends a batch, a sleep or an evaluation of which nothing
 comes."""
 
 
 class Batches(Protocol):
     def next_batch(self, version: int) -> Handout | None:
         """The batch that trains `version`; None when the user asked the run to stop."""
+
+    def sleep(self) -> None:
+        """Colocated: returns when the engines have given up their memory, which they take again with
+        the next version."""
 
     def until_released(self, version: int) -> None:
         """Returns when no engine reads the weights whose place `version` takes."""
@@ -67,6 +71,7 @@ class RolloutBatches:
     ) -> None:
         assert config.rollout is not None
         self._timeout_s = config.watchdog.timeout_s
+        self._colocated = config.rollout.placement == "colocated"
         self._separate = config.eval is not None and config.eval.engines > 0
         self._controller: Any = None
         self._released: Any = None
@@ -79,7 +84,7 @@ class RolloutBatches:
 
         longest = max(len(prompt.token_ids) for prompt in prompts)
         self._reserved = join_ray(
-            {} if spec.colocated else gpus,
+            {} if self._colocated else gpus,
             object_store_bytes(
                 config.flow.prompts_per_step * config.flow.group_size,
                 longest + config.rollout.sampling.max_tokens,
@@ -99,6 +104,9 @@ class RolloutBatches:
         pending = self._controller.next_batch.remote(version)
         handout: Handout | None = ray_get(pending, f"the batch for version {version}", DAY_S)
         return handout
+
+    def sleep(self) -> None:
+        ray_get(self._controller.sleep.remote(), "the engines to sleep", DAY_S)
 
     def until_released(self, version: int) -> None:
         if self._released is not None:
@@ -164,6 +172,9 @@ class GivenResponses:
         if self._stop.exists():
             return None
         return Handout(batch=self._source.next_batch(version), metrics={})
+
+    def sleep(self) -> None:
+        """There is nobody to sleep."""
 
     def until_released(self, version: int) -> None:
         """Nobody reads."""
@@ -233,7 +244,6 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
             restarts_per_hour=rollout.restarts_per_hour,
             max_paused=config.weights.max_paused,
         ),
-        colocated=rollout.placement == "colocated",
         timeout_s=config.watchdog.timeout_s,
         start_timeout_s=rollout.start_timeout_s,
         on_reward_error=rollout.reward.on_error,

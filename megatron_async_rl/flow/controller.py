@@ -181,8 +181,7 @@ class Controller(Listener):
 
     async def next_batch(self, version: int) -> Handout | None:
         """The batch that trains `version`, the trainer's; engines may still hold older ones. Null
-        once the user asked the run to stop: what was taken before is all that may train. Colocated
-        engines sleep from here on, until they get the weights that the batch makes.
+        once the user asked the run to stop: what was taken before is all that may train.
 
         Raises what ended the flow as soon as it happened, BatchTimeout after `timeout_s` seconds in
         which no response grew, naming the groups that are late and their engines, RewardFailed for
@@ -194,14 +193,19 @@ class Controller(Listener):
             return None
         self._ages.keep(index for index, _ in self._scheduler.running())
         self._admit()
-        if self._spec.colocated:
-            await self._fleet.sleep(max(self._spec.timeout_s, self._spec.start_timeout_s))
         updates = self._fleet.updates
         metrics = self._counts.since_last(
             self.stats(), self._fleet.slots, updates.last, updates.copies.last
         )
         metrics |= summarise_dropped(self._scheduler.drain_dropped())
         return Handout(batch=batch, metrics=metrics)
+
+    async def sleep(self) -> None:
+        """Colocated: engines sleep from here on, until they get the weights that the batch makes.
+        Returns when all have given up their memory; one that does not is lost. Raises
+        DeadlineExceeded where one starts or loads for too long."""
+        await self._fleet.sleep(max(self._spec.timeout_s, self._spec.start_timeout_s))
+        self._require_no_failure()
 
     async def _take(self, version: int) -> TrainBatch | None:
         waited_from = time.monotonic()

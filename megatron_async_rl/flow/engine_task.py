@@ -14,6 +14,7 @@ Invariants:
 - starts follow each other after a growing, random delay, at most `restarts_per_hour` within an
   hour; after that the engine is dead for good;
 - the first start of an engine of the configuration must succeed: it shows that the settings work;
+- one that sleeps takes a version step by step, in the order of `colocated.py`;
 - weights that differ from the trainer's end the run.
 """
 
@@ -25,15 +26,19 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+from megatron_async_rl.flow.colocated import DeviceTurns, Phase
+from megatron_async_rl.flow.copies import Staged
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
-from megatron_async_rl.rollout.engine_process import Engine
+from megatron_async_rl.rollout.engine_process import Engine, EngineStartError
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport, SampleRow
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
+from megatron_async_rl.watchdog.events import described, out_of_memory, with_notes
 from megatron_async_rl.weights.manifest import WeightMismatch, require_equal
 
 REPORT_S = 1.0
@@ -88,6 +93,8 @@ class EngineSlot:
     """For good."""
     lost: str = ""
     """Why it is not there."""
+    memory_out: Phase | None = None
+    """In which its device's memory ran out, where that is why."""
     restarts: int = 0
     held: dict[str, Asked] = field(default_factory=dict)
     aborting: set[str] = field(default_factory=set)
@@ -184,14 +191,38 @@ class EngineTask:
         self._note = note
         self._must_start = must_start
         self._failed: asyncio.Future[None] | None = None
+        self._turns = DeviceTurns("engine", "generate")
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The first start; raises EngineStartError."""
         self.task = asyncio.create_task(self._run(), name=slot.name)
 
-    def fail(self, engine: Engine, reason: str, *, suspect: bool = True) -> None:
-        """A call to `engine` failed. One that is gone already is not lost again."""
+    def fail(
+        self,
+        engine: Engine,
+        reason: str,
+        *,
+        suspect: bool = True,
+        cause: BaseException | None = None,
+    ) -> None:
+        """A call to `engine` failed, by `cause`. One that is gone already is not lost again."""
         if self.slot.engine is engine and self._failed is not None and not self._failed.done():
-            self._failed.set_exception(EngineLost(reason, suspect=suspect))
+            lost = EngineLost(reason, suspect=suspect)
+            lost.__cause__ = cause
+            self._failed.set_exception(lost)
+
+    async def sleep(self, timeout_s: float) -> None:
+        """Colocated: the engine gives up its memory, until it takes newer weights; one that does not
+        is lost, and killed before this returns: the policy counts on its memory."""
+        engine, what = self.slot.engine, f"{self.slot.name} to sleep"
+        assert engine is not None
+        self.slot.asleep = True
+        sleep = partial(await_named, what, engine.sleep(), timeout_s)
+        try:
+            await self._turns.await_to("train", {"sleep": sleep})
+        except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
+            reason = f"it failed to sleep: {described(error)}"
+            self.fail(engine, reason, suspect=False, cause=error)
+            engine.kill()
 
     async def _run(self) -> None:
         try:
@@ -220,6 +251,7 @@ class EngineTask:
             async with self._updates.starting():
                 engine = slot.engine = await self._launch(slot.spec, again=again)
             self._failed = asyncio.get_running_loop().create_future()
+            self._turns = DeviceTurns("engine", "generate")
             if not self.started.done():
                 self.started.set_result(None)
             if slot.spec.first_version >= 0:
@@ -231,8 +263,10 @@ class EngineTask:
         except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
             suspect = isinstance(error, EngineLost) and error.suspect
             slot.engine, slot.serving, slot.asleep, slot.version = None, False, False, -1
+            phase = error.phase if isinstance(error, EngineStartError) else self._turns.phase
+            slot.memory_out = phase if out_of_memory(error) else None
             self._updates.forget(slot.index)
-            self._owner.on_lost(slot, str(error), suspect=suspect)
+            self._owner.on_lost(slot, with_notes(error), suspect=suspect)
             if engine is not None:
                 engine.kill()
             return error
@@ -246,7 +280,7 @@ class EngineTask:
             return False
         self._note(
             f"{slot.name} is lost and its prompts are asked again; restart {number} of"
-            f" {self._restarts.per_hour} within an hour. Why: {error}"
+            f" {self._restarts.per_hour} within an hour. Why: {with_notes(error)}"
         )
         slot.restarts += 1
         await asyncio.sleep(self._restarts.delay_s())
@@ -273,23 +307,50 @@ class EngineTask:
         slot = self.slot
         while True:
             async with self._updates.loading(slot) as staged:
-                what = f"{slot.name} to take weights of version {staged.version}"
-                try:
-                    loaded = await await_named(
-                        what, engine.update(staged.version, staged.manifest), self._update_timeout_s
-                    )
-                except TimeoutError as error:
-                    raise EngineLost(str(error), suspect=False) from None
-                except Exception as error:
-                    reason = f"it failed to take weights of version {staged.version}: {error}"
-                    raise EngineLost(reason, suspect=False) from error
-                try:
-                    require_equal(slot.name, staged.manifest.digests, loaded)
-                except WeightMismatch as error:
-                    self._updates.halt(error)  # before the next engine's turn
-                    raise
+                await self._take(engine, staged)
             watch.progress("weight updates")
             self._serve(staged.version)
+
+    async def _take(self, engine: Engine, staged: Staged) -> None:
+        """The engine holds the version when this returns, and may sample with it. Raises EngineLost,
+        and WeightMismatch after nobody can load this version any more."""
+        slot, version = self.slot, f"take weights of version {staged.version}"
+        loaded: dict[str, str] = {}
+
+        async def load() -> None:
+            call = engine.update(staged.version, staged.manifest)
+            loaded.update(await self._asked(version, call))
+
+        async def verify() -> None:
+            try:
+                require_equal(slot.name, staged.manifest.digests, loaded)
+            except WeightMismatch as error:
+                self._updates.halt(error)  # before the next engine's turn
+                raise
+
+        if not slot.asleep:
+            await load()
+            await verify()
+            return
+        await self._turns.await_to("publish", {})
+        await self._turns.await_to(
+            "generate",
+            {
+                "wake weights": lambda: self._asked("wake its weights", engine.wake(("weights",))),
+                "load": load,
+                "verify": verify,
+                "wake cache": lambda: self._asked("wake its cache", engine.wake()),
+            },
+        )
+
+    async def _asked[Result](self, what: str, call: Awaitable[Result]) -> Result:
+        """What the engine answers, within `update_timeout_s`. Raises EngineLost."""
+        try:
+            return await await_named(f"{self.slot.name} to {what}", call, self._update_timeout_s)
+        except TimeoutError as error:
+            raise EngineLost(str(error), suspect=False) from None
+        except Exception as error:
+            raise EngineLost(f"it failed to {what}: {error}", suspect=False) from error
 
     def _serve(self, version: int) -> None:
         slot = self.slot

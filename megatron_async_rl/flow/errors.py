@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Sample
 
@@ -29,6 +30,21 @@ class EngineFailed(FlowError):
 
     timed_out = True
     """Engines are given up when they do not answer; who waits for what says why."""
+
+
+class EngineMemoryOut(EngineFailed):
+    """No engine is left, and the memory of a device ran out. `phase`: in which (colocated.py)."""
+
+    timed_out = False
+    out_of_memory = True
+
+    def __init__(self, message: str, phase: Phase) -> None:
+        super().__init__(message, phase)
+        self.message = message
+        self.phase = phase
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class RequestGivenUp(FlowError):

@@ -134,16 +134,8 @@ class Fleet:
         await await_named(still, self.updates.give_devices_to_policy(), timeout_s)
 
         # One that still waits to load sleeps since the batch before.
-        awake = [
-            (task, task.slot.engine)
-            for task in self.tasks
-            if task.slot.engine is not None and not task.slot.asleep
-        ]
-        for task, _ in awake:
-            task.slot.asleep = True
-        await asyncio.gather(
-            *(self._send(task, engine, engine.sleep, "sleep", timeout_s) for task, engine in awake)
-        )
+        awake = [task for task in self.tasks if task.slot.engine and not task.slot.asleep]
+        await asyncio.gather(*(task.sleep(timeout_s) for task in awake))
 
     async def close(self, timeout_s: float) -> None:
         """Ends every engine; one that does not stop within `timeout_s` is killed."""
@@ -240,9 +232,8 @@ class Fleet:
         engine: Engine,
         call: Callable[[], Awaitable[None]],
         what: str,
-        timeout_s: float | None = None,
     ) -> None:
-        limit_s = timeout_s or self._settings.unresponsive_s
+        limit_s = self._settings.unresponsive_s
         try:
             with watch.doing("wait", f"{task.slot.name} to {what}", limit_s):
                 async with asyncio.timeout(limit_s):

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.batches import Batches, open_batches
+from megatron_async_rl.flow.colocated import DeviceTurns
 from megatron_async_rl.flow.evaluation import EvalSchedule
 from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.flow.staleness import max_lag
@@ -27,11 +28,13 @@ from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
 from megatron_async_rl.policy.checkpoint_folder import read_file
+from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.rollout.cluster import gpu_of_rank
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.events import described
 from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.manifest import Manifest
 from megatron_async_rl.weights.shards import WeightShards
@@ -47,6 +50,11 @@ class OtherRank:
         self.layout = layout
         self.version = 0
         self.schedule: EvalSchedule | None = None
+        self.turns = DeviceTurns("policy", "train")
+        """A policy is built, and a checkpoint loaded, with all of its memory."""
+        self.memory: DeviceMemory | None = None
+        """Of the policy, once that is built."""
+        self._makes_room = config.rollout is not None and config.rollout.placement == "colocated"
         self._staging: Staging | None = None
         self._shards: WeightShards | None = None
         self._gpus: dict[str, list[str]] = {}
@@ -63,8 +71,9 @@ class OtherRank:
 
     def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
         """Collective: the run is at `version`; `resumed`: what the checkpoint holds. `oldest`: the
-        oldest version whose tokens may train."""
+        oldest version whose tokens may train. Engines start beside a policy that made room."""
         self.version = version
+        self.give_devices()
         evaluation = self.config.eval
         if evaluation is not None:
             means = {} if resumed is None else resumed["evaluated"]
@@ -79,13 +88,44 @@ class OtherRank:
         """On rank 0: what trains this version; None when the user asked the run to stop."""
         raise RuntimeError("only rank 0 takes batches")
 
+    def take_devices(self) -> None:
+        """Collective. Colocated: the engines sleep, then the policy gets back its training state."""
+        self.turns.to("train", {"sleep": self._sleep_engines, "restore": self._restore})
+
+    def give_devices(self) -> None:
+        """Collective. Colocated: on every rank the policy keeps its parameters alone."""
+        self.turns.to("publish", {"release": self._release})
+
     def publish(self, version: int) -> None:
         """Collective: every rank stages what it holds; the engines load while the loop goes on."""
         self.version = version
         self.enter("publishing")
+        self.turns.to("generate", {"stage": self._stage})
+
+    def _sleep_engines(self) -> None:
+        if self._makes_room:
+            self.enter("waiting", "engines to sleep")
+            self.layout.from_rank_zero(self._until_asleep)
+
+    def _until_asleep(self) -> None:
+        """On rank 0."""
+
+    def _restore(self) -> None:
+        if self._makes_room and self.memory is not None:
+            self.enter("restoring")
+            self.memory.restore()
+
+    def _release(self) -> None:
+        if self._makes_room and self.memory is not None:
+            self.enter("releasing")
+            self.memory.release()
+            # An engine is on the devices of several ranks, or of another than rank 0's.
+            self.layout.barrier()
+
+    def _stage(self) -> None:
         if self._staging is not None and self._shards is not None:
             buckets, parts = self._shards.buckets, self._shards.parts()
-            self._staged(self._staging.stage(version, buckets, parts, self._until_released))
+            self._staged(self._staging.stage(self.version, buckets, parts, self._until_released))
 
     def _until_released(self) -> None:
         """On rank 0."""
@@ -131,6 +171,10 @@ class OtherRank:
         }
         buffer = position.buffer if position else None
         return state, {} if buffer is None else {buffer_file.NAME: buffer}
+
+    def held(self) -> dict[str, int]:
+        """Bytes on this rank's device, by what holds them."""
+        return {} if self.memory is None else self.memory.held()
 
     def _position(self) -> DataState | None:
         return None
@@ -207,6 +251,9 @@ class Rank0(OtherRank):
         self._flow_metrics = handout.metrics
         return handout.batch
 
+    def _until_asleep(self) -> None:
+        self._open.sleep()
+
     def _until_released(self) -> None:
         self._open.until_released(self.version)
 
@@ -250,6 +297,9 @@ class Rank0(OtherRank):
             "time/train_s": spent.get("training", 0.0),
             "time/publish_s": spent.get("publishing", 0.0),
         }
+        if self._makes_room:
+            times["time/sleep_s"] = spent.get("waiting engines to sleep", 0.0)
+            times["time/make_room_s"] = spent.get("restoring", 0.0) + spent.get("releasing", 0.0)
         return times | {"time/step_s": sum(times.values())}
 
     def _position(self) -> DataState:
@@ -275,7 +325,7 @@ class Rank0(OtherRank):
 
     def failed(self, error: BaseException) -> None:
         try:
-            self.say("failed", error=f"{type(error).__name__}: {error}")
+            self.say("failed", error=described(error))
         except OSError:  # such as a full disk, which then is the error itself
             traceback.print_exc()
 

@@ -23,7 +23,7 @@ from itertools import repeat
 from typing import Protocol
 
 from megatron_async_rl.flow.engine_task import Asked, EngineLost, EngineSlot
-from megatron_async_rl.flow.errors import EngineFailed, RequestGivenUp
+from megatron_async_rl.flow.errors import EngineFailed, EngineMemoryOut, RequestGivenUp
 from megatron_async_rl.flow.lanes import Lanes
 from megatron_async_rl.flow.updates import Signal
 from megatron_async_rl.rollout.engine_process import Engine
@@ -255,7 +255,8 @@ class Requests:
 
 def all_lost(slots: Iterable[EngineSlot], evaluates: bool) -> EngineFailed:
     kind = "evaluation" if evaluates else "training"
-    reasons = "; ".join(
-        f"engine {slot.index}: {slot.lost}" for slot in slots if slot.evaluates == evaluates
-    )
-    return EngineFailed(f"no {kind} engine is left: {reasons}")
+    peers = [slot for slot in slots if slot.evaluates == evaluates]
+    reasons = "; ".join(f"engine {slot.index}: {slot.lost}" for slot in peers)
+    message = f"no {kind} engine is left: {reasons}"
+    phases = [slot.memory_out for slot in peers if slot.memory_out is not None]
+    return EngineMemoryOut(message, phases[0]) if phases else EngineFailed(message)

@@ -53,7 +53,6 @@ class ControllerSpec:
     engines: Sequence[EngineSpec]
     evaluators: int = 0
     fleet: FleetSettings = field(default_factory=FleetSettings)
-    colocated: bool = False
     timeout_s: float = 600.0
     start_timeout_s: float = 600.0
     on_reward_error: Literal["drop", "stop"] = "drop"

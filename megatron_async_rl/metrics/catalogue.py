@@ -369,6 +369,14 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "time/publish_s": Metric(
                 "s", "Handing the new weights over: waiting for their place, digests, copies."
             ),
+            "time/sleep_s": Metric(
+                "s", "Colocated: waiting until every engine sleeps and has given up its memory."
+            ),
+            "time/make_room_s": Metric(
+                "s",
+                "Colocated: the policy takes its training state back from host memory, and after"
+                " the step moves it there.",
+            ),
             "time/step_s": Metric(
                 "s",
                 "The whole step, from asking for the batch on; evaluation and checkpoint apart.",

@@ -25,7 +25,16 @@ _log = logging.getLogger(__name__)
 
 FOLDER = "timeline"
 
-RANK = ("training", "publishing", "evaluating", "checkpointing", "waiting")
+RANK = (
+    "training",
+    "publishing",
+    "evaluating",
+    "checkpointing",
+    "restoring",
+    "releasing",
+    "waiting",
+)
+"""`restoring` and `releasing`: colocated, the policy takes back and gives up its training state."""
 ENGINE = ("busy", "loading", "paused", "asleep", "idle")
 """`busy` samples; `idle` has nothing to sample; `loading` takes new weights; `paused` and `asleep`
 may not sample."""

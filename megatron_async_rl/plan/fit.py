@@ -1,10 +1,14 @@
-"""Memory that ranks and engines need, against what a GPU, a machine and its /dev/shm have; and which
-keys would help a GPU.
+"""Memory that ranks and engines need, against what a GPU has in each phase of a run, and a machine
+and its /dev/shm; which keys would help a GPU; and the same keys for a run whose memory ran out.
+
+Phases are those of flow/colocated.py. Where engines have GPUs of their own a rank's peak is that of
+`train`, and an engine has its share alone.
 
 Invariants:
 - a plan is refused only above the memory that is there; within the error of the estimate it gets a
   note;
-- a key is named only with a value that this config and machine can run with, and that needs less.
+- a key is named in a plan only with a value that this config and machine can run with, and that
+  needs less; where memory ran out, with one that the config may have.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,20 +24,28 @@ from pydantic import ValidationError
 
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.activations import value_bytes
 from megatron_async_rl.plan.layout import Device, engines_elsewhere, rank_coordinates
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.memory import EngineMemory, RankMemory
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.rollout.cluster import object_store_bytes
+from megatron_async_rl.watchdog.events import described, out_of_memory
 
 ESTIMATE_ERROR = 0.05
 RANK_PROCESS_BYTES = GIB
 """Memory of a trainer process or an engine besides its tensors: Python, torch, libraries."""
 PARTS_SHOWN = 3
+HOLDERS_SHOWN = 5
+LINES_SHOWN = 2
+"""Of an error: that an engine did not start, and its cause."""
+LESS = 0.1
+"""Off the share of a GPU that an engine has, where memory ran out."""
 KEYS_SHOWN = 6
 
-Phase = Literal["training", "engine", "generating"]
+Needed = Phase | Literal["engine"]
+"""A phase, or the share of a GPU that an engine has."""
 RanksOf = Callable[[Config], Sequence[RankMemory]]
 """Memory of the ranks, one per stage; none for a config that cannot run on this machine."""
 
@@ -56,19 +68,24 @@ class Need:
     def beyond(self) -> int:
         return self.total - self.has
 
+    @property
+    def largest(self) -> str:
+        """The largest parts, in words."""
+        shown = sorted(self.parts, key=lambda part: -part[1])[:PARTS_SHOWN]
+        return ", ".join(f"{name} {_gib(count)}" for name, count in shown if count)
+
     def __str__(self) -> str:
-        largest = sorted(self.parts, key=lambda part: -part[1])[:PARTS_SHOWN]
-        parts = ", ".join(f"{name} {_gib(count)}" for name, count in largest if count)
         return (
             f"{self.what}: about {_gib(self.total, up=True)} are needed of the {_gib(self.has)}"
-            f" {self.of} ({parts})"
+            f" {self.of} ({self.largest})"
         )
 
 
 def gpu_memory(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks_of: RanksOf
-) -> tuple[list[Problem], list[str]]:
-    """Problems of what does not fit, and notes on what only just does."""
+) -> tuple[list[Problem], list[str], dict[Phase, Need]]:
+    """Problems of what does not fit, notes on what only just does, and where engines and policy take
+    turns, the peak of each phase, in their order."""
     problems, notes = [], []
     needs = _needs(config, machine, engine, ranks_of(config))
     for phase, need in needs.items():
@@ -77,18 +94,19 @@ def gpu_memory(
             problems.append(Problem(key=need.key, what=str(need), fix=fix))
         elif need.total > (1 - ESTIMATE_ERROR) * need.has:
             notes.append(f"{need}, and the estimate may be {ESTIMATE_ERROR:.0%} off")
-    return problems, notes
+    order: tuple[Phase, ...] = ("generate", "train", "publish") if "generate" in needs else ()
+    return problems, notes, {phase: needs[phase] for phase in order}
 
 
 def _needs(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks: Sequence[RankMemory]
-) -> dict[Phase, Need]:
+) -> dict[Needed, Need]:
     """The largest of each phase."""
     has = _gpu_bytes(machine)
-    found: dict[Phase, Need] = {}
+    found: dict[Needed, Need] = {}
     if ranks:
         largest = max(ranks, key=lambda rank: rank.total)
-        found["training"] = Need(
+        found["train"] = Need(
             key="policy.parallel",
             what=f"each rank{_of_stage(largest, ranks)}, training",
             parts=(
@@ -119,18 +137,34 @@ def _needs(
         )
         stages = {rank_coordinates(config, rank)[-1] for rank in range(beside)}
         kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
-        found["generating"] = Need(
+        found["publish"] = Need(
+            key="rollout.tensor",
+            what=f"an engine, loading beside a rank{_of_stage(kept, ranks)}",
+            parts=(
+                ("the engine's weights", engine.weights // rollout.tensor),
+                ("the policy's parameters", _kept(kept)),
+            ),
+            has=has,
+        )
+        found["generate"] = Need(
             key="rollout.gpu_memory_utilization",
             what=f"an engine, generating beside a rank{_of_stage(kept, ranks)}",
-            parts=(("the engine", share), ("what the policy keeps", _kept(kept))),
+            parts=(("the engine", share), ("the policy's parameters", _kept(kept))),
             has=has,
         )
     return found
 
 
+def twin_bytes(config: Config, rank: RankMemory) -> int:
+    """Bytes of host memory that the training state of a GPU's rank takes while engines have their
+    turn: at most, as `controls` counts a little that is not kept."""
+    takes_turns = config.rollout is not None and config.rollout.placement == "colocated"
+    return rank.optimizer + rank.controls if takes_turns else 0
+
+
 def _kept(rank: RankMemory) -> int:
-    """Bytes that a rank has between two steps, at least."""
-    return rank.parameters + min(0, rank.fp8) + rank.gradients + rank.optimizer
+    """Bytes that a rank keeps on a GPU where it made room for an engine."""
+    return rank.parameters + min(0, rank.fp8)
 
 
 def _of_stage(rank: RankMemory, ranks: Sequence[RankMemory]) -> str:
@@ -142,12 +176,13 @@ def _fix(
     machine: Machine,
     engine: EngineMemory | None,
     ranks_of: RanksOf,
-    phase: Phase,
-    needs: dict[Phase, Need],
+    phase: Needed,
+    needs: dict[Needed, Need],
 ) -> str:
     """Changes that help, the one that helps most first."""
     helpful = []
-    for key, value in _changes(config, machine, phase, needs[phase]):
+    share = _share(config, machine, phase, needs[phase])
+    for key, value in _changes(config, phase, share):
         changed = _changed(config, key, value)
         ranks = ranks_of(changed) if changed is not None else ()
         if changed is None or not ranks:
@@ -169,30 +204,83 @@ def _fix(
 
 
 def _changes(
-    config: Config, machine: Machine, phase: Phase, need: Need
+    config: Config, phase: Needed, share: float | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Changes that may help; the caller sees which do."""
+    """Changes that may help; the caller sees which do. share: of a GPU, for an engine."""
     policy, rollout = config.policy, config.rollout
-    if phase != "engine":
-        yield "policy.parallel.distributed_optimizer", True
+    if phase == "train":
+        yield "policy.recompute", "full"
+        half = policy.tokens_per_micro_batch // 2
+        if rollout is None or half > rollout.sampling.max_tokens:
+            yield "policy.tokens_per_micro_batch", half
+        if policy.parallel.data * policy.parallel.context > 1:
+            yield "policy.parallel.distributed_optimizer", True
+        yield "policy.optimizer.moment_dtype", "bfloat16"
+        yield "policy.optimizer.moment_offload", "cpu"
+    if phase != "train" and rollout is not None:
+        if phase != "publish" and share is not None:
+            yield "rollout.gpu_memory_utilization", round(share, 4)
+        yield "rollout.tensor", 2 * rollout.tensor
+    beside = rollout is not None and rollout.placement == "colocated" and phase != "engine"
+    if phase == "train" or beside:
         yield "policy.parallel.tensor", 2 * policy.parallel.tensor
         yield "policy.parallel.pipeline", 2 * policy.parallel.pipeline
         yield "policy.parallel.ranks", 2 * policy.parallel.ranks
-        yield "policy.optimizer.moment_dtype", "bfloat16"
-        yield "policy.optimizer.moment_offload", "cpu"
-    if phase == "training":
-        yield "policy.recompute", "full"
-        yield "policy.tokens_per_micro_batch", policy.tokens_per_micro_batch // 2
-    elif rollout is not None:
-        yield "rollout.tensor", 2 * rollout.tensor
-        off = math.ceil(100 * need.beyond / _gpu_bytes(machine)) / 100
-        share = rollout.gpu_memory_utilization + (off if phase == "engine" else -off)
-        yield "rollout.gpu_memory_utilization", round(share, 4)
+
+
+def _share(config: Config, machine: Machine, phase: Needed, need: Need) -> float | None:
+    """The share of a GPU at which an engine would fit."""
+    if config.rollout is None:
+        return None
+    off = math.ceil(100 * need.beyond / _gpu_bytes(machine)) / 100
+    return config.rollout.gpu_memory_utilization + (off if phase == "engine" else -off)
+
+
+class DeviceMemoryOut(RuntimeError):
+    """A device's memory ran out. `phase`: in which; `held`: bytes by holder; `fix`: keys that help."""
+
+    def __init__(self, said: str, phase: Phase, held: Mapping[str, int], fix: str) -> None:
+        largest = sorted(held.items(), key=lambda part: -part[1])[:HOLDERS_SHOWN]
+        parts = ", ".join(f"{name} {_size(count)}" for name, count in largest if count)
+        super().__init__(
+            f"a device's memory ran out in phase {phase}; this rank's holds {parts or 'nothing'}."
+            f" It was: {said}"
+        )
+        self.phase = phase
+        self.held = held
+        self.fix = fix
+
+
+def memory_ran_out(
+    error: BaseException, config: Config, phase: Phase, held: Callable[[], Mapping[str, int]]
+) -> DeviceMemoryOut | None:
+    """What `error` says to a user where a device's memory ran out, in a rank or an engine; null for
+    another error. phase: that the rank was in. held: bytes on its device, by holder."""
+    if not out_of_memory(error):
+        return None
+    phase = getattr(error, "phase", phase)  # an engine's own
+    share = config.rollout.gpu_memory_utilization if config.rollout is not None else 0.0
+    named = [
+        f"{key}: {json.dumps(value).strip(chr(34))}"
+        for key, value in _changes(config, phase, share - LESS if share > LESS else None)
+        if _value(config, key) != value and _changed(config, key, value) is not None
+    ]
+    larger = "take devices with more memory"
+    fix = f"set one or several of {', '.join(named)}, or {larger}" if named else larger
+    said = " ".join(described(error).splitlines()[:LINES_SHOWN])
+    return DeviceMemoryOut(said, phase, held(), fix)
 
 
 def _gpu_bytes(machine: Machine) -> int:
     """Where GPUs differ, of the largest: which one a process gets is not the plan's to know."""
     return max(gpu.memory for gpu in machine.gpus)
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def _changed(config: Config, key: str, value: Any) -> Config | None:
@@ -268,10 +356,12 @@ def host_notes(
         what = f"about {needed / GIB:.1f} GiB of memory are needed"
     else:
         a_machine = config.policy.parallel.ranks // len(ranks)
-        needed = sum(rank.host for rank in ranks) * a_machine // machine.nodes
+        held = sum(rank.host + twin_bytes(config, rank) for rank in ranks)
+        needed = held * a_machine // machine.nodes
         what = (
-            "copies of the weights (reference, proximal policies), offloaded moments and gradients"
-            " and the copy that a checkpoint is written from (checkpoint.asynchronous) take about"
+            "copies of the weights (reference, proximal policies), offloaded moments and gradients,"
+            " training state while engines generate (rollout.placement: colocated) and the copy"
+            " that a checkpoint is written from (checkpoint.asynchronous) take about"
             f" {needed / GIB:.1f} GiB of host memory over all ranks of a machine"
         )
     if needed <= machine.memory:
@@ -290,3 +380,8 @@ def _host_bytes(config: Config, ranks: Sequence[RankMemory], engine: EngineMemor
             engine.weights + (engine.cache or 0) + RANK_PROCESS_BYTES
         )
     return total
+
+
+def _size(count: int) -> str:
+    """Of what may be small."""
+    return _gib(count) if count >= GIB else f"{count / MIB:.1f} MiB"

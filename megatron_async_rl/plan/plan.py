@@ -6,11 +6,12 @@ plan with `problems` cannot run; `warnings` are about slowness or estimates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.batch import (
     Batch,
     Lengths,
@@ -21,6 +22,7 @@ from megatron_async_rl.plan.batch import (
 )
 from megatron_async_rl.plan.estimate import Estimate, estimate
 from megatron_async_rl.plan.fit import (
+    Need,
     gpu_memory,
     host_notes,
     shared_memory_notes,
@@ -59,6 +61,8 @@ class Plan:
     engine: EngineMemory | None
     estimate: Estimate | str
     """Seconds of a step, or why they are not known."""
+    peaks: Mapping[Phase, Need]
+    """Of a GPU that engines and policy share, in each phase."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
 
@@ -98,6 +102,7 @@ def make_plan(
         engine = engine_memory(config, shape, on_gpu=device == "cuda")
         found += shared_memory_problems(config, shape, machine)
     notes: list[str] = []
+    peaks: dict[Phase, Need] = {}
     if shape is not None and device == "cuda" and machine.gpus:
 
         def ranks_of(changed: Config) -> tuple[RankMemory, ...]:
@@ -106,7 +111,7 @@ def make_plan(
                 return ()
             return _ranks(changed, shape, longest, device, layers)
 
-        too_large, notes = gpu_memory(config, machine, engine, ranks_of)
+        too_large, notes, peaks = gpu_memory(config, machine, engine, ranks_of)
         found += too_large
     notes += fp8_warnings(config, machine) + host_notes(config, machine, device, ranks, engine)
     if engine is not None and shape is not None:
@@ -120,6 +125,7 @@ def make_plan(
         ranks=ranks,
         engine=engine,
         estimate=estimate(config, machine, device, shape, batch) if not found else "",
+        peaks=peaks,
         problems=tuple(found),
         warnings=(*_warnings(config, machine, device, engine, longest), *notes),
     )

@@ -18,6 +18,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 from megatron_async_rl.metrics.log import read_metrics
 from megatron_async_rl.plan.estimate import Overlap, run_ahead
+from megatron_async_rl.plan.fit import twin_bytes
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.report.summary import Rates, measure, update_per_lr
@@ -49,6 +50,8 @@ def show_plan(
         if config.weights.transport == "relay":
             two = size(2 * plan.engine.weights)
             _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
+    if plan.peaks:
+        console.print(_peaks(plan))
     if config.rollout is not None:
         rows = read_metrics(measured_in) if measured_in is not None else []
         _heading(console, "staleness")
@@ -323,6 +326,7 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
     offloads = any(rank.offloaded for rank in plan.ranks)
     columns += ["other weights, on the host"] if holds else []
     columns += ["offloaded, on the host"] if offloads else []
+    columns += ["while engines generate, on the host"] if plan.peaks else []
     columns += ["a checkpoint's copy, on the host"] if config.checkpoint.asynchronous else []
     for column in columns:
         table.add_column(column, justify="right")
@@ -339,11 +343,23 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
         ]
         parts += [rank.held] if holds else []
         parts += [rank.offloaded] if offloads else []
+        parts += [twin_bytes(config, rank)] if plan.peaks else []
         parts += [rank.staged] if config.checkpoint.asynchronous else []
         table.add_row(
             f"stage {rank.stage}" if len(plan.ranks) > 1 else "the policy",
             *(size(part) for part in parts),
         )
+    return table
+
+
+def _peaks(plan: Plan) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("a GPU in phase")
+    table.add_column("peak ~", justify="right")
+    table.add_column("it has", justify="right")
+    table.add_column("what takes most")
+    for phase, need in plan.peaks.items():
+        table.add_row(phase, size(need.total), size(need.has), need.largest)
     return table
 
 

@@ -113,6 +113,16 @@ def restore_delayed_state(
                 getattr(module.fp8_meta[direction], part).copy_(state[f"{name}.{direction}.{part}"])
 
 
+def drop_workspaces(chunks: Sequence[nn.Module]) -> None:
+    """Gives up the weights in 8 bits that modules of Transformer Engine keep from one micro-batch to
+    the next; a step makes them anew."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            workspaces = getattr(module, "_fp8_workspaces", None)
+            if workspaces is not None:
+                workspaces.clear()
+
+
 def _scaling_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
     for index, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():

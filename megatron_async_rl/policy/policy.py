@@ -32,6 +32,7 @@ from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.anomaly import AnomalyReport, Spike
 from megatron_async_rl.policy.batches import Minibatch, divide, over_steps, receive
 from megatron_async_rl.policy.context_parallel import Context
+from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import Batcher, MicroBatch
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
@@ -81,6 +82,7 @@ class Policy:
     baseline: ExactBaseline | None
     anomalies: AnomalyReport
     batcher: Batcher
+    memory: DeviceMemory
 
     @classmethod
     def build(
@@ -159,6 +161,7 @@ class Policy:
                     Context(layout.cp_rank, layout.cp_size),
                 ),
             ),
+            DeviceMemory(wrapped, optimizer, controls.values(), layout.device),
         )
 
     def receive(self, take: Callable[[], TrainBatch | None]) -> RankBatch | None:
@@ -174,9 +177,10 @@ class Policy:
         """The optimizer steps on `batch`, which end in the next version of the weights. Keys are
         those of metrics/catalogue.py.
 
-        A minibatch without a single trainable token makes no step. Raises SampleTooLong and
-        SnapshotMissing.
+        A minibatch without a single trainable token makes no step. Raises SampleTooLong,
+        SnapshotMissing, and Released while the policy makes room for engines.
         """
+        self.memory.require()
         samples, settings = valid_samples(batch), self.objective.config
         self.references.begin(batch.version)
         if not samples.loss_mask.any():

@@ -30,6 +30,8 @@ STATES = {
     "publishing": "purple",
     "evaluating": "teal",
     "checkpointing": "brown",
+    "restoring": "muted",
+    "releasing": "muted",
     "waiting": "sand",
     "busy": "green",
     "loading": "purple",

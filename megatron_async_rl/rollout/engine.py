@@ -14,8 +14,10 @@ Invariants:
   their place in the draws of their seed, and their prompt and response so far are read again by the
   weights that sample on. The prefix cache is on;
 - nothing is sampled while paused or asleep (`engine_state.py` has the states). On a GPU sleeping
-  gives up the weights' and the cache's memory, so there it recomputes in both modes; on a CPU it is
-  a pause;
+  gives up the weights' and the cache's memory (vLLM's level 2: the weights are not kept, as newer
+  ones follow), so there it recomputes in both modes; vLLM's CPU workers leave sleep out, and there
+  it is a pause;
+- asleep, weights are loaded once their memory is awake; the engine samples once all of it is;
 - `report` raises once vLLM's process has ended, and once a request has failed; nothing is sampled
   for anybody after that.
 """
@@ -35,6 +37,7 @@ from megatron_async_rl.rollout.engine_state import (
     EngineState,
     EngineTimeline,
     HealthCheck,
+    WrongState,
 )
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -54,8 +57,8 @@ if TYPE_CHECKING:
 
 STOP_S = 10.0
 """Grace before vLLM kills its engine process. A killed one leaves small files in /dev/shm."""
-
-
+SLEEP_LEVEL = 2
+"""vLLM's: 1 would move weights to host memory and back, for new ones to take their place."""
 ALIVE_POLL_S = 1.0
 """How often a wait for vLLM looks whether its process still lives; seconds."""
 
@@ -147,17 +150,21 @@ class RolloutEngine:
 
     async def update(self, version: int, manifest: Manifest) -> dict[str, str]:
         """Loads every bucket of `version` while nothing is sampled, and samples on if what was
-        loaded has just the manifest's digests; else it stays stopped. An engine that sleeps wakes.
+        loaded has just the manifest's digests; else it stays stopped, as it does while its cache
+        sleeps.
 
         Returns name -> digest of every tensor as loaded. For a version that is not newer, an update
         that left out a parameter and workers that loaded different weights vLLM raises an
-        `Exception` with the reason in its words; then the engine stays stopped, too.
+        `Exception` with the reason in its words; then the engine stays stopped, too. Raises
+        WrongState while the weights' memory sleeps.
         """
         from megatron_async_rl.weights.vllm_private import load_between_steps
 
         asleep = self._state.state == "asleep"
-        if asleep and self._state.sleeps("weights"):
-            await self.wake(("weights",))
+        if self._state.sleeps("weights"):
+            raise WrongState(
+                f"{self.spec.name} was to load weights, and they sleep: wake them first"
+            )
         if not asleep:
             self._state.pause()  # from here on, as far as anybody can see: a step may still end
         self._timeline.load()
@@ -178,11 +185,8 @@ class RolloutEngine:
             loaded = await self._while_alive(f"load weights of version {version}", load)
         self._version = version
 
-        if loaded == manifest.digests:
-            if asleep:
-                await self.wake()
-            else:
-                self._samples_again()
+        if loaded == manifest.digests and not asleep:
+            self._samples_again()
         return loaded
 
     async def pause(self) -> None:
@@ -200,14 +204,14 @@ class RolloutEngine:
         self._samples_again()
 
     async def sleep(self) -> None:
-        """Stops sampling and, on a GPU, moves the weights to host memory and gives up the cache.
-        Requests in flight stay.
+        """Stops sampling and, on a GPU, gives up the memory of weights and cache: what wakes later
+        has none of their content. Requests in flight stay.
 
         Raises WrongState when asleep already.
         """
         self._state.require_awake("sleep")
         if self.spec.device == "cuda":
-            await self._while_alive("sleep", self._vllm().sleep(level=1, mode="keep"))
+            await self._while_alive("sleep", self._vllm().sleep(level=SLEEP_LEVEL, mode="keep"))
         else:
             await self._stop_sampling("sleep")
         self._state.sleep()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from megatron_async_rl.rollout.cluster import machine_of, place_of_engine
 from megatron_async_rl.rollout.engine import RolloutEngine
@@ -21,6 +21,7 @@ from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import remote_cause
+from megatron_async_rl.watchdog.events import out_of_memory
 from megatron_async_rl.watchdog.logs import find_cause, tail
 from megatron_async_rl.weights.manifest import Manifest
 
@@ -30,7 +31,12 @@ get through."""
 
 
 class EngineStartError(RuntimeError):
-    """An engine did not start. The message ends with the tail of its log."""
+    """An engine did not start. The message ends with the tail of its log. `out_of_memory`: because
+    its device's memory was out."""
+
+    out_of_memory = False
+    phase: Literal["generate"] = "generate"
+    """Whose memory it takes as it starts (flow/colocated.py)."""
 
 
 class Engine(Protocol):
@@ -45,6 +51,7 @@ class Engine(Protocol):
     async def report(self, timeout_s: float) -> EngineReport: ...
     async def update(self, version: int, manifest: Manifest) -> dict[str, str]: ...
     async def sleep(self) -> None: ...
+    async def wake(self, tags: Sequence[str] | None = None) -> None: ...
     async def stop(self) -> None: ...
     def kill(self) -> None:
         """Ends the engine's processes at once, whether they answer or not: Ray kills the actor,
@@ -104,12 +111,10 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
     except TimeoutError:
         engine.kill()
         limit = f"rollout.start_timeout_s: {limit_s:g}"
-        raise EngineStartError(_failure(spec, f"did not start within {limit}")) from None
+        raise _failure(spec, f"did not start within {limit}") from None
     except Exception as error:
         engine.kill()
-        raise EngineStartError(
-            _failure(spec, f"did not start: {type(error).__name__}: {error}")
-        ) from error
+        raise _failure(spec, f"did not start: {type(error).__name__}: {error}") from error
     except BaseException:  # cancelled: the run ends
         engine.kill()
         raise
@@ -126,15 +131,20 @@ def _keep_old_log(spec: EngineSpec) -> None:
         spec.log.rename(spec.log.with_name(f"{spec.log.name}.{max(taken, default=0) + 1}"))
 
 
-def _failure(spec: EngineSpec, what: str) -> str:
+def _failure(spec: EngineSpec, what: str) -> EngineStartError:
     """vLLM's own exception says only that a process of it failed; that process's is in the log."""
     cause = find_cause(spec.log_dir)
     lines = tail(spec.log, 15) if spec.log.is_file() else []
-    return "\n".join(
-        [
-            f"{spec.name} {what}",
-            *([f"cause: {cause.message} ({cause.file}:{cause.line})"] if cause else []),
-            f"last lines of {spec.log}:",
-            *(f"    {line}" for line in lines),
-        ]
+    error = EngineStartError(
+        "\n".join(
+            [
+                f"{spec.name} {what}",
+                *([f"cause: {cause.message} ({cause.file}:{cause.line})"] if cause else []),
+                f"last lines of {spec.log}:",
+                *(f"    {line}" for line in lines),
+            ]
+        )
     )
+    said = f"{what} {cause.message if cause else ''}"
+    error.out_of_memory = out_of_memory(RuntimeError(said))
+    return error

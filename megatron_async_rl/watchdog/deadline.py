@@ -31,8 +31,8 @@ class DeadlineExceeded(TimeoutError):
         self.name = name
         self.waited_s = waited_s
 
-    def __reduce__(self) -> tuple[type[DeadlineExceeded], tuple[str, str, float]]:
-        return (type(self), (self.who, self.name, self.waited_s))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.who, self.name, self.waited_s), self.__dict__)
 
 
 class ProcessDied(RuntimeError):

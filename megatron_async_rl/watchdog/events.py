@@ -39,6 +39,9 @@ _CONSEQUENCES = (
     GeneratorExit,
     asyncio.CancelledError,
 )
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|no available memory|free memory on device|can't allocate memory", re.IGNORECASE
+)
 _FOREIGN_TIMEOUT = re.compile(
     r"time[ds]? ?-?out|d(?:o|oes|id) not answer|no answer|unresponsive", re.IGNORECASE
 )
@@ -113,12 +116,24 @@ def failure_of(error: BaseException, where: Path) -> Failure:
     """The fields of `error`, which ends this process."""
     return Failure(
         process=this_process(),
-        what=f"{type(error).__name__}: {error}",
+        what=described(error),
         where=str(where),
         fix=str(getattr(error, "fix", "")),
         kind=_kind(error),
         time=time.time(),
     )
+
+
+def described(error: BaseException) -> str:
+    """`Type: message`, and where it was."""
+    return f"{type(error).__name__}: {with_notes(error)}"
+
+
+def with_notes(error: BaseException) -> str:
+    """The message, and after its first line the notes that were added on the error's way."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    first, newline, rest = str(error).partition("\n")
+    return f"{first}{notes}{newline}{rest}"
 
 
 def record_failure(run_dir: Path, failure: Failure) -> None:
@@ -150,6 +165,21 @@ def timed_out(error: BaseException) -> bool:
         isinstance(one, TimeoutError)
         or bool(getattr(one, "timed_out", False))
         or (not _is_ours(one) and _FOREIGN_TIMEOUT.search(f"{type(one).__name__}: {one}"))
+        for one in _chain(error)
+    )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True when `error`, or what it came of, is that a device's memory is out: torch's own error, or
+    what vLLM or CUDA says of it."""
+    return any(
+        type(one).__name__ == "OutOfMemoryError"
+        or bool(getattr(one, "out_of_memory", False))
+        or (
+            not _is_ours(one)
+            and isinstance(one, RuntimeError | ValueError)
+            and _OUT_OF_MEMORY.search(str(one))
+        )
         for one in _chain(error)
     )
 

@@ -68,7 +68,7 @@ class WeightMismatch(RuntimeError):
         self.loaded = loaded
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (WeightMismatch, (self.name, self.engine, self.sent, self.loaded))
+        return (WeightMismatch, (self.name, self.engine, self.sent, self.loaded), self.__dict__)
 
 
 def require_equal(engine: str, sent: Mapping[str, str], loaded: Mapping[str, str]) -> None:

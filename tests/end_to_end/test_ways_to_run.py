@@ -250,6 +250,15 @@ def test_colocated_engines_do_not_sample_while_the_policy_trains(exact: Ended) -
     )
     assert overlap < 0.01
     assert any(span.state == "asleep" for span in spans["engine-0"])
+    # Both starts of the run: the policy takes its memory back before a step, and gives it up after.
+    states = [span.state for span in spans["rank 0"]]
+    around = {
+        (states[i - 1], states[i + 1]) for i in range(1, len(states) - 1) if states[i] == "training"
+    }
+    assert around == {("restoring", "releasing")}
+    moved = [span for span in spans["rank 0"] if span.state in ("restoring", "releasing")]
+    assert len(moved) >= 2 * len(exact.rows)
+    assert all(0.0 < row["time/make_room_s"] < row["time/step_s"] for row in exact.rows)
     assert all(row["ratio/logp_diff_lag0_max"] < 1e-5 for row in exact.rows)
 
 

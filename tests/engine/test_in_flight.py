@@ -20,6 +20,7 @@ import torch
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted
 from megatron_async_rl.watchdog.deadline import remote_cause
+from megatron_async_rl.weights.manifest import Manifest
 from tests.engine.asking import abort, finished, grown, outcomes, report, sampled, submit
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import (
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.engine
 
 KEEP, RECOMPUTE = 0, 1
 BOTH = pytest.mark.parametrize("engine", [KEEP, RECOMPUTE], ids=["keep", "recompute, two workers"])
+EMPTY = Manifest(buckets=(), digests={})
 TEMPERATURE = 1.0
 MAX_TOKENS = 400
 UPDATES = 3
@@ -189,6 +191,7 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_t
         ("resume", "was to resume, and is asleep"),
         ("sleep", "was to sleep, and is asleep"),
         ("wake", "cannot wake cache", ("cache",)),
+        ("update", "was to load weights, and they sleep", version, EMPTY),
     ):
         refused(handle, refusal, method, *arguments)
     call(handle, "wake", ("weights",))
@@ -196,6 +199,8 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_t
     assert report(handle, 0.1).state == "asleep"
     manifest = stage(engines.staging, version, buckets(engines.checkpoints[0]))
     assert call(handle, "update", version, manifest) == manifest.digests
+    assert report(handle, 0.1).state == "asleep", "its cache sleeps"
+    call(handle, "wake")
     refused(handle, "was to wake, and it is awake", "wake", None)
     engines.of_version[version] = 0
     if engine == RECOMPUTE:

@@ -289,6 +289,15 @@ def test_offloaded_moments_lie_in_page_locked_host_memory_and_change_no_bit(devi
     assert_same(found["cpu"]["weights"], found["none"]["weights"])
 
 
+@pytest.mark.parametrize(("device", "dtype"), RUNS)
+def test_a_policy_that_makes_room_after_each_step_takes_the_same_steps_bit_for_bit(device, dtype):
+    found = trained(device, dtype)["room"]
+    assert found["same"]
+    assert found["saved"]
+    given_up = ("gradients", "optimizer state", "references of gradient controls")
+    assert all(found["before"][each] > 0 == found["released"][each] for each in given_up)
+
+
 @pytest.mark.parametrize("sequence", ["padded", "packed"])
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), *RUNS])
 def test_no_micro_batch_waits_for_the_device_or_uploads_by_itself(device, dtype, sequence):

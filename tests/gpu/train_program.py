@@ -42,6 +42,7 @@ from tests.gpu.host_syncs import host_syncs
 from tests.parallel import displacement_program, objective_program, recompute_program
 from tests.parallel.layout_program import Rank, received, scorable
 from tests.parallel.objective_program import ReducedGradient
+from tests.parallel.parameter_state_program import with_room
 from tests.parallel.whole_tensors import assembled
 
 CONTROLS = (
@@ -235,6 +236,8 @@ def main() -> None:
         place: lean(rank, dtype, **{**LEAN, "moment_offload": place}, **summed)
         for place in ("none", "cpu")
     }
+    if kind == "cuda":
+        results["room"] = with_room(rank, dtype, rank.scratch)
     results["carried"] = carried(rank, dtype, Path(checkpoint))
     torch.save(results, output)
     rank.layout.shutdown()

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from megatron_async_rl.config.controls import (
     GacControl,
     MomentumByAlignmentControl,
 )
+from megatron_async_rl.config.load import load
 from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.config.schema import (
@@ -34,9 +36,11 @@ from megatron_async_rl.config.schema import (
     PolicyConfig,
 )
 from megatron_async_rl.gradients import products_with
+from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, optimizer_parameters
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
+from megatron_async_rl.policy.device_memory import Released
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import DTYPES, build_model
 from megatron_async_rl.policy.model_blocks import ModelBlocks, read, write
@@ -47,6 +51,7 @@ from tests.parallel.layout_program import Rank, received
 from tests.parallel.objective_program import ReducedGradient
 from tests.parallel.reference_program import at_version
 from tests.parallel.whole_tensors import assembled
+from tests.written_run import write_run
 
 OBJECTIVE = ObjectiveConfig(
     kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7), proximal="ewma", ewma_decay=0.6
@@ -72,6 +77,8 @@ LEAN_LAYOUTS = (
     "pipeline",
 )
 TRAINED = {"weights": None, "adapters": LoraConfig(rank=4)}
+WHOLE = ("single", "data_distributed_optimizer", "data_replicated_optimizer")
+"""Layouts whose ranks have the whole model: the optimizer's three kinds of masters."""
 
 
 def directory(rank: Rank, model: str, all_checkpoints: Path) -> Path:
@@ -154,7 +161,9 @@ def lean(rank: Rank, checkpoints: Path) -> dict:
     for trained in TRAINED:
         first = lean_policy(rank, trained)
         early = lean_steps(rank, first, 0)
+        first.memory.release()
         first.save(checkpoints / f"lean_{trained}", 2, {}, keep=1)
+        first.memory.restore()
         again = lean_policy(rank, trained)
         again.load(checkpoints / f"lean_{trained}")
         late = [lean_steps(rank, each, 2) for each in (first, again)]
@@ -193,6 +202,78 @@ def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:
         )
     ]
     return product / math.sqrt(norm * other), cosine(*wholes)
+
+
+def with_room(rank: Rank, dtype: str, scratch: Path) -> dict:
+    """Steps of a policy that makes room after each, against those of one that never does: `same` on
+    every rank. What it held before and while it had made room, and what it refuses then."""
+    control = GAC.model_copy(update={"reference_dtype": "fp8" if dtype == "bfloat16" else "fp32"})
+    plain, roomy = (rank.policy(controls=(control,), dtype=dtype, lr=1e-3) for _ in range(2))
+    found: dict = {"same": True}
+    for version, name in enumerate(("a", "b", "a")):
+        steps = [
+            policy.train_step(received(policy, at_version(rank.batches[name], version)))
+            for policy in (plain, roomy)
+        ]
+        state = [list(whole_state(policy)) for policy in (plain, roomy)]
+        found["before"] = roomy.memory.held()
+        roomy.memory.release()
+        roomy.memory.release()
+        found["released"] = roomy.memory.held()
+        state.append(list(whole_state(roomy)))
+        roomy.save(scratch / f"room_{dtype}", version + 1, {}, keep=1)
+        try:
+            roomy.train_step(received(roomy, rank.batches["a"]))
+        except Released as refused:
+            found["refused"] = str(refused)
+        roomy.memory.restore()
+        state.append(list(whole_state(roomy)))
+        alike = [{k: v for k, v in step.items() if not k.startswith("time/")} for step in steps]
+        found["same"] &= alike[0] == alike[1] and all(
+            torch.equal(mine, theirs)
+            for other in state[1:]
+            for mine, theirs in zip(other, state[0], strict=True)
+        )
+    again = rank.policy(controls=(control,), dtype=dtype, lr=1e-3)
+    again.load(scratch / f"room_{dtype}")
+    found["saved"] = all(
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(adam_state(again), adam_state(plain), strict=True)
+    )
+    everyone = rank.layout.gathered((found["same"], found["saved"]))
+    found["same"], found["saved"] = (all(column) for column in zip(*everyone, strict=True))
+    return found
+
+
+def adam_state(policy) -> list[torch.Tensor]:
+    names = adam_names(policy.model)
+    return [shard for name in names for shard in adam_shards(policy.optimizer, name)]
+
+
+def whole_state(policy):
+    """Copies, on the CPU, of all that a step changes on this rank, wherever it lies."""
+    tensors = [p.detach() for chunk in policy.model.chunks for p in chunk.parameters()]
+    tensors += adam_state(policy)
+    for control in policy.controls.values():
+        tensors += [part.view(torch.uint8) for part in control.device_state()]
+    yield from (tensor.to("cpu", copy=True) for tensor in tensors)
+
+
+def out_of_memory(rank: Rank) -> tuple[str, str]:
+    """What a user is told of a forward pass for which the memory is not there, and the fix."""
+    policy = rank.policy(controls=(GAC,))
+    policy.train_step(received(policy, rank.batches["a"]))
+    config = load(write_run(rank.scratch / "run"), ["policy.tokens_per_micro_batch=96"])
+
+    def no_room(*arguments, **options):
+        raise torch.OutOfMemoryError("Tried to allocate 3.00 GiB")
+
+    with mock.patch.object(type(policy.model.chunks[0]), "forward", no_room):
+        try:
+            policy.train_step(received(policy, rank.batches["b"]))
+        except torch.OutOfMemoryError as error:
+            told = memory_ran_out(error, config, "train", policy.memory.held)
+    return str(told), told.fix
 
 
 def refused_moments(rank: Rank, checkpoints: Path) -> str:
@@ -258,6 +339,10 @@ def run_layout(
         }
         if name in LEAN_LAYOUTS:
             results["lean"] = lean(rank, checkpoints / name)
+        if name in WHOLE:
+            results["room"] = {
+                dtype: with_room(rank, dtype, rank.scratch) for dtype in ("float32", "bfloat16")
+            }
     results["lean_from"] = {
         origin: lean_from(rank, checkpoints / origin)
         for origin in todo["load"]
@@ -269,6 +354,7 @@ def run_layout(
     }
     if rank.layout.world_size == 1:
         results["absences"] = absences(rank, rank.scratch)
+        results["out_of_memory"] = out_of_memory(rank)
         if "lean" in results:
             results["refused_moments"] = refused_moments(rank, checkpoints / name)
     if rank.layout.rank == 0:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import pytest
 import torch
 
 from tests.parallel import layouts
-from tests.parallel.parameter_state_program import LEAN_LAYOUTS, MODELS, TRAINED
+from tests.parallel.parameter_state_program import LEAN_LAYOUTS, MODELS, TRAINED, WHOLE
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 from tests.ports import free_ports
@@ -135,8 +136,6 @@ def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_goes_on_bit_for_bi
     assert found["resumed"]
 
 
-WHOLE = ("single", "data_distributed_optimizer", "data_replicated_optimizer")
-"""Layouts whose ranks have the whole model."""
 READ = ("policy/grad_norm", "gac/cosine", "momentum/cosine", "displacement/cosine")
 """Readings by controls and clipping of gradients, moments and the update to come."""
 
@@ -181,3 +180,27 @@ def assert_read_alike(found, expected):
 def of(layout):
     single, pairs = results()
     return single if layout == "single" else pairs[layout]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", WHOLE)
+def test_a_policy_that_makes_room_after_each_step_takes_the_same_steps_bit_for_bit(layout, dtype):
+    """Its checkpoint is written meanwhile, and a step is refused."""
+    found = of(layout)["room"][dtype]
+    assert found["same"]
+    assert found["saved"]
+    assert "`restore` comes before a training step" in found["refused"]
+    kept = {name for name, count in found["released"].items() if count}
+    assert kept == {"parameters"}
+    assert found["released"]["parameters"] == found["before"]["parameters"]
+    assert all(found["before"].values())
+
+
+def test_memory_that_runs_out_is_told_with_phase_holders_and_keys():
+    told, fix = results()[0]["out_of_memory"]
+    assert "memory ran out in phase train; this rank's holds optimizer state" in told
+    for holder in ("optimizer state", "gradients", "parameters", "references of gradient controls"):
+        assert re.search(rf"{holder} \d\.\d MiB", told)
+    assert "OutOfMemoryError: Tried to allocate 3.00 GiB" in told
+    for key in ("policy.recompute: full", "policy.tokens_per_micro_batch: 48", "moment_offload"):
+        assert key in fix

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,8 @@ class FakeEngine:
     """`delay(request)`: seconds until it is answered, and longer while `gate` is closed.
     `version`: the weights it holds.
     `started(request, version)`: the version of its first token. `before_update(version)`: awaited
-    before weights are taken; what it raises, the update raises."""
+    before weights are taken; what it raises, the update raises. `before`: the same by the name of a
+    call, as in `calls`, for those that sleep and wake."""
 
     def __init__(self, delay: Callable[[Request], float] = lambda request: 0.0) -> None:
         self.delay = delay
@@ -58,7 +59,8 @@ class FakeEngine:
         self.failure: BaseException | None = None
         self.refuses: Exception | None = None
         self.wedged = False
-        self.asleep = False
+        self.sleeping: set[str] = set()
+        self.before: dict[str, Callable[[], Awaitable[object]]] = {}
         self.deaf = False
         """It does not answer to an abort."""
         self.killed = False
@@ -99,6 +101,7 @@ class FakeEngine:
         return [] if request.prefix is None else request.prefix.versions.tolist()
 
     async def update(self, version: int, manifest: Manifest) -> dict[str, str]:
+        assert "weights" not in self.sleeping, "it was to load, and its weights sleep"
         self.calls.append(f"update {version}")
         if self.before_update is not None:
             waiting = self.before_update(version)
@@ -106,13 +109,23 @@ class FakeEngine:
                 await waiting
         self.updates.append(version)
         self.version = version
-        self.asleep = False
         return {name: "?" if self.spoil else digest for name, digest in manifest.digests.items()}
 
     async def sleep(self) -> None:
-        assert not self.asleep, "it was to sleep, and is asleep"
-        self.asleep = True
-        self.calls.append("sleep")
+        assert not self.sleeping, "it was to sleep, and is asleep"
+        await self._call("sleep")
+        self.sleeping = {"weights", "kv_cache"}
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        waking = self.sleeping if tags is None else set(tags)
+        assert waking, "it was to wake, and is awake"
+        await self._call("wake weights" if "weights" in waking else "wake cache")
+        self.sleeping = self.sleeping - waking
+
+    async def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.before:
+            await self.before[name]()
 
     async def stop(self) -> None:
         self.calls.append("stop")

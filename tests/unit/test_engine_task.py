@@ -339,18 +339,26 @@ def test_an_engine_that_fails_to_take_a_version_is_lost_alone_and_its_requests_a
 # Colocated
 
 
+async def taken(controller: Controller, version: int) -> None:
+    """A batch, and the devices for it."""
+    assert await controller.next_batch(version) is not None
+    await controller.sleep()
+
+
 def test_colocated_engines_sleep_from_the_batch_to_the_weights_that_it_makes() -> None:
     async def body() -> None:
         engines = [FakeEngine(), FakeEngine()]
-        controller = await begin(engines, flow(2, 1.0), colocated=True)
+        controller = await begin(engines, flow(2, 1.0))
         for version in range(3):
-            assert await controller.next_batch(version) is not None
+            await taken(controller, version)
             assert [engine.calls[-1] for engine in engines] == ["sleep"] * 2
             await stage(controller, version + 1)
         for engine in engines:
-            assert engine.calls == [
-                call for version in range(3) for call in (f"update {version}", "sleep")
-            ] + ["update 3"]
+            assert engine.calls == ["update 0"] + [
+                call
+                for version in range(1, 4)
+                for call in ("sleep", "wake weights", f"update {version}", "wake cache")
+            ]
         await controller.close()
 
     run(body)
@@ -361,11 +369,11 @@ def test_colocated_engines_that_wait_for_their_turn_sleep_on_and_none_waits_whil
 ):
     async def body() -> None:
         engines, gate = [FakeEngine(), FakeEngine(), FakeEngine()], asyncio.Event()
-        controller = await begin(engines, flow(3, 2.0), colocated=True, max_paused=0.0)
+        controller = await begin(engines, flow(3, 2.0), max_paused=0.0)
         await until(lambda: controller.stats()["buffer"] == 9)
         for engine in engines:
             engine.delay = never
-        assert await controller.next_batch(0) is not None
+        await taken(controller, 0)
 
         for engine in engines:
             engine.before_update = lambda version: gate.wait()
@@ -374,13 +382,13 @@ def test_colocated_engines_that_wait_for_their_turn_sleep_on_and_none_waits_whil
         gate.set()
         await until(lambda: holds(controller, 1))
         await until(lambda: all(slot.held for slot in controller._fleet.slots))
-        assert await controller.next_batch(1) is not None
+        await taken(controller, 1)
 
         for engine in engines:
             engine.before_update = None
         await controller.staged(2, manifest(2))
         controller._fleet.updates._policy_has_devices = True  # the batch is asked for at once
-        assert await controller.next_batch(2) is not None
+        await taken(controller, 2)
         await stage(controller, 3)
         assert not any(slot.restarts or slot.lost for slot in controller._fleet.slots)
         await controller.close()
@@ -393,7 +401,7 @@ def test_colocated_no_engine_starts_beside_the_policy_and_the_policy_waits_for_o
 ):
     async def body() -> None:
         launch = FakeLaunch([FakeEngine(), FakeEngine()])
-        controller = await begin(launch, flow(2, 1.0), colocated=True)
+        controller = await begin(launch, flow(2, 1.0))
         gate = asyncio.Event()
         start = launch.__call__
 
@@ -406,11 +414,11 @@ def test_colocated_no_engine_starts_beside_the_policy_and_the_policy_waits_for_o
         controller._fleet.tasks[0]._launch = slow  # type: ignore[assignment]
         launch.engines[0].fail(RuntimeError("out of memory"))
         await until(lambda: started)
-        waiting = asyncio.create_task(controller.next_batch(0))
+        waiting = asyncio.create_task(taken(controller, 0))
         await until(lambda: controller._fleet.updates._policy_has_devices)
         assert not waiting.done(), "an engine is being started on the devices"
         gate.set()
-        assert await waiting is not None
+        await waiting
         assert "sleep" in launch.engines[0].calls
 
         launch.engines[1].fail(RuntimeError("out of memory"))

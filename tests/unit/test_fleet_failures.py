@@ -327,7 +327,6 @@ def test_the_bound_holds_while_each_engine_loads_in_its_own_time_and_engines_com
         controller = await begin(
             launch,
             flow(2, **setting),
-            colocated=colocated,
             capacity=3,
             max_paused=chance.choice([0.0, 0.5, 1.0]),
             restarts_per_hour=1000,
@@ -354,6 +353,8 @@ def test_the_bound_holds_while_each_engine_loads_in_its_own_time_and_engines_com
                 removing.add(asyncio.create_task(controller.remove_engine(chance.choice(left()))))
             handout = await controller.next_batch(version)
             assert handout is not None
+            if colocated:
+                await controller.sleep()
             for group in groups_of(handout.batch):
                 assert group.index in admitted or group.index < by_begin
                 assert all(s.start_version >= admitted.get(group.index, 0) for s in group.samples)

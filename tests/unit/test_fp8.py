@@ -487,3 +487,11 @@ def test_a_fused_weight_kept_in_8_bits_has_the_places_of_one_that_is_not(monkeyp
     )
     assert kept == usual
     assert [first for first, *_ in usual] == [0, 12]
+
+
+def test_weights_that_a_module_keeps_in_8_bits_between_micro_batches_can_be_given_up():
+    """By the name under which Transformer Engine 2.11 has them."""
+    chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    chunk[1]._fp8_workspaces = {"weight": torch.ones(2, 2)}
+    fp8.drop_workspaces([chunk])
+    assert chunk[1]._fp8_workspaces == {}

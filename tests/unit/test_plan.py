@@ -23,7 +23,9 @@ from typer.testing import CliRunner
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
+from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.plan.activations import stores_scores
+from megatron_async_rl.plan.fit import twin_bytes
 from megatron_async_rl.plan.layout import rank_coordinates
 from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
 from megatron_async_rl.plan.memory import (
@@ -944,7 +946,7 @@ def test_the_gpus_that_are_here_are_held_against_the_plan_too(tmp_path):
     ("share", "words"),
     [
         (0.15, "each GPU of an engine: about 15.0 GiB are needed of the 12.0 GiB that 0.15"),
-        (0.6, "an engine, generating beside a rank: about 10"),
+        (0.9, "an engine, generating beside a rank: about 87"),
     ],
 )
 def test_a_share_too_small_for_an_engine_or_too_large_beside_the_policy_is_refused(
@@ -957,6 +959,28 @@ def test_a_share_too_small_for_an_engine_or_too_large_beside_the_policy_is_refus
     assert words in problem.what
     (other,) = re.findall(rf"{key}: ([0-9.]+)", problem.fix)
     assert plan(file, *EIGHT_RANKS, f"{key}={other}", machine=machine).problems == ()
+
+
+def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp_path):
+    file, machine = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
+    planned = plan(file, *EIGHT_RANKS, machine=machine)
+    (rank,), share = planned.ranks, int(0.3 * 80 * GIB)
+    assert set(planned.peaks) == set(PHASES)
+    assert {phase: need.total for phase, need in planned.peaks.items()} == {
+        "generate": share + rank.parameters,
+        "train": rank.total,
+        "publish": planned.engine.weights + rank.parameters,
+    }
+    code, output = planned_on_a_laptop(file, *EIGHT_RANKS, *EIGHT_GPUS, "80")
+    assert code == 0, output
+    (at,) = (i for i, line in enumerate(output.splitlines()) if "a GPU in phase" in line)
+    shown = [line.split() for line in output.splitlines()[at + 1 : at + 4]]
+    assert [words[:2] for words in shown] == [
+        [phase, f"{need.total / GIB:.1f}"] for phase, need in planned.peaks.items()
+    ]
+    assert twin_bytes(load(file, EIGHT_RANKS), rank) == rank.optimizer
+    apart = plan(file, *EIGHT_RANKS, "rollout.placement=disaggregated", machine=machine)
+    assert apart.peaks == {}
 
 
 REWARDS = """

@@ -1,0 +1,109 @@
+"""Whose turn it is on the devices that engines and policy share, and in which order it changes.
+
+              engines sleep,               policy releases              weights are staged; each engine
+              policy restores              its training state           wakes its weights, loads, is
+                                                                        verified, wakes its cache
+    generate -----------------> train -----------------------> publish ---------------------> generate
+
+Policy and engines go through one order, each through its own steps of it (`by`): the policy waits
+for the engines' sleep, and what it stages is what an engine waits for. Where engines have devices
+of their own the phases are the trainer's alone, and nothing has to make room.
+
+Invariants:
+- a step is taken only after the one before it was; after one that failed none is;
+- nothing here waits, and nothing knows what a step does;
+- an error that leaves a step names phase and step, in a note that `watchdog.events` shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+Phase = Literal["generate", "train", "publish"]
+"""`generate`: engines have weights and cache, the policy its parameters. `train`: engines have
+nothing, the policy everything. `publish`: the policy has its parameters, engines their weights."""
+Name = Literal[
+    "sleep", "restore", "release", "stage", "wake weights", "load", "verify", "wake cache"
+]
+By = Literal["policy", "engine", "both"]
+
+
+class Step(NamedTuple):
+    """needs: the phase whose memory it needs."""
+
+    name: Name
+    by: By
+    needs: Phase
+
+
+TO: dict[Phase, tuple[Step, ...]] = {
+    "train": (Step("sleep", "both", "generate"), Step("restore", "policy", "train")),
+    "publish": (Step("release", "policy", "train"),),
+    "generate": (
+        Step("stage", "policy", "publish"),
+        Step("wake weights", "engine", "publish"),
+        Step("load", "engine", "publish"),
+        Step("verify", "engine", "publish"),
+        Step("wake cache", "engine", "generate"),
+    ),
+}
+"""What leads to a phase from the one before it, in order. Weights are staged in host memory before
+an engine wakes, so that a device never holds three copies of them."""
+PHASES = tuple(TO)
+"""In the order in which they follow each other, round and round."""
+
+
+class OutOfTurn(RuntimeError):
+    """A step was to be taken whose turn it is not."""
+
+
+class DeviceTurns:
+    """The order as one party goes through it. phase: the one it stands in at first."""
+
+    def __init__(self, by: By, phase: Phase) -> None:
+        self._by = by
+        self._at = phase
+        self._step: Step | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """The one it stands in, or within a step the one whose memory that needs."""
+        return self._at if self._step is None else self._step.needs
+
+    def to(self, phase: Phase, do: Mapping[Name, Callable[[], object]]) -> None:
+        """Takes the party's own steps to `phase`, which it stands in then. Raises OutOfTurn where
+        another phase is next, and what a step raises."""
+        for step in self._steps_to(phase):
+            with self._taking(step):
+                do[step.name]()
+        self._at = phase
+
+    async def await_to(
+        self, phase: Phase, do: Mapping[Name, Callable[[], Awaitable[object]]]
+    ) -> None:
+        """The same, of steps that are awaited."""
+        for step in self._steps_to(phase):
+            with self._taking(step):
+                await do[step.name]()
+        self._at = phase
+
+    def _steps_to(self, phase: Phase) -> tuple[Step, ...]:
+        following = PHASES[(PHASES.index(self._at) + 1) % len(PHASES)]
+        if self._step is not None or phase != following:
+            step = "" if self._step is None else f" and step {self._step.name}"
+            raise OutOfTurn(
+                f"phase {phase} was to follow phase {self._at}{step}, after which comes {following}"
+            )
+        return tuple(step for step in TO[phase] if step.by in (self._by, "both"))
+
+    @contextmanager
+    def _taking(self, step: Step) -> Iterator[None]:
+        self._step = step
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"in phase {step.needs}, step {step.name}")
+            raise
+        self._step = None

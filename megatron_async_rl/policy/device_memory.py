@@ -1,0 +1,199 @@
+"""The policy's memory on its device: what holds how much of it, and what makes room while engines
+have their turn.
+
+    parameters       stay: they are what is published, and what scores
+    optimizer state  moments, float32 masters, and what gradient controls keep between steps go into
+                     twins in host memory, page-locked on CUDA, and come back
+    gradients        are given up: the next step's begin at zero
+
+Invariants:
+- a round trip changes no bit, and no tensor's identity: whoever holds one holds it after, too;
+- released, a tensor is its twin: it can be read and saved where it is, and its device storage has 0
+  bytes, whoever else looks at that;
+- masters that are the model's own parameters stay, as do moments that are in host memory already;
+- a training step on a policy that made room is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_async_rl.policy.adam_view import optimizer_parameters
+from megatron_async_rl.policy.fp8 import drop_workspaces, is_quantised
+from megatron_async_rl.policy.megatron_private import gradient_buffers, optimizer_parts
+from megatron_async_rl.policy.optimizer import MOMENTS
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+
+    from megatron_async_rl.controls.decision import Control
+
+
+class Released(RuntimeError):
+    """A training step was asked of a policy whose training state is in host memory."""
+
+
+class _Exchanged(NamedTuple):
+    """tensor: now its twin in host memory. place: as it was; its storage is empty."""
+
+    tensor: Tensor
+    place: Tensor
+
+
+class _Emptied(NamedTuple):
+    """A storage that had `nbytes`."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+
+
+class DeviceMemory:
+    """wrapped: the model's chunks inside Megatron's DDP. device: of this rank."""
+
+    def __init__(
+        self,
+        wrapped: Sequence[Any],
+        optimizer: MegatronOptimizer,
+        controls: Iterable[Control],
+        device: torch.device,
+    ) -> None:
+        self._wrapped = wrapped
+        self._optimizer = optimizer
+        self._controls = list(controls)
+        self._device = device
+        self._exchanged: list[_Exchanged] = []
+        self._emptied: list[_Emptied] = []
+        self._released = False
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Keeps the parameters alone on the device. Does nothing where that is so already."""
+        if self._released:
+            return
+        self._released = True
+        # Before a reference of a control is moved, what writes it on a stream of its own is through.
+        self._synchronise()
+        # What Adam read: views of the buffers, or float32 copies of them.
+        self._optimizer.zero_grad()
+        state = [
+            tensor
+            for tensor in (*self._state(), *self._references())
+            if tensor.device.type == self._device.type and tensor.numel()
+        ]
+        twins = _copied(state)
+        self._synchronise()
+        for tensor, twin in zip(state, twins, strict=True):
+            self._exchanged.append(_Exchanged(tensor, tensor.detach()))
+            tensor.data = twin
+        for place in (*(each.place for each in self._exchanged), *gradient_buffers(self._wrapped)):
+            storage = place.untyped_storage()
+            if storage.nbytes():  # else it is another's, too, and empty already
+                self._emptied.append(_Emptied(storage, storage.nbytes()))
+                storage.resize_(0)
+        drop_workspaces(self._wrapped)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Everything is on the device again. Does nothing where it is."""
+        if not self._released:
+            return
+        for storage, nbytes in self._emptied:
+            storage.resize_(nbytes)
+        twins = []
+        for tensor, place in self._exchanged:
+            twins.append(tensor.detach())
+            place.copy_(tensor, non_blocking=True)
+            tensor.data = place
+        for buffer in gradient_buffers(self._wrapped):
+            buffer.zero_()
+        self._synchronise()  # torch keeps the twins' page-locked memory for the next ones
+        self._exchanged.clear()
+        self._emptied.clear()
+        self._released = False
+
+    def require(self) -> None:
+        """Raises Released where the policy made room."""
+        if self._released:
+            raise Released(
+                "the policy's optimizer state is in host memory and its gradients are given up:"
+                " `restore` comes before a training step"
+            )
+
+    def held(self) -> dict[str, int]:
+        """Bytes on this rank's device, by what holds them; of torch's other tensors and of other
+        processes on CUDA alone."""
+        away = {id(each.tensor) for each in self._exchanged}
+        seen: set[int] = set()
+
+        def count(tensors: Iterable[Tensor]) -> int:
+            total = 0
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                here = tensor.device.type == self._device.type and id(tensor) not in away
+                if here and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    total += storage.nbytes()
+            return total
+
+        # Of weights in 8 bits the storage is Transformer Engine's own.
+        quantised = sum(p.numel() for p in self._parameters() if is_quantised(p))
+        gradients = [p.grad for p in optimizer_parameters(self._optimizer) if p.grad is not None]
+        found = {
+            "parameters": quantised + count(self._plain_parameters()),
+            "gradients": count([*gradient_buffers(self._wrapped), *gradients]),
+            "optimizer state": count(self._state()),
+            "references of gradient controls": count(self._references()),
+        }
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+            reserved = torch.cuda.memory_reserved(self._device)
+            found["activations, at their peak"] = max(0, peak - sum(found.values()))
+            found["engines and other processes"] = max(0, total - free - reserved)
+        return found
+
+    def _state(self) -> Iterator[Tensor]:
+        """Float32 masters that are not the model's own parameters, and moments."""
+        own = {p.untyped_storage().data_ptr() for p in self._plain_parameters()}
+        for master in optimizer_parameters(self._optimizer):
+            if master.untyped_storage().data_ptr() not in own:
+                yield master
+        for part in optimizer_parts(self._optimizer):
+            for state in part.optimizer.state.values():
+                yield from (state[name] for name in MOMENTS if name in state)
+
+    def _references(self) -> Iterator[Tensor]:
+        for control in self._controls:
+            yield from control.device_state()
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for chunk in self._wrapped:
+            yield from chunk.parameters()
+
+    def _plain_parameters(self) -> Iterator[nn.Parameter]:
+        yield from (p for p in self._parameters() if not is_quantised(p))
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, page-locked of what is on CUDA; there once the device is through."""
+    try:
+        return [
+            torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+            ).copy_(tensor, non_blocking=True)
+            for tensor in tensors
+        ]
+    except RuntimeError as error:
+        needed = sum(tensor.nbytes for tensor in tensors) / 2**30
+        error.add_note(f"{needed:.1f} GiB of host memory are needed for training state meanwhile")
+        raise

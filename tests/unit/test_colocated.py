@@ -1,0 +1,296 @@
+"""Engines and policy take turns on the same devices: the order, and what becomes of a run in which a
+step of it fails or never ends."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.flow import engine_task
+from megatron_async_rl.flow.colocated import PHASES, TO, DeviceTurns, OutOfTurn
+from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
+from megatron_async_rl.flow.rank0 import Rank0
+from megatron_async_rl.plan.fit import memory_ran_out
+from megatron_async_rl.plan.machine import GIB
+from megatron_async_rl.rollout import engine_process
+from megatron_async_rl.rollout.engine_process import EngineStartError
+from megatron_async_rl.watchdog.deadline import DeadlineExceeded
+from megatron_async_rl.watchdog.events import described, failure_of
+from megatron_async_rl.weights.manifest import WeightMismatch
+from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest
+from tests.unit.flow_setup import begin, flow, run, until
+from tests.written_run import write_run
+
+POLICY, ENGINE = (
+    [step for phase in PHASES for step in TO[phase] if step.by in (party, "both")]
+    for party in ("policy", "engine")
+)
+
+
+@pytest.fixture(autouse=True)
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_task, "FIRST_DELAY_S", 0.001)
+
+
+def test_each_party_takes_its_own_steps_in_order_and_knows_whose_memory_each_needs() -> None:
+    for party, own in (("policy", POLICY), ("engine", ENGINE)):
+        turns, seen = DeviceTurns(party, "generate"), []  # type: ignore[arg-type]
+        do = {
+            step.name: lambda step=step: seen.append((step.name, turns.phase))  # noqa: B023
+            for step in own
+        }
+        for phase in PHASES:
+            turns.to(phase, do)
+            assert turns.phase == phase
+        assert seen == [(step.name, step.needs) for step in own]
+
+
+def test_no_phase_is_passed_over_and_none_follows_a_step_that_failed() -> None:
+    turns = DeviceTurns("policy", "generate")
+    for phase in ("publish", "generate"):
+        with pytest.raises(OutOfTurn, match="after which comes train"):
+            turns.to(phase, {})  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        turns.to("train", {"sleep": lambda: 1 / 0})
+    with pytest.raises(OutOfTurn, match="phase generate and step sleep"):
+        turns.to("train", {"sleep": lambda: None, "restore": lambda: None})
+
+
+# The policy's side
+
+
+class Alone:
+    """The layout of one rank."""
+
+    rank, world_size, device_type = 0, 1, "cpu"
+
+    def from_rank_zero(self, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def barrier(self) -> None: ...
+
+
+class Parts:
+    """What rank 0's turns lead to; the step `failing` raises."""
+
+    def __init__(self, failing: str, error: Exception) -> None:
+        self.done: list[str] = []
+        self._failing, self._error = failing, error
+
+    def part(self, name: str) -> Callable[..., Any]:
+        def take(*_: Any) -> Any:
+            if name == self._failing:
+                raise self._error
+            self.done.append(name)
+
+        return take
+
+
+def rank0(folder: Path, parts: Parts) -> Rank0:
+    config: Any = SimpleNamespace(
+        run=SimpleNamespace(dir=folder, steps=1),
+        rollout=SimpleNamespace(placement="colocated"),
+        eval=None,
+    )
+    rank = Rank0(config, Alone())  # type: ignore[arg-type]
+    rank.memory = SimpleNamespace(release=parts.part("release"), restore=parts.part("restore"))  # type: ignore[assignment]
+    rank._batches = SimpleNamespace(sleep=parts.part("sleep"), publish=parts.part("staged"))  # type: ignore[assignment]
+    rank._shards = SimpleNamespace(buckets=(), parts=tuple)  # type: ignore[assignment]
+    rank._staging = SimpleNamespace(stage=parts.part("stage"))  # type: ignore[assignment]
+    return rank
+
+
+def loop(rank: Rank0) -> None:
+    """The loop's turns, from a policy that was just built to the second time it generates."""
+    rank.give_devices()
+    rank.publish(0)
+    rank.take_devices()
+    rank.give_devices()
+    rank.publish(1)
+
+
+def test_the_loop_takes_the_devices_before_a_step_and_gives_them_before_it_publishes(
+    tmp_path: Path,
+) -> None:
+    parts = Parts("", Exception())
+    loop(rank0(tmp_path, parts))
+    publish = ["release", "stage", "staged"]
+    assert parts.done == [*publish, "sleep", "restore", *publish]
+
+
+@pytest.mark.parametrize("step", POLICY, ids=lambda step: step.name)
+def test_a_step_of_the_policys_that_fails_ends_the_run_and_is_named_with_its_phase(
+    tmp_path: Path, step: Any
+) -> None:
+    late = DeadlineExceeded("rank 0", "the engines to sleep", 9.0)
+    error = late if step.name == "sleep" else RuntimeError("it broke")
+    parts = Parts(step.name, error)
+    rank = rank0(tmp_path, parts)
+    with pytest.raises(type(error)) as failed:
+        loop(rank)
+    told = failure_of(failed.value, tmp_path / "rank_0.log").what
+    assert told == f"{type(error).__name__}: {error} (in phase {step.needs}, step {step.name})"
+    assert step.name not in parts.done
+    assert rank.turns.phase == step.needs
+
+
+# The engines' side
+
+
+async def hangs() -> None:
+    await asyncio.Event().wait()
+
+
+async def raises() -> None:
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+async def until_it_ends(controller: Controller) -> None:
+    """Rank 0 hears of what went wrong at one of the two."""
+    await controller.staged(1, manifest(1))
+    await controller.next_batch(1)
+
+
+def break_at(engine: FakeEngine, step: str, fault: Callable[[], Any]) -> None:
+    if step == "load":
+        engine.before_update = lambda version: fault() if version else None
+    else:
+        engine.before[step] = fault
+
+
+@pytest.mark.parametrize("fault", [raises, hangs])
+@pytest.mark.parametrize(
+    "step", [step for step in ENGINE if step.name != "verify"], ids=lambda step: step.name
+)
+def test_an_engine_that_fails_in_a_step_is_lost_alone_and_step_and_phase_are_named(
+    step: Any, fault: Callable[[], Any]
+) -> None:
+    async def body() -> None:
+        broken, other = FakeEngine(), FakeEngine()
+        limits = {"timeout_s": 30.0, "start_timeout_s": 30.0, "update_timeout_s": 30.0}
+        controller = await begin([broken, other], flow(2, 1.0), restarts_per_hour=0, **limits)
+        break_at(broken, step.name, fault)
+        assert await controller.next_batch(0) is not None
+        await controller.sleep()
+        assert other.sleeping == {"weights", "kv_cache"}
+        await controller.staged(1, manifest(1))
+        slot = controller._fleet.slots[0]
+        await until(lambda: slot.dead)
+        assert f"(in phase {step.needs}, step {step.name})" in slot.lost
+        assert ("CUDA out of memory" in slot.lost) == (fault is raises)
+        assert slot.memory_out == (step.needs if fault is raises else None)
+        assert broken.killed
+        assert await controller.next_batch(1) is not None
+        assert (other.version, other.sleeping) == (1, set())
+        await controller.close()
+
+    run(body)
+
+
+def test_weights_that_differ_after_the_sleep_end_the_run_and_no_cache_wakes() -> None:
+    async def body() -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        controller = await begin(engines, flow(2, 0.0), max_paused=1.0)
+        assert await controller.next_batch(0) is not None
+        await controller.sleep()
+        for engine in engines:
+            engine.spoil = True
+        with pytest.raises(WeightMismatch, match="tensor w") as failed:
+            await until_it_ends(controller)
+        crossed = pickle.loads(pickle.dumps(failed.value))
+        assert described(crossed).endswith("(in phase publish, step verify)")
+        assert not any("wake cache" in engine.calls for engine in engines)
+        await controller.close()
+
+    run(body)
+
+
+def test_engines_that_all_run_out_of_memory_end_the_run_with_their_phase() -> None:
+    async def body() -> None:
+        engine = FakeEngine()
+        controller = await begin([engine], flow(2, 0.0), restarts_per_hour=0)
+        break_at(engine, "wake weights", raises)
+        assert await controller.next_batch(0) is not None
+        await controller.sleep()
+        with pytest.raises(EngineMemoryOut, match="step wake weights") as failed:
+            await until_it_ends(controller)
+        crossed = pickle.loads(pickle.dumps(failed.value))
+        assert (str(crossed), crossed.phase) == (str(failed.value), "publish")
+        await controller.close()
+
+    run(body)
+
+
+def test_an_engine_that_starts_for_too_long_before_the_sleep_ends_the_run() -> None:
+    async def body() -> None:
+        launch = FakeLaunch([FakeEngine(), FakeEngine()])
+        limits = {"timeout_s": 5.0, "start_timeout_s": 5.0}
+        controller = await begin(launch, flow(2, 1.0), **limits)
+        controller._fleet.tasks[0]._launch = lambda spec, again: hangs()  # type: ignore[assignment, return-value]
+        launch.engines[0].fail(RuntimeError("gone"))
+        await until(lambda: controller._fleet.updates._starting)
+        assert await controller.next_batch(0) is not None
+        with pytest.raises(DeadlineExceeded, match="engines that start or load before they sleep"):
+            await controller.sleep()
+        await controller.close()
+
+    run(body)
+
+
+# Memory that runs out
+
+
+def not_started(folder: Path, cause: str) -> EngineStartError:
+    """Of an engine whose vLLM process ended by this."""
+    log, trace = folder / "engine-0.log", "Traceback (most recent call last):\n  File x, line 1\n"
+    log.write_text(f"{trace}{cause}\n{trace}RuntimeError: Engine core initialization failed.\n")
+    spec: Any = SimpleNamespace(name="engine-0", log_dir=folder, log=log)
+    return engine_process._failure(spec, "did not start: RuntimeError: Engine core")
+
+
+NO_ROOM = "ValueError: Free memory on device cuda:0 (2/80 GiB) on startup is less than desired"
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "key"),
+    [
+        (lambda _: RuntimeError("CUDA error: out of memory"), "train", "policy.recompute: full"),
+        (lambda _: EngineMemoryOut("no engine is left", "publish"), "publish", "rollout.tensor: 2"),
+        (
+            lambda folder: not_started(folder, NO_ROOM),
+            "generate",
+            "rollout.gpu_memory_utilization: 0.75",
+        ),
+    ],
+    ids=["a rank", "the last engine", "a start"],
+)
+def test_memory_that_ran_out_names_its_phase_the_largest_holders_and_keys(
+    tmp_path: Path, error: Callable[[Path], Exception], phase: str, key: str
+) -> None:
+    config, held = load(write_run(tmp_path)), {"parameters": 3 * GIB, "gradients": GIB, "x": 0}
+    raised = pickle.loads(pickle.dumps(error(tmp_path)))
+    found = memory_ran_out(raised, config, "train", lambda: held)
+    assert found is not None
+    holds = f"in phase {phase}; this rank's holds parameters 3.0 GiB, gradients 1.0 GiB. It was: "
+    assert holds + described(raised).partition("\n")[0] in str(found)
+    assert ("Free memory" in str(found)) == (key in "rollout.gpu_memory_utilization: 0.75")
+    assert key in found.fix
+    assert ("policy.parallel" in found.fix) == (phase == "train"), "engines have their own GPUs"
+    later = FlowError("the run ends")
+    later.__cause__ = raised
+    assert memory_ran_out(later, config, "train", lambda: held) is not None
+
+
+def test_another_error_is_not_taken_for_memory_that_ran_out(tmp_path: Path) -> None:
+    config = load(write_run(tmp_path))
+    no_file = not_started(tmp_path, "OSError: no such file")
+    for error in (ValueError("no"), FlowError("a prompt says: out of memory"), no_file):
+        assert memory_ran_out(error, config, "train", dict) is None
