@@ -20,6 +20,7 @@ from megatron_async_rl.plan.layout import (
     Device,
     Process,
     device_of,
+    engine_count,
     engines_elsewhere,
     layers_of,
     layout_problems,
@@ -297,16 +298,19 @@ def _schedule_problems(config: Config) -> list[Problem]:
 
 
 def _transport_problems(config: Config, shape: ModelShape, machine: Machine) -> list[Problem]:
-    needed = 2 * shape.parameters * value_bytes(config)
+    own = config.weights.transport == "collective" and not engines_elsewhere(config, machine)
+    receivers = engine_count(config) if own else 0
+    needed = 2 * shape.parameters * value_bytes(config) * (1 + receivers)
     free = machine.shared_memory
     if machine.described or free >= needed:
         return []
+    what = "two versions of the model" + (f", and two for each of {receivers} engines" * own)
     return [
         Problem(
             key="weights.transport",
             what=(
-                f"two versions of the model, {needed / MIB:.0f} MiB, are to lie in /dev/shm, which"
-                f" has {free / MIB:.0f} MiB free"
+                f"{what}, {needed / MIB:.0f} MiB, are to lie in /dev/shm, which has"
+                f" {free / MIB:.0f} MiB free"
             ),
             fix=f"enlarge /dev/shm (docker run --shm-size={math.ceil(needed / GIB) + 1}g)",
         )
@@ -348,10 +352,12 @@ def _warnings(
             + f" ({config.optimizer_steps}): lr never reaches its value"
         )
     elsewhere = engines_elsewhere(config, machine)
-    if config.weights.transport == "relay" and not elsewhere:
+    transport = config.weights.transport
+    if transport != "shared_memory" and not elsewhere:
+        less = ", where shared_memory copies nothing" if transport == "collective" else ""
         found.append(
-            "weights.transport: relay, but RAY_ADDRESS names no cluster: Ray starts on this machine"
-            " alone, and all engines run here"
+            f"weights.transport: {transport}, but RAY_ADDRESS names no cluster: Ray starts on this"
+            f" machine alone, and all engines run here{less}"
         )
     if rollout is not None and engine is not None and engine.cache_tokens is not None:
         at_once = engine.cache_tokens // longest

@@ -159,10 +159,11 @@ def test_engines_that_read_shared_memory_are_on_rank_0s_machine(
     assert [nodes.of(spec, device="cuda") for spec in specs(3)] == ["only b"] * 3
 
 
-def test_by_relay_engines_are_divided_over_the_machines_that_live(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("transport", ["relay", "collective"])
+def test_elsewhere_engines_are_divided_over_the_machines_that_live(
+    transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(monkeypatch, "bac", dead="d")
-    relayed = [nodes.of(spec, transport="relay") for spec in specs(4)]
+    relayed = [nodes.of(spec, transport=transport) for spec in specs(4)]
     assert relayed == ["only a", "only c", "only b", "only a"]
-    assert nodes.of(specs(1)[0], transport="relay", device="cuda") == "SPREAD"
+    assert nodes.of(specs(1)[0], transport=transport, device="cuda") == "SPREAD"

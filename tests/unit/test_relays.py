@@ -12,12 +12,13 @@ import pytest
 from megatron_async_rl.flow import engine_task, relays
 from megatron_async_rl.flow.copies import Copies, Relayed, Staged
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.watchdog.deadline import ProcessDied
 from megatron_async_rl.weights.relay_server import RelayFailed
 from tests.unit.fake_engine import FakeEngine, FakeLaunch
 from tests.unit.fleet_harness import FleetHarness
 from tests.unit.flow_setup import run, until
-from tests.unit.relay_harness import Copied, Reader, RelayHarness, manifest
+from tests.unit.relay_harness import Reader, RelayHarness, copied, manifest
 
 THERE, FURTHER = "there", "further"
 
@@ -71,7 +72,7 @@ def test_a_copy_whose_place_the_next_version_takes_is_there_no_more() -> None:
     for version in (1, 2):
         staged = Staged(version=version, manifest=manifest(version), at=0.0)
         copies.begin(THERE, version)
-        copies.add(THERE, staged, Copied(manifest=manifest(version, THERE)))
+        copies.add(THERE, staged, copied(manifest(version, THERE)))
     assert copies.replaced(THERE) == [1]
     copies.begin(THERE, 3)
     assert copies.find(THERE, 1) is None
@@ -86,9 +87,9 @@ def test_what_a_version_took_is_the_slowest_machines_time_and_all_bytes() -> Non
     copies = Copies()
     staged = {v: Staged(version=v, manifest=manifest(v), at=0.0) for v in (1, 2)}
     for machine, version, seconds in ((THERE, 1, 9.0), (THERE, 2, 3.0), (FURTHER, 2, 2.0)):
-        arrived = Copied(manifest=manifest(version), nbytes=10, seconds=seconds)
+        arrived = copied(manifest(version), nbytes=10, seconds=seconds)
         copies.add(machine, staged[version], arrived)
-    copies.add("late", staged[1], Copied(manifest=manifest(1), nbytes=10, seconds=20.0))
+    copies.add("late", staged[1], copied(manifest(1), nbytes=10, seconds=20.0))
     assert copies.last == Relayed(version=2, seconds=3.0, nbytes=20)
 
 
@@ -354,6 +355,90 @@ def test_weights_that_are_wrong_are_sent_nowhere() -> None:
             for _ in range(50):
                 await asyncio.sleep(0)
             assert harness.started[0].asked == []
+
+    run(body)
+
+
+SET = {"at_once": 1, "with_engines": True}
+"""Each engine is a machine of its own."""
+
+
+def test_sets_are_sent_to_one_after_another_and_each_in_its_turn() -> None:
+    async def body() -> None:
+        engines = [Reader(index, f"engine-{index}@a") for index in range(3)]
+        async with relayed(*engines, **SET) as harness:
+            harness.held_up = True
+            await until(lambda: len(harness.started) == 3)
+            order: list[int] = []
+            harness.stage(1)
+            for _ in engines:
+                await until(lambda: len(asked(harness)) == len(order) + 1)
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                (now,) = set(asked(harness)) - set(order)
+                if not order:
+                    harness.stage(2)  # whoever has had a turn waits for the others'
+                order.append(now)
+                harness.started[now].gate.set()
+            await until(lambda: harness.updates.copies.newest(engines[order[0]].machine))
+            assert sorted(order) == [0, 1, 2]
+
+    run(body)
+
+
+def asked(harness: RelayHarness) -> list[int]:
+    """Relays that were asked for a version."""
+    return [index for index, relay in enumerate(harness.started) if relay.asked]
+
+
+def test_a_set_that_fails_costs_only_itself_and_is_made_anew() -> None:
+    async def body() -> None:
+        engines = [Reader(index, f"engine-{index}@a") for index in range(2)]
+        async with relayed(*engines, **SET) as harness:
+            harness.held_up = True
+            await until(lambda: len(harness.started) == 2)
+            harness.stage(1)
+            await until(lambda: asked(harness))
+            (first,) = asked(harness)
+            broken, other = harness.started[first], engines[1 - first]
+            harness.held_up = False
+            broken.failure = RuntimeError("its worker has died")
+            for relay in harness.started:
+                relay.gate.set()
+            await asyncio.gather(*(engine.load(harness.updates) for engine in engines))
+            assert len(harness.started) == 3
+            assert harness.started[1 - first].fetched == [1]
+            assert other.loaded == [(1, f"{other.machine}/1")]
+            assert broken.killed
+            (note,) = harness.notes
+            assert f"which brings weights to engine-{first}, is lost; restart 1 of 3" in note
+            assert [lost for lost in harness.lost if lost[2]] == []
+
+    run(body)
+
+
+def test_a_set_ends_with_its_engine_and_the_one_in_its_place_has_nothing_yet() -> None:
+    async def body() -> None:
+        engine = Reader(0, "engine-0@a")
+        async with relayed(engine, **SET) as harness:
+            harness.held_up = True
+            harness.stage(1)
+            await until(lambda: harness.started and harness.started[0].asked)
+            engine.machine = HERE
+            harness.updates.forget(engine.index)
+            await until(lambda: harness.started[0].killed)
+            assert harness.notes == [], "the engine was lost, and not its communicator besides"
+            await harness.updates.until_released(2)
+
+            harness.held_up = False
+            await harness.start(engine, "engine-0@b")
+            await engine.load(harness.updates)
+            assert engine.loaded == [(1, "engine-0@b/1")]
+            engine.machine = HERE
+            harness.updates.forget(engine.index)
+            await until(lambda: harness.started[1].killed)
+            assert harness.updates.copies.newest("engine-0@b") is None
+            assert harness.relays._tasks == {}
 
     run(body)
 
