@@ -20,7 +20,6 @@ import json
 import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -92,7 +91,6 @@ class Sender:
             self._send_buckets(one, version, manifest)
             paths = _answers(one, version)
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)
             self.close(meeting)
             said = "; ".join(_refusals(one, version)) or str(error)
             raise CollectiveFailed(
@@ -174,7 +172,6 @@ class Receiver:
         except Exception as error:
             log.exception("version %d was not received", version)
             self._answer(version, {"error": f"{type(error).__name__}: {error}"})
-            traceback.clear_frames(error.__traceback__)
             self._leave()
         else:
             self._answer(version, answer)

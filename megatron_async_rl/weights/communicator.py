@@ -60,9 +60,8 @@ class Communicator:
         return wait
 
     def close(self) -> None:
-        """Whoever waits for this member, on either side, fails. gloo closes its connections once
-        nothing of the group is held any more, a wait that failed included
-        (`traceback.clear_frames`)."""
+        """Whoever waits for this member fails. gloo closes its connections as soon as nothing
+        holds the group."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
