@@ -7,7 +7,7 @@ Invariants:
 - one that is lost is closed at the sender, and its engine's workers then give it up, too; others
   are not touched;
 - the sender has a process of its own: it loads torch, and on a GPU holds memory of rank 0's. One
-  that has died is started again with the next communicator.
+  that has died or does not answer is replaced with the next communicator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.flow.relay_process import Relay, RelaySpec, answer_of
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import ProcessDied, name_this_process
+from megatron_async_rl.watchdog.deadline import ProcessDied, await_named, name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.weights.manifest import Copy, Delivery, Manifest, Meeting
 
@@ -128,16 +128,18 @@ class Communicators:
     def close(self) -> None:
         import ray
 
-        if self._sender is not None:
-            ray.kill(self._sender)
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            ray.kill(sender)
 
     async def _running_sender(self) -> Any:
         async with self._starting:
             if self._sender is not None:
                 try:
-                    await answer_of(self._sender.alive.remote())
-                except ProcessDied:
-                    self._sender = None
+                    alive = answer_of(self._sender.alive.remote())
+                    await await_named("the sender to answer", alive, self._limit_s)
+                except (ProcessDied, TimeoutError):
+                    self.close()
             if self._sender is None:
                 self._sender = self._start()
         return self._sender

@@ -1,5 +1,6 @@
 """Staged versions, who reads them, and which of them the memory of machines other than rank 0's
-holds. State alone: who waits for it does so in `updates.py`.
+holds, or an engine's own by collective, which counts as a machine. State alone: who waits for it
+does so in `updates.py`.
 
 Invariants:
 - a copy is here once it is whole and verified, until its place is taken or its machine's relay is

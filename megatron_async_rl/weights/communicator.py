@@ -88,7 +88,7 @@ def _group(members: PrefixStore, meeting: Meeting, rank: int, device: torch.devi
         return ProcessGroupNCCL(members, rank, size, nccl)
     from torch.distributed import ProcessGroupGloo
 
-    gloo: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo: Any = ProcessGroupGloo._Options()
     gloo._timeout = meeting.limit
     # Else gloo listens at what the host's own name resolves to, which may be 127.0.1.1.
     gloo._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(meeting.host))]

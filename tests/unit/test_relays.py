@@ -6,16 +6,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_async_rl.flow import engine_task, relays
+from megatron_async_rl.flow.communicators import Communicators
 from megatron_async_rl.flow.copies import Copies, Relayed, Staged
+from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.flow.relay_process import RelaySpec
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.watchdog.deadline import ProcessDied
+from megatron_async_rl.weights.manifest import Delivery, Meeting
 from megatron_async_rl.weights.relay_server import RelayFailed
-from tests.unit.fake_engine import FakeEngine, FakeLaunch
+from tests.unit.fake_engine import FakeEngine, FakeLaunch, specs
 from tests.unit.fleet_harness import FleetHarness
 from tests.unit.flow_setup import run, until
 from tests.unit.relay_harness import Reader, RelayHarness, copied, manifest
@@ -439,6 +446,68 @@ def test_a_set_ends_with_its_engine_and_the_one_in_its_place_has_nothing_yet() -
             await until(lambda: harness.started[1].killed)
             assert harness.updates.copies.newest("engine-0@b") is None
             assert harness.relays._tasks == {}
+
+    run(body)
+
+
+class FakeSender:
+    """The sender's actor. `death`: what its calls raise; `deaf`: it does not answer."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.death: Exception | None = None
+        self.deaf = False
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        async def call(*arguments: Any) -> Any:
+            self.log.append(method)
+            if self.death is not None:
+                raise self.death
+            if self.deaf:
+                await asyncio.Event().wait()
+            if method == "open":
+                return Meeting(host="here", port=1, workers=arguments[0], limit_s=1.0)
+            return copied(arguments[-1]) if method == "send" else None
+
+        return SimpleNamespace(remote=call)
+
+
+def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    senders: list[FakeSender] = []
+    killed: list[FakeSender] = []
+    monkeypatch.setattr("ray.kill", killed.append)
+
+    def start() -> FakeSender:
+        senders.append(FakeSender(log))
+        return senders[-1]
+
+    async def receive(delivery: Delivery) -> None:
+        log.append(f"receive {delivery.version}, keep {delivery.kept}")
+
+    async def body() -> None:
+        (spec,) = specs(1)
+        slot = EngineSlot(spec)
+        slot.engine = SimpleNamespace(machine="engine-0@a", receive=receive)  # type: ignore[assignment]
+        sets = Communicators(lambda: [slot], Path("logs"), 0.05, None)
+        monkeypatch.setattr(sets, "_start", start)
+        where = RelaySpec(index=0, machine="engine-0@a", log_dir=Path("logs"))
+        relay = await sets.launch(where)
+        for version in (1, 2):
+            assert (await relay.fetch(version, manifest(version))).manifest == manifest(version)
+        calls = ["open", "receive 1, keep None", "send", "receive 2, keep 1", "send"]
+        assert log == calls
+
+        senders[0].death = ProcessDied("killed")
+        await sets.launch(where)
+        senders[1].deaf = True
+        await sets.launch(where)
+        assert (len(senders), killed) == (3, senders[:2])
+        slot.engine = None
+        with pytest.raises(RuntimeError, match="its engine has gone"):
+            await sets.launch(where)
 
     run(body)
 
