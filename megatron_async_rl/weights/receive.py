@@ -27,6 +27,7 @@ from megatron_async_rl.weights.collective import Receiver
 from megatron_async_rl.weights.loaded import Loaded, LoadWatch
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 from megatron_async_rl.weights.reload import reload_of
+from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 from megatron_async_rl.weights.transport import Reader, carrier
 
 
@@ -173,6 +174,7 @@ class WeightLoadingWorker:
         """`delivery`: a pickled Delivery. Begins to receive it, and returns."""
         engine = self.weight_transfer_engine
         if engine.receiver is None:
+            remove_stale(SHARED_MEMORY)  # of an engine that was killed, whose place this one has
             engine.receiver = Receiver(self.rank, self.device)
         engine.receiver.receive(pickle.loads(delivery))
 
