@@ -128,8 +128,8 @@ async def answer_of(call: Any) -> Any:
 
 
 async def start_relay(spec: RelaySpec, address: Address) -> Relay:
-    """A running agent on its machine, which fetches from `address`. Ray must be initialised. Raises what keeps it from starting;
-    one that is cancelled leaves nothing running."""
+    """A running agent on its machine, which fetches from `address`. Ray must be initialised. Raises
+    what keeps it from starting; one that is cancelled leaves nothing running."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
