@@ -131,7 +131,10 @@ class Relays:
             index, self._begun = self._begun, self._begun + 1
             work = self._guarded(self._keep(machine, index))
             task = self._tasks[machine] = asyncio.create_task(work, name=f"relay-{index}")
-            task.add_done_callback(lambda _, machine=machine: self._tasks.pop(machine))
+            task.add_done_callback(functools.partial(self._ended, machine))
+
+    def _ended(self, machine: str, _: asyncio.Task[None]) -> None:
+        del self._tasks[machine]
 
     async def _guarded(self, work: Awaitable[None]) -> None:
         try:
