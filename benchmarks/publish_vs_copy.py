@@ -3,6 +3,7 @@
 `stage`: what the trainer waits for, from Megatron's parameters. `publish`: until the engine samples
 with the new weights, which it proved; the trainer trains on meanwhile; `parts_ms`: where it goes.
 Medians over the rounds after the first, whose new pages of shared memory are `first_stage_ms`.
+`collective`: the same by that carrier; `brought`: to the engine's memory, while it samples.
 Random models made on the spot; one engine behind Ray, idle; ratios = ours / copy.
 """
 
@@ -78,6 +79,11 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
                     engine,
                 )
             )
+        publisher.connect(spec.log_dir)
+        collective = [
+            publisher.publish(version, shards.parts())
+            for version in range(rounds + 2, 2 * rounds + 4)
+        ][2:]  # whose two slots are new pages, too
         publisher.close()
     finally:
         ray.wait([handle.stop.remote()], timeout=15)
@@ -96,6 +102,16 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
         "stage_ratio": round(stage_s / copy_s, 2),
         "publish_ratio": round(publish_s / copy_s, 2),
         "parts_ms": publish_phases.medians_ms(parts),
+        "collective": {
+            f"{what}_ms": round(
+                1e3 * statistics.median(getattr(one, name) for one in collective), 2
+            )
+            for what, name in (
+                ("brought", "brought_s"),
+                ("publish", "seconds"),
+                ("pause", "paused_s"),
+            )
+        },
     }
 
 

@@ -4,6 +4,7 @@ such a model."""
 from __future__ import annotations
 
 import argparse
+import asyncio
 import functools
 import json
 import tempfile
@@ -136,12 +137,14 @@ def join_ray() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Seconds: staging alone, gathering included; that and the engine's update; the update, in
-    which the engine stood still, as seen from here."""
+    """Seconds: staging alone, gathering included; that and all that follows; the engine's update, in
+    which it stood still, as seen from here. brought_s: by collective, before that, while it
+    samples."""
 
     staged_s: float
     seconds: float
     paused_s: float
+    brought_s: float = 0.0
 
 
 class Publisher:
@@ -155,16 +158,35 @@ class Publisher:
         self._handle = handle
         self._buckets = buckets
         self._staging = Staging(SharedMemory())
+        self._communicator: Any = None
+
+    def connect(self, logs: Path) -> None:
+        """What is published from now on comes to the engine by collective."""
+        import ray
+
+        from megatron_async_rl.flow.communicators import Communicator, SenderActor
+        from megatron_async_rl.rollout.engine_process import RemoteEngine
+
+        sender = ray.remote(num_cpus=0)(SenderActor).remote("127.0.0.1", logs, 60.0, None)
+        meeting = ray.get(sender.open.remote(1), timeout=60)
+        self._communicator = Communicator("here", sender, RemoteEngine(self._handle), meeting)
 
     def publish(self, version: int, parts: Any) -> Published:
         from megatron_async_rl.weights.manifest import require_equal
 
         manifest = self._staging.stage(version, self._buckets, parts)
         began = time.perf_counter()
-        require_equal("engine-0", manifest.digests, self.update(version, manifest))
-        paused_s = time.perf_counter() - began
+        copy = manifest
+        if self._communicator is not None:
+            copy = asyncio.run(self._communicator.fetch(version, manifest)).manifest
+        brought_s = time.perf_counter() - began
+        require_equal("engine-0", manifest.digests, self.update(version, copy))
+        spent_s = time.perf_counter() - began
         return Published(
-            staged_s=manifest.seconds, seconds=manifest.seconds + paused_s, paused_s=paused_s
+            staged_s=manifest.seconds,
+            seconds=manifest.seconds + spent_s,
+            paused_s=spent_s - brought_s,
+            brought_s=brought_s,
         )
 
     def update(self, version: int, manifest: Any) -> dict[str, str]:

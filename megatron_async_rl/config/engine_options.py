@@ -25,7 +25,6 @@ OWNED: Mapping[str, str] = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization (on the CPU rollout.kv_cache_gib)",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib (on a GPU rollout.gpu_memory_utilization)",
     "num_gpu_blocks_override": "rollout.gpu_memory_utilization (on the CPU rollout.kv_cache_gib)",
-    "enable_prefix_caching": "rollout.in_flight (recompute has it on)",
     "enable_sleep_mode": "rollout.placement (colocated has it on)",
     "skip_tokenizer_init": "rollout.sampling.stop (texts to stop at need the tokenizer)",
     "override_generation_config": "rollout.sampling",
@@ -39,6 +38,9 @@ _WEIGHTS = "new weights are loaded, and their digests taken, by code that knows 
 _MODEL = "policy and engines must be one model, as the files in model.path have it"
 _SHAPE = "an engine is rollout.tensor workers, each with its GPU; more engines are rollout.engines"
 _LOGPROBS = "log-probs of what is sampled must be those of the policy's own distribution"
+_PREFIX = (
+    "it is on, and no response begins on keys and values of weights before those that begin it"
+)
 _CACHE = "a weight update could not clear keys and values of old weights that lie elsewhere"
 _QUANTISED = (
     "new weights come as the policy has them, and an update must bring every parameter, while"
@@ -114,6 +116,7 @@ BREAKS: Mapping[str, str] = {
         ),
         "experts are loaded as tensor parallelism divides them, and where each lies must not change",
     ),
+    "enable_prefix_caching": _PREFIX,
     **dict.fromkeys(("logprobs_mode", "logits_processors", "watermark_config"), _LOGPROBS),
     **dict.fromkeys(
         ("speculative_config", "spec_*", "diffusion_config"),

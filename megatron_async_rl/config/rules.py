@@ -229,17 +229,23 @@ def run_conflicts(config: Config) -> Iterator[str]:
 
 def _transport(config: Config) -> Iterator[str]:
     """Reasons why weights cannot travel as the configuration says; none: they can."""
-    relayed = config.weights.transport == "relay"
-    if relayed and config.rollout is not None and config.rollout.placement == "colocated":
+    transport = config.weights.transport
+    if transport == "shared_memory":
+        return
+    if config.rollout is None:
         yield (
-            "weights.transport: relay brings weights to engines on other machines, and"
-            " rollout.placement: colocated has them on the policy's own devices; set"
-            " weights.transport: shared_memory, or rollout.placement: disaggregated"
-        )
-    if relayed and config.rollout is None:
-        yield (
-            f"weights.transport: relay has no engines to bring weights to: objective.loss:"
+            f"weights.transport: {transport} has no engines to bring weights to: objective.loss:"
             f" {config.objective.loss.name} learns without; remove it"
+        )
+    elif config.rollout.placement == "colocated":
+        why = {
+            "relay": "brings weights to engines on other machines",
+            "collective": "connects the policy's device with others, as NCCL takes none twice",
+        }[transport]
+        yield (
+            f"weights.transport: {transport} {why}, and rollout.placement: colocated has the"
+            " engines on the policy's own devices; set weights.transport: shared_memory, or"
+            " rollout.placement: disaggregated"
         )
 
 

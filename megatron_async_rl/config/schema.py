@@ -243,8 +243,7 @@ class RolloutConfig(Strict):
     in_flight: Literal["keep", "recompute"] = "keep"
     """Effect of a weight update on running responses. `keep`: they go on over the key-value cache
     of the old weights. `recompute`: the cache is cleared, so the new weights read prompt and
-    response so far again, and the prefix cache is on. Log-probs of tokens already sampled stay as
-    sampled either way."""
+    response so far again. Log-probs of tokens already sampled stay as sampled either way."""
     restarts_per_hour: NonNegativeInt = 3
     """Times within an hour that each engine is started again after it died or stopped answering;
     then the run goes on with the others."""
@@ -305,7 +304,7 @@ class FlowConfig(Strict):
     groups are taken as they are."""
 
 
-Transport = Literal["shared_memory", "relay"]
+Transport = Literal["shared_memory", "relay", "collective"]
 """Carriers: each is the file `weights/<name>.py`."""
 
 
@@ -314,8 +313,11 @@ class WeightsConfig(Strict):
 
     transport: Transport = "shared_memory"
     """The carrier of new weights. `shared_memory`: engines run on rank 0's machine and read what
-    the ranks wrote there. `relay`: engines run on any machine of the Ray cluster, and an agent on
-    each machine but rank 0's copies every version into its shared memory, over TCP."""
+    the ranks wrote there. With the others they run on any machine of the Ray cluster. `relay`: an
+    agent on each machine but rank 0's copies every version into its shared memory, over TCP.
+    `collective`: a sender on rank 0's machine gives every version to one engine after the other,
+    each over a communicator of its own (NCCL between GPUs, gloo between CPUs), and its workers put
+    it into their machine's shared memory."""
     bucket_mib: PositiveInt = 256
     """Bytes of weights that an engine takes at one time."""
     max_paused: Fraction = 0.5

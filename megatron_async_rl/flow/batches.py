@@ -23,7 +23,12 @@ from megatron_async_rl.flow.evaluation import EvalResult
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.lanes import capacity_of
 from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout
-from megatron_async_rl.rollout.cluster import join_ray, object_store_bytes, software
+from megatron_async_rl.rollout.cluster import (
+    join_ray,
+    object_store_bytes,
+    software,
+    visible_gpus,
+)
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import ray_get
@@ -212,6 +217,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
     rollout = config.rollout
     assert rollout is not None
     evaluators = config.eval.engines if config.eval is not None else 0
+    sends = config.weights.transport == "collective"
     engines = [
         EngineSpec(
             index=index,
@@ -253,5 +259,6 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
         **({"evaluation": config.eval} if config.eval is not None else {}),
         held_out=held_out,
         samples=config.samples,
+        sender_gpu=visible_gpus()[0] if device_type == "cuda" and sends else None,
         run_dir=config.run.dir,
     )

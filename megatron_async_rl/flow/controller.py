@@ -119,7 +119,7 @@ class Controller(Listener):
             spec.fleet,
             evaluators_from=len(spec.engines) - spec.evaluators,
         )
-        self._relays = relays_of(spec, self._fleet.updates, self)
+        self._relays = relays_of(spec, self._fleet, self)
         await self._fleet.started()
         collect_rarely()
 

@@ -1,5 +1,6 @@
 """Staged versions, who reads them, and which of them the memory of machines other than rank 0's
-holds. State alone: who waits for it does so in `updates.py`.
+holds, or an engine's own by collective, which counts as a machine. State alone: who waits for it
+does so in `updates.py`.
 
 Invariants:
 - a copy is here once it is whole and verified, until its place is taken or its machine's relay is
@@ -13,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.manifest import Copy, Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +47,6 @@ class Reader(Protocol):
     @property
     def machine(self) -> str:
         """Where it reads weights; HERE where it is not there yet."""
-
-
-class Arrived(Protocol):
-    """A copy that an agent made (weights.relay.Copy)."""
-
-    @property
-    def manifest(self) -> Manifest: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +102,7 @@ class Copies:
         """Nothing is on its way there any more."""
         self.sending.pop(machine, None)
 
-    def add(self, machine: str, staged: Staged, arrived: Arrived) -> None:
+    def add(self, machine: str, staged: Staged, arrived: Copy) -> None:
         """`staged` is whole in that machine's memory, as `arrived` has it."""
         copy = replace(staged, manifest=arrived.manifest)
         self._held.setdefault(machine, {})[staged.version] = copy

@@ -14,9 +14,8 @@ import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from megatron_async_rl.flow.copies import Arrived
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import (
     ProcessDied,
@@ -25,22 +24,19 @@ from megatron_async_rl.watchdog.deadline import (
     remote_cause,
 )
 from megatron_async_rl.watchdog.logs import redirect_output
-from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.manifest import Copy, Manifest
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
-
-if TYPE_CHECKING:
-    from megatron_async_rl.weights.relay import Copy
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelaySpec:
-    """One machine's agent. `machine`: the id of its Ray node; `index` is unique in the run and names
-    its log, `relay-<index>.log` in `log_dir`. `silence_s`: longest time without a byte."""
+    """One machine's agent. `machine`: the id of its Ray node, or an engine's own memory; `index` is
+    unique in the run and names its log, `relay-<index>.log` in `log_dir`. `silence_s`: longest time
+    without a byte."""
 
     index: int
     machine: str
-    address: Address
     log_dir: Path
     silence_s: float = 60.0
 
@@ -54,7 +50,7 @@ class Relay(Protocol):
 
     where: str
 
-    async def fetch(self, version: int, manifest: Manifest) -> Arrived: ...
+    async def fetch(self, version: int, manifest: Manifest) -> Copy: ...
     async def alive(self) -> None:
         """Answers at once."""
 
@@ -65,7 +61,7 @@ class Relay(Protocol):
 class RelayActor:
     """An agent in a process of its own, a Ray actor on its machine."""
 
-    def __init__(self, spec: RelaySpec) -> None:
+    def __init__(self, spec: RelaySpec, address: Address) -> None:
         redirect_output(spec.log_dir / f"{spec.name}.log")
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         name_this_process(spec.name)
@@ -73,7 +69,7 @@ class RelayActor:
         remove_stale(SHARED_MEMORY)
         from megatron_async_rl.weights.relay import Agent
 
-        self._agent = Agent(spec.address, silence_s=spec.silence_s)
+        self._agent = Agent(address, silence_s=spec.silence_s)
 
     async def where(self) -> str:
         return socket.gethostname()
@@ -116,25 +112,30 @@ class RemoteRelay:
         self.where = await self._call("where")
 
     async def _call(self, method: str, *arguments: object) -> Any:
-        import ray
-
-        try:
-            return await getattr(self.actor, method).remote(*arguments)
-        except ray.exceptions.ActorDiedError as error:
-            raise ProcessDied(death_reason(str(error))) from None
-        except Exception as error:  # noqa: BLE001 - raised again, as itself
-            raise remote_cause(error) from None
+        return await answer_of(getattr(self.actor, method).remote(*arguments))
 
 
-async def start_relay(spec: RelaySpec) -> Relay:
-    """A running agent on its machine. Ray must be initialised. Raises what keeps it from starting;
-    one that is cancelled leaves nothing running."""
+async def answer_of(call: Any) -> Any:
+    """What an actor answers. Raises what it raised, as itself, and ProcessDied where it has ended."""
+    import ray
+
+    try:
+        return await call
+    except ray.exceptions.ActorDiedError as error:
+        raise ProcessDied(death_reason(str(error))) from None
+    except Exception as error:  # noqa: BLE001 - raised again, as itself
+        raise remote_cause(error) from None
+
+
+async def start_relay(spec: RelaySpec, address: Address) -> Relay:
+    """A running agent on its machine, which fetches from `address`. Ray must be initialised. Raises
+    what keeps it from starting; one that is cancelled leaves nothing running."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(spec.machine, soft=False)
     remote_class = ray.remote(num_cpus=0, max_restarts=0)(RelayActor)
-    relay = RemoteRelay(remote_class.options(scheduling_strategy=there).remote(spec))
+    relay = RemoteRelay(remote_class.options(scheduling_strategy=there).remote(spec, address))
     try:
         await relay.look()
     except BaseException:

@@ -1,5 +1,6 @@
-"""The agents that bring staged weights to machines other than rank 0's: where they run, and their
-lives. One task for each machine, from its first engine to the run's end.
+"""The agents that bring staged weights to memory other than rank 0's: where they run, and their
+lives. One task for each machine, from its first engine to the run's end. By collective each engine
+counts as a machine of its own: its agent is its communicator, and ends with it (communicators.py).
 
          +------------------------------------------------------------+
          v                                                            |
@@ -18,33 +19,51 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from megatron_async_rl.flow.communicators import Communicators
 from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
+from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.relay_process import Relay, RelaySpec, serve_here, start_relay
 from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 from megatron_async_rl.weights.manifest import Manifest
-from megatron_async_rl.weights.relay_server import RelayServer
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelaySettings:
-    """The configuration's. `unresponsive_s`: also the longest time without a byte."""
+    """The configuration's. `unresponsive_s`: also the longest time without a byte. `at_once`:
+    machines that are sent to at a time. `with_engines`: an agent ends with its machine's engines."""
 
     log_dir: Path
     unresponsive_s: float = 60.0
     send_timeout_s: float = 600.0
     start_timeout_s: float = 600.0
     restarts_per_hour: int = 3
+    at_once: float = math.inf
+    with_engines: bool = False
+
+
+class Source(Protocol):
+    """Where agents get versions from."""
+
+    def stage(self, version: int, manifest: Manifest) -> None:
+        """`version` can be sent from now on."""
+
+    def release(self, version: int) -> None:
+        """Versions before `version` are sent no more: their place may be written."""
+
+    def close(self) -> None: ...
 
 
 class RelayListener(Protocol):
@@ -63,12 +82,12 @@ class Relays:
     def __init__(
         self,
         updates: WeightUpdates,
-        server: RelayServer,
+        source: Source,
         launch: Callable[[RelaySpec], Awaitable[Relay]],
         listener: RelayListener,
         settings: RelaySettings,
     ) -> None:
-        self.server = server
+        self._source = source
         self._updates = updates
         self._launch = launch
         self._listener = listener
@@ -76,15 +95,16 @@ class Relays:
         self._running: dict[str, Relay] = {}
         """By machine."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._begun = 0
         self._task = asyncio.create_task(self._guarded(self._look()), name="relays")
 
     def stage(self, version: int, manifest: Manifest) -> None:
         """`version` can be sent from now on."""
-        self.server.stage(version, manifest)
+        self._source.stage(version, manifest)
 
     def release(self, version: int) -> None:
         """Versions before `version` are sent no more: their place may be written."""
-        self.server.release(version)
+        self._source.release(version)
 
     async def close(self, timeout_s: float) -> None:
         """Ends every agent, which takes its copies along; one that does not stop within `timeout_s`
@@ -102,14 +122,19 @@ class Relays:
         for relay in self._running.values():
             relay.kill()
         self._running.clear()
-        await asyncio.to_thread(self.server.close)
+        await asyncio.to_thread(self._source.close)
 
     async def _look(self) -> None:
         """Gives every machine that gets an engine a task."""
         while True:
             machine = await self._updates.until_elsewhere(self._tasks)
-            work = self._guarded(self._keep(machine, len(self._tasks)))
-            self._tasks[machine] = asyncio.create_task(work, name=f"relay-{len(self._tasks)}")
+            index, self._begun = self._begun, self._begun + 1
+            work = self._guarded(self._keep(machine, index))
+            task = self._tasks[machine] = asyncio.create_task(work, name=f"relay-{index}")
+            task.add_done_callback(functools.partial(self._ended, machine))
+
+    def _ended(self, machine: str, _: asyncio.Task[None]) -> None:
+        del self._tasks[machine]
 
     async def _guarded(self, work: Awaitable[None]) -> None:
         try:
@@ -122,22 +147,27 @@ class Relays:
         spec = RelaySpec(
             index=index,
             machine=machine,
-            address=self.server.address,
             log_dir=settings.log_dir,
             silence_s=settings.unresponsive_s,
         )
         restarts = Restarts(settings.restarts_per_hour)
+        place = machine.partition("@")[0] if settings.with_engines else f"machine {machine[:12]}"
         while True:
-            await updates.until_reached(machine)
+            if not settings.with_engines:
+                await updates.until_reached(machine)
+            elif not updates.reaches(machine):
+                return
             reason = await self._life(spec)
+            if reason is None:
+                return
             number = restarts.begin()
-            lost = f"{spec.name}, which brings weights to machine {machine[:12]}, is lost"
+            lost = f"{spec.name}, which brings weights to {place}, is lost"
             if number:
                 again = f"restart {number} of {settings.restarts_per_hour} within an hour"
                 self._listener.note(f"{lost}; {again}. Why: {reason}")
             else:
                 self._listener.note(f"{lost}, and the engines there with it. Why: {reason}")
-            why = f"no weights came to its machine: {reason}"
+            why = f"no weights came to {'it' if settings.with_engines else 'its machine'}: {reason}"
             self._listener.on_machine_lost(machine, why, all_engines=not number)
             if number:
                 with watch.doing("wait", f"the engines that read what {spec.name} had brought"):
@@ -146,35 +176,39 @@ class Relays:
             else:
                 await updates.until_left(machine)
 
-    async def _life(self, spec: RelaySpec) -> str:
-        """One start and what follows; returns what ended it."""
-        machine = spec.machine
+    async def _life(self, spec: RelaySpec) -> str | None:
+        """One start and what follows; returns why it is lost. None: it ended with its engines."""
+        machine, with_engines = spec.machine, self._settings.with_engines
+        reason = None
         try:
             limit_s = self._settings.start_timeout_s
             with watch.phase(f"starting {spec.name}", limit_s):
                 relay = await await_named(f"{spec.name} to start", self._launch(spec), limit_s)
             self._running[machine] = relay
-            works = [
+            works: list[asyncio.Future[None]] = [
                 asyncio.ensure_future(self._send(spec, relay)),
                 asyncio.ensure_future(self._listen(spec, relay)),
             ]
+            if with_engines:
+                works.append(asyncio.ensure_future(self._updates.until_left(machine)))
             try:
                 done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
                 for work in done:
                     work.result()
-                raise AssertionError("a relay is used until it is lost")
             finally:
                 await cancel_all(works)
         except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
-            running = self._running.pop(machine, None)
-            if running is not None:
-                running.kill()
-            self._updates.lose_copies(machine)
-            return f"{type(error).__name__}: {error}"
+            if not with_engines or self._updates.reaches(machine):  # else it failed with its engine
+                reason = f"{type(error).__name__}: {error}"
+        running = self._running.pop(machine, None)
+        if running is not None:
+            running.kill()
+        self._updates.lose_copies(machine)
+        return reason
 
     async def _send(self, spec: RelaySpec, relay: Relay) -> None:
         while True:
-            async with self._updates.sending(spec.machine) as staged:
+            async with self._updates.sending(spec.machine, self._settings.at_once) as staged:
                 copy = await await_named(
                     f"version {staged.version} to reach {relay.where}",
                     relay.fetch(staged.version, staged.manifest),
@@ -199,17 +233,28 @@ class NoRelays:
 
 
 def relays_of(
-    spec: ControllerSpec, updates: WeightUpdates, listener: RelayListener
+    spec: ControllerSpec, all_engines: Fleet, listener: RelayListener
 ) -> Relays | NoRelays:
     """The agents of a run. Raises RelayFailed where nothing can be served from this machine."""
     engine, fleet = spec.engines[0], spec.fleet
-    if engine.transport != "relay":
+    if engine.transport == "shared_memory":
         return NoRelays()
+    collective = engine.transport == "collective"
     settings = RelaySettings(
+        at_once=1 if collective else math.inf,
+        with_engines=collective,
         log_dir=engine.log_dir,
         unresponsive_s=fleet.unresponsive_s,
         send_timeout_s=fleet.update_timeout_s,
         start_timeout_s=spec.start_timeout_s,
         restarts_per_hour=fleet.restarts_per_hour,
     )
-    return Relays(updates, serve_here(fleet.unresponsive_s), start_relay, listener, settings)
+    updates = all_engines.updates
+    if collective:
+        sets = Communicators(
+            lambda: all_engines.slots, engine.log_dir, fleet.unresponsive_s, spec.sender_gpu
+        )
+        return Relays(updates, sets, sets.launch, listener, settings)
+    server = serve_here(fleet.unresponsive_s)
+    launch = functools.partial(start_relay, address=server.address)
+    return Relays(updates, server, launch, listener, settings)

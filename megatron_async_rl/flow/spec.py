@@ -63,3 +63,5 @@ class ControllerSpec:
     held_out: Sequence[Prompt] = field(default=(), repr=False)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     run_dir: Path | None = None
+    sender_gpu: str | None = None
+    """Rank 0's, from which weights are sent by collective; null: from its host memory."""

@@ -23,10 +23,10 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterat
 from contextlib import asynccontextmanager
 from typing import Any
 
-from megatron_async_rl.flow.copies import Arrived, Copies, Reader, Staged, Transfer
+from megatron_async_rl.flow.copies import Copies, Reader, Staged, Transfer
 from megatron_async_rl.flow.errors import FlowError
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.manifest import Copy, Manifest
 
 
 class Signal:
@@ -213,13 +213,17 @@ class WeightUpdates:
         await self._changed.until(found)
         return found()[0]
 
+    def reaches(self, machine: str) -> bool:
+        """True while an engine is on that machine."""
+        return any(one.machine == machine for one in self._engines())
+
     async def until_reached(self, machine: str) -> None:
         """Returns when an engine is on that machine."""
-        await self._changed.until(lambda: any(one.machine == machine for one in self._engines()))
+        await self._changed.until(lambda: self.reaches(machine))
 
     async def until_left(self, machine: str) -> None:
         """Returns when no engine is on that machine."""
-        await self._changed.until(lambda: all(one.machine != machine for one in self._engines()))
+        await self._changed.until(lambda: not self.reaches(machine))
 
     async def until_unread(self, machine: str) -> None:
         """Returns when no engine reads a copy there."""
@@ -228,10 +232,12 @@ class WeightUpdates:
         )
 
     @asynccontextmanager
-    async def sending(self, machine: str) -> AsyncIterator[Staged]:
-        """Waits until an engine there needs a version that is not there, and for room; the body
-        sends it and says that it arrived."""
-        await self._changed.until(lambda: self._may_send(machine))
+    async def sending(self, machine: str, at_once: float) -> AsyncIterator[Staged]:
+        """Waits until an engine there needs a version that is not there, for room, and until fewer
+        than `at_once` machines are being sent to; the body sends it and says that it arrived."""
+        await self._changed.until(
+            lambda: len(self.copies.sending) < at_once and self._may_send(machine)
+        )
         staged = self._to_send(machine)
         assert staged is not None
         self.copies.begin(machine, staged.version)
@@ -241,7 +247,7 @@ class WeightUpdates:
             self.copies.end(machine)
             self._changed.fire()
 
-    def arrived(self, machine: str, staged: Staged, copy: Arrived) -> None:
+    def arrived(self, machine: str, staged: Staged, copy: Copy) -> None:
         """The version that was being sent is there."""
         self.copies.add(machine, staged, copy)
         self._changed.fire()

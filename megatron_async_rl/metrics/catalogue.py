@@ -394,11 +394,12 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "weights/pause_s": Metric("s", "Longest pause of an engine."),
             "weights/relay_s": Metric(
                 "s",
-                "With `weights.transport: relay`: until the newest version that reached another"
-                " machine was there, whole and verified; of the machine that took longest.",
+                "With `weights.transport: relay` or `collective`: until the newest version that"
+                " reached another machine, or an engine's own memory, was there, whole and verified;"
+                " of the one that took longest.",
             ),
             "weights/relay_bytes": Metric(
-                "bytes", "Received for it by all other machines, what came twice included."
+                "bytes", "Received for it by all of them, what came twice included."
             ),
         },
     ),

@@ -26,7 +26,12 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.activations import value_bytes
-from megatron_async_rl.plan.layout import Device, engines_elsewhere, rank_coordinates
+from megatron_async_rl.plan.layout import (
+    Device,
+    engine_count,
+    engines_elsewhere,
+    rank_coordinates,
+)
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.memory import EngineMemory, RankMemory
 from megatron_async_rl.plan.model_files import ModelShape
@@ -304,17 +309,20 @@ def _gib(count: int, *, up: bool = False) -> str:
 
 
 def shared_memory_problems(config: Config, shape: ModelShape, machine: Machine) -> list[Problem]:
-    """Two versions of the weights that /dev/shm has no room for."""
-    needed = 2 * shape.parameters * value_bytes(config)
+    """Versions of the weights that /dev/shm has no room for."""
+    own = config.weights.transport == "collective" and not engines_elsewhere(config, machine)
+    receivers = engine_count(config) if own else 0
+    needed = 2 * shape.parameters * value_bytes(config) * (1 + receivers)
     free = machine.shared_memory
     if machine.described or free >= needed:
         return []
+    what = "two versions of the model" + (f", and two for each of {receivers} engines" * own)
     return [
         Problem(
             key="weights.transport",
             what=(
-                f"two versions of the model, {needed / MIB:.0f} MiB, are to lie in /dev/shm, which"
-                f" has {free / MIB:.0f} MiB free"
+                f"{what}, {needed / MIB:.0f} MiB, are to lie in /dev/shm, which has"
+                f" {free / MIB:.0f} MiB free"
             ),
             fix=f"enlarge /dev/shm (docker run --shm-size={math.ceil(needed / GIB) + 1}g)",
         )

@@ -75,7 +75,7 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
         listed.append(Process(f"rank {rank}", kind, place))
     if rollout is not None:
         listed.append(Process("controller", "Ray actor: prompts, admission, batches", "1 thread"))
-        for engine in range(_engines(config)):
+        for engine in range(engine_count(config)):
             kind = "Ray actor: vLLM and its core process, rewards"
             if rollout.tensor > 1:
                 kind = f"Ray actor: vLLM, its core process and {rollout.tensor} workers, rewards"
@@ -89,24 +89,27 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
         if config.weights.transport == "relay":
             kind = "Ray actor: two versions of the weights in /dev/shm"
             listed.append(Process("relays", kind, "each other machine with engines"))
+        if config.weights.transport == "collective":
+            where = "rank 0's machine" + (", on its GPU" if device == "cuda" else "")
+            listed.append(Process("sender", "Ray actor: sends each engine the weights", where))
     return tuple(listed)
 
 
 def engines_elsewhere(config: Config, machine: Machine) -> bool:
-    """True where engines may be on other machines than rank 0's: by relay, in a Ray cluster that is
-    joined. Machines that are described are taken to be one."""
+    """True where engines may be on other machines than rank 0's: with a carrier that goes there, in
+    a Ray cluster that is joined. Machines that are described are taken to be one."""
     joins = machine.described or os.environ.get("RAY_ADDRESS")
-    return config.weights.transport == "relay" and bool(joins)
+    return config.weights.transport != "shared_memory" and bool(joins)
 
 
-def _engines(config: Config) -> int:
+def engine_count(config: Config) -> int:
     """Engines of training, and those that do nothing but evaluate."""
     engines = config.rollout.engines if config.rollout else 0
     return engines + (config.eval.engines if config.eval else 0)
 
 
 def _engine_place(config: Config, device: Device, engine: int, ranks: int, machine: Machine) -> str:
-    """Behind the `ranks` ranks of its node; by relay, any machine of the Ray cluster."""
+    """Behind the `ranks` ranks of its node; unless by shared memory, any machine of the Ray cluster."""
     assert config.rollout is not None
     tensor = config.rollout.tensor
     if engines_elsewhere(config, machine):
@@ -182,7 +185,7 @@ def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     if rollout is None or node > 0 or engines_elsewhere(config, machine):
         return ranks
-    engines = _engines(config) * rollout.tensor
+    engines = engine_count(config) * rollout.tensor
     return max(ranks, engines) if rollout.placement == "colocated" else ranks + engines
 
 
@@ -190,12 +193,12 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     tensor = rollout.tensor if rollout else 1
     colocated = rollout is not None and rollout.placement == "colocated"
-    # By relay an engine finds its GPUs on any machine; these are taken to be alike.
+    # Unless by shared memory an engine finds its GPUs on any machine; these are taken to be alike.
     elsewhere = engines_elsewhere(config, machine)
     wanted = max(gpus_wanted(config, machine), tensor if elsewhere else 0)
     if wanted <= len(machine.gpus):
         return []
-    held = f"{_engines(config)} engines" + (f" of {tensor} GPUs" if tensor > 1 else "")
+    held = f"{engine_count(config)} engines" + (f" of {tensor} GPUs" if tensor > 1 else "")
     shared = " on the same devices" if colocated else " on any machine" if elsewhere else ""
     each = " a node" if machine.nodes > 1 else ""
     what = (

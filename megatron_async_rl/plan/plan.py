@@ -177,10 +177,12 @@ def _warnings(
             + f" ({config.optimizer_steps}): lr never reaches its value"
         )
     elsewhere = engines_elsewhere(config, machine)
-    if config.weights.transport == "relay" and not elsewhere:
+    transport = config.weights.transport
+    if transport != "shared_memory" and not elsewhere:
+        less = ", where shared_memory copies nothing" if transport == "collective" else ""
         found.append(
-            "weights.transport: relay, but RAY_ADDRESS names no cluster: Ray starts on this machine"
-            " alone, and all engines run here"
+            f"weights.transport: {transport}, but RAY_ADDRESS names no cluster: Ray starts on this"
+            f" machine alone, and all engines run here{less}"
         )
     if rollout is not None and engine is not None and engine.cache_tokens is not None:
         at_once = engine.cache_tokens // longest

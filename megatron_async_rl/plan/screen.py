@@ -50,6 +50,9 @@ def show_plan(
         if config.weights.transport == "relay":
             two = size(2 * plan.engine.weights)
             _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
+        if config.weights.transport == "collective":
+            two = size(2 * plan.engine.weights)
+            _print(console, f"each engine: {two} in its machine's /dev/shm, two versions")
     if plan.peaks:
         console.print(_peaks(plan))
     if config.rollout is not None:

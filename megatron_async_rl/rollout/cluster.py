@@ -186,13 +186,13 @@ def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
 
 def place_of_engine(spec: EngineSpec) -> Any:
     """Ray's scheduling strategy for an engine. By shared memory it gets its weights on this machine
-    only. By relay it may be on any: where a GPU is free; on CPUs, of which Ray keeps no account for
+    only. Else it may be on any: where a GPU is free; on CPUs, of which Ray keeps no account for
     engines, on the machines in turn, this one last: the policy is here."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
-    if spec.transport != "relay":
+    if spec.transport == "shared_memory":
         return NodeAffinitySchedulingStrategy(here, soft=False)
     if spec.device == "cuda":
         return "SPREAD"
@@ -202,18 +202,27 @@ def place_of_engine(spec: EngineSpec) -> Any:
     return NodeAffinitySchedulingStrategy(machines[spec.index % len(machines)], soft=False)
 
 
-async def machine_of(actor: Any) -> str:
-    """Where an actor runs: HERE, or the id of another Ray node."""
+async def memory_of(spec: EngineSpec, actor: Any) -> str:
+    """Whose memory an engine reads weights from: HERE, the id of another Ray node, or its own."""
     import ray
 
-    node: str = await actor.__ray_call__.remote(_node)
+    node, process = await actor.__ray_call__.remote(_whereabouts)
+    if spec.transport == "collective":
+        return own_memory(spec.name, process)
     return HERE if node == ray.get_runtime_context().get_node_id() else node
 
 
-def _node(actor: object) -> str:
+def own_memory(engine: str, process: str) -> str:
+    """Name of the memory of an engine that receives weights itself. `process`: so that the engine
+    in its place has another."""
+    return f"{engine}@{process}"
+
+
+def _whereabouts(actor: object) -> tuple[str, str]:
     import ray
 
-    return str(ray.get_runtime_context().get_node_id())
+    context = ray.get_runtime_context()
+    return str(context.get_node_id()), str(context.get_actor_id())
 
 
 def gpu_of_rank() -> str:

@@ -6,13 +6,13 @@ Invariants:
   that vLLM reads is set, before vLLM is imported: so it is imported in `start`;
 - every token carries the number of the weights that sampled it, from vLLM's own spans; a gap in
   them is an error;
+- the prefix cache is on, so a group's prompt is read once; a request begins only on keys and values
+  of the weights that are there when it begins (`vllm_private.cache_by_version`);
 - `in_flight: keep`: running requests keep their key-value cache through an update, so tokens after
-  it attend to keys and values of the weights before it. The prefix cache is off: its entries would
-  outlive the update too, vLLM can clear it only by recomputing every running request, and a new
-  response would begin on keys and values of old weights;
+  it attend to keys and values of the weights before it;
 - `in_flight: recompute`: no key or value outlives a pause. Running requests keep their tokens and
   their place in the draws of their seed, and their prompt and response so far are read again by the
-  weights that sample on. The prefix cache is on;
+  weights that sample on;
 - nothing is sampled while paused or asleep (`engine_state.py` has the states). On a GPU sleeping
   gives up the weights' and the cache's memory (vLLM's level 2: the weights are not kept, as newer
   ones follow), so there it recomputes in both modes; vLLM's CPU workers leave sleep out, and there
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.watchdog.processes import collect_rarely
-from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.manifest import Delivery, Manifest
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -146,6 +147,14 @@ class RolloutEngine:
             busy_s=self._busy.seconds,
             silent_s=self._health.silent_s,
             sampling=self._sampled > before,
+        )
+
+    async def receive(self, delivery: Delivery) -> None:
+        """Has the workers receive a version while the engine samples on (weights/collective.py);
+        returns once they have begun. The sender hears how it goes."""
+        await self._while_alive(
+            f"begin to receive version {delivery.version}",
+            self._vllm().collective_rpc("receive_version", args=(pickle.dumps(delivery),)),
         )
 
     async def update(self, version: int, manifest: Manifest) -> dict[str, str]:

@@ -59,7 +59,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         tensor_parallel_size=rollout.tensor,
         skip_tokenizer_init=not rollout.sampling.stop,
         logprobs_mode="processed_logprobs",
-        enable_prefix_caching=rollout.in_flight == "recompute",
+        enable_prefix_caching=True,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,

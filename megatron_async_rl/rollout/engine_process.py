@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, cast
 
-from megatron_async_rl.rollout.cluster import machine_of, place_of_engine
+from megatron_async_rl.rollout.cluster import memory_of, place_of_engine
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
@@ -23,7 +23,7 @@ from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import remote_cause
 from megatron_async_rl.watchdog.events import out_of_memory
 from megatron_async_rl.watchdog.logs import find_cause, tail
-from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.manifest import Delivery, Manifest
 
 MAX_CALLS = 1000
 """Calls an actor may hold at once: each batch of requests is one, and the control calls must always
@@ -44,11 +44,13 @@ class Engine(Protocol):
 
     @property
     def machine(self) -> str:
-        """Where it runs: HERE, or the id of another Ray node."""
+        """Whose memory it reads weights from: HERE, the id of another Ray node, or, by collective,
+        its own, which begins and ends with it (`own_memory`)."""
 
     async def submit(self, requests: Sequence[Request]) -> None: ...
     async def abort(self, ids: Sequence[str]) -> None: ...
     async def report(self, timeout_s: float) -> EngineReport: ...
+    async def receive(self, delivery: Delivery) -> None: ...
     async def update(self, version: int, manifest: Manifest) -> dict[str, str]: ...
     async def sleep(self) -> None: ...
     async def wake(self, tags: Sequence[str] | None = None) -> None: ...
@@ -107,7 +109,7 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
         with watch.doing("wait", f"{spec.name} to start", limit_s):
             async with asyncio.timeout(limit_s):
                 await engine.start()
-                engine.machine = await machine_of(actor)
+                engine.machine = await memory_of(spec, actor)
     except TimeoutError:
         engine.kill()
         limit = f"rollout.start_timeout_s: {limit_s:g}"

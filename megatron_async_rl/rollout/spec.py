@@ -10,7 +10,8 @@ from typing import Literal
 from megatron_async_rl.config.schema import RolloutConfig
 
 HERE = ""
-"""Name of rank 0's machine, where the controller is; another goes by its Ray node's id."""
+"""Name of rank 0's machine, where the controller is; another goes by its Ray node's id. By
+collective an engine's own memory counts as one (`cluster.own_memory`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

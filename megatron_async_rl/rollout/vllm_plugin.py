@@ -42,6 +42,7 @@ def register() -> None:
     vllm_private.after_each_step(_show_progress)
     vllm_private.draw_in_batches()
     vllm_private.take_loads_between_steps()
+    vllm_private.cache_by_version()
     vllm_private.register_transfer_engine(
         BACKEND, "megatron_async_rl.weights.receive", "WeightReceiver"
     )

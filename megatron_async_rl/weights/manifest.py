@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 
@@ -48,9 +49,49 @@ class Manifest:
     seconds: float = 0.0
 
     @property
+    def paths(self) -> list[str]:
+        return [bucket.path for bucket in self.buckets]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensors, each once."""
         return sum(bucket.nbytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A version in another memory than rank 0's. `nbytes`: received for it, what came twice
+    included. `seconds`: what that took."""
+
+    manifest: Manifest
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the members of a communicator meet: the sender, which is its rank 0, and the workers of
+    one engine. `limit_s`: longest wait for a member, or for a bucket."""
+
+    host: str
+    port: int
+    workers: int
+    limit_s: float
+
+    @property
+    def limit(self) -> timedelta:
+        return timedelta(seconds=self.limit_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """A version that the workers of an engine are to receive. `kept`: the version in their memory
+    that stays; null: none does."""
+
+    meeting: Meeting
+    version: int
+    manifest: Manifest
+    kept: int | None
 
 
 class WeightMismatch(RuntimeError):

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from megatron_async_rl.weights.collective import Receiver
 from megatron_async_rl.weights.loaded import Loaded, LoadWatch
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 from megatron_async_rl.weights.reload import reload_of
+from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 from megatron_async_rl.weights.transport import Reader, carrier
 
 
@@ -90,6 +93,7 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._incomplete: list[str] = []
         self._version = -1
         self._reader: Reader | None = None
+        self.receiver: Receiver | None = None
         self._paths: set[str] = set()
         self._paths_before: set[str] = set()
 
@@ -141,9 +145,11 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
             )
 
     def shutdown(self) -> None:
-        """Lets go of the sender's buckets, which stay mapped between updates."""
+        """Lets go of the sender's buckets, which stay mapped between updates, and of the worker's own."""
         if self._reader is not None:
             self._reader.keep(())
+        if self.receiver is not None:
+            self.receiver.close()
 
     def loaded(self) -> dict[str, Loaded]:
         """Parts of each tensor that this worker holds after the update that just ended."""
@@ -162,7 +168,15 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
 
 class WeightLoadingWorker:
     """Mixed into vLLM's worker (`worker_extension_cls`): a whole bucket in one call, with what was
-    loaded as its answer."""
+    loaded as its answer; and, by `collective`, a version to receive before that."""
+
+    def receive_version(self: Any, delivery: bytes) -> None:
+        """`delivery`: a pickled Delivery. Begins to receive it, and returns."""
+        engine = self.weight_transfer_engine
+        if engine.receiver is None:
+            remove_stale(SHARED_MEMORY)  # of an engine that was killed, whose place this one has
+            engine.receiver = Receiver(self.rank, self.device)
+        engine.receiver.receive(pickle.loads(delivery))
 
     def load_weight_bucket(
         self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool

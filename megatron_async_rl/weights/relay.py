@@ -20,15 +20,14 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.digest import tensor_digest
-from megatron_async_rl.weights.manifest import BucketRef, Manifest, TensorEntry
+from megatron_async_rl.weights.manifest import BucketRef, Copy, Manifest
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, asked
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Slot
-from megatron_async_rl.weights.transport import Carrier
+from megatron_async_rl.weights.transport import Carrier, damaged_tensor, whole_bucket
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +40,6 @@ RETRY_S = 0.1
 
 CARRIER = SharedMemory
 """The memory that ranks write and engines read, each on its own machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Copy:
-    """A version in this machine's memory. `nbytes`: received for it, what came twice included.
-    `seconds`: what that took."""
-
-    manifest: Manifest
-    nbytes: int
-    seconds: float
 
 
 class Agent:
@@ -105,7 +94,7 @@ class Agent:
         """Bytes received until the bucket was right."""
         for asked_before in (False, True):
             self._receive(version, number, ref)
-            wrong = self._wrong(ref, digests)
+            wrong = damaged_tensor(self._writer, ref, digests)
             if wrong is None:
                 return ref.size * (1 + asked_before)
             log.warning(
@@ -117,7 +106,7 @@ class Agent:
         )
 
     def _receive(self, version: int, number: int, ref: BucketRef) -> None:
-        memory = memoryview(self._writer.view(ref, _bytes_of(ref)).numpy())
+        memory = memoryview(self._writer.view(ref, whole_bucket(ref)).numpy())
         at = fruitless = 0
         while at < ref.size:
             stood = at
@@ -149,15 +138,3 @@ class Agent:
                         f" within {limit_s:g} s: {error}"
                     ) from error
                 time.sleep(RETRY_S * 2**fruitless)
-
-    def _wrong(self, ref: BucketRef, digests: Mapping[str, str]) -> str | None:
-        """A tensor that is not what was staged; null where all are."""
-        for entry in ref.entries:
-            if tensor_digest(self._writer.view(ref, entry)) != digests.get(entry.name):
-                return entry.name
-        return None
-
-
-def _bytes_of(ref: BucketRef) -> TensorEntry:
-    """The whole bucket as one tensor of bytes."""
-    return TensorEntry(name="", dtype="uint8", shape=(ref.size,), offset=0, nbytes=ref.size)

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from megatron_async_rl.weights.digest import matrix_shape
+from megatron_async_rl.weights.digest import matrix_shape, tensor_digest
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 
 ALIGNMENT = 64
@@ -122,6 +122,19 @@ def carrier(name: str) -> Carrier:
     """The carrier of that name: `weights.transport` of the configuration."""
     made: Carrier = importlib.import_module(f"megatron_async_rl.weights.{name}").CARRIER()
     return made
+
+
+def whole_bucket(ref: BucketRef) -> TensorEntry:
+    """The bucket as one tensor of bytes."""
+    return TensorEntry(name="", dtype="uint8", shape=(ref.size,), offset=0, nbytes=ref.size)
+
+
+def damaged_tensor(writer: Writer, ref: BucketRef, digests: Mapping[str, str]) -> str | None:
+    """Name of a tensor of the bucket that is not what was staged; null where all are."""
+    for entry in ref.entries:
+        if tensor_digest(writer.view(ref, entry)) != digests.get(entry.name):
+            return entry.name
+    return None
 
 
 def entries_of(bucket: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:

@@ -24,10 +24,14 @@ NAMES = (
     "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo.restore_metadata",
     "vllm.v1.core.sched.scheduler.Scheduler._pause_state",
     "vllm.v1.core.sched.scheduler.Scheduler.get_request_counts",
+    "vllm.v1.core.sched.scheduler.Scheduler.requests",
     "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
     "vllm.v1.engine.async_llm.AsyncLLM.engine_core",
     "vllm.v1.engine.async_llm.AsyncLLM.output_processor",
+    "vllm.v1.engine.core.EngineCore.add_request",
     "vllm.v1.engine.core.EngineCore.collective_rpc",
+    "vllm.v1.engine.core.EngineCore.get_weight_version",
+    "vllm.v1.engine.core.EngineCore.preprocess_add_request",
     "vllm.v1.engine.core.EngineCore.resume_scheduler",
     "vllm.v1.engine.core.EngineCore.set_weight_version",
     "vllm.v1.engine.core.EngineCoreProc.input_queue",
@@ -40,6 +44,11 @@ NAMES = (
     "vllm.v1.engine.output_processor.RequestOutputCollector.put",
     "vllm.v1.engine.output_processor.RequestState.detokenizer",
     "vllm.v1.executor.uniproc_executor.UniProcExecutor.collective_rpc",
+    "vllm.v1.request.Request.block_hashes",
+    "vllm.v1.request.Request.cache_salt",
+    "vllm.v1.request.Request.num_computed_tokens",
+    "vllm.v1.request.Request.num_preemptions",
+    "vllm.v1.request.Request.update_block_hashes",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.logprobs_mode",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.use_fp64_gumbel",
@@ -129,6 +138,8 @@ def _load_bucket(
         digests = digests_of(answers)
         if last:
             core.set_weight_version(str(version))
+            for request in core.scheduler.requests.values():
+                _salt(request, str(version))
             if digests == resume_if:
                 core.resume_scheduler()
         return digests
@@ -153,6 +164,38 @@ def _load_bucket(
 
     paused.add_done_callback(on_pause)
     return loaded
+
+
+def cache_by_version() -> None:
+    """In vLLM's engine process: requests share a prefix's keys and values only where the same
+    weights began both, by the version of the weights as the salt of their hashes. Idempotent."""
+    from vllm.v1.engine.core import EngineCore
+
+    preprocess, add = EngineCore.preprocess_add_request, EngineCore.add_request
+    if hasattr(add, "__wrapped__"):
+        return
+
+    @functools.wraps(preprocess)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        request.cache_salt = self.get_weight_version()  # before it is hashed, in another thread
+        return preprocess(self, request)
+
+    @functools.wraps(add)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _salt(request, self.get_weight_version())  # there may be others meanwhile
+        return add(self, request, *args, **kwargs)
+
+    EngineCore.preprocess_add_request = preprocess_add_request
+    EngineCore.add_request = add_request
+
+
+def _salt(request: Any, version: str) -> None:
+    """One that has begun keeps its own: its keys and values are, in part, of those weights."""
+    begun = request.num_computed_tokens or request.num_preemptions
+    if not begun and request.cache_salt != version:
+        request.cache_salt = version
+        request.block_hashes.clear()
+        request.update_block_hashes()
 
 
 def after_each_step(call: Callable[[int, Any], None]) -> None:

@@ -1,5 +1,6 @@
-"""A fleet of two engines in a real run: one dies, comes back with proven weights, stops moving and
-is lost for good; then the other dies too, comes back, and stops moving, with which the run ends."""
+"""A fleet of two engines in a real run, with a communicator for the weights of each: one dies, comes
+back with proven weights, stops moving and is lost for good; then the other dies too, comes back, and
+stops moving, with which the run ends."""
 
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ def troubled(workspace: Workspace) -> dict[str, object]:
         policy={"parallel": {"ranks": 1, "tensor": 1}, "optimizer": {"lr": 1e-4}},
         checkpoint={"every": 0},
         watchdog={"timeout_s": 900},
+        weights={"transport": "collective"},
     )
     run = workspace.folder / "runs" / "fleet"
     process = workspace.start("train", str(config))

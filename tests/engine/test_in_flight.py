@@ -20,7 +20,8 @@ import torch
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted
 from megatron_async_rl.watchdog.deadline import remote_cause
-from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.collective import Sender
+from megatron_async_rl.weights.manifest import Delivery, Manifest
 from tests.engine.asking import abort, finished, grown, outcomes, report, sampled, submit
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import (
@@ -149,6 +150,32 @@ def test_kept_every_token_has_the_logprob_of_its_weights_over_the_cache_of_the_w
             else:
                 by_themselves.append(by_itself)
     assert max(by_themselves) > 0.1, "a cache of the same weights would do as well"
+
+
+@BOTH
+def test_weights_come_over_a_communicator_while_the_engine_samples(
+    engines: Engines, engine: int
+) -> None:
+    handle, spec = engines.handles[engine], engines.specs[engine]
+    sender = Sender("127.0.0.1", torch.device("cpu"), 400.0)
+    meeting = sender.open(spec.rollout.tensor)
+    asked = engines.asked([prompt_of(20)], 2)
+    submit(handle, asked)
+    left = {request.id for request in asked}
+    for kept in (None, engines.version + 1):
+        manifest = engines.stage(2, per_bucket=5)
+        version = engines.version
+        assert len(manifest.buckets) > 2
+        delivery = Delivery(meeting=meeting, version=version, manifest=manifest, kept=kept)
+        call(handle, "receive", delivery)
+        copy = sender.send(meeting, version, manifest)
+        now = report(handle, 0.05)
+        assert now.state == "running"
+        left -= {sample.id for sample in finished(now)}
+        assert set(copy.manifest.paths).isdisjoint(manifest.paths)
+        assert call(handle, "update", version, copy.manifest) == manifest.digests
+    assert all(isinstance(outcome, Sample) for outcome in outcomes(handle, sorted(left)))
+    engines.feed(engines.stage(2))
 
 
 @BOTH

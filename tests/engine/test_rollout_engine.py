@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,7 +19,7 @@ import torch
 
 from megatron_async_rl.rollout.engine_process import EngineStartError
 from megatron_async_rl.samples import Sample
-from megatron_async_rl.samples.types import Aborted, PartialResponse
+from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
 from megatron_async_rl.weights.manifest import WeightMismatch
 from tests.engine.asking import abort, grown, outcomes, report, sampled, submit
 from tests.engine.reference import checkpoint_weights, save_checkpoint
@@ -43,6 +44,8 @@ TEMPERATURES = (0.7, 1.0)
 MAX_TOKENS = (24, 400)
 STOPS = (["19 w", "never"], [])
 """A token after one whose number ends in 19."""
+CACHE_BLOCK = 128
+"""Tokens of a block of the key-value cache, vLLM's on a CPU."""
 REWARD_S = 15.0
 """rollout.reward.timeout_s: longer than a busy machine takes for a reward that returns."""
 
@@ -129,6 +132,46 @@ def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(
                     assert engines.difference(engine, sample, engines.version - 1) > 0.1, (
                         "the checkpoints must differ to be told apart"
                     )
+
+
+def note_cached(engine: Any) -> None:
+    """In the engine: `cached` has the prompt tokens of each request that it did not have to read."""
+    responses, engine.cached = engine._responses, {}
+    on_output = type(responses)._on_output.__get__(responses)
+
+    def noted(entry: Any, output: Any) -> None:
+        engine.cached[entry.request.id] = output.num_cached_tokens
+        on_output(entry, output)
+
+    responses._on_output = noted
+
+
+def cached(handle: Any, requests: list[Request]) -> list[int]:
+    """Of each request, sorted, once all have finished."""
+    ids = [request.id for request in requests]
+    assert all(isinstance(outcome, Sample) for outcome in outcomes(handle, ids))
+    found: dict[str, int] = call(handle, "__ray_call__", lambda engine: engine.cached)
+    return sorted(found[one] for one in ids)
+
+
+def test_a_groups_prompt_is_read_once_and_anew_by_the_weights_that_begin_the_next(
+    engines: Engines,
+) -> None:
+    handle, prompt, blocks = engines.handles[SHORT], prompt_of(300, 1), 2 * CACHE_BLOCK
+    call(handle, "__ray_call__", note_cached)
+    for first in (0, blocks):
+        asked = engines.asked([prompt], 3)
+        submit(handle, asked)
+        assert cached(handle, asked) == [first, blocks, blocks]
+
+    # These wait while the weights change: older keys and values are there, and are not theirs.
+    call(handle, "pause")
+    asked = engines.asked([prompt], 3)
+    submit(handle, asked)
+    engines.publish(1)
+    assert cached(handle, asked) == [0, blocks, blocks]
+    for (sample,) in engines.groups(SHORT, [prompt], 1):
+        assert engines.difference(SHORT, sample, engines.version) < TOLERANCE
 
 
 def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_weights(

@@ -10,7 +10,7 @@ from megatron_async_rl.flow.relay_process import RelaySpec
 from megatron_async_rl.flow.relays import Relays, RelaySettings
 from megatron_async_rl.flow.updates import WeightUpdates
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.weights.manifest import BucketRef, Manifest
+from megatron_async_rl.weights.manifest import BucketRef, Copy, Manifest
 from megatron_async_rl.weights.relay_server import RelayServer
 
 
@@ -40,11 +40,8 @@ class Reader:
             self.version = staged.version
 
 
-@dataclass(frozen=True, kw_only=True)
-class Copied:
-    manifest: Manifest
-    nbytes: int = 8
-    seconds: float = 0.5
+def copied(manifest: Manifest, nbytes: int = 8, seconds: float = 0.5) -> Copy:
+    return Copy(manifest=manifest, nbytes=nbytes, seconds=seconds)
 
 
 @dataclass(eq=False)
@@ -63,15 +60,15 @@ class FakeRelay:
     closed: bool = False
     where: str = "elsewhere"
 
-    async def fetch(self, version: int, staged: Manifest) -> Copied:
+    async def fetch(self, version: int, staged: Manifest) -> Copy:
         self.asked.append(version)
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
         self.fetched.append(version)
         (bucket,) = staged.buckets
-        copied = replace(bucket, path=f"{self.spec.machine}/{version}")
-        return Copied(manifest=replace(staged, buckets=(copied,)))
+        there = replace(bucket, path=f"{self.spec.machine}/{version}")
+        return copied(replace(staged, buckets=(there,)))
 
     async def alive(self) -> None:
         if self.death is not None:

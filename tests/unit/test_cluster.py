@@ -190,13 +190,14 @@ def test_engines_that_read_shared_memory_are_on_rank_0s_machine(
     assert [nodes.of(spec, device="cuda") for spec in specs(3)] == ["only b"] * 3
 
 
-def test_by_relay_engines_are_divided_over_the_machines_that_live(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("transport", ["relay", "collective"])
+def test_elsewhere_engines_are_divided_over_the_machines_that_live(
+    transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(monkeypatch, "bac", dead="d")
-    relayed = [nodes.of(spec, transport="relay") for spec in specs(4)]
+    relayed = [nodes.of(spec, transport=transport) for spec in specs(4)]
     assert relayed == ["only a", "only c", "only b", "only a"]
-    assert nodes.of(specs(1)[0], transport="relay", device="cuda") == "SPREAD"
+    assert nodes.of(specs(1)[0], transport=transport, device="cuda") == "SPREAD"
 
 
 def test_an_engine_on_a_machine_with_other_versions_does_not_start(
@@ -230,6 +231,6 @@ def test_rank_0_knows_the_gpus_of_all_ranks_by_host(monkeypatch: pytest.MonkeyPa
         device_type="cuda", gathered=lambda mine: [others[0], mine, *others[1:]]
     )
     monkeypatch.setattr(socket, "gethostname", lambda: "a")
-    rank = OtherRank(SimpleNamespace(eval=None), layout)  # type: ignore[arg-type]
+    rank = OtherRank(SimpleNamespace(eval=None, rollout=None), layout)  # type: ignore[arg-type]
     rank.begin(0, None, oldest=0)
     assert rank._gpus == {"a": ["4", "5"], "b": ["0", "1"]}

@@ -580,10 +580,37 @@ def test_by_relay_engines_need_no_gpus_of_the_trainers_machine(file, monkeypatch
     assert too_few[0] in keys(plan(file, *eight, relay, "policy.parallel.ranks=16", machine=NODE))
 
 
-def test_a_relay_to_the_policys_own_devices_is_refused(file):
-    refused = r"relay brings weights to engines on other machines.*transport: shared_memory"
+@pytest.mark.parametrize(
+    ("transport", "why"),
+    [
+        ("relay", "brings weights to engines on other machines"),
+        ("collective", "connects the policy's device with others, as NCCL takes none twice"),
+    ],
+)
+def test_only_shared_memory_brings_weights_to_the_policys_own_devices(file, transport, why):
+    refused = rf"weights.transport: {transport} {why}.*set weights.transport: shared_memory"
     with pytest.raises(ConfigError, match=refused):
-        load(file, ["weights.transport=relay", "rollout.placement=colocated"])
+        load(file, [f"weights.transport={transport}", "rollout.placement=colocated"])
+
+
+def test_by_collective_each_engine_has_versions_of_its_own(file, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    weights = plan(file).engine.weights
+    room = replace(LAPTOP, shared_memory=5 * weights)
+    settings = ["weights.transport=collective", "rollout.engines=2"]
+    (problem,) = plan(file, *settings, machine=room).problems
+    assert "two versions of the model, and two for each of 2 engines, " in problem.what
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    planned = plan(file, *settings, machine=room)
+    assert planned.problems == ()
+    (sender,) = (one for one in planned.processes if one.name == "sender")
+    assert sender.device == "rank 0's machine"
+
+
+def test_a_collective_on_one_machine_is_noted(file, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    noted = plan(file, "weights.transport=collective").warnings
+    assert any("all engines run here, where shared_memory copies nothing" in one for one in noted)
 
 
 def test_shared_memory_without_room_for_the_samples_of_a_step_is_noted(file, monkeypatch):

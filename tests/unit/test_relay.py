@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_async_rl.weights import relay
-from megatron_async_rl.weights.manifest import Manifest
-from megatron_async_rl.weights.relay import Agent, Copy
+from megatron_async_rl.weights.manifest import Copy, Manifest
+from megatron_async_rl.weights.relay import Agent
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer, asked
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging

@@ -6,18 +6,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_async_rl.flow import engine_task, relays
+from megatron_async_rl.flow.communicators import Communicators
 from megatron_async_rl.flow.copies import Copies, Relayed, Staged
+from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.flow.relay_process import RelaySpec
+from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.watchdog.deadline import ProcessDied
+from megatron_async_rl.weights.manifest import Delivery, Meeting
 from megatron_async_rl.weights.relay_server import RelayFailed
-from tests.unit.fake_engine import FakeEngine, FakeLaunch
+from tests.unit.fake_engine import FakeEngine, FakeLaunch, specs
 from tests.unit.fleet_harness import FleetHarness
 from tests.unit.flow_setup import run, until
-from tests.unit.relay_harness import Copied, Reader, RelayHarness, manifest
+from tests.unit.relay_harness import Reader, RelayHarness, copied, manifest
 
 THERE, FURTHER = "there", "further"
 
@@ -71,7 +79,7 @@ def test_a_copy_whose_place_the_next_version_takes_is_there_no_more() -> None:
     for version in (1, 2):
         staged = Staged(version=version, manifest=manifest(version), at=0.0)
         copies.begin(THERE, version)
-        copies.add(THERE, staged, Copied(manifest=manifest(version, THERE)))
+        copies.add(THERE, staged, copied(manifest(version, THERE)))
     assert copies.replaced(THERE) == [1]
     copies.begin(THERE, 3)
     assert copies.find(THERE, 1) is None
@@ -86,9 +94,9 @@ def test_what_a_version_took_is_the_slowest_machines_time_and_all_bytes() -> Non
     copies = Copies()
     staged = {v: Staged(version=v, manifest=manifest(v), at=0.0) for v in (1, 2)}
     for machine, version, seconds in ((THERE, 1, 9.0), (THERE, 2, 3.0), (FURTHER, 2, 2.0)):
-        arrived = Copied(manifest=manifest(version), nbytes=10, seconds=seconds)
+        arrived = copied(manifest(version), nbytes=10, seconds=seconds)
         copies.add(machine, staged[version], arrived)
-    copies.add("late", staged[1], Copied(manifest=manifest(1), nbytes=10, seconds=20.0))
+    copies.add("late", staged[1], copied(manifest(1), nbytes=10, seconds=20.0))
     assert copies.last == Relayed(version=2, seconds=3.0, nbytes=20)
 
 
@@ -354,6 +362,152 @@ def test_weights_that_are_wrong_are_sent_nowhere() -> None:
             for _ in range(50):
                 await asyncio.sleep(0)
             assert harness.started[0].asked == []
+
+    run(body)
+
+
+SET = {"at_once": 1, "with_engines": True}
+"""Each engine is a machine of its own."""
+
+
+def test_sets_are_sent_to_one_after_another_and_each_in_its_turn() -> None:
+    async def body() -> None:
+        engines = [Reader(index, f"engine-{index}@a") for index in range(3)]
+        async with relayed(*engines, **SET) as harness:
+            harness.held_up = True
+            await until(lambda: len(harness.started) == 3)
+            order: list[int] = []
+            harness.stage(1)
+            for _ in engines:
+                await until(lambda: len(asked(harness)) == len(order) + 1)
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                (now,) = set(asked(harness)) - set(order)
+                if not order:
+                    harness.stage(2)  # whoever has had a turn waits for the others'
+                order.append(now)
+                harness.started[now].gate.set()
+            await until(lambda: harness.updates.copies.newest(engines[order[0]].machine))
+            assert sorted(order) == [0, 1, 2]
+
+    run(body)
+
+
+def asked(harness: RelayHarness) -> list[int]:
+    """Relays that were asked for a version."""
+    return [index for index, relay in enumerate(harness.started) if relay.asked]
+
+
+def test_a_set_that_fails_costs_only_itself_and_is_made_anew() -> None:
+    async def body() -> None:
+        engines = [Reader(index, f"engine-{index}@a") for index in range(2)]
+        async with relayed(*engines, **SET) as harness:
+            harness.held_up = True
+            await until(lambda: len(harness.started) == 2)
+            harness.stage(1)
+            await until(lambda: asked(harness))
+            (first,) = asked(harness)
+            broken, other = harness.started[first], engines[1 - first]
+            harness.held_up = False
+            broken.failure = RuntimeError("its worker has died")
+            for relay in harness.started:
+                relay.gate.set()
+            await asyncio.gather(*(engine.load(harness.updates) for engine in engines))
+            assert len(harness.started) == 3
+            assert harness.started[1 - first].fetched == [1]
+            assert other.loaded == [(1, f"{other.machine}/1")]
+            assert broken.killed
+            (note,) = harness.notes
+            assert f"which brings weights to engine-{first}, is lost; restart 1 of 3" in note
+            assert [lost for lost in harness.lost if lost[2]] == []
+
+    run(body)
+
+
+def test_a_set_ends_with_its_engine_and_the_one_in_its_place_has_nothing_yet() -> None:
+    async def body() -> None:
+        engine = Reader(0, "engine-0@a")
+        async with relayed(engine, **SET) as harness:
+            harness.held_up = True
+            harness.stage(1)
+            await until(lambda: harness.started and harness.started[0].asked)
+            engine.machine = HERE
+            harness.updates.forget(engine.index)
+            await until(lambda: harness.started[0].killed)
+            assert harness.notes == [], "the engine was lost, and not its communicator besides"
+            await harness.updates.until_released(2)
+
+            harness.held_up = False
+            await harness.start(engine, "engine-0@b")
+            await engine.load(harness.updates)
+            assert engine.loaded == [(1, "engine-0@b/1")]
+            engine.machine = HERE
+            harness.updates.forget(engine.index)
+            await until(lambda: harness.started[1].killed)
+            assert harness.updates.copies.newest("engine-0@b") is None
+            assert harness.relays._tasks == {}
+
+    run(body)
+
+
+class FakeSender:
+    """The sender's actor. `death`: what its calls raise; `deaf`: it does not answer."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.death: Exception | None = None
+        self.deaf = False
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        async def call(*arguments: Any) -> Any:
+            self.log.append(method)
+            if self.death is not None:
+                raise self.death
+            if self.deaf:
+                await asyncio.Event().wait()
+            if method == "open":
+                return Meeting(host="here", port=1, workers=arguments[0], limit_s=1.0)
+            return copied(arguments[-1]) if method == "send" else None
+
+        return SimpleNamespace(remote=call)
+
+
+def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    senders: list[FakeSender] = []
+    killed: list[FakeSender] = []
+    monkeypatch.setattr("ray.kill", killed.append)
+
+    def start() -> FakeSender:
+        senders.append(FakeSender(log))
+        return senders[-1]
+
+    async def receive(delivery: Delivery) -> None:
+        log.append(f"receive {delivery.version}, keep {delivery.kept}")
+
+    async def body() -> None:
+        (spec,) = specs(1)
+        slot = EngineSlot(spec)
+        slot.engine = SimpleNamespace(machine="engine-0@a", receive=receive)  # type: ignore[assignment]
+        sets = Communicators(lambda: [slot], Path("logs"), 0.05, None)
+        monkeypatch.setattr(sets, "_start", start)
+        where = RelaySpec(index=0, machine="engine-0@a", log_dir=Path("logs"))
+        relay = await sets.launch(where)
+        for version in (1, 2):
+            assert (await relay.fetch(version, manifest(version))).manifest == manifest(version)
+        calls = ["open", "receive 1, keep None", "send", "receive 2, keep 1", "send"]
+        assert log == calls
+
+        senders[0].death = ProcessDied("killed")
+        await sets.launch(where)
+        senders[1].deaf = True
+        await sets.launch(where)
+        assert (len(senders), killed) == (3, senders[:2])
+        slot.engine = None
+        with pytest.raises(RuntimeError, match="its engine has gone"):
+            await sets.launch(where)
 
     run(body)
 

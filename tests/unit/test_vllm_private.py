@@ -69,6 +69,7 @@ class Core:
         self.stops: Future[None] | None = None if idle else Future()
         self.answers = answers
         self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.scheduler = SimpleNamespace(requests={})
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
         self.told.append(("pause", mode, clear_cache))
@@ -141,6 +142,35 @@ def test_what_goes_wrong_after_a_pause_is_the_answer() -> None:
     with pytest.raises(ZeroDivisionError):
         loaded.result(timeout=0)
     assert core.told == [("pause", "keep", False)], "neither numbered nor resumed"
+
+
+def asked(salt: str | None = None, **begun: int) -> Any:
+    """A request in vLLM's engine process, whose prompt is three blocks."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher, sampling = get_request_block_hasher(16, sha256), SamplingParams(max_tokens=1)
+    request = Request("r", list(range(48)), sampling, None, cache_salt=salt, block_hasher=hasher)
+    vars(request).update(begun)
+    return request
+
+
+def test_what_waits_through_an_update_shares_prefixes_with_what_the_new_weights_begin() -> None:
+    waits, runs, was_cut = (
+        asked("6"),
+        asked("6", num_computed_tokens=3),
+        asked("6", num_preemptions=1),
+    )
+    core = Core(idle=True, answers=[part(1.0)])
+    core.scheduler.requests = {"w": waits, "r": runs, "c": was_cut}
+    core.load(True, True, {"w": A})
+    assert waits.block_hashes == asked("7").block_hashes
+    assert len(waits.block_hashes) == 3
+    assert runs.block_hashes == was_cut.block_hashes == asked("6").block_hashes
+    assert set(runs.block_hashes).isdisjoint(waits.block_hashes)
 
 
 def generator(seed: int) -> torch.Generator:

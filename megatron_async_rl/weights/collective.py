@@ -1,0 +1,266 @@
+"""The carrier `collective`: shared memory on every machine, filled over a communicator of its own
+for each engine: NCCL between GPUs, gloo between CPUs.
+
+    rank 0's machine                             the engine's machine
+    ranks -> /dev/shm -> sender ==bucket 0, 2==> worker 0 -> /dev/shm -> all workers of the engine,
+                         rank 0 ==bucket 1, 3==> worker 1 ->    "        at its turn to load
+                                (ranks 1, 2)
+
+Invariants:
+- a version is received while the engine samples, and is there whole and verified, tensor by tensor,
+  or `Sender.send` raises. A bucket goes to one worker; the others read it in shared memory;
+- two buckets are on their way at a time: while one is verified the next ones arrive;
+- a communicator that failed is closed on both sides: whoever tries again opens another;
+- there are two slots: a version is received where the `kept` one is not, which engines may read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.weights.communicator import IN_FLIGHT, Communicator
+from megatron_async_rl.weights.manifest import BucketRef, Copy, Delivery, Manifest, Meeting
+from megatron_async_rl.weights.shared_memory import SharedMemory
+from megatron_async_rl.weights.staging import Slot
+from megatron_async_rl.weights.transport import Carrier, damaged_tensor, whole_bucket
+
+log = logging.getLogger(__name__)
+
+CARRIER = SharedMemory
+"""The memory that ranks write and engines read, each on its own machine."""
+
+
+class CollectiveFailed(RuntimeError):
+    """A version did not reach an engine; the message says why. Its communicator is closed."""
+
+
+@dataclass(eq=False)
+class _Set:
+    """An engine's communicator, as the sender holds it."""
+
+    meeting: Meeting
+    store: TCPStore
+    ours: Communicator | None = None
+
+
+class Sender:
+    """The end of rank 0's machine, of every engine's communicator. `host`: this machine, as engines
+    reach it. Of one communicator one call to `send` at a time."""
+
+    def __init__(
+        self, host: str, device: torch.device, limit_s: float, carrier: Carrier | None = None
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._limit_s = limit_s
+        self._reader = (carrier or CARRIER()).reader()
+        self._sets: dict[int, _Set] = {}
+        """By port."""
+        self._paths: dict[int, list[str]] = {}
+        """Of the two newest versions that were sent."""
+
+    def open(self, workers: int) -> Meeting:
+        """Where an engine of so many workers meets it. Raises RuntimeError where this machine does
+        not listen at its host."""
+        limit = timedelta(seconds=self._limit_s)
+        store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        meeting = Meeting(host=self._host, port=store.port, workers=workers, limit_s=self._limit_s)
+        self._sets[meeting.port] = _Set(meeting, store)
+        return meeting
+
+    def send(self, meeting: Meeting, version: int, manifest: Manifest) -> Copy:
+        """Sends `version`, staged as `manifest`, to the workers of an engine, which were told to
+        receive it. Raises CollectiveFailed, and then the communicator is closed."""
+        began = time.monotonic()
+        one = self._sets.get(meeting.port)
+        if one is None:
+            raise CollectiveFailed("its communicator was closed")
+        try:
+            self._send_buckets(one, version, manifest)
+            paths = _answers(one, version)
+        except Exception as error:
+            self.close(meeting)
+            said = "; ".join(_refusals(one, version)) or str(error)
+            raise CollectiveFailed(
+                f"version {version} did not reach its workers: {said}"
+            ) from error
+        refs = tuple(replace(ref, path=paths[i]) for i, ref in enumerate(manifest.buckets))
+        return Copy(
+            manifest=replace(manifest, buckets=refs),
+            nbytes=sum(ref.size for ref in refs),
+            seconds=time.monotonic() - began,
+        )
+
+    def close(self, meeting: Meeting) -> None:
+        """The engine's communicator is used no more."""
+        one = self._sets.pop(meeting.port, None)
+        if one is not None and one.ours is not None:
+            one.ours.close()
+
+    def _send_buckets(self, one: _Set, version: int, manifest: Manifest) -> None:
+        self._paths = dict(sorted({**self._paths, version: manifest.paths}.items())[-2:])
+        self._reader.keep({path for paths in self._paths.values() for path in paths})
+        if one.ours is None:
+            one.ours = Communicator(one.meeting, 0, self._device, one.store)
+        on_their_way: deque[tuple[BucketRef, Callable[[], None]]] = deque()
+
+        def left() -> None:
+            ref, wait = on_their_way.popleft()
+            wait()
+            watch.progress("bytes sent", ref.size)
+
+        for number, ref in enumerate(manifest.buckets):
+            if len(on_their_way) == IN_FLIGHT:
+                left()
+            ((_, memory),) = self._reader.read(replace(ref, entries=(whole_bucket(ref),)))
+            to = 1 + number % one.meeting.workers
+            on_their_way.append((ref, one.ours.send(memory, to, number)))
+        while on_their_way:
+            left()
+
+
+class Receiver:
+    """A worker's end. `worker`: its number in the engine, from 0."""
+
+    def __init__(self, worker: int, device: torch.device, carrier: Carrier | None = None) -> None:
+        carrier = carrier or CARRIER()
+        self._worker = worker
+        self._device = device
+        self._slots = (Slot(carrier), Slot(carrier))
+        self._versions: list[int | None] = [None, None]
+        self._paths: list[list[str]] = [[], []]
+        self._writer = carrier.writer()
+        self._meeting: Meeting | None = None
+        self._store: TCPStore | None = None
+        self._ours: Communicator | None = None
+        self._thread: threading.Thread | None = None
+
+    def receive(self, delivery: Delivery) -> None:
+        """Begins to receive, and returns; the sender hears how it went."""
+        work = (delivery, self._thread)
+        self._thread = threading.Thread(target=self._run, args=work, name="weights", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._leave()
+        self._writer.keep(())
+        for slot in self._slots:
+            slot.discard_from(0)
+
+    def _run(self, delivery: Delivery, before: threading.Thread | None) -> None:
+        version = delivery.version
+        try:
+            if before is not None:  # each of its waits has a limit
+                before.join(delivery.meeting.limit_s)
+                if before.is_alive():
+                    raise TimeoutError("the delivery before it has not ended")
+            ours = self._joined(delivery.meeting)
+            answer = {"paths": self._receive(ours, delivery)}
+        except Exception as error:
+            log.exception("version %d was not received", version)
+            self._answer(version, {"error": f"{type(error).__name__}: {error}"})
+            self._leave()
+        else:
+            self._answer(version, answer)
+
+    def _joined(self, meeting: Meeting) -> Communicator:
+        if self._ours is None or self._meeting != meeting:
+            self._leave()
+            self._meeting = meeting
+            self._store = TCPStore(
+                meeting.host, meeting.port, is_master=False, timeout=meeting.limit
+            )
+            self._ours = Communicator(meeting, 1 + self._worker, self._device, self._store)
+        return self._ours
+
+    def _leave(self) -> None:
+        ours, self._ours, self._store = self._ours, None, None
+        if ours is not None:
+            ours.close()
+
+    def _answer(self, version: int, answer: Mapping[str, Any]) -> None:
+        try:
+            if self._store is not None:
+                self._store.set(_key(version, self._worker), json.dumps(answer))
+        except RuntimeError as error:  # the sender has gone, or has closed
+            log.warning("nobody heard what became of version %d: %s", version, error)
+
+    def _receive(self, ours: Communicator, delivery: Delivery) -> dict[int, str]:
+        """Paths of this worker's buckets, by number."""
+        manifest, workers = delivery.manifest, delivery.meeting.workers
+        numbers = range(self._worker, len(manifest.buckets), workers)
+        slot = 0 if delivery.kept is None else 1 - self._versions.index(delivery.kept)
+        self._versions[slot] = None
+        paths = self._slots[slot].places([manifest.buckets[i].size for i in numbers])
+        self._paths[slot] = paths
+        self._writer.keep({path for both in self._paths for path in both})
+        self._versions[slot] = delivery.version
+        found = dict(zip(numbers, paths, strict=True))
+
+        awaited = iter(numbers)
+        on_their_way: deque[tuple[BucketRef, Callable[[], None]]] = deque()
+
+        def await_next() -> None:
+            number = next(awaited, None)
+            if number is not None:
+                ref = replace(manifest.buckets[number], path=found[number])
+                memory = self._writer.view(ref, whole_bucket(ref))
+                on_their_way.append((ref, ours.receive(memory, number)))
+
+        for _ in range(IN_FLIGHT):
+            await_next()
+        while on_their_way:
+            ref, arrived = on_their_way.popleft()
+            arrived()
+            await_next()
+            wrong = damaged_tensor(self._writer, ref, manifest.digests)
+            if wrong is not None:
+                raise CollectiveFailed(f"it arrived damaged: tensor {wrong} is not what was staged")
+        return found
+
+
+def _key(version: int, worker: int) -> str:
+    return f"{version}/{worker}"
+
+
+def _answers(one: _Set, version: int) -> dict[int, str]:
+    """Paths that the workers received a version to, by bucket. Raises CollectiveFailed for one that
+    did not, and RuntimeError for one that says nothing."""
+    paths: dict[int, str] = {}
+    for worker in range(one.meeting.workers):
+        key = _key(version, worker)
+        one.store.wait([key], one.meeting.limit)
+        answer = json.loads(one.store.get(key))
+        if "error" in answer:
+            raise CollectiveFailed(f"worker {worker}: {answer['error']}")
+        paths |= {int(number): path for number, path in answer["paths"].items()}
+    for worker in range(one.meeting.workers):
+        one.store.delete_key(_key(version, worker))
+    return paths
+
+
+def _refusals(one: _Set, version: int) -> list[str]:
+    """Why workers did not receive a version, of those that said so."""
+    keys = {worker: _key(version, worker) for worker in range(one.meeting.workers)}
+    try:
+        said = {
+            worker: json.loads(one.store.get(key))
+            for worker, key in keys.items()
+            if one.store.check([key])
+        }
+    except RuntimeError:
+        return []
+    return [f"worker {worker}: {a['error']}" for worker, a in said.items() if "error" in a]

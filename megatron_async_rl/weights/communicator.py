@@ -1,0 +1,105 @@
+"""A communicator of the sender and the workers of one engine: NCCL between GPUs, gloo between CPUs,
+by the same calls.
+
+Invariants:
+- it is no default process group and knows none, so the trainer's and vLLM's are not disturbed;
+- every wait has a limit. One that failed is closed and used no more: others are made in its place.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from megatron_async_rl.weights.manifest import Meeting
+
+IN_FLIGHT = 2
+"""Buckets on their way at a time, from the sender and to each worker."""
+
+
+class Communicator:
+    """A member's end. Made once all members come, used by one thread."""
+
+    def __init__(self, meeting: Meeting, rank: int, device: torch.device, store: TCPStore) -> None:
+        """Raises RuntimeError where a member does not come within the limit."""
+        self._limit = meeting.limit
+        self._device = device
+        self._lanes: list[Tensor | None] = [None] * IN_FLIGHT
+        self._lane = 0
+        members = PrefixStore("members", store)
+        members.set_timeout(self._limit)
+        self._group = _group(members, meeting, rank, device)
+
+    def send(self, memory: Tensor, to: int, number: int) -> Callable[[], None]:
+        """Begins to send bytes; what it returns waits until they have left."""
+        place = self._place(memory)
+        if place is not memory:
+            place.copy_(memory)
+        work = self._group.send([place], to, number)
+
+        def wait() -> None:
+            work.wait(self._limit)
+
+        return wait
+
+    def receive(self, memory: Tensor, number: int) -> Callable[[], None]:
+        """Begins to receive the sender's bytes; what it returns waits until they are there."""
+        place = self._place(memory)
+        work = self._group.recv([place], 0, number)
+
+        def wait() -> None:
+            work.wait(self._limit)  # with a limit NCCL's, too, waits for the device
+            if place is not memory:
+                memory.copy_(place)
+
+        return wait
+
+    def close(self) -> None:
+        """Whoever waits for this member fails. gloo closes its connections as soon as nothing
+        holds the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _place(self, memory: Tensor) -> Tensor:
+        """What travels: host memory itself, or a buffer of the device for each bucket in flight."""
+        if self._device.type == "cpu":
+            return memory
+        self._lane = (self._lane + 1) % IN_FLIGHT
+        lane = self._lanes[self._lane]
+        if lane is None or lane.numel() < memory.numel():
+            lane = torch.empty(memory.numel(), dtype=torch.uint8, device=self._device)
+            self._lanes[self._lane] = lane
+        return lane[: memory.numel()]
+
+
+def _group(members: PrefixStore, meeting: Meeting, rank: int, device: torch.device) -> Any:
+    size = 1 + meeting.workers
+    if device.type == "cuda":
+        from torch.distributed import ProcessGroupNCCL
+
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = meeting.limit
+        return ProcessGroupNCCL(members, rank, size, nccl)
+    from torch.distributed import ProcessGroupGloo
+
+    gloo: Any = ProcessGroupGloo._Options()
+    gloo._timeout = meeting.limit
+    # Else gloo listens at what the host's own name resolves to, which may be 127.0.1.1.
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(meeting.host))]
+    gloo._threads = 2
+    return ProcessGroupGloo(members, rank, size, gloo)
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address, as `host` sees it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        address: str = probe.getsockname()[0]
+    return address

@@ -1,0 +1,237 @@
+"""Weights over real communicators (gloo): whole, two buckets at a time, refused, given up."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+from torch.distributed import TCPStore
+
+from megatron_async_rl.weights import collective
+from megatron_async_rl.weights.collective import CollectiveFailed, Receiver, Sender
+from megatron_async_rl.weights.communicator import Communicator
+from megatron_async_rl.weights.manifest import Copy, Delivery, Manifest, Meeting
+from megatron_async_rl.weights.shared_memory import BucketFile, BucketReader, SharedMemory
+from megatron_async_rl.weights.staging import Staging
+from megatron_async_rl.weights.stale_files import PREFIX
+from megatron_async_rl.weights.transport import whole_bucket
+from tests.staged import stage
+from tests.unit.collective_harness import CPU, Worker
+
+PATIENT_S = 300.0
+SIZE = 300_000
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shared memory of the engine's machine."""
+    return tmp_path_factory.mktemp("there")
+
+
+@pytest.fixture(scope="module")
+def engine(there: Path) -> Iterator[list[Receiver | Worker]]:
+    """An engine's two workers, one of which is another process."""
+    here, other = Receiver(0, CPU, SharedMemory(there)), Worker(1, there)
+    yield [here, other]
+    here.close()
+    other.close()
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Iterator[Staging]:
+    staging = Staging(SharedMemory(tmp_path))
+    yield staging
+    staging.close()
+
+
+@pytest.fixture(scope="module")
+def sender(there: Path) -> Sender:
+    return Sender("127.0.0.1", CPU, PATIENT_S, SharedMemory(there))
+
+
+@pytest.fixture
+def receiver(there: Path) -> Iterator[Receiver]:
+    """An engine's only worker, in this process."""
+    receiver = Receiver(0, CPU, SharedMemory(there))
+    yield receiver
+    receiver.close()
+
+
+def weights(version: int, buckets: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(version)
+    return [
+        {
+            f"odd{number}": torch.randn(3, 7, generator=generator).to(torch.bfloat16),
+            f"large{number}": torch.randn(SIZE, generator=generator),
+            f"empty{number}": torch.empty(0, 4),
+        }
+        for number in range(buckets)
+    ]
+
+
+def require_version(copy: Copy, version: int, buckets: int) -> None:
+    sent = {name: tensor for bucket in weights(version, buckets) for name, tensor in bucket.items()}
+    reader = BucketReader()
+    found = {n: t.clone() for ref in copy.manifest.buckets for n, t in reader.read(ref)}
+    assert list(found) == list(sent)
+    for name, tensor in sent.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def brought(
+    sender: Sender,
+    meeting: Meeting,
+    engine: Sequence[Receiver | Worker],
+    version: int,
+    manifest: Manifest,
+    kept: int | None = None,
+) -> Copy:
+    delivery = Delivery(meeting=meeting, version=version, manifest=manifest, kept=kept)
+    for worker in engine:
+        worker.receive(delivery)
+    return sender.send(meeting, version, manifest)
+
+
+def test_each_bucket_reaches_one_worker_and_all_of_them_are_the_version(
+    engine: list[Receiver | Worker], staging: Staging, sender: Sender, there: Path
+) -> None:
+    meeting, kept = sender.open(2), None
+    copies = []
+    for version in (1, 2, 3):
+        manifest = stage(staging, version, weights(version, 5))
+        copies.append(brought(sender, meeting, engine, version, manifest, kept))
+        kept = version
+        require_version(copies[-1], version, 5)
+        assert copies[-1].manifest.digests == manifest.digests
+        assert copies[-1].nbytes == sum(ref.size for ref in manifest.buckets)
+    require_version(copies[1], 2, 5)
+    assert copies[2].manifest.paths == copies[0].manifest.paths, "the third takes the first's place"
+    assert {*copies[1].manifest.paths, *copies[2].manifest.paths} <= files(there)
+    assert not torch.distributed.is_initialized()
+    sender.close(meeting)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path) for path in folder.glob(f"{PREFIX}*")}
+
+
+def bucket_bytes(manifest: Manifest) -> list[torch.Tensor]:
+    reader = BucketReader()
+    return [
+        tensor
+        for ref in manifest.buckets
+        for _, tensor in reader.read(replace(ref, entries=(whole_bucket(ref),)))
+    ]
+
+
+def test_a_worker_awaits_two_buckets_at_a_time(
+    receiver: Receiver, staging: Staging, sender: Sender
+) -> None:
+    """Else the second, which comes first here, would wait for the first for ever."""
+    manifest, meeting = stage(staging, 1, weights(1, 3)), sender.open(1)
+    store = sender._sets[meeting.port].store
+    receiver.receive(Delivery(meeting=meeting, version=1, manifest=manifest, kept=None))
+    plays_sender = Communicator(meeting, 0, CPU, store)
+    memory = bucket_bytes(manifest)
+    for number in (1, 0, 2):
+        plays_sender.send(memory[number], 1, number)()
+    store.wait(["1/0"], meeting.limit)
+    assert set(json.loads(store.get("1/0"))["paths"]) == {"0", "1", "2"}
+    plays_sender.close()
+
+
+def test_the_sender_has_two_buckets_on_their_way(staging: Staging, sender: Sender) -> None:
+    manifest, meeting = stage(staging, 1, weights(1, 3)), sender.open(1)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, meeting, 1, manifest)
+        store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=meeting.limit)
+        plays_worker = Communicator(meeting, 1, CPU, store)
+        memory = [torch.empty_like(sent) for sent in bucket_bytes(manifest)]
+        for number in (1, 0, 2):
+            plays_worker.receive(memory[number], number)()
+        store.set("1/0", json.dumps({"paths": {"0": "a", "1": "b", "2": "c"}}))
+        assert sending.result(PATIENT_S).manifest.paths == ["a", "b", "c"]
+    assert all(map(torch.equal, memory, bucket_bytes(manifest)))
+    plays_worker.close()
+    sender.close(meeting)
+
+
+def test_a_bucket_that_arrives_damaged_is_refused_and_costs_no_version_but_its_own(
+    receiver: Receiver, staging: Staging, sender: Sender
+) -> None:
+    first = brought(sender, sender.open(1), [receiver], 1, stage(staging, 1, weights(1, 4)))
+    second = stage(staging, 2, weights(2, 4))
+    wrong = replace(second, digests={**second.digests, "odd1": "another"})
+    refused = "version 2 did not reach its workers: worker 0: .*tensor odd1 is not what was staged"
+    with pytest.raises(CollectiveFailed, match=refused):
+        brought(sender, sender.open(1), [receiver], 2, wrong, kept=1)
+    require_version(first, 1, 4)
+    require_version(brought(sender, sender.open(1), [receiver], 2, second, kept=1), 2, 4)
+    require_version(first, 1, 4)
+
+
+def test_a_worker_without_room_says_so(
+    receiver: Receiver, staging: Staging, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    manifest = stage(staging, 1, weights(1, 2))
+    monkeypatch.setattr(BucketFile, "__init__", full)
+    with pytest.raises(CollectiveFailed, match="worker 0: OSError: no space left"):
+        brought(sender, sender.open(1), [receiver], 1, manifest)
+
+
+def test_a_worker_that_does_not_come_is_given_up(staging: Staging) -> None:
+    impatient = Sender("127.0.0.1", CPU, 0.2)
+    meeting = impatient.open(1)
+    manifest = stage(staging, 1, weights(1, 1))
+    with pytest.raises(CollectiveFailed, match="version 1 did not reach its workers"):
+        impatient.send(meeting, 1, manifest)
+    with pytest.raises(CollectiveFailed, match="its communicator was closed"):
+        impatient.send(meeting, 1, manifest)
+
+
+@pytest.mark.parametrize("buckets", [1, 6], ids=["with all it was sent", "with more to come"])
+def test_a_worker_that_stands_still_is_given_up(
+    buckets: int,
+    receiver: Receiver,
+    staging: Staging,
+    sender: Sender,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meeting, goes_on = sender.open(1), threading.Event()
+    brought(sender, meeting, [receiver], 1, stage(staging, 1, weights(1, 1)))
+    one = sender._sets[meeting.port]
+    assert one.ours is not None
+    one.meeting, one.ours._limit = replace(meeting, limit_s=0.2), timedelta(seconds=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(collective, "damaged_tensor", lambda *_: goes_on.wait() and None)
+        manifest = stage(staging, 2, weights(2, buckets))
+        with pytest.raises(CollectiveFailed, match="version 2 did not reach its workers"):
+            brought(sender, meeting, [receiver], 2, manifest, kept=1)
+    goes_on.set()
+    require_version(brought(sender, sender.open(1), [receiver], 2, manifest, 1), 2, buckets)
+
+
+def test_an_engine_whose_worker_dies_costs_no_other_engine(
+    engine: list[Receiver | Worker], staging: Staging, sender: Sender
+) -> None:
+    """The last test of that process."""
+    manifest = stage(staging, 1, weights(1, 9))
+    meeting = sender.open(2)
+    delivery = Delivery(meeting=meeting, version=1, manifest=manifest, kept=None)
+    engine[0].receive(delivery)
+    assert isinstance(engine[1], Worker)
+    engine[1].receive(delivery, dies=True)
+    with pytest.raises(CollectiveFailed, match="version 1 did not reach its workers"):
+        sender.send(meeting, 1, manifest)
+    require_version(brought(sender, sender.open(1), engine[:1], 1, manifest), 1, 9)
