@@ -29,7 +29,12 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.activations import value_bytes
 from megatron_async_rl.plan.batch import Batch
 from megatron_async_rl.plan.layers import fp8_layers
-from megatron_async_rl.plan.layout import Device, engines_elsewhere, rank_coordinates
+from megatron_async_rl.plan.layout import (
+    Device,
+    engine_count,
+    engines_elsewhere,
+    rank_coordinates,
+)
 from megatron_async_rl.plan.machine import CHIPS, Chip, Machine, chip_of
 from megatron_async_rl.plan.model_files import ModelShape
 
@@ -41,6 +46,8 @@ COPY_RATE = 10e9
 """Bytes a second between one GPU and shared memory, which is not page-locked."""
 RELAY_RATE = 2.5e9
 """Bytes a second over TCP from rank 0's machine to each other one, all at the same time."""
+NETWORK_RATE = 35e9
+"""Bytes a second of one GPU over its own network card, of 400 Gb/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +166,7 @@ class Estimate:
 
     @property
     def overlapped_s(self) -> float:
-        """A step in which nobody waits: the longest of engines, trainer and relay."""
+        """A step in which nobody waits: the longest of engines, trainer and what sends weights."""
         engines_s, trainer_s = self.generate_s + self.loaded_s, self.train_s + self.staged_s
         return max(engines_s, trainer_s, self.relayed_s or 0.0)
 
@@ -171,12 +178,13 @@ class Estimate:
 
     def in_words(self) -> str:
         chip, batch = self.chip, self.batch
-        relayed = f", relay {_s(self.relayed_s)}" if self.relayed_s is not None else ""
+        relayed = f", send {_s(self.relayed_s)}" if self.relayed_s is not None else ""
         rates = f"{chip.bfloat16 / 1e12:.0f} TFLOP/s in bfloat16"
         if self.fp8 and chip.fp8 is not None:
             rates += f", {chip.fp8 / 1e12:.0f} in 8 bits"
         to_others = (
-            f", {RELAY_RATE / 1e9:g} GB/s to each other machine"
+            f", by relay {RELAY_RATE / 1e9:g} GB/s to each other machine, by collective"
+            f" {NETWORK_RATE / 1e9:g} GB/s to one engine after the other"
             if self.relayed_s is not None
             else ""
         )
@@ -224,13 +232,20 @@ def estimate(
         generate_s=reading_s + responses * batch.response / tokens_per_s,
         train_s=_train_s(config, chip, shape, batch),
         staged_s=version / (_writers(config, machine) * COPY_RATE),
-        relayed_s=version / RELAY_RATE if engines_elsewhere(config, machine) else None,
+        relayed_s=_sent_s(config, version) if engines_elsewhere(config, machine) else None,
         loaded_s=version / (rollout.tensor * COPY_RATE),
         decoding=decoding,
         tokens_per_s=tokens_per_s,
         run_ahead=run_ahead(config),
         fp8=config.policy.fp8 is not None,
     )
+
+
+def _sent_s(config: Config, version: int) -> float:
+    """By relay to all machines at a time; by collective to one engine after the other."""
+    if config.weights.transport == "relay":
+        return version / RELAY_RATE
+    return engine_count(config) * version / NETWORK_RATE
 
 
 def _layer_weights(shape: ModelShape) -> int:

@@ -23,7 +23,13 @@ import numpy as np
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.activations import value_bytes
-from megatron_async_rl.plan.estimate import COMPUTE_SHARE, COPY_RATE, READ_SHARE, RELAY_RATE
+from megatron_async_rl.plan.estimate import (
+    COMPUTE_SHARE,
+    COPY_RATE,
+    NETWORK_RATE,
+    READ_SHARE,
+    RELAY_RATE,
+)
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.simulate.model import Lengths, Rates
@@ -50,7 +56,7 @@ class Hardware:
     """Of memory_tb_s, in decoding."""
     decode_step_ms: float = 3.0
     """Of a decoding step, whatever it holds."""
-    gpu_network_gb_s: float = 35.0
+    gpu_network_gb_s: float = NETWORK_RATE / GB
     """Of one GPU, for gradients and collectives."""
     machine_network_gb_s: float = 17.5
     """Of one machine, over TCP."""
@@ -70,7 +76,8 @@ class Hardware:
     alike: float = 0.5
     """Share of that variance that lies between prompts."""
     carrier: str = ""
-    """`relay`, `collective` or `shared_memory`; empty: weights.transport."""
+    """`shared_memory`, `relay`, `collective`, or `tree`, which this project does not have; empty:
+    weights.transport."""
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in vars(self).items() if value != "")
@@ -84,7 +91,7 @@ NAMED = {
     )
     for name, chip in CHIPS.items()
 }
-CARRIERS = ("shared_memory", "relay", "collective")
+CARRIERS = ("shared_memory", "relay", "collective", "tree")
 
 
 def assumed(name: str, changes: Iterable[str]) -> Hardware:
@@ -211,6 +218,10 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
         slowest = min(hardware.stream_gb_s, hardware.machine_network_gb_s / machines) * 1e9
         return staged | {"send_s": (nbytes + bucket) / slowest + buckets * each_s / 4}
     if carrier == "collective":
+        # One engine after the other, two buckets at a time.
+        each = (nbytes + bucket) / (hardware.gpu_network_gb_s * 1e9) + buckets * each_s / 2
+        return staged | {"send_s": rollout.engines * each}
+    if carrier == "tree":
         # From GPU to GPU down a tree, a bucket behind the other; then put in place in GPU memory.
         hop_s = bucket / (hardware.gpu_network_gb_s * 1e9) + each_s
         depth = math.ceil(math.log2(machines + 1))

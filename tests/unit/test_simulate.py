@@ -231,7 +231,9 @@ def test_stated_hardware_gives_the_rates_that_its_sizes_do(recipe: Path) -> None
     assert rates_of(many, shape, HARDWARE, lengths).send_s == pytest.approx(
         nbytes * 16 / 17.5e9, rel=0.05
     )
-    tree = rates_of(many, shape, replace(HARDWARE, carrier="collective"), lengths)
+    in_turn = rates_of(many, shape, replace(HARDWARE, carrier="collective"), lengths)
+    assert in_turn.send_s == pytest.approx(64 * nbytes / 35e9, rel=0.15)
+    tree = rates_of(many, shape, replace(HARDWARE, carrier="tree"), lengths)
     assert tree.send_s < 3
     # Large buckets cost the wait for the first, small ones a round trip each.
     assert 16 < best_bucket(config, shape, HARDWARE) < 4096
@@ -284,7 +286,7 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
         (["--gpus", "1"], "'1' is not a list of numbers from 2 on"),
         (["--hardware", "tpu"], "'tpu' is not known\n  fix: one of h100, h200"),
         (["--assume", "tflop=1"], "did you mean tflops?"),
-        (["--assume", "carrier=ship"], "one of shared_memory, relay, collective"),
+        (["--assume", "carrier=ship"], "one of shared_memory, relay, collective, tree"),
         (["--assume", "tflops=-1"], "a number, 0 or more"),
         (["--from", "nowhere"], "nowhere holds no metrics.jsonl"),
         (["--from", "nowhere", "--gpus", "64"], "leave one of the two out"),
