@@ -44,6 +44,8 @@ setup(
     package_data={"megatron_async_rl": ["py.typed", "report/page.html"]},
     install_requires=pinned(
         "einops",
+        "huggingface_hub",
+        "Jinja2",
         "math-verify",
         "matplotlib",
         "numpy",

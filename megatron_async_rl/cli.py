@@ -111,12 +111,13 @@ def train(
 
 def _train(config: Path, overrides: Sequence[str], nodes: Nodes, peers: PeerNodes) -> int:
     from megatron_async_rl.config.load import load
+    from megatron_async_rl.data.hub import located
     from megatron_async_rl.launch.launcher import launch
     from megatron_async_rl.plan.machine import this_machine
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts, differences
 
-    loaded = load(config, overrides)
+    loaded, found = located(load(config, overrides))
     plan = preflight(loaded, all_data=True, machine=this_machine(nodes.count))
     # Node 0 alone looks at what the directory holds: it is the one that writes there.
     refused = conflicts(loaded) if nodes.rank == 0 else []
@@ -128,7 +129,7 @@ def _train(config: Path, overrides: Sequence[str], nodes: Nodes, peers: PeerNode
     changed = [str(one) for one in differences(loaded)] if nodes.rank == 0 else []
     if changed:
         _print(f"{loaded.run.dir} goes on with other settings:\n  " + "\n  ".join(changed))
-    for warning in plan.warnings:
+    for warning in (*found, *plan.warnings):
         _print(f"note: {warning}")
     return launch(loaded, console(), nodes, peers)
 
@@ -182,6 +183,7 @@ def plan(
     """Show a config's layout, memory, batch and staleness, here or on the GPUs named. Starts
     nothing; exit code 2 if it cannot run."""
     from megatron_async_rl.config.load import load
+    from megatron_async_rl.data.hub import located
     from megatron_async_rl.plan.machine import described_machine, this_machine
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts
@@ -194,7 +196,7 @@ def plan(
 
     if measured_in is not None and not (measured_in / "metrics.jsonl").is_file():
         raise UserError.of("--from", f"{measured_in} holds no metrics.jsonl", NAME_A_RUN)
-    loaded = load(config, overrides or ())
+    loaded, found = located(load(config, overrides or ()), weights=False)
     if measured_in is None and (loaded.run.dir / "metrics.jsonl").is_file():
         measured_in = loaded.run.dir
     if gpus is None:
@@ -207,6 +209,8 @@ def plan(
     if planned.problems:
         raise ConfigError(f"{config}: cannot run", planned.problems)
     show_plan(planned, loaded, machine, console(), measured_in)
+    for one in found:
+        _print(f"note: {one}")
     for conflict in [] if machine.described else conflicts(loaded):
         _print(f"note: `mar train` would refuse this directory: {conflict.key}: {conflict.what}")
 

@@ -15,11 +15,15 @@ from typing import Any, Protocol
 import ray
 
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.data.prompts import PromptSource, read_prompts
-from megatron_async_rl.data.supervised import SupervisedSource
-from megatron_async_rl.data.tokenizer import load_tokenizer
+from megatron_async_rl.data import (
+    PromptSource,
+    SupervisedSource,
+    log_too_long,
+    read_training,
+    tokenizer_of,
+)
 from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
-from megatron_async_rl.flow.evaluation import EvalResult
+from megatron_async_rl.flow.evaluation import EvalResult, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout
 from megatron_async_rl.rollout.cluster import join_ray, object_store_bytes
@@ -70,11 +74,17 @@ class RolloutBatches:
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
         spec = controller_spec(config, device_type)
-        prompts = read_prompts(config.data.train, load_tokenizer(config.model.path))
-        source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        training = read_training(config.data, tokenizer_of(config.model.path, config.data))
+        log_too_long(training)
+        source = PromptSource(
+            training.prompts,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            parts=training.parts,
+        )
 
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        longest = max(len(prompt.token_ids) for prompt in prompts)
+        longest = max(len(prompt.token_ids) for prompt in training.prompts)
         self._reserved = join_ray(
             ranks_here if device_type == "cuda" and not spec.colocated else 0,
             object_store_bytes(
@@ -144,15 +154,18 @@ class GivenResponses:
     """Supervised; no engines, nobody to publish to or to evaluate."""
 
     def __init__(self, config: Config, position: DataState | None) -> None:
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = tokenizer_of(config.model.path, config.data)
+        given = read_training(config.data, tokenizer, supervised=True)
+        log_too_long(given)
         self._stop = config.run.dir / watch.STOP
         self._source = SupervisedSource(
-            read_prompts(config.data.train, tokenizer, required=("prompt", "response")),
+            given.prompts,
             tokenizer,
             prompts_per_step=config.flow.prompts_per_step,
             seed=config.run.seed,
             shuffle=config.data.shuffle,
             max_context=None,
+            parts=given.parts,
         )
         if position is not None:
             self._source.load_state(position.state)
@@ -192,6 +205,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
     rollout = config.rollout
     assert rollout is not None
     evaluators = config.eval.engines if config.eval is not None else 0
+    samplings = {one.name: one.sampling for one in config.eval_sets}
     engines = [
         EngineSpec(
             index=index,
@@ -202,16 +216,13 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
             device="cuda" if device_type == "cuda" else "cpu",
             log_dir=config.run.dir / "logs",
             run_dir=config.run.dir,
+            evaluations=samplings,
             first_version=-1,
             transport=config.weights.transport,
         )
         for index in range(rollout.engines + evaluators)
     ]
-    held_out = (
-        read_prompts(config.data.eval, load_tokenizer(config.model.path))
-        if config.eval is not None and config.data.eval is not None
-        else []
-    )
+    tokenizer = tokenizer_of(config.model.path, config.data)
     return ControllerSpec(
         flow=config.flow,
         engines=engines,
@@ -230,8 +241,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
         steps=config.run.steps,
         fresh_steps=config.fresh_steps,
         seed=config.run.seed,
-        **({"evaluation": config.eval} if config.eval is not None else {}),
-        held_out=held_out,
+        held_out=[read_held_out(config.data, one, tokenizer) for one in config.eval_sets],
         samples=config.samples,
         run_dir=config.run.dir,
     )

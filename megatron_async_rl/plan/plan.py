@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem, UserError
+from megatron_async_rl.config.sampling import sampling_warnings
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.activations import value_bytes
 from megatron_async_rl.plan.fit import gpu_memory
@@ -127,7 +128,7 @@ def make_plan(
         too_large, notes = gpu_memory(config, machine, engine, ranks_of)
         found += too_large
     warnings = _warnings(config, machine, device, ranks, engine, longest) + notes
-    warnings += fp8_warnings(config, machine)
+    warnings += fp8_warnings(config, machine) + sampling_warnings(config)
     if engine is not None and shape is not None:
         warnings += _store_warnings(config, shape, machine, longest)
     return Plan(
