@@ -313,14 +313,8 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _numbers(result: EvalResult, prefix: str) -> dict[str, float]:
-    """Metrics of one set."""
-    passed = {f"{prefix}/pass@{k}": value for k, value in result.pass_at.items()}
-    return {
-        f"{prefix}/mean": result.mean_reward,
-        f"{prefix}/truncated": result.truncated,
-        **passed,
-    }
+def _passed(name: str, result: EvalResult) -> dict[str, float]:
+    return {name.replace("@k", f"@{k}"): value for k, value in result.pass_at.items()}
 
 
 class EvalSchedule:
@@ -359,13 +353,21 @@ class EvalSchedule:
     def record(self, result: EvalResult) -> dict[str, float]:
         """Takes a result; returns its metrics, for the next line of the log."""
         self.means[result.version] = result.mean_reward
-        found = _numbers(result, "eval") | {
+        found = {
+            "eval/mean": result.mean_reward,
+            "eval/truncated": result.truncated,
             "eval/version": result.version,
             "eval/seconds": result.seconds,
+            **_passed("eval/pass@k", result),
         }
         for one in (result, *result.others):
             if one.name:
-                found |= _numbers(one, f"eval/{one.name}")
+                of_set = {
+                    "eval/SET/mean": one.mean_reward,
+                    "eval/SET/truncated": one.truncated,
+                    **_passed("eval/SET/pass@k", one),
+                }
+                found |= {name.replace("SET", one.name, 1): of_set[name] for name in of_set}
         return found
 
     @property
