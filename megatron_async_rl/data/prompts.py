@@ -288,7 +288,10 @@ def _missing(file: Path, place: int, role: str, column: str, there: Sequence[str
         key = "messages_key"
     fix = f"add `{column}` to every row"
     if key is not None:
-        fix += f", or name its column: data.{key}={near[0] if near else 'COLUMN'}"
+        named = near[0] if near else "COLUMN"
+        fix += (
+            f", or name its column: data.{key}={named} (of a source or a set: {key}, by its path)"
+        )
     elif near:
         fix = f"did you mean `{near[0]}`? {fix}"
     what = f"has no `{column}` (its columns: {', '.join(there) or 'none'})"

@@ -205,7 +205,8 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
     rollout = config.rollout
     assert rollout is not None
     evaluators = config.eval.engines if config.eval is not None else 0
-    samplings = {one.name: one.sampling for one in config.eval_sets}
+    sets = config.eval_sets
+    samplings = {one.name: one.sampling for one in sets}
     engines = [
         EngineSpec(
             index=index,
@@ -222,7 +223,10 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
         )
         for index in range(rollout.engines + evaluators)
     ]
-    tokenizer = tokenizer_of(config.model.path, config.data)
+    held_out = []
+    if sets:
+        tokenizer = tokenizer_of(config.model.path, config.data)
+        held_out = [read_held_out(config.data, one, tokenizer) for one in sets]
     return ControllerSpec(
         flow=config.flow,
         engines=engines,
@@ -241,7 +245,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
         steps=config.run.steps,
         fresh_steps=config.fresh_steps,
         seed=config.run.seed,
-        held_out=[read_held_out(config.data, one, tokenizer) for one in config.eval_sets],
+        held_out=held_out,
         samples=config.samples,
         run_dir=config.run.dir,
     )

@@ -74,7 +74,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
     read: dict[str, PromptSet] = {}
     if tokenizer is None or shape is None:
         (elsewhere if machine.described else problems).extend(
-            _of_data(one.key, error) for one in _files(config, None) if (error := one.missing())
+            _of_data(one.key, gone) for one in _files(config, None) if (gone := one.missing())
         )
     else:
         for one in _files(config, shape):
