@@ -186,7 +186,7 @@ def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool =
 
 
 def _explained(name: HubName, error: Exception) -> tuple[str, str]:
-    """What is wrong, and the fix. Raises what is no error of the hub's or the disk's."""
+    """What is wrong, and the fix."""
     from huggingface_hub import constants, errors
 
     where = constants.ENDPOINT
@@ -213,12 +213,8 @@ def _explained(name: HubName, error: Exception) -> tuple[str, str]:
             f"where there is a network, `hf download {kind}{name.id}{revision}` with this HF_HOME,"
             " or name a local folder",
         )
-    if isinstance(error, OSError):
-        return (
-            f"{name} cannot be fetched: {_first_line(error)}",
-            "try again, or name a local folder",
-        )
-    raise error
+    cause = f"{type(error).__name__}: {_first_line(error)}"
+    return f"{name} cannot be fetched: {cause}", "try again, or name a local folder"
 
 
 def _first_line(error: Exception) -> str:

@@ -49,7 +49,7 @@ def save_checkpoint(directory: Path, *, seed: int, kv_heads: int = 1) -> Path:
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     # Else vLLM reads it as the model family's own tokenizer, whose text has no spaces.
     (directory / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w0"})
     )
     return directory
 
