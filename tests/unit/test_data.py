@@ -160,7 +160,7 @@ def test_a_text_may_be_made_a_chat_with_a_system_prompt(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "b", "name": None}]
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a"}, {"prompt": own}])
     texts = [one.text for one in read(tmp_path, as_chat=True, system_prompt="be brief").prompts]
-    assert texts == ["s:be brief\x01u:a\x01a:", "s:own\x01u:b\x01a:"]
+    assert texts == ["s:be brief\x01\nu:a\x01\na:", "s:own\x01\nu:b\x01\na:"]
     with pytest.raises(
         DataError, match=r"plain text, and data.system_prompt is for chat"
     ) as caught:
@@ -314,13 +314,17 @@ def masked(tmp_path: Path, messages: list[dict[str, Any]]) -> tuple[str, str, st
 
 def test_the_loss_is_on_what_the_assistant_wrote_and_on_where_it_stopped(tmp_path: Path) -> None:
     assert masked(tmp_path, turns("hi", "yes", "why", "so", "thanks")) == (
-        "u:hi\x01a:",
-        "yes$u:why$a:so$",
-        "yes$........so$",
+        "u:hi\x01\na:",
+        "yes$\nu:why$\na:so$",
+        "yes$..........so$",
     )
     messages = turns("hi", "yes", "why", "so")
     messages[1]["train"] = False
-    assert masked(tmp_path, messages) == ("u:hi\x01a:yes\x01u:why\x01a:", "so$", "so$")
+    assert masked(tmp_path, messages) == (
+        "u:hi\x01\na:yes\x01\nu:why\x01\na:",
+        "so$",
+        "so$",
+    )
 
 
 def test_a_conversation_trains_as_a_given_response_does(tmp_path: Path) -> None:
@@ -329,8 +333,8 @@ def test_a_conversation_trains_as_a_given_response_does(tmp_path: Path) -> None:
         found.prompts, Bytes(), prompts_per_step=1, seed=1, shuffle=False, max_context=None
     )
     (sample,) = samples_in(source.next_batch(2))
-    assert sample.loss_mask.tolist() == [1] * 4 + [0] * 8 + [1] * 3
-    assert sample.versions.tolist() == [2] * 15
+    assert sample.loss_mask.tolist() == [1] * 4 + [0] * 10 + [1] * 3
+    assert sample.versions.tolist() == [2] * 17
 
 
 class Forgetful(Bytes):
@@ -346,11 +350,21 @@ class Forgetful(Bytes):
         return super().render_chat(kept, answer=answer)
 
 
-def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(tmp_path: Path) -> None:
+class Thoughtful(Bytes):
+    """Begins an answer with more than an answer is written with."""
+
+    def render_chat(self, messages: Any, *, answer: bool) -> str:
+        return super().render_chat(messages, answer=answer) + "?" * answer
+
+
+@pytest.mark.parametrize("tokenizer", [Forgetful(), Thoughtful()])
+def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
+    tmp_path: Path, tokenizer: Bytes
+) -> None:
     as_jsonl(tmp_path / "d.jsonl", [{"messages": turns("hi", "yes", "why", "so")}])
     config = DataConfig(train=tmp_path / "d.jsonl", messages_key="messages")
     with pytest.raises(DataError, match=r"d.jsonl:1: .*messages\[1\] in another way") as caught:
-        read_training(config, Forgetful(), supervised=True)
+        read_training(config, tokenizer, supervised=True)
     assert "`train: false` in the others" in caught.value.fix
 
 

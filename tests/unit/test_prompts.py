@@ -28,11 +28,11 @@ class Bytes:
         return [self.encode(text, special_tokens=special_tokens) for text in texts]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, answer: bool) -> str:
-        turns = "".join(f"{one['role'][0]}:{one['content']}\x01" for one in messages)
+        turns = "".join(f"{one['role'][0]}:{one['content']}\x01\n" for one in messages)
         return turns + "a:" * answer
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The end of a message is EOS."""
+        """The end of a message is EOS, and a line ends after it."""
         return [1 if byte == 1 else byte + 2 for byte in text.encode()]
 
     def decode(self, ids: Sequence[int]) -> str:
