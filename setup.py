@@ -41,6 +41,8 @@ setup(
     package_data={"megatron_async_rl": ["py.typed", "report/page.html"]},
     install_requires=[
         "einops>=0.8,<1",
+        "huggingface_hub>=1,<3",
+        "Jinja2>=3.1,<4",
         "math-verify>=0.9,<1",
         "matplotlib>=3.10,<4",
         "numpy>=2.0,<3",

@@ -79,7 +79,7 @@ async def measure(args: argparse.Namespace, logs: Path) -> dict[str, float]:
         log_dir=logs,
     )
     tokenizer = load_tokenizer(args.model)
-    sampling = sampling_parameters(spec, tokenizer.eos_ids)
+    sampling = {None: sampling_parameters(spec.rollout.sampling, tokenizer.eos_ids)}
     vllm: Any = AnswersAtOnce()
     responses = Responses(vllm, spec, sampling, tokenizer, Scorer(spec.rollout.reward), BusyClock())
     prompt = Prompt(id="p", text="", token_ids=tuple(range(1, 12)), fields={"answer": "46"})

@@ -120,6 +120,7 @@ def _train(
     config: Path, overrides: Sequence[str], nodes: Nodes, peers: PeerNodes, engine_nodes: int
 ) -> int:
     from megatron_async_rl.config.load import load
+    from megatron_async_rl.data.hub import located
     from megatron_async_rl.launch.launcher import launch
     from megatron_async_rl.launch.peers import NodesError
     from megatron_async_rl.plan.machine import this_machine
@@ -127,7 +128,8 @@ def _train(
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts, differences
 
-    loaded, machine = load(config, overrides), this_machine(nodes.count)
+    loaded, found = located(load(config, overrides))
+    machine = this_machine(nodes.count)
     plan = preflight(loaded, all_data=True, machine=machine)
     # Node 0 alone looks at what the directory holds: it is the one that writes there.
     refused = conflicts(loaded) if nodes.rank == 0 else []
@@ -153,7 +155,7 @@ def _train(
     changed = [str(one) for one in differences(loaded)] if nodes.rank == 0 else []
     if changed:
         _print(f"{loaded.run.dir} goes on with other settings:\n  " + "\n  ".join(changed))
-    for warning in plan.warnings:
+    for warning in (*found, *plan.warnings):
         _print(f"note: {warning}")
     return launch(loaded, console(), nodes, peers)
 
@@ -268,6 +270,7 @@ def plan(
     """Show a config's layout, memory, batch, staleness and step time, here or on the GPUs named.
     Starts nothing; exit code 2 if it cannot run."""
     from megatron_async_rl.config.load import load
+    from megatron_async_rl.data.hub import located
     from megatron_async_rl.plan.machine import CHIPS, described_machine, this_machine
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts
@@ -284,7 +287,7 @@ def plan(
 
     if measured_in is not None and not (measured_in / "metrics.jsonl").is_file():
         raise UserError.of("--from", f"{measured_in} holds no metrics.jsonl", NAME_A_RUN)
-    loaded = load(config, overrides or ())
+    loaded, found = located(load(config, overrides or ()), weights=False)
     if measured_in is None and (loaded.run.dir / "metrics.jsonl").is_file():
         measured_in = loaded.run.dir
     if gpus is None:
@@ -298,6 +301,8 @@ def plan(
     if planned.problems:
         raise ConfigError(f"{config}: cannot run", planned.problems)
     show_plan(planned, loaded, machine, console(), measured_in)
+    for one in found:
+        _print(f"note: {one}")
     for conflict in [] if machine.described else conflicts(loaded):
         _print(f"note: `mar train` would refuse this directory: {conflict.key}: {conflict.what}")
 

@@ -26,9 +26,11 @@ from rich.console import Console
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem
-from megatron_async_rl.config.schema import Config, EvalConfig, RolloutConfig
-from megatron_async_rl.data import DataError, load_tokenizer, read_prompts
-from megatron_async_rl.flow.evaluation import EvalResult, evaluate
+from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
+from megatron_async_rl.config.schema import Config, RolloutConfig
+from megatron_async_rl.data import DataError, tokenizer_of
+from megatron_async_rl.data.hub import fetch, located, parse
+from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, evaluate, read_held_out
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.plan.batch import context_limit
@@ -38,7 +40,6 @@ from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
 from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward, required_fields
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples import Prompt
 
 STOP_ENGINES_S = 15.0
 
@@ -69,9 +70,9 @@ class EvalJob:
     """Directory with the tokenizer, and the weights where nothing is converted."""
     dtype: Any
     rollout: RolloutConfig
-    eval: EvalConfig
-    data: Path
-    prompts: Sequence[Prompt]
+    sets: Sequence[EvalSet]
+    held_out: Sequence[HeldOut]
+    """The same with their prompts."""
     seed: int
     device: Device
     timeout_s: float
@@ -81,9 +82,12 @@ def resolve(
     named: Path, config_file: Path | None, overrides: Sequence[str], out: Path | None
 ) -> EvalJob:
     """Finds the checkpoint and its config and checks what they say. Raises ConfigError."""
+    name = parse(named)
+    if name is not None:
+        named = fetch("CHECKPOINT", name)
     target = find_target(named, out)
     config = _config(target, config_file, overrides)
-    rollout, evaluation, data = config.rollout, config.eval or EvalConfig(), config.data.eval
+    rollout, sets = config.rollout, eval_sets(config, config.eval or EvalConfig())
     if rollout is None:
         fix = "name a config with a `rollout` section (sampling, reward): --config CONFIG"
         raise _refused(
@@ -92,7 +96,7 @@ def resolve(
             "the config has none: a supervised run's config does not say how to sample",
             fix,
         )
-    if data is None:
+    if not sets:
         raise _refused(
             target,
             "data.eval",
@@ -105,9 +109,8 @@ def resolve(
         model=model,
         dtype=config.model.dtype,
         rollout=rollout,
-        eval=evaluation,
-        data=data,
-        prompts=_prompts(target, config, rollout, model, data),
+        sets=sets,
+        held_out=_held_out(target, config, rollout, model, sets),
         seed=config.run.seed,
         device=device_of(config, this_machine()),
         timeout_s=config.watchdog.timeout_s,
@@ -180,33 +183,45 @@ def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> 
                 what,
                 "name the config that says how to sample: --config CONFIG",
             )
-    return load(file, overrides)
+    return located(load(file, overrides))[0]
 
 
-def _prompts(
-    target: EvalTarget, config: Config, rollout: RolloutConfig, model: Path, data: Path
-) -> list[Prompt]:
+def _held_out(
+    target: EvalTarget,
+    config: Config,
+    rollout: RolloutConfig,
+    model: Path,
+    sets: Sequence[EvalSet],
+) -> list[HeldOut]:
     shape, problems = read_model(model)
     if shape is None or problems:
         raise ConfigError(str(target.named), problems)
-    room = context_limit(config, shape) - rollout.sampling.max_tokens
-    if room <= 0:
-        what = f"{rollout.sampling.max_tokens} response tokens leave no room for a prompt"
-        raise _refused(
-            target,
-            "rollout.sampling.max_tokens",
-            what,
-            f"set it below {context_limit(config, shape)}",
-        )
+    limit = context_limit(config, shape)
+    for one in sets:
+        if one.sampling.max_tokens >= limit:
+            what = f"{one.sampling.max_tokens} response tokens leave no room for a prompt"
+            raise _refused(target, one.max_tokens_key, what, f"set it below {limit}")
     try:
         load_reward(rollout.reward.name)
-        required = ("prompt", *required_fields(rollout.reward.name))
-        return read_prompts(data, load_tokenizer(model), max_prompt_tokens=room, required=required)
+        required = required_fields(rollout.reward.name)
+        tokenizer = tokenizer_of(model, config.data)
     except RewardError as error:
         raise _refused(target, error.where, error.what, error.fix) from error
     except DataError as error:
-        where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
-        raise _refused(target, "data.eval", f"{where}: {error.what}", error.fix) from error
+        raise _refused_data(target, "model.path", error) from error
+    found = []
+    for one in sets:
+        room = limit - one.sampling.max_tokens
+        try:
+            found.append(read_held_out(config.data, one, tokenizer, required=required, room=room))
+        except DataError as error:
+            raise _refused_data(target, one.path_key, error) from error
+    return found
+
+
+def _refused_data(target: EvalTarget, key: str, error: DataError) -> ConfigError:
+    where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
+    return _refused(target, key, f"{where}: {error.what}", error.fix)
 
 
 def _refused(target: EvalTarget, key: str, what: str, fix: str) -> ConfigError:
@@ -268,13 +283,16 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
             seed=job.seed,
             device=job.device,
             log_dir=job.target.result.with_suffix(".logs"),
+            evaluations={one.name: one.sampling for one in job.sets},
             first_version=job.target.version,
         )
         for index in range(rollout.engines)
     ]
     try:
         join_ray(quiet=True)
-        with sampling_progress(console, len(job.prompts)) as on_progress:
+        with sampling_progress(
+            console, sum(len(one.prompts) for one in job.held_out)
+        ) as on_progress:
             return asyncio.run(_evaluate(job, specs, on_progress))
     except RuntimeError as error:
         raise EvaluationFailed(str(error)) from error
@@ -302,13 +320,10 @@ async def _evaluate(
         await fleet.started()
         return await evaluate(
             fleet.requests,
-            job.prompts,
-            job.eval.samples_per_prompt,
+            job.held_out,
             job.target.version,
             job.timeout_s,
             on_reward_error=rollout.reward.on_error,
-            pass_at=job.eval.pass_at,
-            pass_reward=job.eval.pass_reward,
             on_progress=on_progress,
         )
     finally:
@@ -316,16 +331,27 @@ async def _evaluate(
 
 
 def _content(job: EvalJob, result: EvalResult) -> dict[str, Any]:
-    target, sampling = job.target, job.rollout.sampling
+    target = job.target
+    first, *others = (_settings(one) for one in job.sets)
+    numbers = result.as_json()
+    if others:
+        further = zip(others, numbers.pop("others"), strict=True)
+        numbers["others"] = [settings | one for settings, one in further]
     return {
         "checkpoint": str(target.checkpoint or target.named),
-        "data": str(job.data),
-        "samples_per_prompt": job.eval.samples_per_prompt,
-        "pass_reward": job.eval.pass_reward,
-        "temperature": sampling.temperature,
-        "max_tokens": sampling.max_tokens,
         "seed": job.seed,
-        **result.as_json(),
+        **first,
+        **numbers,
+    }
+
+
+def _settings(one: EvalSet) -> dict[str, Any]:
+    return {
+        "data": str(one.file.path),
+        "samples_per_prompt": one.samples_per_prompt,
+        "pass_reward": one.pass_reward,
+        "temperature": one.sampling.temperature,
+        "max_tokens": one.sampling.max_tokens,
     }
 
 

@@ -61,7 +61,12 @@ _CLIP = Alias(keys=("objective.loss.clip_low", "objective.loss.clip_high"))
 _KL = Alias(keys=("objective.kl.coef",))
 _RESPONSE = Alias(keys=("rollout.sampling.max_tokens",))
 _CONTEXT = Alias(keys=("rollout.max_context",), note="prompt and response together")
-_MODEL = Alias(keys=("model.path",), note="a local directory")
+_MODEL = Alias(keys=("model.path",), note="a local directory, or hf://OWNER/NAME")
+_TRAIN = Alias(keys=("data.train",), note="a file or folder; a mixture is data.sources")
+_GRAMMAR = Alias(
+    keys=("eval.sampling.json_schema", "eval.sampling.regex"),
+    note="of held-out prompts alone: the trainer's log-probs know nothing of a grammar",
+)
 _DTYPE = Alias(keys=("model.dtype",))
 _REWARD = Alias(keys=("rollout.reward.name",), note="a built-in one or module:function")
 _TENSOR = Alias(keys=("policy.parallel.tensor", "rollout.tensor"), note="policy, and engines")
@@ -155,10 +160,24 @@ ALIASES = {
     "max_new_tokens": _RESPONSE,
     "max_response_length": _RESPONSE,
     "max_completion_length": _RESPONSE,
-    "max_prompt_length": _CONTEXT,
+    "max_prompt_length": Alias(keys=("data.max_prompt_tokens",), note="longer ones are left out"),
     "max_model_len": _CONTEXT,
     "max_seq_len": _CONTEXT,
     "max_seq_length": _CONTEXT,
+    "structured_outputs": _GRAMMAR,
+    "guided_decoding": _GRAMMAR,
+    "guided_json": _GRAMMAR,
+    "guided_regex": _GRAMMAR,
+    "dataset": _TRAIN,
+    "dataset_name": _TRAIN,
+    "prompt_data": _TRAIN,
+    "train_files": _TRAIN,
+    "val_files": Alias(keys=("data.eval",), note="a file or folder; several are eval.sets"),
+    "input_key": Alias(keys=("data.prompt_key",)),
+    "label_key": Alias(keys=("data.answer_key",)),
+    "apply_chat_template": Alias(keys=("data.as_chat",)),
+    "chat_template_kwargs": Alias(keys=("data.chat_template_options",)),
+    "apply_chat_template_kwargs": Alias(keys=("data.chat_template_options",)),
     "reward_fn": _REWARD,
     "reward_funcs": _REWARD,
     "reward_function": _REWARD,

@@ -26,7 +26,7 @@ OWNED: Mapping[str, str] = {
     "kv_cache_memory_bytes": "rollout.kv_cache_gib (on a GPU rollout.gpu_memory_utilization)",
     "num_gpu_blocks_override": "rollout.gpu_memory_utilization (on the CPU rollout.kv_cache_gib)",
     "enable_sleep_mode": "rollout.placement (colocated has it on)",
-    "skip_tokenizer_init": "rollout.sampling.stop (texts to stop at need the tokenizer)",
+    "skip_tokenizer_init": "rollout.sampling (texts to stop at or to avoid need the tokenizer)",
     "override_generation_config": "rollout.sampling",
     "generation_config": "rollout.sampling",
     "enable_fault_tolerance": "rollout.restarts_per_hour",

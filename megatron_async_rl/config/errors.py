@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_async_rl.config.aliases import alias_fix
 from megatron_async_rl.config.keys import (
+    ELSEWHERE_ONLY,
     REMOVED,
     describe,
     elsewhere,
@@ -137,7 +138,7 @@ def _dotted(location: Sequence[str | int], tree: Mapping[str, Any]) -> list[str 
 def _unknown(key: str, parts: Sequence[str | int], parents: Sequence[type[Strict]]) -> str:
     given, valid = str(parts[-1]), valid_keys(parents)
     section = key.rpartition(".")[0]
-    known = alias_fix(given)
+    known = ELSEWHERE_ONLY.get(key) or alias_fix(given)
     if known is not None:
         return known
     homes, match = elsewhere(given), nearest(given, valid)

@@ -154,8 +154,3 @@ def _engines(config: Config) -> Iterator[str]:
             "eval.engines need devices of their own, and rollout.placement: colocated has none; set"
             " eval.engines: 0"
         )
-    if max(evaluation.pass_at, default=1) > evaluation.samples_per_prompt:
-        yield (
-            f"eval.pass_at: {max(evaluation.pass_at)} needs as many responses per prompt; set"
-            f" eval.samples_per_prompt to at least {max(evaluation.pass_at)}"
-        )

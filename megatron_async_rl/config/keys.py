@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.config.settings_model import FromFile, Strict
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,30 @@ def method_name(model: type[Strict]) -> str | None:
 
 
 def path_keys() -> list[str]:
-    """Dotted keys that hold a file or folder."""
+    """Dotted keys that hold a file or folder, `[]` standing for an index."""
     return [
         leaf.key for _, _, leaves in walk() for leaf in leaves if _holds_path(leaf.field.annotation)
     ]
 
 
+def text_keys() -> list[str]:
+    """Dotted keys of text that may be given as a file."""
+    return [leaf.key for _, _, leaves in walk() for leaf in leaves if _may_be_a_file(leaf.field)]
+
+
+def pattern_of(key: str) -> str:
+    """`key` with `[]` for every index: `data.sources[].path` of `data.sources.0.path`."""
+    return re.sub(r"\.\d+(?=\.|$)", "[]", key)
+
+
 def _holds_path(annotation: Any) -> bool:
     return annotation is Path or any(_holds_path(part) for part in get_args(annotation))
+
+
+def _may_be_a_file(field: FieldInfo) -> bool:
+    annotated = (field.annotation, *get_args(field.annotation))
+    marks = [mark for part in annotated for mark in getattr(part, "__metadata__", ())]
+    return any(isinstance(mark, FromFile) for mark in (*field.metadata, *marks))
 
 
 def valid_keys(models: Sequence[type[Strict]]) -> list[str]:
@@ -223,6 +239,15 @@ def _bound(one: Any) -> str | None:
         return f"at most {one.le}"
     return None
 
+
+_NO_GRAMMAR = (
+    "none may be set in training: a grammar forbids other tokens at each place, and the trainer's"
+    " log-probs count them; for held-out prompts set eval.sampling."
+)
+ELSEWHERE_ONLY = {
+    f"rollout.sampling.{name}": f"{_NO_GRAMMAR}{name}" for name in ("json_schema", "regex")
+}
+"""Keys that are not where one might look for them, and why."""
 
 REMOVED = {
     "flow.extra_responses": (

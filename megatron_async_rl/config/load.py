@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_async_rl.config.errors import Origins, explain
-from megatron_async_rl.config.keys import is_method, models_at, path_keys
+from megatron_async_rl.config.keys import (
+    is_method,
+    models_at,
+    path_keys,
+    pattern_of,
+    text_keys,
+)
 from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.schema import Config
 
@@ -42,6 +48,9 @@ class YamlFault(Exception):
         self.line = line
         self.key = key
 
+
+HUB = "hf://"
+"""Begins the name of a model or data set on a hub, which no folder has a part in."""
 
 _FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 
@@ -210,19 +219,53 @@ def _look_near(path: Path) -> str:
 
 def resolve_paths(tree: Any, prefix: str, folder: Path) -> Any:
     """`tree`, the value at the dotted key `prefix`, with its relative paths made absolute from
-    `folder`; edits in place."""
-    for key in path_keys():
-        if key == prefix and isinstance(tree, str):
-            return os.path.abspath(folder / Path(tree).expanduser())
-        if prefix and not key.startswith(prefix + "."):
-            continue
-        *parents, last = key[len(prefix) + 1 if prefix else 0 :].split(".")
-        holder = tree
-        for part in parents:
-            holder = holder.get(part) if isinstance(holder, dict) else None
-        if isinstance(holder, dict) and isinstance(holder.get(last), str):
-            holder[last] = os.path.abspath(folder / Path(holder[last]).expanduser())
+    `folder` and files of text replaced by what they hold; edits in place. Raises ConfigError for
+    such a file that cannot be read."""
+    at = pattern_of(prefix)
+    for key, resolve in (
+        *((key, _absolute) for key in path_keys()),
+        *((key, _content) for key in text_keys()),
+    ):
+        if key == at:
+            return resolve(key, tree, folder)
+        if not at or key.startswith((f"{at}.", f"{at}[]")):
+            *parents, last = re.findall(r"[^.\[\]]+|\[\]", key[len(at) :])
+            for holder in _holders(tree, parents):
+                if last in holder:
+                    holder[last] = resolve(key, holder[last], folder)
     return tree
+
+
+def _holders(tree: Any, parents: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The sections at `parents` in `tree`, `[]` standing for every entry of a list."""
+    if not parents:
+        if isinstance(tree, dict):
+            yield tree
+    elif parents[0] == "[]":
+        for entry in tree if isinstance(tree, list) else ():
+            yield from _holders(entry, parents[1:])
+    elif isinstance(tree, dict):
+        yield from _holders(tree.get(parents[0]), parents[1:])
+
+
+def _absolute(key: str, value: Any, folder: Path) -> Any:
+    if not isinstance(value, str) or value.startswith(HUB):
+        return value
+    return os.path.abspath(folder / Path(value).expanduser())
+
+
+def _content(key: str, value: Any, folder: Path) -> Any:
+    """A template holds a brace, and the name of a file none."""
+    if not isinstance(value, str) or "{" in value or "\n" in value:
+        return value
+    path = Path(os.path.abspath(folder / Path(value).expanduser()))
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        fix = "name a file, or write the text itself, with its braces"
+        problem = Problem(key=key, what=f"{path} cannot be read: {reason}", fix=fix)
+        raise ConfigError("", [problem]) from error
 
 
 def _override(tree: Tree, override: str, origins: Origins) -> None:

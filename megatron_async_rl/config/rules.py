@@ -16,6 +16,7 @@ from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
 from megatron_async_rl.config.flow import flow_conflicts
 from megatron_async_rl.config.fp8 import fp8_conflicts
 from megatron_async_rl.config.lora import lora_conflicts
+from megatron_async_rl.config.sampling import eval_conflicts, sampling_conflicts
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.controls import Control
@@ -162,6 +163,8 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from fp8_conflicts(config)
     yield from _precision(config)
     yield from _transport(config)
+    yield from sampling_conflicts(config)
+    yield from eval_conflicts(config)
     objective, flow = config.objective, config.flow
     if objective.minibatches > flow.prompts_per_step:
         yield (

@@ -22,12 +22,14 @@ from pydantic import (
 )
 
 from megatron_async_rl.config.controls import Control
+from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.engine_options import refused_options
 from megatron_async_rl.config.flow import OldestFirst, Selection
 from megatron_async_rl.config.fp8 import Fp8Config, row_multiple
 from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.rules import run_conflicts
+from megatron_async_rl.config.sampling import EvalConfig, EvalSet, SamplingConfig, eval_sets
 from megatron_async_rl.config.settings_model import Strict
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -57,18 +59,6 @@ class ModelConfig(Strict):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of the policy and the engines; gradients and optimizer state are
     float32, unless policy.optimizer keeps them in fewer bits."""
-
-
-class DataConfig(Strict):
-    """The prompts."""
-
-    train: Path
-    """JSONL; each line has `prompt` (text) and whatever the reward reads; with `loss: sft` also
-    `response` and optionally `weight`."""
-    eval: Path | None = None
-    """JSONL of held-out prompts."""
-    shuffle: bool = True
-    """A new seeded order every epoch."""
 
 
 class ParallelConfig(Strict):
@@ -197,17 +187,6 @@ class PolicyConfig(Strict):
         return own if parallel.context == 1 else parallel.context * math.lcm(2, own)
 
 
-class SamplingConfig(Strict):
-    """How responses are drawn."""
-
-    temperature: PositiveFloat = 1.0
-    """Divides the logits when sampling, and in the trainer's log-probs too."""
-    max_tokens: PositiveInt
-    """Response tokens; longer ones end with finish reason `length`."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response; the end-of-sequence tokens of the model always do."""
-
-
 class RewardConfig(Strict):
     """What a response is worth."""
 
@@ -325,24 +304,6 @@ class WeightsConfig(Strict):
     others serve; one always may, and 1 lets all load together."""
 
 
-class EvalConfig(Strict):
-    """Held-out reward before, during and after; without this section there is none."""
-
-    samples_per_prompt: PositiveInt = 4
-    """Sampled at the training temperature."""
-    every: NonNegativeInt = 0
-    """Versions between evaluations during training; 0: before the first and after the last step
-    only."""
-    pass_at: tuple[PositiveInt, ...] = (1,)
-    """k of the pass@k to report: a prompt counts when one of k responses has a reward of at least
-    `pass_reward`."""
-    pass_reward: float = 1.0
-    """Reward from which a response counts as passed."""
-    engines: NonNegativeInt = 0
-    """Engines that do nothing but evaluate, while training goes on; 0: the training engines, and
-    training waits."""
-
-
 class CheckpointConfig(Strict):
     """What a stop or a crash cannot lose."""
 
@@ -427,6 +388,11 @@ class Config(Strict):
         return self.objective.loss.name == "sft"
 
     @property
+    def eval_sets(self) -> list[EvalSet]:
+        """Held-out prompts that the run evaluates on."""
+        return [] if self.eval is None else eval_sets(self, self.eval)
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run, skipped ones included."""
         return self.run.steps * self.objective.steps_per_batch
@@ -442,6 +408,4 @@ class Config(Strict):
     def _pieces_fit(self) -> Config:
         for reason in run_conflicts(self):
             raise ValueError(reason)
-        if self.eval is not None and self.data.eval is None:
-            raise ValueError("`eval` needs data.eval: a JSONL file of held-out prompts")
         return self

@@ -14,7 +14,8 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, WrapValidator
 
@@ -29,6 +30,15 @@ class Strict(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+
+@dataclass(frozen=True)
+class FromFile:
+    """Marks text that may be given as the path of a file, which is read with the configuration: a
+    run keeps what it read."""
+
+
+TextOrFile = Annotated[str, FromFile()]
 
 
 def bare_name(value: Any) -> Any:

@@ -1,16 +1,27 @@
-"""Where prompts come from: tokenizers, JSONL files, and sources whose position can be saved and
+"""Where prompts come from: tokenizers, data files, and sources whose position can be saved and
 restored."""
 
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.prompts import PromptSource, read_prompts
-from megatron_async_rl.data.supervised import SupervisedSource
-from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_async_rl.data.prompts import (
+    PromptSet,
+    log_too_long,
+    read_prompts,
+    read_set,
+    read_training,
+)
+from megatron_async_rl.data.source import PromptSource, SupervisedSource
+from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 __all__ = [
     "DataError",
+    "PromptSet",
     "PromptSource",
     "SupervisedSource",
     "Tokenizer",
     "load_tokenizer",
+    "log_too_long",
     "read_prompts",
+    "read_set",
+    "read_training",
+    "tokenizer_of",
 ]

@@ -1,23 +1,127 @@
-"""JSONL lines to Prompts, and the order in which they are asked.
-
-Invariants of `PromptSource`:
-- every prompt is handed out exactly once per epoch;
-- the order of an epoch depends on (seed, epoch) alone, so a saved position continues with the very
-  same sequence.
-"""
+"""Rows of data to Prompts: their columns, their chat messages, and those that are too long."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from megatron_async_rl.config.data import Columns, DataConfig, FileConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.data.conversation import Conversation, conversation
+from megatron_async_rl.data.files import Row, kind, read_rows
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.samples.types import Prompt
+
+_log = logging.getLogger(__name__)
+
+SYNONYMS = {
+    "prompt": ("question", "problem", "instruction", "query", "input", "text", "messages"),
+    "messages": ("conversations", "conversation", "prompt"),
+    "answer": ("solution", "final_answer", "ground_truth", "target", "label", "gold", "output"),
+    "response": ("answer", "completion", "output", "solution", "target", "chosen"),
+}
+"""Names that data sets give to what is wanted here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One source of a mixture: how many prompts it has, and its weight. `too_long`: rows above
+    data.max_prompt_tokens, which are not among them."""
+
+    label: str = ""
+    count: int
+    weight: float = 1.0
+    too_long: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """The prompts of all parts, part after part."""
+
+    prompts: tuple[Prompt, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def too_long(self) -> int:
+        return sum(part.too_long for part in self.parts)
+
+
+def log_too_long(data: PromptSet) -> None:
+    if data.too_long:
+        _log.warning(
+            "%d prompts above data.max_prompt_tokens are left out, %d stay",
+            data.too_long,
+            len(data.prompts),
+        )
+
+
+def read_training(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    required: Sequence[str] = (),
+    room: int | None = None,
+    limit: int | None = None,
+    supervised: bool = False,
+) -> PromptSet:
+    """Every source of the training data. `room`: tokens that a prompt may have at most; `limit`:
+    rows read of each source. Raises DataError."""
+    sources = data.training
+    prompts: list[Prompt] = []
+    parts = []
+    for source in sources:
+        one = read_set(
+            data,
+            source,
+            tokenizer,
+            required=required,
+            room=room,
+            limit=limit,
+            supervised=supervised,
+        )
+        # Two files may hold the same ids, and prompts are known by them.
+        before = f"{source.label}/" if len(sources) > 1 else ""
+        prompts += [replace(each, id=before + each.id) for each in one.prompts]
+        parts.append(replace(one.parts[0], label=source.label, weight=source.weight))
+    return PromptSet(prompts=tuple(prompts), parts=tuple(parts))
+
+
+def read_set(
+    data: DataConfig,
+    file: FileConfig,
+    tokenizer: Tokenizer,
+    *,
+    required: Sequence[str] = (),
+    room: int | None = None,
+    limit: int | None = None,
+    supervised: bool = False,
+) -> PromptSet:
+    """The prompts of one file or folder, as `data` says. Raises DataError."""
+    columns = data.columns(file)
+    chat = {
+        "data.system_prompt": columns.system_prompt,
+        "data.chat_template": data.chat_template,
+        "data.chat_template_options": data.chat_template_options,
+    }
+    prompts, too_long = _read(
+        file.path,
+        tokenizer,
+        columns,
+        required=tuple(required),
+        room=room,
+        longest=data.max_prompt_tokens,
+        limit=limit,
+        as_chat=data.as_chat,
+        chat_keys=[key for key, value in chat.items() if value],
+        supervised=supervised,
+    )
+    part = Part(count=len(prompts), too_long=too_long)
+    return PromptSet(prompts=tuple(prompts), parts=(part,))
 
 
 def read_prompts(
@@ -26,73 +130,117 @@ def read_prompts(
     *,
     max_prompt_tokens: int | None = None,
     limit: int | None = None,
-    required: tuple[str, ...] = ("prompt",),
+    required: tuple[str, ...] = (),
 ) -> list[Prompt]:
-    """Each non-blank line is an object with `prompt` (text, or a list of chat messages) and,
+    """Prompts of one file, from the column `prompt` (text, or a list of chat messages) and,
     optionally, a unique `id`.
 
-    `required`: keys every line must have; keys other than `prompt` and `id` become `Prompt.fields`.
-    `limit`: at most this many prompts, from the start. Raises DataError naming file, line, fault
-    and fix.
+    `required`: further columns that every row must have; those other than `prompt` and `id` become
+    `Prompt.fields`. `limit`: at most this many, from the start. Raises DataError naming file, line,
+    fault and fix, also for a prompt above `max_prompt_tokens`.
     """
+    prompts, _ = _read(
+        path, tokenizer, Columns(), required=required, room=max_prompt_tokens, limit=limit
+    )
+    return prompts
+
+
+def _read(
+    path: Path,
+    tokenizer: Tokenizer,
+    columns: Columns,
+    *,
+    required: tuple[str, ...],
+    room: int | None = None,
+    longest: int | None = None,
+    limit: int | None = None,
+    as_chat: bool = False,
+    chat_keys: Sequence[str] = (),
+    supervised: bool = False,
+) -> tuple[list[Prompt], int]:
+    """The prompts, and the number of those above `longest`."""
     path = Path(path)
-    rows = list(_rows(path, limit, required))
+    field = "response" if supervised else "answer"
+    conversations = supervised and columns.messages is not None
+    if supervised and not conversations:
+        required = (*required, "response")
+    if conversations and columns.answer is not None:
+        what = f"is read as conversations, and data.answer_key: {columns.answer} names answers"
+        raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
+    rows = list(_checked(read_rows(path, limit), columns, field, required))
     if not rows:
-        raise DataError(
-            path,
-            None,
-            "holds no prompts",
-            'write one JSON object per line, such as {"prompt": "1+1="}',
-        )
-    plain = [row["prompt"] for _, row in rows if isinstance(row["prompt"], str)]
-    try:
-        encoded = iter(tokenizer.encode_many(plain))
-    except Exception as error:  # tokenizers raise bare Exception where a character is not in a vocabulary without <unk>
-        raise DataError(
-            path,
-            None,
-            f"cannot be tokenized: {error}",
-            "use only text the model's vocabulary covers",
-        ) from error
+        fix = 'write one JSON object per line, such as {"prompt": "1+1="}'
+        raise DataError(path, None, "holds no prompts", fix)
+    asked = [_messages_or_text(row, columns, as_chat, chat_keys) for row in rows]
+    encoded = iter(_encoded(path, tokenizer, [one for one in asked if isinstance(one, str)]))
     prompts: list[Prompt] = []
-    lines_by_id: dict[str, int] = {}
-    for line, row in rows:
-        prompt = row["prompt"]
+    places: dict[str, tuple[Path, int]] = {}
+    too_long = 0
+    for (file, place, values), prompt in zip(rows, asked, strict=True):
+        given: Conversation | None = None
+        text: str
+        ids: Sequence[int]
         if isinstance(prompt, str):
             text, ids = prompt, next(encoded)
+        elif conversations:
+            given = _rendered(file, place, conversation, prompt, tokenizer)
+            text, ids = given.prompt, given.prompt_ids
         else:
-            text, ids = _chat(path, line, prompt, tokenizer)
+            text, ids = _rendered(file, place, _chat, prompt, tokenizer)
+        prompt_id = _identity(file, place, values, places)
         if not ids:
+            fix = "write a prompt the model's tokenizer can encode"
+            raise DataError(file, place, f"`{columns.prompt}` has no tokens", fix)
+        if longest is not None and len(ids) > longest:
+            too_long += 1
+            continue
+        if room is not None and len(ids) > room:
             raise DataError(
-                path,
-                line,
-                "`prompt` has no tokens",
-                "write a prompt the model's tokenizer can encode",
+                file,
+                place,
+                f"`{columns.prompt}` has {len(ids)} tokens, the limit is {room}",
+                f"leave such prompts out (data.max_prompt_tokens={room}), or leave them more room:"
+                " raise rollout.max_context or lower rollout.sampling.max_tokens",
             )
-        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
-            raise DataError(
-                path,
-                line,
-                f"`prompt` has {len(ids)} tokens, the limit is {max_prompt_tokens}",
-                "shorten the prompt, or leave it more room: raise rollout.max_context or lower"
-                " rollout.sampling.max_tokens",
-            )
-        prompt_id = str(row.get("id", f"{path.name}:{line}"))
-        if not _is_text(prompt_id):
-            raise DataError(
-                path, line, f"`id` {prompt_id!r} is no valid Unicode", "use other characters"
-            )
-        if prompt_id in lines_by_id:
-            raise DataError(
-                path,
-                line,
-                f"`id` {prompt_id!r} is also that of line {lines_by_id[prompt_id]}",
-                "make ids unique",
-            )
-        lines_by_id[prompt_id] = line
-        fields = {key: value for key, value in row.items() if key not in ("prompt", "id")}
+        taken = (columns.messages or columns.prompt, "id")
+        fields = {key: value for key, value in values.items() if key not in taken}
+        if columns.answer is not None:
+            fields[field] = values[columns.answer]
+        if given is not None:
+            fields["response"] = given
         prompts.append(Prompt(id=prompt_id, text=text, token_ids=tuple(ids), fields=fields))
-    return prompts
+    if not prompts:
+        what = f"has no prompt of at most {longest} tokens: all {too_long} are longer"
+        raise DataError(path, None, what, "raise data.max_prompt_tokens")
+    return prompts, too_long
+
+
+def _encoded(path: Path, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    try:
+        return tokenizer.encode_many(texts)
+    except Exception as error:  # tokenizers raise bare Exception where a character is not in a vocabulary without <unk>
+        what, fix = f"cannot be tokenized: {error}", "use only text the model's vocabulary covers"
+        raise DataError(path, None, what, fix) from error
+
+
+def _identity(
+    file: Path, place: int, values: Mapping[str, Any], places: dict[str, tuple[Path, int]]
+) -> str:
+    """The row's id, which no other row has; `places`: where those before it stand."""
+    given = values.get("id")
+    if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
+        fix = "make it text or a whole number"
+        raise DataError(file, place, f"`id` is a {kind(given)}", fix)
+    name = f"{file.name}:{place}" if given is None else str(given)
+    if not _is_text(name):
+        what = f"`id` {name!r} is no valid Unicode"
+        raise DataError(file, place, what, "use other characters")
+    if name in places:
+        other, line = places[name]
+        where = f"line {line}" if other == file else f"{other.name}:{line}"
+        raise DataError(file, place, f"`id` {name!r} is also that of {where}", "make ids unique")
+    places[name] = (file, place)
+    return name
 
 
 def _is_text(value: str) -> bool:
@@ -104,169 +252,110 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _rows(
-    path: Path, limit: int | None, required: tuple[str, ...]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise DataError(
-            path, None, f"cannot be read: {reason}", "check data.train and data.eval"
-        ) from error
-    count = 0
-    for line, raw in enumerate(content.split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        if count == limit:
-            return
-        count += 1
-        try:
-            text = raw.decode("utf-8-sig" if line == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            what = f"is not UTF-8: byte {raw[error.start]:#04x} at column {error.start + 1}"
-            raise DataError(path, line, what, "save the file as UTF-8") from error
-        try:
-            row = json.loads(text)
-        except ValueError as error:
-            raise DataError(
-                path, line, f"is not JSON: {error}", "write one complete JSON object per line"
-            ) from error
-        if not isinstance(row, dict):
-            raise DataError(
-                path, line, f"is a JSON {_kind(row)}, not an object", 'write {"prompt": "...", ...}'
-            )
-        for key in dict.fromkeys(("prompt", *required)):
-            if key not in row:
-                raise DataError(
-                    path,
-                    line,
-                    f"has no `{key}` (its keys: {', '.join(row) or 'none'})",
-                    f"add `{key}` to this line",
-                )
-        if not isinstance(row["prompt"], (str, list)):
-            what = f"`prompt` is a {_kind(row['prompt'])}"
-            raise DataError(path, line, what, "make it text, or a list of chat messages")
-        if not row["prompt"] or (isinstance(row["prompt"], str) and not row["prompt"].strip()):
-            raise DataError(
-                path, line, "`prompt` is empty", "write the question, or remove the line"
-            )
-        if "id" in row and not isinstance(row["id"], (str, int)):
-            raise DataError(
-                path, line, f"`id` is a {_kind(row['id'])}", "make it text or a whole number"
-            )
-        yield line, row
+def _checked(
+    rows: Iterator[Row], columns: Columns, field: str, required: Sequence[str]
+) -> Iterator[Row]:
+    """The rows, each with the columns that are read of it."""
+    prompt = columns.messages or columns.prompt
+    wanted = {("messages" if columns.messages else "prompt"): prompt}
+    if columns.answer is not None:
+        wanted[field] = columns.answer
+    wanted |= {name: name for name in required if name not in wanted and name != "prompt"}
+    for file, place, values in rows:
+        for role, column in wanted.items():
+            if column not in values:
+                raise _missing(file, place, role, column, list(values))
+        value = values[prompt]
+        if not isinstance(value, list if columns.messages else (str, list)):
+            what = f"`{prompt}` is a {kind(value)}"
+            fix = "make it text, or a list of chat messages"
+            if columns.messages:
+                fix = "make it a list of chat messages, or name a column of text as data.prompt_key"
+            raise DataError(file, place, what, fix)
+        if not value or (isinstance(value, str) and not value.strip()):
+            fix = "write the question, or remove the line"
+            raise DataError(file, place, f"`{prompt}` is empty", fix)
+        yield file, place, values
+
+
+def _missing(file: Path, place: int, role: str, column: str, there: Sequence[str]) -> DataError:
+    """Names the column that was probably meant."""
+    near = difflib.get_close_matches(column, there, n=1)
+    near += [name for name in SYNONYMS.get(role, ()) if name in there]
+    key = {"prompt": "prompt_key", "messages": "messages_key"}.get(role)
+    key = key or ("answer_key" if role in ("answer", "response") else None)
+    if key == "prompt_key" and near == ["messages"]:
+        key = "messages_key"
+    fix = f"add `{column}` to every row"
+    if key is not None:
+        named = near[0] if near else "COLUMN"
+        fix += (
+            f", or name its column: data.{key}={named} (of a source or a set: {key}, by its path)"
+        )
+    elif near:
+        fix = f"did you mean `{near[0]}`? {fix}"
+    what = f"has no `{column}` (its columns: {', '.join(there) or 'none'})"
+    return DataError(file, place, what, fix)
+
+
+def _messages_or_text(
+    row: Row, columns: Columns, as_chat: bool, chat_keys: Sequence[str]
+) -> str | list[dict[str, Any]]:
+    """The prompt as chat messages, whose faults are named; text that no template renders as text,
+    for which `chat_keys` would be without effect."""
+    file, place, values = row
+    value = values[columns.messages or columns.prompt]
+    if isinstance(value, str):
+        if not as_chat:
+            if chat_keys:
+                what = f"the prompt is plain text, and {chat_keys[0]} is for chat messages"
+                fix = f"set data.as_chat: true, or remove {chat_keys[0]}"
+                raise DataError(file, place, what, fix)
+            return value
+        value = [{"role": "user", "content": value}]
+    messages = [_message(file, place, message) for message in value]
+    if columns.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": columns.system_prompt})
+    return messages
+
+
+def _message(file: Path, place: int, message: Any) -> dict[str, Any]:
+    """Without keys that are null: a table has every key of any message in all of them."""
+    if not (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+    ):
+        shown = json.dumps(message, default=str)[:80]
+        what = f"a chat message must be an object with `role` and `content`, got {shown}"
+        raise DataError(file, place, what, 'write [{"role": "user", "content": "..."}]')
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def _chat(
-    path: Path, line: int, messages: list[Any], tokenizer: Tokenizer
+    file: Path, place: int, messages: list[dict[str, Any]], tokenizer: Tokenizer
 ) -> tuple[str, list[int]]:
-    for message in messages:
-        if not (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and "content" in message
-        ):
-            what = (
-                "a chat message must be an object with `role` and `content`, got"
-                f" {json.dumps(message)[:80]}"
-            )
-            raise DataError(path, line, what, 'write [{"role": "user", "content": "..."}]')
+    if messages[-1]["role"] == "assistant":
+        what = "the last message is the assistant's, so there is nothing to answer"
+        fix = "end the prompt with the user's message (objective.loss: sft trains on given answers)"
+        raise DataError(file, place, what, fix)
+    text = tokenizer.render_chat(messages, answer=True)
+    return text, tokenizer.encode_rendered(text)
+
+
+def _rendered[Result](
+    file: Path,
+    place: int,
+    render: Callable[[Path, int, list[dict[str, Any]], Tokenizer], Result],
+    messages: list[dict[str, Any]],
+    tokenizer: Tokenizer,
+) -> Result:
+    """What `render` makes of the messages; its error with the row that it is about."""
     try:
-        return tokenizer.encode_chat(messages)
+        return render(file, place, messages, tokenizer)
     except DataError as error:
-        raise DataError(
-            path, line, f"cannot be rendered: {error.path} {error.what}", error.fix
-        ) from error
+        if error.line is not None:
+            raise
+        what = f"cannot be rendered: {error.path} {error.what}"
+        raise DataError(file, place, what, error.fix) from error
     except Exception as error:  # a template is a program: it may raise anything
-        raise DataError(
-            path,
-            line,
-            f"the model's chat template refuses it: {error}",
-            "follow the template's rules",
-        ) from error
-
-
-def _kind(value: Any) -> str:
-    names = {
-        dict: "object",
-        list: "list",
-        str: "text",
-        bool: "boolean",
-        int: "number",
-        float: "number",
-        type(None): "null",
-    }
-    return names.get(type(value), type(value).__name__)
-
-
-class Order:
-    """Positions of `count` items, one permutation per epoch (or file order without `shuffle`)."""
-
-    def __init__(self, count: int, *, seed: int, shuffle: bool) -> None:
-        if count < 1:
-            raise ValueError("an order needs at least one item")
-        self._count = count
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = 0
-        self._position = 0
-        self._permutation = self._permute()
-
-    def _permute(self) -> Sequence[int]:
-        if not self._shuffle:
-            return range(self._count)
-        permutation: list[int] = (
-            np.random.default_rng((self._seed, self._epoch)).permutation(self._count).tolist()
-        )
-        return permutation
-
-    def next(self) -> int:
-        if self._position == self._count:
-            self._epoch += 1
-            self._position = 0
-            self._permutation = self._permute()
-        item = self._permutation[self._position]
-        self._position += 1
-        return item
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "count": self._count,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-        }
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where the saved position belongs to another order: it would repeat or
-        lose items."""
-        for key, mine in (("count", self._count), ("seed", self._seed), ("shuffle", self._shuffle)):
-            if state[key] != mine:
-                raise ValueError(
-                    f"the saved data position was made with {key}={state[key]}, this run has"
-                    f" {key}={mine}: resume with the same data file, run.seed and data.shuffle, or"
-                    " start in a new run.dir"
-                )
-        self._epoch = int(state["epoch"])
-        self._position = int(state["position"])
-        self._permutation = self._permute()
-
-
-class PromptSource:
-    """Endless prompts with a position that can be saved and restored."""
-
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
-        self._prompts = tuple(prompts)
-        self._order = Order(len(self._prompts), seed=seed, shuffle=shuffle)
-
-    def next(self) -> Prompt:
-        return self._prompts[self._order.next()]
-
-    def state(self) -> dict[str, Any]:
-        """Plain JSON: what `load_state` needs to continue with the next unasked prompt."""
-        return self._order.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._order.load_state(state)
+        what = f"the chat template refuses it: {error}"
+        raise DataError(file, place, what, "follow the template's rules") from error

@@ -12,11 +12,13 @@ Invariants:
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.problem import DataError
 
 ChatMessages = Sequence[Mapping[str, Any]]
@@ -42,9 +44,13 @@ class Tokenizer(Protocol):
         self, texts: Sequence[str], *, special_tokens: bool = True
     ) -> list[list[int]]: ...
 
-    def encode_chat(self, messages: ChatMessages) -> tuple[str, list[int]]:
-        """The model's chat template up to where its answer begins: the rendered text and its
-        ids."""
+    def render_chat(self, messages: ChatMessages, *, answer: bool) -> str:
+        """The messages as the chat template writes them, up to where the model's answer begins, or
+        to the end of the last one."""
+        ...
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a rendered text, which has its special tokens in it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -52,13 +58,17 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Raises DataError if the directory has no tokenizer, or names no end-of-sequence token."""
+def load_tokenizer(
+    model_dir: Path, template: str | None = None, options: Mapping[str, Any] | None = None
+) -> Tokenizer:
+    """`template`: of chat prompts, null takes the model's; `options`: its variables. Raises
+    DataError if the directory has no tokenizer, or names no end-of-sequence token."""
     model_dir = Path(model_dir)
+    chat = ChatTemplate(model_dir, template, options or {})
     if (model_dir / "tokenizer.json").is_file():
-        return JsonTokenizer(model_dir)
+        return JsonTokenizer(model_dir, chat)
     if (model_dir / "tokenizer.model").is_file():
-        return SentencePieceTokenizer(model_dir)
+        return SentencePieceTokenizer(model_dir, chat)
     raise DataError(
         model_dir,
         None,
@@ -67,11 +77,86 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     )
 
 
+def tokenizer_of(model_dir: Path, data: DataConfig) -> Tokenizer:
+    """With the chat template and the options that `data` names."""
+    return load_tokenizer(model_dir, data.chat_template, data.chat_template_options)
+
+
+class ChatTemplate:
+    """A template and its options, on transformers' tokenizer of the model, which is loaded with
+    the first message."""
+
+    def __init__(self, model_dir: Path, template: str | None, options: Mapping[str, Any]) -> None:
+        self._dir = model_dir
+        self._template = template
+        self._options = options
+        self._tokenizer: Any = None
+
+    def render(self, messages: ChatMessages, *, answer: bool) -> str:
+        """Raises DataError where there is no template, or it does not read an option."""
+        return str(
+            self._loaded().apply_chat_template(
+                list(messages),
+                chat_template=self._template,
+                add_generation_prompt=answer,
+                tokenize=False,
+                **self._options,
+            )
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return [int(i) for i in self._loaded().encode(text, add_special_tokens=False)]
+
+    def _loaded(self) -> Any:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(self._dir))
+            template = self._template or tokenizer.chat_template
+            if not template:
+                raise DataError(
+                    self._dir,
+                    None,
+                    "has no chat template, and a prompt is a list of messages",
+                    "set data.chat_template, add chat_template.jinja to the model directory, or"
+                    " write the prompt as plain text",
+                )
+            self._require_options(template)
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+    def _require_options(self, template: Any) -> None:
+        """A template ignores what it does not read, and a user would not know."""
+        if not self._options or not isinstance(template, str):
+            return
+        from jinja2 import TemplateError, meta
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]
+        )
+        try:
+            read = meta.find_undeclared_variables(environment.parse(template))
+        except TemplateError:
+            return  # in a dialect of transformers' own; rendering will say
+        for name in self._options:
+            if name not in read:
+                near = difflib.get_close_matches(name, sorted(read), n=1)
+                fix = f"did you mean {near[0]}? " if near else ""
+                raise DataError(
+                    self._dir,
+                    None,
+                    f"has a chat template that does not read {name!r}",
+                    f"{fix}remove it from data.chat_template_options; the template reads"
+                    f" {', '.join(sorted(read))}",
+                )
+
+
 class JsonTokenizer:
     """A `tokenizer.json`. Its own post-processor alone decides what stands around a text, as in
     transformers."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, chat: ChatTemplate) -> None:
         from tokenizers import Tokenizer as Backend
 
         path = model_dir / "tokenizer.json"
@@ -83,7 +168,7 @@ class JsonTokenizer:
             ) from error
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._dir = model_dir
+        self._chat = chat
         self._eos_ids = _eos_ids(model_dir, self._backend.token_to_id)
 
     @property
@@ -105,8 +190,11 @@ class JsonTokenizer:
             )
         ]
 
-    def encode_chat(self, messages: ChatMessages) -> tuple[str, list[int]]:
-        return _render_chat(self._dir, messages)
+    def render_chat(self, messages: ChatMessages, *, answer: bool) -> str:
+        return self._chat.render(messages, answer=answer)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self._chat.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
@@ -119,7 +207,7 @@ class SentencePieceTokenizer:
     Special-token texts inside a plain prompt stay plain text.
     """
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, chat: ChatTemplate) -> None:
         from sentencepiece import SentencePieceProcessor
 
         path = model_dir / "tokenizer.model"
@@ -132,7 +220,7 @@ class SentencePieceTokenizer:
                 f"is not a SentencePiece model: {error}",
                 "save it again with sentencepiece",
             ) from error
-        self._dir = model_dir
+        self._chat = chat
         self._frame = _frame(model_dir, self._id)
         self._eos_ids = _eos_ids(model_dir, self._id)
 
@@ -155,8 +243,11 @@ class SentencePieceTokenizer:
         before, after = self._frame if special_tokens else ((), ())
         return [[*before, *ids, *after] for ids in self._backend.encode(list(texts), out_type=int)]
 
-    def encode_chat(self, messages: ChatMessages) -> tuple[str, list[int]]:
-        return _render_chat(self._dir, messages)
+    def render_chat(self, messages: ChatMessages, *, answer: bool) -> str:
+        return self._chat.render(messages, answer=answer)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self._chat.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode([int(i) for i in ids]))
@@ -218,23 +309,3 @@ def _eos_ids(model_dir: Path, token_id: Any) -> tuple[int, ...]:
             " tokenizer_config.json",
         )
     return tuple(dict.fromkeys(found))
-
-
-def _render_chat(model_dir: Path, messages: ChatMessages) -> tuple[str, list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = _chat_tokenizers.get(model_dir)
-    if tokenizer is None:
-        tokenizer = _chat_tokenizers[model_dir] = AutoTokenizer.from_pretrained(str(model_dir))
-    if not tokenizer.chat_template:
-        raise DataError(
-            model_dir,
-            None,
-            "has no chat template, and a prompt is a list of messages",
-            "write the prompt as plain text, or add chat_template.jinja to the model directory",
-        )
-    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-    return str(text), [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
-
-
-_chat_tokenizers: dict[Path, Any] = {}

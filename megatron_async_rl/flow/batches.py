@@ -15,11 +15,15 @@ from typing import Any, Protocol
 import ray
 
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.data.prompts import PromptSource, read_prompts
-from megatron_async_rl.data.supervised import SupervisedSource
-from megatron_async_rl.data.tokenizer import load_tokenizer
+from megatron_async_rl.data import (
+    PromptSource,
+    SupervisedSource,
+    log_too_long,
+    read_training,
+    tokenizer_of,
+)
 from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
-from megatron_async_rl.flow.evaluation import EvalResult
+from megatron_async_rl.flow.evaluation import EvalResult, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.lanes import capacity_of
 from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout
@@ -84,10 +88,16 @@ class RolloutBatches:
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
         spec = controller_spec(config, device_type)
-        prompts = read_prompts(config.data.train, load_tokenizer(config.model.path))
-        source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        training = read_training(config.data, tokenizer_of(config.model.path, config.data))
+        log_too_long(training)
+        source = PromptSource(
+            training.prompts,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            parts=training.parts,
+        )
 
-        longest = max(len(prompt.token_ids) for prompt in prompts)
+        longest = max(len(prompt.token_ids) for prompt in training.prompts)
         self._reserved = join_ray(
             {} if self._colocated else gpus,
             object_store_bytes(
@@ -160,15 +170,18 @@ class GivenResponses:
     """Supervised; no engines, nobody to publish to or to evaluate."""
 
     def __init__(self, config: Config, position: DataState | None) -> None:
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = tokenizer_of(config.model.path, config.data)
+        given = read_training(config.data, tokenizer, supervised=True)
+        log_too_long(given)
         self._stop = config.run.dir / watch.STOP
         self._source = SupervisedSource(
-            read_prompts(config.data.train, tokenizer, required=("prompt", "response")),
+            given.prompts,
             tokenizer,
             prompts_per_step=config.flow.prompts_per_step,
             seed=config.run.seed,
             shuffle=config.data.shuffle,
             max_context=None,
+            parts=given.parts,
         )
         if position is not None:
             self._source.load_state(position.state)
@@ -218,6 +231,8 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
     assert rollout is not None
     evaluators = config.eval.engines if config.eval is not None else 0
     sends = config.weights.transport == "collective"
+    sets = config.eval_sets
+    samplings = {one.name: one.sampling for one in sets}
     engines = [
         EngineSpec(
             index=index,
@@ -228,17 +243,17 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
             device="cuda" if device_type == "cuda" else "cpu",
             log_dir=config.run.dir / "logs",
             run_dir=config.run.dir,
+            evaluations=samplings,
             first_version=-1,
             transport=config.weights.transport,
             software=software(),
         )
         for index in range(rollout.engines + evaluators)
     ]
-    held_out = (
-        read_prompts(config.data.eval, load_tokenizer(config.model.path))
-        if config.eval is not None and config.data.eval is not None
-        else []
-    )
+    held_out = []
+    if sets:
+        tokenizer = tokenizer_of(config.model.path, config.data)
+        held_out = [read_held_out(config.data, one, tokenizer) for one in sets]
     return ControllerSpec(
         flow=config.flow,
         engines=engines,
@@ -256,7 +271,6 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
         steps=config.run.steps,
         fresh_steps=config.fresh_steps,
         seed=config.run.seed,
-        **({"evaluation": config.eval} if config.eval is not None else {}),
         held_out=held_out,
         samples=config.samples,
         sender_gpu=visible_gpus()[0] if device_type == "cuda" and sends else None,

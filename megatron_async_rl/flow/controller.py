@@ -335,7 +335,7 @@ class Controller(Listener):
         Null where it could not be done and training goes on without: the reason is noted.
         """
         self._require_no_failure()
-        fleet, settings = self._fleet, self._spec.evaluation
+        fleet = self._fleet
         try:
             async with self._evaluating:
                 if self._spec.evaluators:  # the others may have begun with weights of their own
@@ -346,12 +346,9 @@ class Controller(Listener):
                     return await evaluate(
                         fleet.requests,
                         self._spec.held_out,
-                        settings.samples_per_prompt,
                         version,
                         self._spec.timeout_s,
                         on_reward_error=self._spec.on_reward_error,
-                        pass_at=settings.pass_at,
-                        pass_reward=settings.pass_reward,
                         on_answers=lambda answers: self._sample_log.evaluated(answers, version),
                     )
         except (EngineFailed, RequestGivenUp) as error:

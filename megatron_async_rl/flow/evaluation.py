@@ -1,11 +1,11 @@
-"""Held-out evaluation: the engines and the sampling of training, nothing of training's data, order
-or numbering.
+"""Held-out evaluation: the engines of training, nothing of training's data, order or numbering. Each
+set of prompts has its own sampling.
 
 Invariants:
-- requests have negative group numbers, so that no scheduler mistakes one for training's: prompt i
-  is group -1 - i;
+- requests have negative group numbers, so that no scheduler mistakes one for training's: prompt i,
+  counted over all sets, is group -1 - i;
 - every token comes from the version that is evaluated, or there is no result;
-- a prompt's seeds follow from the run's seed and its place in the file: the same weights give the
+- a prompt's seeds follow from the run's seed and its place among the prompts: the same weights give the
   same responses again.
 """
 
@@ -15,10 +15,14 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, Protocol
 
+from megatron_async_rl.config.data import DataConfig
+from megatron_async_rl.config.sampling import EvalSet
+from megatron_async_rl.data import Tokenizer, log_too_long, read_set
 from megatron_async_rl.flow.errors import BatchTimeout, FlowError, reward_failed
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Prompt, Request
@@ -46,6 +50,38 @@ class WeightsMoved(FlowError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """One set of prompts, with `n` responses to each. `name`: empty where the run has one set that
+    has none."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    name: str = ""
+    pass_at: tuple[int, ...] = (1,)
+    pass_reward: float = 1.0
+
+
+def read_held_out(
+    data: DataConfig,
+    chosen: EvalSet,
+    tokenizer: Tokenizer,
+    *,
+    required: Sequence[str] = (),
+    room: int | None = None,
+) -> HeldOut:
+    """A set with its prompts, as an evaluation takes it. Raises DataError."""
+    read = read_set(data, chosen.file, tokenizer, required=required, room=room)
+    log_too_long(read)
+    return HeldOut(
+        name=chosen.name,
+        prompts=read.prompts,
+        n=chosen.samples_per_prompt,
+        pass_at=chosen.pass_at,
+        pass_reward=chosen.pass_reward,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptResult:
     """The `samples` responses to one prompt. `mean`: of their rewards, failed ones left out; nan
     where all failed. `passed`: responses with a reward of at least `eval.pass_reward`; one whose
@@ -59,6 +95,8 @@ class PromptResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
+    """Of one set of prompts."""
+
     version: int
     mean_reward: float
     """Mean over prompts of their means; prompts without one are left out, and nan where none has
@@ -73,6 +111,9 @@ class EvalResult:
     tokens: int
     reward_errors: int
     seconds: float
+    name: str = ""
+    others: tuple[EvalResult, ...] = ()
+    """Of the sets after the first, which this is."""
 
     @property
     def prompts(self) -> int:
@@ -82,6 +123,7 @@ class EvalResult:
         """Plain JSON, a number that is not finite as null."""
         return {
             "version": self.version,
+            **({"set": self.name} if self.name else {}),
             "mean_reward": _finite(self.mean_reward),
             "pass_at": {str(k): value for k, value in self.pass_at.items()},
             "prompts": self.prompts,
@@ -99,6 +141,7 @@ class EvalResult:
                 }
                 for one in self.per_prompt
             ],
+            **({"others": [one.as_json() for one in self.others]} if self.others else {}),
         }
 
 
@@ -121,6 +164,7 @@ def summarise_evaluation(
     seconds: float,
     pass_at: Sequence[int],
     pass_reward: float,
+    name: str = "",
 ) -> EvalResult:
     """`answers`: the prompts, each with its samples. Raises WeightsMoved, and ValueError for a k
     above a prompt's samples."""
@@ -148,37 +192,40 @@ def summarise_evaluation(
         tokens=sum(sample.length for sample in every),
         reward_errors=sum(not sample.valid for sample in every),
         seconds=seconds,
+        name=name,
     )
 
 
 async def evaluate(
     fleet: Runner,
-    prompts: Sequence[Prompt],
-    n: int,
+    sets: Sequence[HeldOut],
     version: int,
     timeout_s: float,
     *,
     on_reward_error: Literal["drop", "stop"],
-    pass_at: Sequence[int],
-    pass_reward: float,
     on_progress: Callable[[int, int], None] = lambda prompts, tokens: None,
     on_answers: Callable[[Answers], None] = lambda answers: None,
 ) -> EvalResult:
-    """`n` responses to each prompt, from engines that hold `version`. `timeout_s`:
-    longest time in which no response grows; a long evaluation that moves is not late.
+    """The responses to every prompt of `sets`, from engines that hold `version`; the result is that
+    of the first, and has the others'. `timeout_s`: longest time in which no response grows; a long
+    evaluation that moves is not late.
     `on_progress`: prompts answered, and tokens sampled, so far. `on_answers`: all of them, at the
     end.
 
     Raises EngineFailed, RequestGivenUp, RewardFailed (with `on_reward_error: stop`), BatchTimeout,
     WeightsMoved, and ValueError without prompts.
     """
-    if not prompts:
+    asked = [(one, prompt) for one in sets for prompt in one.prompts]
+    if not asked:
         raise ValueError("evaluation needs at least one prompt")
+    prompts = [prompt for _, prompt in asked]
     started = time.monotonic()
     finished: asyncio.Queue[int] = asyncio.Queue()
     tasks: list[asyncio.Task[list[SampleRow]]] = []
-    for index, prompt in enumerate(prompts):
-        requests = [Request(group=-1 - index, k=k, prompt=prompt) for k in range(n)]
+    for index, (one, prompt) in enumerate(asked):
+        requests = [
+            Request(group=-1 - index, k=k, prompt=prompt, sampling=one.name) for k in range(one.n)
+        ]
         tasks.append(
             asyncio.create_task(fleet.run(requests, version), name=f"held-out prompt {prompt.id}")
         )
@@ -202,9 +249,19 @@ async def evaluate(
     answers = [(prompt, task.result()) for prompt, task in zip(prompts, tasks, strict=True)]
     on_answers(answers)
     seconds = time.monotonic() - started
-    return summarise_evaluation(
-        answers, version=version, seconds=seconds, pass_at=pass_at, pass_reward=pass_reward
+    left = iter(answers)
+    first, *others = (
+        summarise_evaluation(
+            list(islice(left, len(one.prompts))),
+            version=version,
+            seconds=seconds,
+            pass_at=one.pass_at,
+            pass_reward=one.pass_reward,
+            name=one.name,
+        )
+        for one in sets
     )
+    return replace(first, others=tuple(others))
 
 
 async def _next_answered(finished: asyncio.Queue[int], fleet: Runner, timeout_s: float) -> int:
@@ -256,6 +313,10 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _passed(name: str, result: EvalResult) -> dict[str, float]:
+    return {name.replace("@k", f"@{k}"): value for k, value in result.pass_at.items()}
+
+
 class EvalSchedule:
     """Which versions are evaluated during a run, and what is kept of each.
 
@@ -292,16 +353,22 @@ class EvalSchedule:
     def record(self, result: EvalResult) -> dict[str, float]:
         """Takes a result; returns its metrics, for the next line of the log."""
         self.means[result.version] = result.mean_reward
-        passed = {
-            "eval/pass@k".replace("@k", f"@{k}"): value for k, value in result.pass_at.items()
-        }
-        return {
+        found = {
             "eval/mean": result.mean_reward,
-            "eval/version": result.version,
             "eval/truncated": result.truncated,
+            "eval/version": result.version,
             "eval/seconds": result.seconds,
-            **passed,
+            **_passed("eval/pass@k", result),
         }
+        for one in (result, *result.others):
+            if one.name:
+                of_set = {
+                    "eval/SET/mean": one.mean_reward,
+                    "eval/SET/truncated": one.truncated,
+                    **_passed("eval/SET/pass@k", one),
+                }
+                found |= {name.replace("SET", one.name, 1): of_set[name] for name in of_set}
+        return found
 
     @property
     def before(self) -> float | None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from megatron_async_rl.config.schema import EvalConfig, FlowConfig, SamplesConfig
+from megatron_async_rl.config.schema import FlowConfig, SamplesConfig
+from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.summary import MetricValue
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -59,8 +60,7 @@ class ControllerSpec:
     steps: int | None = None
     fresh_steps: int = 0
     seed: int = 0
-    evaluation: EvalConfig = field(default_factory=EvalConfig)
-    held_out: Sequence[Prompt] = field(default=(), repr=False)
+    held_out: Sequence[HeldOut] = field(default=(), repr=False)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     run_dir: Path | None = None
     sender_gpu: str | None = None

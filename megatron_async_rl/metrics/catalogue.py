@@ -416,6 +416,12 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "Prompts that one of k responses passes (unbiased estimate); a key for each k of"
                 " `eval.pass_at`, such as `eval/pass@4`.",
             ),
+            "eval/SET/mean": Metric(
+                "reward",
+                "With `eval.sets`: of the set of that name. What has no name is the first set's.",
+            ),
+            "eval/SET/pass@k": Metric("share", "The same of pass@k."),
+            "eval/SET/truncated": Metric("share", "The same of the truncated share."),
             "eval/version": Metric("version", "Weights evaluated."),
             "eval/truncated": Metric("share", "Responses cut at `rollout.sampling.max_tokens`."),
             "eval/seconds": Metric("s", "From the first request to the last response."),
@@ -515,8 +521,10 @@ METRICS: Mapping[str, Metric] = {
 
 
 def find_metric(name: str) -> Metric | None:
-    """The entry of `name`, a number after `@` standing for k; None where there is none."""
-    return METRICS.get(re.sub(r"@[1-9]\d*$", "@k", name))
+    """The entry of `name`, a number after `@` standing for k and the name of a held-out set for
+    SET; None where there is none."""
+    name = re.sub(r"@[1-9]\d*$", "@k", name)
+    return METRICS.get(name) or METRICS.get(re.sub(r"^eval/[^/]+/", "eval/SET/", name))
 
 
 HEADER = """# Metrics

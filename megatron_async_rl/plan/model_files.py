@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.data.hub import name_of
 from megatron_async_rl.policy.supported import FAMILIES, Family, unsupported
 
 KEY = "model.path"
@@ -75,11 +76,13 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def read_model(path: Path) -> tuple[ModelShape | None, list[Problem]]:
-    """The shape, where config.json gives one, and everything wrong with the directory."""
+def read_model(path: Path, *, weights: bool = True) -> tuple[ModelShape | None, list[Problem]]:
+    """The shape, where config.json gives one, and everything wrong with the directory. `weights`
+    false: they need not be there."""
     if not path.is_dir():
         return None, [_problem(f"{path} is not a directory", _where_to_look(path))]
-    problems = [problem for problem in (_weights(path), _tokenizer(path)) if problem]
+    looked = (_weights(path) if weights else None, _tokenizer(path))
+    problems = [problem for problem in looked if problem]
     shape, wrong = _shape(path / "config.json")
     return shape, wrong + problems
 
@@ -91,6 +94,9 @@ def _problem(what: str, fix: str) -> Problem:
 def _where_to_look(path: Path) -> str:
     if path.exists():
         return "name the model's directory, not a file in it"
+    on_hub = name_of(path)
+    if on_hub is not None:
+        return f"it was a folder of the hub's cache: name {on_hub}, and it is fetched again"
     return (
         "point it at a Hugging Face model directory; for the examples, run prepare.py and then the"
         " warm start (`make demo`)"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem, UserError
+from megatron_async_rl.config.sampling import sampling_warnings
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.batch import (
@@ -113,7 +114,8 @@ def make_plan(
 
         too_large, notes, peaks = gpu_memory(config, machine, engine, ranks_of)
         found += too_large
-    notes += fp8_warnings(config, machine) + host_notes(config, machine, device, ranks, engine)
+    notes += fp8_warnings(config, machine) + sampling_warnings(config)
+    notes += host_notes(config, machine, device, ranks, engine)
     if engine is not None and shape is not None:
         notes += shared_memory_notes(config, shape, machine, longest)
     batch = batch_of(config, parallel.data, longest, lengths) if parallel.data > 0 else None

@@ -9,23 +9,27 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
+from megatron_async_rl.config.data import FileConfig
 from megatron_async_rl.config.engine_options import (
     refused_options,
     unknown_option,
     vllm_arguments,
 )
 from megatron_async_rl.config.problem import Problem, UserError
+from megatron_async_rl.config.sampling import EvalConfig, eval_sets
 from megatron_async_rl.config.schema import Config, RewardConfig
 from megatron_async_rl.data import (
     DataError,
+    PromptSet,
     SupervisedSource,
     Tokenizer,
-    load_tokenizer,
-    read_prompts,
+    read_set,
+    tokenizer_of,
 )
+from megatron_async_rl.data.files import data_files
+from megatron_async_rl.data.hub import name_of
 from megatron_async_rl.metrics.trackers import lacking
 from megatron_async_rl.plan.batch import Lengths, context_limit
 from megatron_async_rl.plan.layout import device_of
@@ -43,13 +47,16 @@ PATIENCE_S = 20.0
 """Longest wait for one made-up response: a plan is not kept waiting by a slow reward."""
 MADE_UP_RESPONSE = "0"
 TRIED_PROMPTS = 3
+TRAINING = ("data.train", "data.sources")
 
 
 def preflight(config: Config, *, all_data: bool, machine: Machine | None = None) -> Plan:
     """The plan of `config` on `machine` (default: this one), with every problem that was found, all
     at once."""
     machine = machine or this_machine()
-    shape, problems = read_model(config.model.path)
+    # A plan is not kept waiting for the weights of a model that is on a hub.
+    fetched = all_data or name_of(config.model.path) is None
+    shape, problems = read_model(config.model.path, weights=fetched)
     # Of a machine that is only described, the files may lie elsewhere: its sizes are enough.
     elsewhere: list[Problem] = []
     if machine.described and shape is not None:
@@ -58,33 +65,29 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
     lengths: Lengths | None = None
     if shape is not None and not problems:
         try:
-            tokenizer = load_tokenizer(config.model.path)
+            tokenizer = tokenizer_of(config.model.path, config.data)
         except DataError as error:
             (elsewhere if machine.described else problems).append(_of_data("model.path", error))
+    if shape is not None:
+        problems += _no_room(config, shape)
     if shape is not None and tokenizer is not None:
         problems += _vocabulary(tokenizer, shape)
     limit = None if all_data else PROMPTS_IN_A_PLAN
-    read: dict[str, Sequence[Prompt]] = {}
+    read: dict[str, PromptSet] = {}
     if tokenizer is None or shape is None:
         (elsewhere if machine.described else problems).extend(
-            Problem(
-                key=key,
-                what=f"{path} does not exist",
-                fix="check the path; relative ones start at the config file's folder",
-            )
-            for key, path in _files(config)
-            if not path.is_file()
+            _of_data(one.key, gone) for one in _files(config, None) if (gone := one.missing())
         )
     else:
-        for key, path in _files(config):
+        for one in _files(config, shape):
             try:
-                prompts = _read(config, shape, tokenizer, path, limit)
+                found = _read(config, one, shape, tokenizer, limit)
             except DataError as error:
-                missing = machine.described and not path.is_file()
-                (elsewhere if missing else problems).append(_of_data(key, error))
+                missing = machine.described and one.missing() is not None
+                (elsewhere if missing else problems).append(_of_data(one.key, error))
             else:
-                lengths = _longer(lengths, prompts)
-                read[key] = prompts
+                lengths = _longer(lengths, found.prompts)
+                read[one.key] = found
     problems += _reward(config, read) + _engine_options(config, machine)
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
@@ -95,54 +98,105 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
         warnings=(
             *plan.warnings,
             *(f"not here, so not checked: {one.what} ({one.key})" for one in elsewhere),
-            *_not_held_out(read.get("data.train", ()), read.get("data.eval", ())),
+            *_not_held_out(read),
+            *_too_long(config, read),
         ),
     )
 
 
-def _files(config: Config) -> list[tuple[str, Path]]:
-    files = [("data.train", config.data.train)]
-    if config.data.eval is not None:
-        files.append(("data.eval", config.data.eval))
-    return files
+@dataclass(frozen=True)
+class _File:
+    """A file of the configuration. `room`: tokens that a prompt may have; null where that is no
+    question, or there is none, which the plan says."""
+
+    key: str
+    file: FileConfig
+    room: int | None
+
+    def missing(self) -> DataError | None:
+        try:
+            data_files(self.file.path)
+        except DataError as error:
+            return error
+        return None
+
+
+def _files(config: Config, shape: ModelShape | None) -> list[_File]:
+    def room(max_tokens: int) -> int | None:
+        left = 0 if shape is None else context_limit(config, shape) - max_tokens
+        return left if left > 0 else None
+
+    rollout, data = config.rollout, config.data
+    most = room(rollout.sampling.max_tokens) if rollout is not None else None
+    if data.train is not None:
+        files = [_File("data.train", data.training[0], most)]
+    else:
+        places = enumerate(data.sources)
+        files = [_File(f"data.sources.{index}.path", one, most) for index, one in places]
+    sets = eval_sets(config, config.eval or EvalConfig())
+    return files + [_File(one.path_key, one.file, room(one.sampling.max_tokens)) for one in sets]
 
 
 def _read(
-    config: Config, shape: ModelShape, tokenizer: Tokenizer, path: Path, limit: int | None
-) -> Sequence[Prompt]:
+    config: Config, one: _File, shape: ModelShape, tokenizer: Tokenizer, limit: int | None
+) -> PromptSet:
     """Raises DataError at the first line that cannot be used."""
-    if config.rollout is None:
-        prompts = read_prompts(path, tokenizer, limit=limit, required=("prompt", "response"))
-        budget, multiple = (
-            config.policy.tokens_per_micro_batch,
-            config.policy.row_multiple,
-        )
-        # The last token is not fed, and rows are rounded up.
-        most = min(shape.context, budget, budget // multiple * multiple + 1)
-        SupervisedSource(
-            prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=most
-        )
-        return prompts
-    room = context_limit(config, shape) - config.rollout.sampling.max_tokens
-    required = ("prompt", *required_fields(config.rollout.reward.name))
-    return read_prompts(
-        path,
-        tokenizer,
-        max_prompt_tokens=room if room > 0 else None,
-        limit=limit,
-        required=required,
+    data = config.data
+    if config.rollout is not None:
+        required = required_fields(config.rollout.reward.name)
+        return read_set(data, one.file, tokenizer, required=required, room=one.room, limit=limit)
+    found = read_set(data, one.file, tokenizer, limit=limit, supervised=True)
+    budget, multiple = config.policy.tokens_per_micro_batch, config.policy.row_multiple
+    # The last token is not fed, and rows are rounded up.
+    most = min(shape.context, budget, budget // multiple * multiple + 1)
+    SupervisedSource(
+        found.prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=most
     )
+    return found
 
 
-def _not_held_out(trained: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[str]:
-    known = {prompt.token_ids for prompt in trained}
-    both = [prompt for prompt in held_out if prompt.token_ids in known]
-    if not both:
-        return []
+def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
+    """Held-out sets whose responses leave no room for a prompt; training's the plan finds."""
+    limit = context_limit(config, shape)
     return [
-        f"{len(both)} of {len(held_out)} prompts of data.eval are in data.train too, such as"
-        f" {both[0].text[:60]!r}"
+        Problem(
+            key=one.max_tokens_key,
+            what=f"{one.sampling.max_tokens} response tokens leave no room for a prompt in a context"
+            f" of {limit}",
+            fix=f"set it below {limit} minus the longest prompt",
+        )
+        for one in config.eval_sets
+        if one.sampling.max_tokens >= limit and not one.max_tokens_key.startswith("rollout")
     ]
+
+
+def _too_long(config: Config, read: Mapping[str, PromptSet]) -> list[str]:
+    """What data.max_prompt_tokens leaves out."""
+    return [
+        f"{found.too_long} of {found.too_long + len(found.prompts)} prompts read of {key} are above"
+        f" data.max_prompt_tokens: {config.data.max_prompt_tokens} and left out"
+        for key, found in read.items()
+        if found.too_long
+    ]
+
+
+def _not_held_out(read: Mapping[str, PromptSet]) -> list[str]:
+    trained = {
+        prompt.token_ids: key
+        for key, found in read.items()
+        if key.startswith(TRAINING)
+        for prompt in found.prompts
+    }
+    notes = []
+    for key, found in read.items():
+        both = [] if key.startswith(TRAINING) else found.prompts
+        both = [prompt for prompt in both if prompt.token_ids in trained]
+        if both:
+            notes.append(
+                f"{len(both)} of {len(found.prompts)} prompts of {key} are in"
+                f" {trained[both[0].token_ids]} too, such as {both[0].text[:60]!r}"
+            )
+    return notes
 
 
 def _longer(known: Lengths | None, prompts: Sequence[Prompt]) -> Lengths:
@@ -165,7 +219,7 @@ def _vocabulary(tokenizer: Tokenizer, shape: ModelShape) -> list[Problem]:
     ]
 
 
-def _reward(config: Config, read: Mapping[str, Sequence[Prompt]]) -> list[Problem]:
+def _reward(config: Config, read: Mapping[str, PromptSet]) -> list[Problem]:
     """Loads the reward and scores a made-up response to a prompt of each file."""
     if config.rollout is None:
         return []
@@ -177,17 +231,15 @@ def _reward(config: Config, read: Mapping[str, Sequence[Prompt]]) -> list[Proble
     return asyncio.run(_score_made_up(settings, read))
 
 
-async def _score_made_up(
-    settings: RewardConfig, read: Mapping[str, Sequence[Prompt]]
-) -> list[Problem]:
+async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
     """As the engines score: in a process with a hard limit, unless the reward is trivial."""
     found = []
     scorer = Scorer(settings)
     scorer.start()
     try:
         await scorer.ready()
-        for key, prompts in read.items():
-            error = await _first_error(scorer, prompts[:TRIED_PROMPTS])
+        for key, found_in in read.items():
+            error = await _first_error(scorer, found_in.prompts[:TRIED_PROMPTS])
             if error is not None:
                 what = f"{settings.name} failed on a made-up response, {MADE_UP_RESPONSE!r}, to"
                 fix = f"correct the reward, or give every line of {key} the fields that it reads"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.keys import path_keys
+from megatron_async_rl.config.keys import path_keys, pattern_of
 from megatron_async_rl.config.load import YamlFault, read_tree
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
@@ -93,7 +93,7 @@ class Difference:
     def is_move(self) -> bool:
         """The file or folder was moved, or has two names; its content is checked where it is
         read."""
-        if self.key not in path_keys() or self.before is None or self.now is None:
+        if pattern_of(self.key) not in path_keys() or self.before is None or self.now is None:
             return False
         before, now = Path(str(self.before)), Path(str(self.now))
         return not before.exists() or (now.exists() and before.samefile(now))

@@ -205,15 +205,28 @@ def sampling_progress(console: Console, prompts: int) -> Iterator[Callable[[int,
 
 def show_evaluation(result: Mapping[str, Any], file: str, console: Console) -> None:
     """`result`: the JSON of one evaluation; `file`: where it was written."""
+    facts: list[tuple[str, str | Text]] = []
+    for one in (result, *result.get("others", ())):
+        if "set" in one:
+            facts.append(("set", Text(one["set"], style="bold")))
+        facts += _evaluation_facts(one)
+    seconds = result["seconds"]
+    tokens = sum(one["tokens"] for one in (result, *result.get("others", ())))
+    speed = tokens / max(seconds, 1e-9)
+    facts += [
+        ("tokens", f"{tokens:,} in {seconds:.1f} s  ({speed:,.0f} tokens/s)"),
+        ("result", file),
+    ]
+    print_facts(facts, console)
+
+
+def _evaluation_facts(result: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
+    """Of one set."""
     mean = result["mean_reward"]
     failed = f", {result['reward_errors']} rewards failed" if result["reward_errors"] else ""
-    speed = result["tokens"] / max(result["seconds"], 1e-9)
-    facts: list[tuple[str, str | Text]] = [
+    return [
         ("mean reward", Text(f"{math.nan if mean is None else mean:.4f}", style="bold")),
         *((f"pass@{k}", f"{value:.4f}") for k, value in result["pass_at"].items()),
         ("responses", f"{result['samples']} to {result['prompts']} prompts{failed}"),
         ("truncated", f"{result['truncated']:.1%}"),
-        ("tokens", f"{result['tokens']:,} in {result['seconds']:.1f} s  ({speed:,.0f} tokens/s)"),
-        ("result", file),
     ]
-    print_facts(facts, console)

@@ -113,7 +113,10 @@ class RolloutEngine:
         await self._llm.update_weight_version(str(spec.first_version))
 
         await self._scorer.ready()
-        sampling = sampling_parameters(spec, tokenizer.eos_ids)
+        sampling = {
+            name: sampling_parameters(spec.sampling(name), tokenizer.eos_ids)
+            for name in (None, *spec.evaluations)
+        }
         self._responses = Responses(self._llm, spec, sampling, tokenizer, self._scorer, self._busy)
         self._watch = asyncio.create_task(self._watch_vllm(self._responses))
         collect_rarely()

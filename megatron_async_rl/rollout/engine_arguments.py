@@ -8,10 +8,11 @@ from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from megatron_async_rl.config.engine_options import unknown_option
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.sampling import EvalSampling, SamplingConfig
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION
 
@@ -19,14 +20,22 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """By its path: the short name `uni` is replaced by a second process on a CPU."""
 
 
-def sampling_parameters(spec: EngineSpec, eos_ids: Sequence[int]) -> SamplingParams:
-    """Parameters of every response; each gets its seed and its own token limit besides."""
-    sampling = spec.rollout.sampling
+def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> SamplingParams:
+    """Parameters of every response that is drawn so; each gets its seed and its own token limit
+    besides."""
     return SamplingParams(
         temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        bad_words=list(sampling.bad_words),
+        structured_outputs=_structured(sampling),
         max_tokens=sampling.max_tokens,
         stop=list(sampling.stop),
-        stop_token_ids=list(eos_ids),
+        stop_token_ids=list(dict.fromkeys((*eos_ids, *sampling.stop_token_ids))),
         detokenize=bool(sampling.stop),
         logprobs=0,
         flat_logprobs=True,
@@ -35,6 +44,14 @@ def sampling_parameters(spec: EngineSpec, eos_ids: Sequence[int]) -> SamplingPar
         # request. Only `seed` and `max_tokens` of a copy are ever changed.
         skip_clone=True,
     )
+
+
+def _structured(sampling: SamplingConfig) -> StructuredOutputsParams | None:
+    if not isinstance(sampling, EvalSampling):
+        return None
+    if sampling.json_schema is not None:
+        return StructuredOutputsParams(json=dict(sampling.json_schema))
+    return StructuredOutputsParams(regex=sampling.regex) if sampling.regex is not None else None
 
 
 def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
@@ -57,7 +74,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         max_model_len=rollout.max_context,
         max_num_seqs=rollout.max_concurrent,
         tensor_parallel_size=rollout.tensor,
-        skip_tokenizer_init=not rollout.sampling.stop,
+        skip_tokenizer_init=not spec.needs_tokenizer,
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
         disable_log_stats=True,

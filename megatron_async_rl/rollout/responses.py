@@ -28,7 +28,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,13 +73,14 @@ class _Running:
 
 
 class Responses:
-    """Used by one event loop."""
+    """Used by one event loop. `sampling`: of training (null) and of each held-out set, by its
+    name."""
 
     def __init__(
         self,
         llm: AsyncLLM,
         spec: EngineSpec,
-        sampling: SamplingParams,
+        sampling: Mapping[str | None, SamplingParams],
         tokenizer: Tokenizer,
         scorer: Scorer,
         busy: BusyClock,
@@ -126,7 +127,7 @@ class Responses:
         if twice:
             raise ValueError(f"{self._spec.name} was given requests twice: {', '.join(twice[:8])}")
         for request in requests:
-            require_room(request, self._spec.rollout.sampling.max_tokens)
+            require_room(request, self._spec.sampling(request.sampling).max_tokens)
         entries = [_Running(request) for request in requests]
         self._running |= dict(zip(ids, entries, strict=True))
         for entry in entries:
@@ -152,11 +153,14 @@ class Responses:
             return
 
         request, prefix = entry.request, entry.request.prefix
-        parameters = self._sampling.clone()  # shallow: `sampling_parameters` asks for it
+        parameters = self._sampling[
+            request.sampling
+        ].clone()  # shallow: `sampling_parameters` asks for it
         parameters.seed = sample_seed(
             self._spec.seed, request.group, request.k, entry.prefix_length
         )
-        parameters.max_tokens = self._spec.rollout.sampling.max_tokens - entry.prefix_length
+        most = self._spec.sampling(request.sampling).max_tokens
+        parameters.max_tokens = most - entry.prefix_length
         ids = [*request.prompt.token_ids, *(() if prefix is None else prefix.response_ids.tolist())]
         self._numbered += 1
         try:
@@ -214,7 +218,7 @@ class Responses:
         tokens = joined(request.prefix, sampled)
         reason: FinishReason = "length" if completion.finish_reason == "length" else "stop"
         if tokens is not None:
-            stop = self._spec.rollout.sampling.stop
+            stop = self._spec.sampling(request.sampling).stop
             stopped = stopped_length(
                 tokens.response_ids.tolist(), entry.prefix_length, stop, self._tokenizer.decode
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
 
 HERE = ""
@@ -24,6 +25,8 @@ class EngineSpec:
     """Hugging Face directory; the weights the engine starts with are those of `first_version`."""
     dtype: Literal["float32", "bfloat16"]
     rollout: RolloutConfig
+    evaluations: Mapping[str, SamplingConfig] = field(default_factory=dict)
+    """Sampling of each held-out set, by its name."""
     seed: int
     """The run's seed; every response's own seed derives from it."""
     device: Literal["cpu", "cuda"]
@@ -46,6 +49,15 @@ class EngineSpec:
                 f"engine {self.index}: first_version is {self.first_version}; versions count from"
                 " 0, and -1 is none yet"
             )
+
+    def sampling(self, held_out: str | None) -> SamplingConfig:
+        """Of a set of held-out prompts, or of training."""
+        return self.rollout.sampling if held_out is None else self.evaluations[held_out]
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        samplings = (self.rollout.sampling, *self.evaluations.values())
+        return any(one.needs_tokenizer for one in samplings)
 
     @property
     def name(self) -> str:

@@ -174,6 +174,8 @@ class Request:
     prompt: Prompt
     prefix: PartialResponse | None = None
     """The response continues after these tokens, which keep their log-probs and versions."""
+    sampling: str | None = None
+    """Name of the held-out set whose sampling it has; null: training's."""
     id: str = field(init=False)
     """Made once: whoever keeps account of the request holds the same string."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.sampling import SamplingConfig
 from tests.tiny_models import save_tiny_model
 
 VOCABULARY = 512
@@ -48,7 +49,7 @@ def save_checkpoint(directory: Path, *, seed: int, kv_heads: int = 1) -> Path:
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     # Else vLLM reads it as the model family's own tokenizer, whose text has no spaces.
     (directory / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w0"})
     )
     return directory
 
@@ -85,8 +86,39 @@ class Reference:
         self, prompt_ids: tuple[int, ...], response_ids: list[int], temperature: float
     ) -> Tensor:
         """[T] log-probs of the response tokens, float32."""
-        ids = torch.tensor([[*prompt_ids, *response_ids]])
-        logits = self._model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
+        logits = self.logits(prompt_ids, response_ids)
         return torch.log_softmax(logits / temperature, dim=-1).gather(
             1, torch.tensor(response_ids)[:, None]
         )[:, 0]
+
+    @torch.no_grad()
+    def logits(self, prompt_ids: tuple[int, ...], response_ids: list[int]) -> Tensor:
+        """[T, vocabulary] of each response token, float32."""
+        ids = torch.tensor([[*prompt_ids, *response_ids]])
+        return self._model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
+
+    def drawn_from(
+        self, prompt_ids: tuple[int, ...], response_ids: list[int], sampling: SamplingConfig
+    ) -> Tensor:
+        """[T, vocabulary] log-probs of the distributions that docs/sampling.md says an engine draws
+        the tokens from; `bad_words` of one token each, `wN`."""
+        logits = self.logits(prompt_ids, response_ids)
+        for place, row in enumerate(logits):
+            before = torch.tensor(response_ids[:place], dtype=torch.long)
+            counts = torch.bincount(before, minlength=len(row))
+            seen = torch.bincount(torch.tensor(prompt_ids), minlength=len(row)) + counts > 0
+            for word in sampling.bad_words:
+                row[int(word[1:])] = -torch.inf
+            factor = torch.where(
+                row > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty
+            )
+            row[seen] *= factor[seen]
+            row -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+            row /= sampling.temperature
+            probs = row.softmax(-1)
+            row[probs < sampling.min_p * probs.max()] = -torch.inf
+            if sampling.top_k:
+                row[row < row.topk(sampling.top_k).values[-1]] = -torch.inf
+            probs, order = row.softmax(-1).sort(descending=True)
+            row[order[probs.cumsum(-1) - probs >= sampling.top_p]] = -torch.inf
+        return logits.log_softmax(-1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import batched, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.rollout.engine_process import start_engine
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -31,10 +33,15 @@ REWARD = "tests.engine.rewards_that_fail:misbehave"
 
 
 class Engines:
-    """One engine for each of `settings` (of `rollout`), and which checkpoint each version was."""
+    """One engine for each of `settings` (of `rollout`), all with the samplings of `evaluations`, and
+    which checkpoint each version was."""
 
     def __init__(
-        self, root: Path, settings: Sequence[Mapping[str, Any]], checkpoints: Sequence[Path]
+        self,
+        root: Path,
+        settings: Sequence[Mapping[str, Any]],
+        checkpoints: Sequence[Path],
+        evaluations: Mapping[str, SamplingConfig] | None = None,
     ) -> None:
         self.checkpoints = list(checkpoints)
         self.references = [Reference(path) for path in checkpoints]
@@ -54,6 +61,7 @@ class Engines:
                         **of_engine,
                     }
                 ),
+                evaluations=evaluations or {},
                 seed=11,
                 device="cpu",
                 log_dir=root / "logs",
@@ -81,6 +89,11 @@ class Engines:
         """`n` responses to each prompt."""
         samples = sampled(self.handles[engine], self.asked(prompts, n, index))
         return [samples[i : i + n] for i in range(0, len(samples), n)]
+
+    def held_out(self, engine: int, name: str, prompts: Sequence[Prompt], n: int) -> list[Sample]:
+        """`n` responses to each prompt, drawn as the set of that name says."""
+        asked = [replace(request, sampling=name) for request in self.asked(prompts, n)]
+        return sampled(self.handles[engine], asked)
 
     def publish(self, checkpoint: int, *, per_bucket: int = 1000) -> Manifest:
         """One version more into every engine, verified."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_async_rl.config.schema import EvalConfig, FlowConfig, RolloutConfig
+from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
 from megatron_async_rl.data import PromptSource, load_tokenizer, read_prompts
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.errors import EngineFailed
+from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.rollout.engine_process import Engine, RemoteEngine, start_engine
@@ -141,8 +142,7 @@ def test_the_controller_feeds_batches_while_engines_join_leave_and_die(
         fleet=FleetSettings(restarts_per_hour=0, unresponsive_s=300.0),
         timeout_s=600.0,
         on_reward_error="stop",
-        evaluation=EvalConfig(samples_per_prompt=4),
-        held_out=held_out,
+        held_out=[HeldOut(prompts=held_out, n=4)],
         run_dir=run_dir,
     )
     actor = ray.remote(num_cpus=0, max_concurrency=100)(Controller)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from megatron_async_rl.config.sampling import EvalSamplingConfig, SamplingConfig
 from megatron_async_rl.rollout.engine_process import EngineStartError
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
@@ -46,6 +47,22 @@ STOPS = (["19 w", "never"], [])
 """A token after one whose number ends in 19."""
 CACHE_BLOCK = 128
 """Tokens of a block of the key-value cache, vLLM's on a CPU."""
+EVALUATIONS = {
+    name: EvalSamplingConfig.model_validate(own).over(
+        SamplingConfig(max_tokens=12, temperature=1.5)
+    )
+    for name, own in {
+        "cut": {"top_k": 40, "top_p": 0.7, "min_p": 0.002},
+        "penalised": {
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.8,
+            "frequency_penalty": -0.6,
+            "bad_words": ["w19", "w400"],
+        },
+        "greedy": {"temperature": 0},
+        "grammar": {"regex": "(w[2-9]){3}"},
+    }.items()
+}
 REWARD_S = 15.0
 """rollout.reward.timeout_s: longer than a busy machine takes for a reward that returns."""
 
@@ -63,7 +80,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     checkpoints = [
         save_checkpoint(root / f"model-{seed}", seed=seed) for seed in range(CHECKPOINTS)
     ]
-    with running(lambda: Engines(root, settings, checkpoints)) as engines:
+    with running(lambda: Engines(root, settings, checkpoints, EVALUATIONS)) as engines:
         yield engines
 
 
@@ -75,6 +92,36 @@ def test_sampled_logprobs_are_those_of_transformers_at_the_sampling_temperature(
         for sample in group:
             assert sample.versions.tolist() == [0] * sample.length
             assert engines.difference(engine, sample, 0) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["cut", "penalised"])
+def test_log_probs_are_those_of_the_distribution_that_the_settings_leave(
+    engines: Engines, name: str
+) -> None:
+    sampling, others = EVALUATIONS[name], 0
+    for sample in engines.held_out(SHORT, name, [prompt_of(3), prompt_of(40)], 8):
+        ids, found = sample.response_ids.tolist(), torch.from_numpy(sample.behavior_logprobs.copy())
+        left = engines.reference(0).drawn_from(sample.prompt.token_ids, ids, sampling)
+        own = left.gather(1, sample_ids := torch.tensor(ids)[:, None])[:, 0]
+        assert float((found - own).abs().max()) < 10 * TOLERANCE
+        whole = engines.reference(0).logits(sample.prompt.token_ids, ids) / sampling.temperature
+        trainers = whole.log_softmax(-1).gather(1, sample_ids)[:, 0]
+        others += int(((found - trainers).abs() > 0.01).sum())
+        assert sample.length <= 12
+        assert not {19, 400} & set(ids) or name == "cut"
+    assert others > 20, "and not those of the trainer, which count every token"
+
+
+def test_greedy_takes_the_likeliest_tokens_and_a_grammar_only_what_it_allows(
+    engines: Engines,
+) -> None:
+    first, second = engines.held_out(SHORT, "greedy", [prompt_of(9)], 2)
+    assert first.response_ids.tolist() == second.response_ids.tolist()
+    logits = engines.reference(0).logits(first.prompt.token_ids, first.response_ids.tolist())
+    assert logits.argmax(-1).tolist() == first.response_ids.tolist()
+    for sample in engines.held_out(SHORT, "grammar", [prompt_of(9)], 4):
+        assert [2 <= i < 10 for i in sample.response_ids] == [True, True, True, False]
+        assert sample.finish_reason == "stop"
 
 
 def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines: Engines) -> None:

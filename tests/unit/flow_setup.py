@@ -8,9 +8,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_async_rl.config.schema import EvalConfig, FlowConfig
+from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.data import PromptSource
 from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.spec import ControllerSpec, DataState
 from megatron_async_rl.samples import Prompt
@@ -62,8 +63,7 @@ def controller_of(
         flow=flow,
         engines=specs(len(launch.engines)),
         fleet=FleetSettings(**fleet),
-        held_out=PROMPTS,
-        evaluation=EvalConfig(samples_per_prompt=2, pass_at=(1, 2)),
+        held_out=[HeldOut(prompts=PROMPTS, n=2, pass_at=(1, 2))],
         **settings,
     )
     return Controller(source(), spec, launch)

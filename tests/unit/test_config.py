@@ -162,7 +162,9 @@ def test_the_bounds_of_bapo_are_lists_of_numbers(file):
 @given(
     lr=st.floats(1e-30, 1e30),
     ratio=st.floats(0, 1e6),
-    stop=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=3),
+    stop=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8), max_size=3
+    ),
 )
 def test_numbers_and_texts_survive_dump_and_load(tmp_path_factory, lr, ratio, stop):
     tree = config_tree()

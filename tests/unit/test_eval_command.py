@@ -64,8 +64,9 @@ def test_a_runs_checkpoint_folder_is_its_newest_step_with_the_runs_own_config(ru
     job = resolved(run / "checkpoint")
     assert job.target.checkpoint == run / "checkpoint" / "step_00000008"
     assert (job.target.version, job.target.result) == (8, run / "eval_8.json")
-    assert (job.eval.samples_per_prompt, job.eval.pass_at) == (4, (1, 4))
-    assert [prompt.text for prompt in job.prompts] == ["0+0=", "1+1=", "2+2="]
+    (held_out,) = job.held_out
+    assert (held_out.n, held_out.pass_at, held_out.name) == (4, (1, 4), "")
+    assert [prompt.text for prompt in held_out.prompts] == ["0+0=", "1+1=", "2+2="]
 
 
 def test_one_steps_folder_is_that_step_and_overrides_change_the_sampling(run: Path) -> None:
@@ -97,7 +98,7 @@ def test_without_an_eval_section_the_defaults_hold_and_the_data_may_come_from_th
 ) -> None:
     configure(run)
     job = resolved(run / "checkpoint", f"data.eval={run.parent / 'held_out.jsonl'}")
-    assert (job.eval.samples_per_prompt, len(job.prompts)) == (4, 3)
+    assert [(one.n, len(one.prompts)) for one in job.held_out] == [(4, 3)]
 
 
 def refusal(named: Path, *overrides: str, **more: Any) -> str:

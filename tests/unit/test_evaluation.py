@@ -22,11 +22,13 @@ from megatron_async_rl.flow.errors import BatchTimeout, EngineFailed, RewardFail
 from megatron_async_rl.flow.evaluation import (
     EvalResult,
     EvalSchedule,
+    HeldOut,
     WeightsMoved,
     evaluate,
     pass_at_k,
     summarise_evaluation,
 )
+from megatron_async_rl.metrics.catalogue import find_metric
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog, read_evaluations
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.rows import SampleRow
@@ -110,8 +112,8 @@ class Fleet:
 def evaluated(
     fleet: Fleet, *, n: int = 2, timeout_s: float = 5.0, on_reward_error: Any = "drop", **more: Any
 ) -> EvalResult:
-    settings = {"pass_at": (1, 2), "pass_reward": 1.0, **more}
-    call = evaluate(fleet, PROMPTS, n, 3, timeout_s, on_reward_error=on_reward_error, **settings)
+    sets = [HeldOut(prompts=PROMPTS, n=n, pass_at=(1, 2))]
+    call = evaluate(fleet, sets, 3, timeout_s, on_reward_error=on_reward_error, **more)
     return virtual_time.run(call)
 
 
@@ -245,20 +247,32 @@ def test_a_failed_reward_is_counted_or_ends_it_as_configured() -> None:
         evaluated(fleet, on_reward_error="stop")
 
 
+def test_each_set_is_asked_with_its_own_sampling_and_counted_by_itself() -> None:
+    sets = [
+        HeldOut(name="easy", prompts=PROMPTS[:1], n=1),
+        HeldOut(name="hard", prompts=PROMPTS[1:], n=3, pass_at=(1, 3), pass_reward=2.0),
+    ]
+    fleet = Fleet()
+    result = virtual_time.run(evaluate(fleet, sets, 3, 5.0, on_reward_error="drop"))
+    assert [(one.group, one.k, one.sampling) for one in fleet.asked] == [
+        (-1, 0, "easy"),
+        *((group, k, "hard") for group in (-2, -3, -4) for k in range(3)),
+    ]
+    (hard,) = result.others
+    assert (result.mean_reward, result.prompts, result.samples) == (0.0, 1, 1)
+    assert (hard.mean_reward, hard.prompts, hard.samples) == (1.0, 3, 9)
+    assert hard.pass_at == {1: pytest.approx(1 / 3), 3: 1.0}
+    values = EvalSchedule(every=0, steps=8, means={}).record(result)
+    assert values["eval/mean"] == values["eval/easy/mean"] == 0.0
+    assert (values["eval/hard/mean"], values["eval/hard/pass@3"]) == (1.0, 1.0)
+    assert all(find_metric(name) is not None for name in values)
+    line = result.as_json()
+    assert (line["set"], [one["set"] for one in line["others"]]) == ("easy", ["hard"])
+
+
 def test_an_evaluation_without_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one prompt"):
-        asyncio.run(
-            evaluate(
-                Fleet(),
-                [],
-                1,
-                0,
-                1.0,
-                on_reward_error="drop",
-                pass_at=(1,),
-                pass_reward=1.0,
-            )
-        )
+        asyncio.run(evaluate(Fleet(), [], 0, 1.0, on_reward_error="drop"))
 
 
 def test_moved_weights_survive_the_trip_between_processes() -> None:

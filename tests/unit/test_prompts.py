@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,8 +27,13 @@ class Bytes:
     def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, special_tokens=special_tokens) for text in texts]
 
-    def encode_chat(self, messages: object) -> tuple[str, list[int]]:
-        return str(messages), self.encode(str(messages), special_tokens=False)
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, answer: bool) -> str:
+        turns = "".join(f"{one['role'][0]}:{one['content']}\x01\n" for one in messages)
+        return turns + "a:" * answer
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The end of a message is EOS, and a line ends after it."""
+        return [1 if byte == 1 else byte + 2 for byte in text.encode()]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i - 2 for i in ids if i > 1).decode()

@@ -85,7 +85,7 @@ def working(
     async def run() -> None:
         llm: Any = FakeLLM()
         scorer = Scorer(spec.rollout.reward)
-        sampling = SamplingParams(max_tokens=max_tokens, skip_clone=True)
+        sampling = {None: SamplingParams(max_tokens=max_tokens, skip_clone=True)}
         responses = Responses(llm, spec, sampling, tokenizer, scorer, BusyClock())
         await work(responses, llm)
         responses.close()

@@ -1,0 +1,151 @@
+"""What a user may say of data: files and their columns, mixtures, chat options, filters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megatron_async_rl.config.settings_model import Strict, TextOrFile
+
+Column = Annotated[str, Field(min_length=1)]
+
+OWN_TEMPLATE_OPTIONS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "messages",
+    "conversation",
+    "chat_template",
+)
+"""Arguments of a rendering that this project sets itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The columns of one file. `messages`: of chat messages; null where `prompt` is read."""
+
+    prompt: str = "prompt"
+    answer: str | None = None
+    messages: str | None = None
+    system_prompt: str | None = None
+
+
+class FileConfig(Strict):
+    """One file or folder of data, and its columns where they are not those of `data`."""
+
+    path: Path
+    """As data.train."""
+    prompt_key: Column | None = None
+    """Null: data.prompt_key, unless messages_key is given here."""
+    answer_key: Column | None = None
+    """Null: data.answer_key."""
+    messages_key: Column | None = None
+    """Null: data.messages_key, unless prompt_key is given here."""
+    system_prompt: str | None = None
+    """Null: data.system_prompt."""
+
+    @model_validator(mode="after")
+    def _one_column(self) -> FileConfig:
+        if self.prompt_key is not None and self.messages_key is not None:
+            raise ValueError(
+                f"prompt_key: {self.prompt_key} and messages_key: {self.messages_key} both name"
+                " the column of the prompt; keep one"
+            )
+        return self
+
+
+class SourceConfig(FileConfig):
+    """A part of a mixture."""
+
+    name: Column | None = None
+    """Goes before the ids of its prompts; null: the file's or folder's name."""
+    weight: PositiveFloat = 1.0
+    """Its share of the prompts is weight / sum of weights, at every moment: the next prompt comes
+    from the source that is furthest behind its share."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.path.stem
+
+
+class DataConfig(Strict):
+    """The prompts."""
+
+    train: Path | None = None
+    """JSONL, JSON (a list), Parquet or CSV, by its ending; a folder or a pattern such as
+    `data/train-*.parquet` of them; or `hf://datasets/OWNER/NAME[@REVISION][/PATH]`. Each row has a
+    prompt and whatever the reward reads; with `loss: sft` a response and optionally a `weight`.
+    Null: `sources`."""
+    sources: tuple[SourceConfig, ...] = ()
+    """A mixture, in the place of `train`."""
+    eval: Path | None = None
+    """Held-out prompts, as `train`; several sets are `eval.sets`."""
+    shuffle: bool = True
+    """A new seeded order every epoch, of each source."""
+    prompt_key: Column = "prompt"
+    """Column of the prompt: text, or a list of chat messages."""
+    answer_key: Column | None = None
+    """Column that becomes `answer`, which rewards read; with `loss: sft` it becomes `response`.
+    Null: columns keep their names."""
+    messages_key: Column | None = None
+    """Column of chat messages, in the place of prompt_key. With `loss: sft` they are whole
+    conversations: the loss is on the assistant's messages, but for those with `train: false`."""
+    system_prompt: str | None = None
+    """System message put before messages that have none."""
+    as_chat: bool = False
+    """True makes a text prompt one message of the user, which the chat template renders; false
+    gives the model the text as it stands."""
+    chat_template: TextOrFile | None = None
+    """A Jinja file, or the template itself; null: the model's."""
+    chat_template_options: Mapping[str, Any] = {}
+    """Variables of the template, such as `enable_thinking: false`."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longer prompts are left out, and counted in the plan and the log; null: a prompt that leaves
+    no room for a response is an error."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> DataConfig:
+        if (self.train is None) == (not self.sources):
+            raise ValueError(
+                "data.train (one file or folder) or data.sources (a mixture): give one of them"
+            )
+        labels = [source.label for source in self.sources]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(
+                f"data.sources: two are called {twice[0]}; give each a `name` of its own"
+            )
+        if self.messages_key is not None and self.prompt_key != "prompt":
+            raise ValueError(
+                f"data.prompt_key: {self.prompt_key} and data.messages_key: {self.messages_key}"
+                " both name the column of the prompt; keep one"
+            )
+        own = [name for name in self.chat_template_options if name in OWN_TEMPLATE_OPTIONS]
+        if own:
+            raise ValueError(
+                f"data.chat_template_options: {own[0]} is set by the run itself; remove it"
+            )
+        return self
+
+    @property
+    def training(self) -> tuple[SourceConfig, ...]:
+        """The mixture; `train` alone is a mixture of one."""
+        return self.sources if self.train is None else (SourceConfig(path=self.train),)
+
+    def columns(self, file: FileConfig) -> Columns:
+        """Those of `file`, and `data`'s where it is silent."""
+        messages = file.messages_key
+        if messages is None and file.prompt_key is None:
+            messages = self.messages_key
+        return Columns(
+            prompt=file.prompt_key or self.prompt_key,
+            answer=file.answer_key or self.answer_key,
+            messages=messages,
+            system_prompt=(
+                self.system_prompt if file.system_prompt is None else file.system_prompt
+            ),
+        )

@@ -1,0 +1,327 @@
+"""How responses are drawn, in training and of held-out prompts, and what that means for log-probs.
+
+An engine reports the log-prob of the distribution that it drew from; the trainer's is log
+softmax(logits / temperature), over the whole vocabulary. `RENORMALISING` lists the settings that
+make them differ at equal weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from megatron_async_rl.config.data import FileConfig
+from megatron_async_rl.config.settings_model import Strict
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.schema import Config
+
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+MinShare = Annotated[float, Field(ge=0.0, lt=1.0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class SamplingConfig(Strict):
+    """How responses are drawn."""
+
+    temperature: NonNegativeFloat = 1.0
+    """Divides the logits when sampling, and in the trainer's log-probs too. Above 0: the likeliest
+    token alone is for held-out prompts."""
+    max_tokens: PositiveInt
+    """Response tokens; longer ones end with finish reason `length`."""
+    stop: tuple[Text, ...] = ()
+    """Strings that end a response; the end-of-sequence tokens of the model always do."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Tokens that end a response, besides."""
+    top_p: Share = 1.0
+    """Draws from the fewest tokens that have this probability together; 1: from all."""
+    top_k: NonNegativeInt = 0
+    """Draws from so many likeliest tokens; 0: from all."""
+    min_p: MinShare = 0.0
+    """Draws from tokens with at least this share of the likeliest one's probability; 0: from
+    all."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens of the prompt and of the
+    response so far; 1: does not."""
+    presence_penalty: Penalty = 0.0
+    """Taken from the logits of tokens that the response has so far."""
+    frequency_penalty: Penalty = 0.0
+    """The same times how often it has them."""
+    bad_words: tuple[Text, ...] = ()
+    """Strings whose last token is never drawn after the others."""
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        """The engine reads text."""
+        return bool(self.stop or self.bad_words)
+
+    @property
+    def renormalised(self) -> list[str]:
+        """What makes an engine's log-probs differ from the trainer's, as `top_p: 0.9`."""
+        return [
+            f"{name}: {_shown(getattr(self, name))}"
+            for name in RENORMALISING
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+
+
+RENORMALISING = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+)
+
+
+class EvalSampling(SamplingConfig):
+    """Of held-out prompts, after `EvalSamplingConfig` went over training's. Nobody trains on what
+    is drawn, so it need not be the trainer's distribution."""
+
+    json_schema: Mapping[str, Any] | None = None
+    regex: str | None = None
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        return super().needs_tokenizer or self.json_schema is not None or self.regex is not None
+
+
+class EvalSamplingConfig(Strict):
+    """How responses to held-out prompts are drawn; null: as in training (rollout.sampling)."""
+
+    temperature: NonNegativeFloat | None = None
+    """0 takes the likeliest token (greedy), with one response per prompt."""
+    max_tokens: PositiveInt | None = None
+    """Response tokens."""
+    stop: tuple[Text, ...] | None = None
+    """Strings that end a response."""
+    stop_token_ids: tuple[NonNegativeInt, ...] | None = None
+    """Tokens that end a response, besides the model's own."""
+    top_p: Share | None = None
+    """1: from all tokens."""
+    top_k: NonNegativeInt | None = None
+    """0: from all tokens."""
+    min_p: MinShare | None = None
+    """0: from all tokens."""
+    repetition_penalty: PositiveFloat | None = None
+    """1: none."""
+    presence_penalty: Penalty | None = None
+    """0: none."""
+    frequency_penalty: Penalty | None = None
+    """0: none."""
+    bad_words: tuple[Text, ...] | None = None
+    """Strings whose last token is never drawn after the others."""
+    json_schema: Mapping[str, Any] | None = None
+    """A response is JSON that fits this schema."""
+    regex: str | None = None
+    """A response matches this expression from its first to its last character."""
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> EvalSamplingConfig:
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("json_schema and regex both say what a response is; keep one")
+        if self.regex is not None:
+            try:
+                re.compile(self.regex)
+            except re.error as error:
+                raise ValueError(f"regex: {self.regex!r} is no expression: {error}") from error
+        return self
+
+    def over(self, training: SamplingConfig) -> EvalSampling:
+        """Training's, changed by what is set here."""
+        own = {name: value for name, value in dict(self).items() if value is not None}
+        return EvalSampling.model_construct(**{**dict(training), **own})
+
+
+class EvalSetConfig(FileConfig):
+    """One set of held-out prompts. What is null is as in `eval`."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+    """In its metrics: `eval/NAME/mean`."""
+    samples_per_prompt: PositiveInt | None = None
+    """Null: eval.samples_per_prompt."""
+    pass_at: tuple[PositiveInt, ...] | None = None
+    """Null: eval.pass_at."""
+    pass_reward: float | None = None
+    """Null: eval.pass_reward."""
+    sampling: EvalSamplingConfig | None = None
+    """Null: eval.sampling; what is null in it is as in training."""
+
+
+class EvalConfig(Strict):
+    """Held-out reward before, during and after; without this section there is none."""
+
+    sets: tuple[EvalSetConfig, ...] = ()
+    """Several sets of held-out prompts, each with its own sampling, in the place of data.eval. The
+    first is the one that the report and the live display show."""
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    """Of every set that has none of its own."""
+    samples_per_prompt: PositiveInt = 4
+    """Responses to each prompt."""
+    every: NonNegativeInt = 0
+    """Versions between evaluations during training; 0: before the first and after the last step
+    only."""
+    pass_at: tuple[PositiveInt, ...] = (1,)
+    """k of the pass@k to report: a prompt counts when one of k responses has a reward of at least
+    `pass_reward`."""
+    pass_reward: float = 1.0
+    """Reward from which a response counts as passed."""
+    engines: NonNegativeInt = 0
+    """Engines that do nothing but evaluate, while training goes on; 0: the training engines, and
+    training waits."""
+
+    @model_validator(mode="after")
+    def _one_name_each(self) -> EvalConfig:
+        names = [one.name for one in self.sets]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"eval.sets: two are called {twice[0]}; give each a name of its own")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """One set of held-out prompts with everything filled in. `key`: where it stands in the
+    configuration. `name`: empty for data.eval."""
+
+    key: str
+    name: str
+    file: FileConfig
+    samples_per_prompt: int
+    pass_at: tuple[int, ...]
+    pass_reward: float
+    sampling: EvalSampling
+    max_tokens_key: str
+    """Where its sampling.max_tokens comes from."""
+
+    @property
+    def path_key(self) -> str:
+        return f"{self.key}.path" if self.name else "data.eval"
+
+
+def eval_sets(config: Config, evaluation: EvalConfig) -> list[EvalSet]:
+    """The sets in their order; data.eval alone is a list of one."""
+    if config.rollout is None:
+        return []
+    named = [(f"eval.sets.{index}", one) for index, one in enumerate(evaluation.sets)]
+    if not named and config.data.eval is not None:
+        named = [("eval", EvalSetConfig.model_construct(name="", path=config.data.eval))]
+    found = []
+    for key, one in named:
+        sampling = one.sampling or evaluation.sampling
+        section = "rollout" if sampling.max_tokens is None else key if one.sampling else "eval"
+        found.append(
+            EvalSet(
+                key=key,
+                name=one.name,
+                file=one,
+                samples_per_prompt=one.samples_per_prompt or evaluation.samples_per_prompt,
+                pass_at=evaluation.pass_at if one.pass_at is None else one.pass_at,
+                pass_reward=evaluation.pass_reward if one.pass_reward is None else one.pass_reward,
+                sampling=sampling.over(config.rollout.sampling),
+                max_tokens_key=f"{section}.sampling.max_tokens",
+            )
+        )
+    return found
+
+
+def eval_conflicts(config: Config) -> Iterator[str]:
+    """Reasons why the held-out sets cannot be sampled; none: they can."""
+    evaluation = config.eval
+    if evaluation is None:
+        return
+    if evaluation.sets and config.data.eval is not None:
+        yield "data.eval and eval.sets both name held-out prompts; name all of them in eval.sets"
+    if not evaluation.sets and config.data.eval is None:
+        yield "`eval` needs held-out prompts: name a file as data.eval, or several as eval.sets"
+    for one in eval_sets(config, evaluation):
+        place = one.key
+        most = max(one.pass_at, default=1)
+        if most > one.samples_per_prompt:
+            yield (
+                f"{place}.pass_at: {most} needs as many responses per prompt; set"
+                f" {place}.samples_per_prompt to at least {most}"
+            )
+        if one.sampling.temperature == 0 and one.samples_per_prompt > 1:
+            yield (
+                f"{place}.sampling.temperature: 0 takes the likeliest token, so all"
+                f" {one.samples_per_prompt} responses to a prompt would be one; set"
+                f" {place}.samples_per_prompt: 1"
+            )
+
+
+def sampling_conflicts(config: Config) -> Iterator[str]:
+    """Reasons why training's sampling does not go with the objective; none: it does."""
+    if config.rollout is None:
+        return
+    sampling, objective = config.rollout.sampling, config.objective
+    if sampling.temperature == 0:
+        yield (
+            "rollout.sampling.temperature: 0 takes the likeliest token: the responses of a group"
+            " are all the same, and the trainer's log-probs are those of temperature 1; set it"
+            " above 0 (held-out prompts: eval.sampling.temperature: 0)"
+        )
+    if not sampling.renormalised:
+        return
+    what = (
+        f"rollout.sampling.{sampling.renormalised[0]} makes the engines draw from another"
+        " distribution than the trainer's softmax over all tokens, and"
+    )
+    name = sampling.renormalised[0].partition(":")[0]
+    off = f"set {name}: {_shown(SamplingConfig.model_fields[name].default)}"
+    if objective.loss.uses_proximal and objective.proximal in ("behavior", "loglinear"):
+        yield (
+            f"{what} objective.proximal: {objective.proximal} takes the engines' log-probs for the"
+            " trainer's: a ratio would not be 1 where nothing changed, and clipping would act on"
+            f" the difference; set objective.proximal: recompute, or {off}"
+        )
+    if objective.loss.against_behavior:
+        yield (
+            f"{what} objective.loss: {objective.loss.name} holds pi / pi_behavior with the engines'"
+            " log-probs: its ratio would not be 1 where nothing changed; set a loss that does not,"
+            f" such as ppo_clip with objective.proximal: recompute, or {off}"
+        )
+    for correction in objective.corrections:
+        if not correction.per_token:
+            yield (
+                f"{what} correction {correction.name} multiplies or averages the difference over a"
+                " whole response: its weight would fall with the length; give it level: token,"
+                f" or {off}"
+            )
+    for control in config.controls:
+        if control.needs_sampled:
+            yield (
+                f"{what} controls: {control.name} takes pi / pi_behavior for staleness: it would"
+                f" act on the difference; remove it, or {off}"
+            )
+
+
+def sampling_warnings(config: Config) -> list[str]:
+    """What of training's sampling a reader of the metrics should know."""
+    if config.rollout is None or not config.rollout.sampling.renormalised:
+        return []
+    weighed = [one.name for one in config.objective.corrections]
+    also = f", and so do the weights of corrections {weighed}" if weighed else ""
+    return [
+        f"rollout.sampling: {', '.join(config.rollout.sampling.renormalised)}: engines report"
+        " log-probs of the distribution they draw from, and the trainer's are of the whole softmax,"
+        f" so ratio/* holds that difference too{also} (docs/sampling.md)"
+    ]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(list(value))

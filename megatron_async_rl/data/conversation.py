@@ -1,0 +1,105 @@
+"""Given conversations as tokens with a mask: which of them the assistant wrote.
+
+Invariants:
+- a message's tokens are those between the renderings of the messages before it, up to where an
+  answer begins, and of the messages up to it; both must be prefixes of the whole, token by token,
+  so that what is learned from is what an engine would have read and written;
+- of each trained message the mask ends with the token that ends it, so that stopping is learned
+  and nothing behind it is;
+- nothing follows the last trained message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Conversation:
+    """`prompt`: text and tokens before the first trained message. `ids` int32 and `mask` uint8,
+    [T]: all that follows, 1 where it is trained on; `text`: as it was rendered."""
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    text: str
+
+
+def conversation(
+    file: Path, place: int, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+) -> Conversation:
+    """Raises DataError, naming the message, for one that cannot be told from the others."""
+    trained = _trained(file, place, messages)
+    plain = [{key: value for key, value in one.items() if key != "train"} for one in messages]
+    last = trained[-1]
+    whole = tokenizer.render_chat(plain[: last + 1], answer=False)
+    tokens = tokenizer.encode_rendered(whole)
+    mask = np.zeros(len(tokens), dtype=np.uint8)
+    ends = set(tokenizer.eos_ids)
+    starts: list[str] = []
+    first = 0
+    for index in trained:
+        before = tokenizer.render_chat(plain[:index], answer=True)
+        upto = whole if index == last else tokenizer.render_chat(plain[: index + 1], answer=False)
+        begin, end = tokenizer.encode_rendered(before), tokenizer.encode_rendered(upto)
+        if not starts:
+            first = len(begin)
+        starts.append(before)
+        if tokens[: len(begin)] != begin or tokens[: len(end)] != end or len(begin) >= len(end):
+            raise DataError(
+                file,
+                place,
+                f"the chat template writes what is before or in messages[{index}] in another way"
+                " when more follows, so that its tokens cannot be told from the others",
+                "train on the last message alone (`train: false` in the others), or give"
+                " data.chat_template one that writes a message in one way",
+            )
+        stop = len(end)
+        while stop > len(begin) and tokens[stop - 1] not in ends:
+            stop -= 1
+        mask[len(begin) : stop if stop > len(begin) else len(end)] = 1
+    length = int(np.flatnonzero(mask)[-1]) + 1
+    ids = tokens[first:length]
+    marks = mask[first:length].tolist()
+    if ids[-1] not in ends:
+        ids, marks = [*ids, tokenizer.eos_ids[0]], [*marks, 1]
+    return Conversation(
+        prompt=starts[0],
+        prompt_ids=tuple(tokens[:first]),
+        ids=np.asarray(ids, dtype=np.int32),
+        mask=np.asarray(marks, dtype=np.uint8),
+        text=whole[len(starts[0]) :],
+    )
+
+
+def _trained(file: Path, place: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Messages that the loss is on."""
+    found = []
+    for index, message in enumerate(messages):
+        train = message.get("train", message["role"] == "assistant")
+        if not isinstance(train, bool):
+            what = f"messages[{index}] has `train`: {train!r}"
+            raise DataError(file, place, what, "make it true or false, or leave it out")
+        if train and message["role"] != "assistant":
+            what = f"messages[{index}] is the {message['role']}'s and has `train`: true"
+            raise DataError(file, place, what, "train on messages of the assistant")
+        if train and index == 0:
+            what = "messages[0] is the assistant's, and nothing is before it"
+            fix = "begin with a message of the system or the user, or give it `train`: false"
+            raise DataError(file, place, what, fix)
+        if train:
+            found.append(index)
+    if not found:
+        fix = "give the conversation a message of the assistant, or remove it"
+        raise DataError(file, place, "has no message of the assistant to train on", fix)
+    return found

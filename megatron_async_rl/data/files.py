@@ -1,0 +1,228 @@
+"""Rows out of data files: JSONL, JSON, Parquet and CSV, one file or a folder or pattern of them.
+
+Invariants:
+- a row is a mapping of columns to plain Python values, and is known by its file and its place in
+  it, from 1: a line of JSONL and CSV, an item of a JSON list, a row of Parquet;
+- cells of CSV stay text: nothing guesses that "007" is a number;
+- files of a folder are read in the order of their names.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import io
+import json
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron_async_rl.config.problem import DataError
+
+Row = tuple[Path, int, dict[str, Any]]
+"""File, place, columns."""
+
+SPLITS = ("train", "test", "val", "dev", "eval")
+"""Beginnings of file names that hold one part of a data set."""
+
+
+def read_rows(location: Path, limit: int | None = None) -> Iterator[Row]:
+    """At most `limit` rows of a file, or of a folder's or a pattern's files. Raises DataError with
+    file, place, fault and fix."""
+    return islice(_every_row(location), limit)
+
+
+def _every_row(location: Path) -> Iterator[Row]:
+    for file in data_files(location):
+        for place, row in FORMATS[file.suffix.lower()](file):
+            yield file, place, row
+
+
+def data_files(location: Path) -> list[Path]:
+    """Raises DataError where there is none, where one is not there or has no known format, and
+    where they are of several splits."""
+    endings = ", ".join(FORMATS)
+    if location.is_dir():
+        found = [one for one in location.iterdir() if one.suffix.lower() in FORMATS]
+    elif not location.exists() and glob.has_magic(str(location)):
+        found = [Path(one) for one in glob.glob(str(location))]
+    else:
+        found = [location]
+    files = sorted(file for file in found if file.is_file() or file == location)
+    if not files:
+        fix = f"name a file, or a folder that holds some ({endings})"
+        raise DataError(location, None, "holds no data file", fix)
+    for file in files:
+        try:
+            file.stat()
+        except OSError as error:
+            raise _unreadable(file, error) from error
+        if file.suffix.lower() not in FORMATS:
+            what = f"ends in {file.suffix or 'nothing'}, which is no format that is read here"
+            raise DataError(file, None, what, f"name it by its format, one of {endings}")
+    splits = sorted({split for file in files for split in SPLITS if file.name.startswith(split)})
+    if len(splits) > 1:
+        what = f"holds files of several splits: {' and '.join(splits)}"
+        one = files[0].parent / f"{splits[-1]}*{files[0].suffix}"
+        raise DataError(location, None, what, f"name one of them, such as {one}")
+    return files
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    reason = error.strerror or str(error)
+    return DataError(
+        path, None, f"cannot be read: {reason}", "check the path, in data or in eval.sets"
+    )
+
+
+def _text(path: Path, line: int, raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        what = f"is not UTF-8: byte {raw[error.start]:#04x} at column {error.start + 1}"
+        raise DataError(path, line, what, "save the file as UTF-8") from error
+
+
+def _object(path: Path, place: int, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        what = f"is a JSON {kind(value)}, not an object"
+        raise DataError(path, place, what, 'write {"prompt": "...", ...}')
+    return value
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for line, raw in enumerate(_content(path).split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        text = _text(path, line, raw)
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            fix = "write one complete JSON object per line"
+            raise DataError(path, line, f"is not JSON: {error}", fix) from error
+        yield line, _object(path, line, value)
+
+
+def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """A list of objects; what does not begin as a list is read as JSONL, under which name it is
+    often found."""
+    content = _content(path)
+    if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        yield from _jsonl(path)
+        return
+    try:
+        values = json.loads(content.decode("utf-8-sig"))
+    except ValueError as error:
+        raise DataError(path, None, f"is not JSON: {error}", "write a list of objects") from error
+    for place, value in enumerate(values, start=1):
+        yield place, _object(path, place, value)
+
+
+def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    content = _content(path)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        what = f"is not UTF-8: byte {content[error.start]:#04x}"
+        raise DataError(path, line, what, "save the file as UTF-8") from error
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = next(reader, [])
+        if len(set(header)) < len(header):
+            twice = next(name for name in header if header.count(name) > 1)
+            raise DataError(path, 1, f"names the column {twice!r} twice", "rename one of them")
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                what = f"has {len(cells)} cells, and the first line names {len(header)} columns"
+                fix = 'write one cell for each; put one that holds a comma into "quotes"'
+                raise DataError(path, reader.line_num, what, fix)
+            yield reader.line_num, dict(zip(header, cells, strict=True))
+    except csv.Error as error:
+        fix = "correct the quotes"
+        raise DataError(path, reader.line_num, f"is not CSV: {error}", fix) from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Without columns of bytes, which are no text; times and decimals as text, since fields go into
+    the samples as JSON."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        place = 0
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            plain = [field.name for field in schema if not _holds(field.type, _is_bytes)]
+            odd = {field.name for field in schema if _holds(field.type, _is_odd)}
+            for batch in file.iter_batches(batch_size=1024, columns=plain):
+                for row in batch.to_pylist():
+                    place += 1
+                    yield place, row | {name: as_text(row[name]) for name in odd & row.keys()}
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except pyarrow.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        what = f"is not Parquet: {reason}"
+        raise DataError(path, None, what, "write it again, or fetch it again") from error
+
+
+def _holds(column: Any, what: Callable[[Any], bool]) -> bool:
+    """The type of a column, or of something inside it."""
+    inside = (column.field(index).type for index in range(column.num_fields))
+    return what(column) or any(_holds(one, what) for one in inside)
+
+
+def _is_bytes(column: Any) -> bool:
+    from pyarrow import types
+
+    return any(
+        is_type(column)
+        for is_type in (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+    )
+
+
+def _is_odd(column: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_temporal(column) or types.is_decimal(column))
+
+
+def as_text(value: Any) -> Any:
+    """What JSON does not hold, as text."""
+    if isinstance(value, dict):
+        return {key: as_text(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [as_text(one) for one in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+FORMATS: dict[str, Callable[[Path], Iterator[tuple[int, dict[str, Any]]]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".parquet": _parquet,
+    ".csv": _csv,
+}
+
+
+def kind(value: Any) -> str:
+    names = {
+        dict: "object",
+        list: "list",
+        str: "text",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        type(None): "null",
+    }
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,234 @@
+"""Models and data sets on a Hugging Face hub, as local folders: `hf://OWNER/NAME[@REVISION]` and
+`hf://datasets/OWNER/NAME[@REVISION]/PATH`.
+
+Invariants:
+- a name is resolved once, by the command, before anything is checked or started; what starts knows
+  local paths alone;
+- the local path is a folder of the hub's cache that names the commit, and it is what stands in
+  RUN/config.yaml: a run that goes on reads the bytes it began with, also when the name has moved;
+- without a network, or with HF_HUB_OFFLINE, the cache answers.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.data.files import FORMATS
+
+NAME = re.compile(
+    r"hf:/{1,2}(?P<data>datasets/)?(?P<id>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(/(?P<path>.+))?"
+)
+"""A path that went through pathlib has one slash in the place of two."""
+SNAPSHOT = re.compile(
+    r"(?P<kind>models|datasets)--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<commit>[0-9a-f]{40})"
+)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+WEIGHTS = "*.safetensors"
+NOT_READ = ("*/*", "consolidated*")
+"""Folders of a model for other programs, and Mistral's second copy of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubName:
+    """`path`: of files inside a data set."""
+
+    id: str
+    is_data: bool
+    revision: str | None
+    path: str | None
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        path = f"/{self.path}" if self.path else ""
+        return f"hf://{'datasets/' if self.is_data else ''}{self.id}{revision}{path}"
+
+
+def parse(path: Path) -> HubName | None:
+    """Null for what is no name on a hub."""
+    text = str(path)
+    if not text.startswith("hf:/"):
+        return None
+    found = NAME.fullmatch(text)
+    if found is None:
+        fix = "write hf://OWNER/NAME, or hf://datasets/OWNER/NAME/FILE; @REVISION may follow NAME"
+        raise UserError.of(text, "is no name on a hub", fix)
+    return HubName(
+        id=found["id"],
+        is_data=found["data"] is not None,
+        revision=found["revision"],
+        path=found["path"],
+    )
+
+
+def name_of(path: Path) -> str | None:
+    """The name and commit of a folder of the hub's cache; null for another folder."""
+    found = SNAPSHOT.search(str(path))
+    if found is None:
+        return None
+    kind = "datasets/" if found["kind"] == "datasets" else ""
+    return f"hf://{kind}{found['owner']}/{found['name']}@{found['commit']}"
+
+
+def located(config: Config, *, weights: bool = True) -> tuple[Config, list[str]]:
+    """`config` with a local path for each name on a hub, fetched where it is not in the cache, and
+    a line for each. `weights` false leaves a model's weights where they are. Raises UserError."""
+    before = _earlier(config.run.dir)
+    notes: list[str] = []
+
+    def place(key: str, name: HubName) -> Path:
+        data = key.startswith(("data.", "eval."))
+        if not data and key not in ("model.path", "objective.reference.path"):
+            raise UserError.of(key, f"{name} is on a hub", "name a local path here")
+        if name.is_data != data:
+            fix = f"write {_other_kind(name, data=data)}"
+            kind = "a data set" if name.is_data else "a model"
+            raise UserError.of(key, f"{name} is the name of {kind}", fix)
+        found = fetch(key, name, commit=_pinned(before, key, name), weights=weights)
+        notes.append(f"{key}: {name} is {found}")
+        return found
+
+    return _replaced(config, "", place), notes
+
+
+def _other_kind(name: HubName, *, data: bool) -> str:
+    if data:
+        return f"hf://datasets/{name.id}/FILE"
+    return f"hf://{name.id}"
+
+
+def _replaced[Model: Strict](model: Model, prefix: str, place: Any) -> Model:
+    changed: dict[str, Any] = {}
+    for key, value in dict(model).items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Path):
+            name = parse(value)
+            if name is not None:
+                changed[key] = place(dotted, name)
+        elif isinstance(value, Strict):
+            new = _replaced(value, f"{dotted}.", place)
+            if new is not value:
+                changed[key] = new
+        elif isinstance(value, tuple) and any(isinstance(one, Strict) for one in value):
+            entries = tuple(
+                _replaced(one, f"{dotted}.{index}.", place) if isinstance(one, Strict) else one
+                for index, one in enumerate(value)
+            )
+            if any(new is not old for new, old in zip(entries, value, strict=True)):
+                changed[key] = entries
+    return model.model_copy(update=changed) if changed else model
+
+
+def _earlier(run_dir: Path) -> Mapping[str, Any]:
+    """The configuration that the run in this directory has; empty where there is none."""
+    try:
+        tree = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _pinned(before: Mapping[str, Any], key: str, name: HubName) -> str | None:
+    """The commit with which the run began, unless another one is asked for by its number."""
+    value: Any = before
+    for part in key.split("."):
+        if isinstance(value, list):
+            value = value[int(part)] if int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
+    found = SNAPSHOT.search(str(value))
+    same = found is not None and f"{found['owner']}/{found['name']}" == name.id
+    if found is None or not same or COMMIT.fullmatch(name.revision or ""):
+        return None
+    return found["commit"]
+
+
+def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool = True) -> Path:
+    """The local folder, or the file or pattern in it. `commit`: the one to take, whatever the
+    name's revision is now. Raises UserError with `key`."""
+    from huggingface_hub import snapshot_download
+
+    if name.is_data and name.path is None:
+        raise UserError.of(key, f"{name} is a whole data set", _name_a_file(name))
+    if not name.is_data and name.path is not None:
+        raise UserError.of(key, f"{name} is a part of a model", f"write hf://{name.id}")
+    if name.is_data:
+        wanted, unwanted = [str(name.path), f"{name.path}/*"], None
+    else:
+        wanted = [*SMALL_FILES, *([WEIGHTS] if weights else [])]
+        unwanted = list(NOT_READ)
+    try:
+        folder = snapshot_download(
+            name.id,
+            repo_type="dataset" if name.is_data else "model",
+            revision=commit or name.revision,
+            allow_patterns=wanted,
+            ignore_patterns=unwanted,
+        )
+    except Exception as error:
+        raise UserError.of(key, *_explained(name, error)) from error
+    if name.path is None:
+        return Path(folder)
+    place = Path(folder) / name.path
+    if not place.exists() and not glob.glob(str(place)):
+        raise UserError.of(key, f"{name.id} has no {name.path}", _name_a_file(name))
+    return place
+
+
+def _explained(name: HubName, error: Exception) -> tuple[str, str]:
+    """What is wrong, and the fix."""
+    from huggingface_hub import constants, errors
+
+    where = constants.ENDPOINT
+    what = "data set" if name.is_data else "model"
+    if isinstance(error, errors.GatedRepoError):
+        page = f"{where}/{'datasets/' if name.is_data else ''}{name.id}"
+        return (
+            f"{name} is gated",
+            f"accept its terms at {page}, then `hf auth login` or set HF_TOKEN",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        fix = "check the spelling; for a private one `hf auth login` or set HF_TOKEN"
+        return f"{where} has no {what} {name.id} that you may read", fix
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name.id} has no revision {name.revision!r}", "name a branch, a tag or a commit"
+    if isinstance(error, errors.HFValidationError):
+        return f"{name} is no name on a hub: {_first_line(error)}", "write hf://OWNER/NAME"
+    if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{where} cannot be reached"
+        kind = "--repo-type dataset " if name.is_data else ""
+        revision = f" --revision {name.revision}" if name.revision else ""
+        return (
+            f"{name} is not whole in the cache ({constants.HF_HUB_CACHE}), and {why}",
+            f"where there is a network, `hf download {kind}{name.id}{revision}` with this HF_HOME,"
+            " or name a local folder",
+        )
+    cause = f"{type(error).__name__}: {_first_line(error)}"
+    return f"{name} cannot be fetched: {cause}", "try again, or name a local folder"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _name_a_file(name: HubName) -> str:
+    """Shows the files that it holds, where the hub can be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        listed = HfApi().list_repo_files(name.id, repo_type="dataset", revision=name.revision)
+    except Exception:  # noqa: BLE001 - what a user is told does not depend on it
+        listed = []
+    files = [file for file in listed if file.endswith(tuple(FORMATS))]
+    shown = f": {', '.join(files[:6])}" if files else ", such as /data/train-*.parquet"
+    return f"add the file, or a pattern of files, in it{shown}"

@@ -1,0 +1,277 @@
+"""Where the next prompt, or the next batch of given responses, comes from: one file, or a mixture of
+several.
+
+Invariants:
+- every prompt of a source is handed out exactly once per epoch of that source;
+- the order of an epoch depends on (seed, epoch) alone, and the next source on how many each has
+  given, so a saved position continues with the very same sequence;
+- of a mixture, no source is ever a whole prompt ahead of its share;
+- a given response (`loss: sft`) is tokenized once, at the start, and ends with end-of-sequence; of a
+  conversation the assistant's messages are trained on. Its log-probs are zeros, which the `sft` loss
+  never reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.data.conversation import Conversation
+from megatron_async_rl.data.prompts import Part
+from megatron_async_rl.data.tokenizer import Tokenizer
+from megatron_async_rl.samples.rows import TrainBatch
+from megatron_async_rl.samples.types import Prompt, Sample
+
+
+class Order:
+    """Positions of `count` items, one permutation per epoch (or file order without `shuffle`)."""
+
+    def __init__(self, count: int, *, seed: int, shuffle: bool) -> None:
+        if count < 1:
+            raise ValueError("an order needs at least one item")
+        self._count = count
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._permutation = self._permute()
+
+    def _permute(self) -> Sequence[int]:
+        if not self._shuffle:
+            return range(self._count)
+        permutation: list[int] = (
+            np.random.default_rng((self._seed, self._epoch)).permutation(self._count).tolist()
+        )
+        return permutation
+
+    def next(self) -> int:
+        if self._position == self._count:
+            self._epoch += 1
+            self._position = 0
+            self._permutation = self._permute()
+        item = self._permutation[self._position]
+        self._position += 1
+        return item
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "count": self._count,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError where the saved position belongs to another order: it would repeat or
+        lose items."""
+        for key, mine in (("count", self._count), ("seed", self._seed), ("shuffle", self._shuffle)):
+            if state[key] != mine:
+                raise ValueError(
+                    f"the saved data position was made with {key}={state[key]}, this run has"
+                    f" {key}={mine}: resume with the same data file, run.seed and data.shuffle, or"
+                    " start in a new run.dir"
+                )
+        self._epoch = int(state["epoch"])
+        self._position = int(state["position"])
+        self._permutation = self._permute()
+
+    @property
+    def given(self) -> int:
+        """Items handed out so far."""
+        return self._epoch * self._count + self._position
+
+
+class Mixture:
+    """Positions in the parts laid end to end. The next one is of the part that is furthest behind
+    its share of all that were handed out; of equals, of the first."""
+
+    def __init__(self, parts: Sequence[Part], *, seed: int, shuffle: bool) -> None:
+        self._parts = tuple(parts)
+        self._orders = [Order(part.count, seed=seed, shuffle=shuffle) for part in parts]
+        total = sum(Fraction(part.weight) for part in parts)
+        self._shares = [Fraction(part.weight) / total for part in parts]
+        self._offsets = [sum(part.count for part in parts[:index]) for index in range(len(parts))]
+
+    def next(self) -> int:
+        given = [order.given for order in self._orders]
+        after = sum(given) + 1
+        behind = [share * after - own for share, own in zip(self._shares, given, strict=True)]
+        chosen = behind.index(max(behind))
+        return self._offsets[chosen] + self._orders[chosen].next()
+
+    def state(self) -> dict[str, Any]:
+        """Of one source its order's; of several by their labels."""
+        if len(self._parts) == 1:
+            return self._orders[0].state()
+        orders = zip(self._parts, self._orders, strict=True)
+        return {"sources": {part.label: order.state() for part, order in orders}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError where the saved position belongs to other data."""
+        saved = state.get("sources", {self._parts[0].label: state})
+        labels = [part.label for part in self._parts]
+        if list(saved) != labels:
+            raise ValueError(
+                f"the saved data position is of the sources {', '.join(saved)}, this run has"
+                f" {', '.join(labels)}: resume with the same data, or start in a new run.dir"
+            )
+        for label, order in zip(labels, self._orders, strict=True):
+            order.load_state(saved[label])
+
+
+class PromptSource:
+    """Endless prompts with a position that can be saved and restored. `parts`: of the mixture that
+    `prompts` are, part after part; null: they are one."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool,
+        parts: Sequence[Part] | None = None,
+    ) -> None:
+        self._prompts = tuple(prompts)
+        self._order = Mixture(parts or [Part(count=len(prompts))], seed=seed, shuffle=shuffle)
+
+    def next(self) -> Prompt:
+        return self._prompts[self._order.next()]
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON: what `load_state` needs to continue with the next unasked prompt."""
+        return self._order.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._order.load_state(state)
+
+
+class SupervisedSource:
+    """Endless batches of `prompts_per_step` given responses, with a resumable position.
+
+    `prompts`: each with `fields["response"]` (text, or a Conversation) and optionally `fields["weight"]` (>= 0, the
+    sample's loss weight); `parts` as for PromptSource. Raises DataError, naming the prompt, for a response that is missing, not
+    text, or too long for `max_context` (prompt + response + end-of-sequence tokens).
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer,
+        *,
+        prompts_per_step: int,
+        seed: int,
+        shuffle: bool,
+        max_context: int | None,
+        parts: Sequence[Part] | None = None,
+    ) -> None:
+        self._prompts = tuple(prompts)
+        self._prompts_per_step = prompts_per_step
+        self._weights = [_weight(prompt) for prompt in self._prompts]
+        self._given = _given(self._prompts, tokenizer)
+        # The fields of a sample are what JSON holds.
+        self._prompts = tuple(
+            replace(prompt, fields={**prompt.fields, "response": given.text})
+            for prompt, given in zip(self._prompts, self._given, strict=True)
+        )
+        for prompt, given in zip(self._prompts, self._given, strict=True):
+            total = len(prompt.token_ids) + len(given.ids)
+            if max_context is not None and total > max_context:
+                raise DataError(
+                    prompt.id,
+                    None,
+                    f"prompt and response have {total} tokens together, the model takes"
+                    f" {max_context}",
+                    "shorten the line or remove it",
+                )
+        self._order = Mixture(parts or [Part(count=len(prompts))], seed=seed, shuffle=shuffle)
+        self._consumed = 0
+
+    def next_batch(self, version: int) -> TrainBatch:
+        samples = []
+        for _ in range(self._prompts_per_step):
+            samples.append([self._sample(self._order.next(), version)])
+            self._consumed += 1
+        return TrainBatch.of(version, samples)
+
+    def _sample(self, position: int, version: int) -> Sample:
+        prompt, given = self._prompts[position], self._given[position]
+        length = len(given.ids)
+        return Sample(
+            id=f"{self._consumed}-0",
+            prompt=prompt,
+            response_ids=given.ids,
+            behavior_logprobs=np.zeros(length, dtype=np.float32),
+            versions=np.full(length, version, dtype=np.int32),
+            loss_mask=given.mask,
+            text=given.text,
+            finish_reason="given",
+            reward=0.0,
+            weight=self._weights[position],
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {"order": self._order.state(), "consumed": self._consumed}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._order.load_state(state["order"])
+        self._consumed = int(state["consumed"])
+
+
+def _given(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Conversation]:
+    """A response alone is a conversation whose every token is trained on."""
+    found = [prompt.fields.get("response") for prompt in prompts]
+    texts = [
+        _response(prompt)
+        for prompt, one in zip(prompts, found, strict=True)
+        if not isinstance(one, Conversation)
+    ]
+    encoded = zip(texts, tokenizer.encode_many(texts, special_tokens=False), strict=True)
+    return [
+        one if isinstance(one, Conversation) else _alone(prompt, *next(encoded), tokenizer)
+        for prompt, one in zip(prompts, found, strict=True)
+    ]
+
+
+def _alone(prompt: Prompt, text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Conversation:
+    tokens = np.asarray([*ids, tokenizer.eos_ids[0]], dtype=np.int32)
+    return Conversation(
+        prompt=prompt.text,
+        prompt_ids=prompt.token_ids,
+        ids=tokens,
+        mask=np.ones(len(tokens), dtype=np.uint8),
+        text=text,
+    )
+
+
+def _response(prompt: Prompt) -> str:
+    response = prompt.fields.get("response")
+    if not isinstance(response, str):
+        raise DataError(
+            prompt.id,
+            None,
+            f"`response` is {response!r}",
+            "give every line a `response` text for `loss: sft`",
+        )
+    return response
+
+
+def _weight(prompt: Prompt) -> float:
+    weight = prompt.fields.get("weight", 1.0)
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not 0 <= weight < float("inf")
+    ):
+        raise DataError(
+            prompt.id,
+            None,
+            f"`weight` is {weight!r}",
+            "make it a finite number >= 0, or leave it out",
+        )
+    return float(weight)

@@ -1,0 +1,388 @@
+"""A user's own data: formats, columns, chat options, filters, mixtures, conversations with masks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from megatron_async_rl.config.data import DataConfig
+from megatron_async_rl.data import (
+    DataError,
+    PromptSet,
+    PromptSource,
+    SupervisedSource,
+    read_training,
+)
+from megatron_async_rl.data.conversation import Conversation
+from megatron_async_rl.data.prompts import Part
+from megatron_async_rl.data.source import Mixture
+from megatron_async_rl.data.tokenizer import ChatTemplate
+from tests.train_batches import samples_in
+from tests.unit.test_prompts import Bytes, prompts
+
+ROWS = [{"question": "1+1=", "solution": "2", "level": 1}, {"question": "2+2=", "solution": "4"}]
+
+
+def read(path: Path, *, supervised: bool = False, limit: int | None = None, **data: Any) -> Any:
+    config = DataConfig.model_validate({"train": path, **data})
+    return read_training(config, Bytes(), supervised=supervised, limit=limit)
+
+
+def as_jsonl(path: Path, rows: Sequence[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def as_json(path: Path, rows: Sequence[Any]) -> None:
+    path.write_text(json.dumps(rows))
+
+
+def as_parquet(path: Path, rows: Sequence[Any]) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+
+
+def as_csv(path: Path, rows: Sequence[Any]) -> None:
+    path.write_text(
+        "question,solution\n" + "".join(f"{r['question']},{r['solution']}\n" for r in rows)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "write"),
+    [
+        ("jsonl", as_jsonl),
+        ("json", as_json),
+        ("json", as_jsonl),
+        ("parquet", as_parquet),
+        ("csv", as_csv),
+    ],
+)
+def test_every_format_gives_the_same_prompts(
+    tmp_path: Path, ending: str, write: Callable[[Path, Sequence[Any]], None]
+) -> None:
+    path = tmp_path / f"d.{ending}"
+    write(path, ROWS)
+    found = read(path, prompt_key="question", answer_key="solution").prompts
+    assert [(one.text, one.fields["answer"]) for one in found] == [("1+1=", "2"), ("2+2=", "4")]
+    assert found[1].id == f"d.{ending}:{3 if ending == 'csv' else 2}"
+    assert len(read(path, prompt_key="question", limit=1).prompts) == 1
+
+
+def test_cells_of_csv_stay_text_and_may_hold_commas_and_lines(tmp_path: Path) -> None:
+    path = tmp_path / "d.csv"
+    path.write_text('\ufeffprompt,answer\r\n"a, b\nc",007\r\nd,\r\n')
+    first, second = read(path).prompts
+    assert (first.text, first.fields["answer"]) == ("a, b\nc", "007")
+    assert (second.id, second.fields["answer"]) == ("d.csv:4", "")
+
+
+def test_fields_of_a_table_are_what_json_holds(tmp_path: Path) -> None:
+    row = {
+        "prompt": "a",
+        "at": datetime(2026, 1, 2),
+        "in": [{"price": Decimal("1.50")}],
+        "raw": b"x",
+    }
+    as_parquet(tmp_path / "d.parquet", [row])
+    (prompt,) = read(tmp_path).prompts
+    assert json.loads(json.dumps(dict(prompt.fields))) == {
+        "at": "2026-01-02 00:00:00",
+        "in": [{"price": "1.50"}],
+    }
+
+
+def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_names(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        as_jsonl(tmp_path / f"train-{name}.jsonl", [{"prompt": name}])
+    (tmp_path / "README.md").write_text("# not data")
+    for location in (tmp_path, tmp_path / "train-*.jsonl"):
+        assert [one.id for one in read(location).prompts] == ["train-a.jsonl:1", "train-b.jsonl:1"]
+    as_jsonl(tmp_path / "test-a.jsonl", [{"prompt": "held out"}])
+    with pytest.raises(DataError, match="several splits: test and train") as caught:
+        read(tmp_path)
+    assert f"{tmp_path}/train*.jsonl" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("d.txt", b"a", r"d.txt: ends in .txt, which is no format"),
+        ("d.json", b"[1, 2", r"d.json: is not JSON"),
+        ("d.json", b'[{"prompt": "a"}, 3]', r"d.json:2: is a JSON number, not an object"),
+        ("d.parquet", b"PAR?", r"d.parquet: is not Parquet"),
+        ("d.csv", b"prompt,answer\na,1\nb\n", r"d.csv:3: has 1 cells, and the first line names 2"),
+        ("d.csv", b"prompt,prompt\na,1\n", r"d.csv:1: names the column 'prompt' twice"),
+        ("d.csv", b'prompt\n"a\n', r"is not CSV"),
+        ("d.csv", b"prompt\na\xff\n", r"d.csv:2: is not UTF-8"),
+        ("none-*.jsonl", None, r"holds no data file"),
+        ("nowhere.parquet", None, r"cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_place_and_fault(
+    tmp_path: Path, name: str, content: bytes | None, what: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=what):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "fix"),
+    [
+        ({"question": "a"}, {}, "data.prompt_key=question"),
+        ({"promt": "a"}, {}, "data.prompt_key=promt"),
+        ({"messages": []}, {}, "data.messages_key=messages"),
+        ({"prompt": "a", "solution": 1}, {"answer_key": "answer"}, "data.answer_key=solution"),
+        ({"conversations": []}, {"messages_key": "messages"}, "data.messages_key=conversations"),
+    ],
+)
+def test_where_a_column_is_missing_the_nearest_is_named(
+    tmp_path: Path, row: dict[str, Any], data: dict[str, Any], fix: str
+) -> None:
+    as_jsonl(tmp_path / "d.jsonl", [row])
+    with pytest.raises(DataError, match="has no `") as caught:
+        read(tmp_path / "d.jsonl", **data)
+    assert fix in caught.value.fix
+
+
+def test_a_text_may_be_made_a_chat_with_a_system_prompt(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "b", "name": None}]
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a"}, {"prompt": own}])
+    texts = [one.text for one in read(tmp_path, as_chat=True, system_prompt="be brief").prompts]
+    assert texts == ["s:be brief\x01\nu:a\x01\na:", "s:own\x01\nu:b\x01\na:"]
+    with pytest.raises(
+        DataError, match=r"plain text, and data.system_prompt is for chat"
+    ) as caught:
+        read(tmp_path, system_prompt="be brief")
+    assert "data.as_chat: true" in caught.value.fix
+
+
+def test_a_prompt_that_ends_with_an_answer_is_refused(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    as_parquet(tmp_path / "d.parquet", [{"messages": turns}])
+    with pytest.raises(DataError, match=r"d.parquet:1: the last message is the assistant's"):
+        read(tmp_path, messages_key="messages")
+
+
+def test_an_option_that_the_template_does_not_read_is_refused() -> None:
+    def template(**options: Any) -> ChatTemplate:
+        return ChatTemplate(Path("model"), None, options)
+
+    text = "{% if enable_thinking %}{{ messages[0].content }}{% endif %}"
+    template(enable_thinking=False)._require_options(text)
+    with pytest.raises(DataError, match="does not read 'enable_thinkin'") as caught:
+        template(enable_thinkin=False)._require_options(text)
+    assert "did you mean enable_thinking?" in caught.value.fix
+
+
+def test_prompts_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a" * length} for length in (1, 9, 2, 9)])
+    found = read(tmp_path, max_prompt_tokens=5)
+    assert ([one.text for one in found.prompts], found.too_long) == (["a", "aa"], 2)
+    with pytest.raises(DataError, match="no prompt of at most 1 tokens: all 4 are longer"):
+        read(tmp_path, max_prompt_tokens=1)
+
+
+# Mixtures
+
+
+def test_the_parts_of_a_mixture_keep_their_own_columns_and_their_ids_apart(tmp_path: Path) -> None:
+    as_jsonl(tmp_path / "a.jsonl", [{"id": 1, "prompt": "a"}])
+    as_jsonl(tmp_path / "b.jsonl", [{"id": 1, "question": "b", "solution": "B"}])
+    sources = [
+        {"path": tmp_path / "a.jsonl", "weight": 3},
+        {
+            "path": tmp_path / "b.jsonl",
+            "prompt_key": "question",
+            "answer_key": "solution",
+            "name": "z",
+        },
+    ]
+    found = read_training(DataConfig.model_validate({"sources": sources}), Bytes())
+    assert [(one.id, one.text, dict(one.fields)) for one in found.prompts] == [
+        ("a/1", "a", {}),
+        ("z/1", "b", {"solution": "B", "answer": "B"}),
+    ]
+    assert [(part.label, part.weight, part.count) for part in found.parts] == [
+        ("a", 3, 1),
+        ("z", 1, 1),
+    ]
+
+
+def source(counts: Sequence[int], weights: Sequence[float]) -> PromptSource:
+    pairs = enumerate(zip(counts, weights, strict=True))
+    parts = [Part(label=str(i), count=count, weight=weight) for i, (count, weight) in pairs]
+    return PromptSource(prompts(sum(counts)), seed=3, shuffle=True, parts=parts)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 5), st.floats(0.1, 9)), min_size=1, max_size=4))
+def test_no_part_is_a_whole_prompt_from_its_share_at_any_moment(
+    parts: list[tuple[int, float]],
+) -> None:
+    mixture = Mixture(
+        [Part(label=str(i), count=n, weight=w) for i, (n, w) in enumerate(parts)],
+        seed=1,
+        shuffle=True,
+    )
+    ends = [sum(n for n, _ in parts[: i + 1]) for i in range(len(parts))]
+    given: Counter[int] = Counter()
+    for total in range(1, 60):
+        item = mixture.next()
+        given[next(i for i, end in enumerate(ends) if item < end)] += 1
+        for index, (_, weight) in enumerate(parts):
+            share = weight / sum(w for _, w in parts) * total
+            assert given[index] < share + 1, "never a whole prompt ahead"
+            assert given[index] > share - len(parts), "and never far behind"
+
+
+def test_a_mixture_goes_on_where_it_was_and_only_with_the_same_sources() -> None:
+    whole = source([3, 5], [1.0, 2.5])
+    expected = [whole.next().id for _ in range(40)]
+    first = source([3, 5], [1.0, 2.5])
+    begun = [first.next().id for _ in range(17)]
+    second = source([3, 5], [1.0, 2.5])
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert begun + [second.next().id for _ in range(23)] == expected
+    with pytest.raises(ValueError, match="of the sources 0, 1, this run has 0, 1, 2"):
+        source([3, 5, 2], [1, 1, 1]).load_state(first.state())
+
+
+def test_a_mixture_of_one_has_the_state_that_a_file_always_had() -> None:
+    assert source([5], [1.0]).state() == PromptSource(prompts(5), seed=3, shuffle=True).state()
+    assert set(source([5], [1.0]).state()) == {"epoch", "position", "count", "seed", "shuffle"}
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ({}, "give one of them"),
+        ({"train": "a", "sources": [{"path": "b"}]}, "give one of them"),
+        ({"sources": [{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}]}, "two are called x"),
+        ({"train": "a", "prompt_key": "q", "messages_key": "m"}, "both name the column"),
+        (
+            {"sources": [{"path": "a", "prompt_key": "q", "messages_key": "m"}]},
+            "both name the column",
+        ),
+        ({"train": "a", "chat_template_options": {"tokenize": True}}, "set by the run itself"),
+    ],
+)
+def test_settings_of_data_that_contradict_each_other_are_refused(data: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        DataConfig.model_validate(data)
+
+
+# Conversations
+
+
+def turns(*texts: str, **last: Any) -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    found: list[dict[str, Any]] = [
+        {"role": roles[i % 2], "content": text} for i, text in enumerate(texts)
+    ]
+    found[-1] |= last
+    return found
+
+
+def conversations(tmp_path: Path, *rows: list[dict[str, Any]]) -> PromptSet:
+    as_jsonl(tmp_path / "d.jsonl", [{"messages": row} for row in rows])
+    found: PromptSet = read(tmp_path / "d.jsonl", supervised=True, messages_key="messages")
+    return found
+
+
+def masked(tmp_path: Path, messages: list[dict[str, Any]]) -> tuple[str, str, str]:
+    """The prompt, and what follows with `.` for what is not trained on."""
+    (prompt,) = conversations(tmp_path, messages).prompts
+    given = prompt.fields["response"]
+    assert isinstance(given, Conversation)
+    assert given.prompt_ids == prompt.token_ids
+    tokens = ["$" if i == 1 else chr(i - 2) for i in given.ids]
+    shown = "".join(one if keep else "." for one, keep in zip(tokens, given.mask, strict=True))
+    return prompt.text, "".join(tokens), shown
+
+
+def test_the_loss_is_on_what_the_assistant_wrote_and_on_where_it_stopped(tmp_path: Path) -> None:
+    assert masked(tmp_path, turns("hi", "yes", "why", "so", "thanks")) == (
+        "u:hi\x01\na:",
+        "yes$\nu:why$\na:so$",
+        "yes$..........so$",
+    )
+    messages = turns("hi", "yes", "why", "so")
+    messages[1]["train"] = False
+    assert masked(tmp_path, messages) == (
+        "u:hi\x01\na:yes\x01\nu:why\x01\na:",
+        "so$",
+        "so$",
+    )
+
+
+def test_a_conversation_trains_as_a_given_response_does(tmp_path: Path) -> None:
+    found = conversations(tmp_path, turns("hi", "yes", "why", "so"))
+    source = SupervisedSource(
+        found.prompts, Bytes(), prompts_per_step=1, seed=1, shuffle=False, max_context=None
+    )
+    (sample,) = samples_in(source.next_batch(2))
+    assert sample.loss_mask.tolist() == [1] * 4 + [0] * 10 + [1] * 3
+    assert sample.versions.tolist() == [2] * 17
+
+
+class Forgetful(Bytes):
+    """Writes answers shorter once more follows, as templates that drop thoughts do."""
+
+    def render_chat(self, messages: Any, *, answer: bool) -> str:
+        kept = [
+            one | {"content": "-"}
+            if one["role"] == "assistant" and (answer or one is not messages[-1])
+            else one
+            for one in messages
+        ]
+        return super().render_chat(kept, answer=answer)
+
+
+class Thoughtful(Bytes):
+    """Begins an answer with more than an answer is written with."""
+
+    def render_chat(self, messages: Any, *, answer: bool) -> str:
+        return super().render_chat(messages, answer=answer) + "?" * answer
+
+
+@pytest.mark.parametrize("tokenizer", [Forgetful(), Thoughtful()])
+def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
+    tmp_path: Path, tokenizer: Bytes
+) -> None:
+    as_jsonl(tmp_path / "d.jsonl", [{"messages": turns("hi", "yes", "why", "so")}])
+    config = DataConfig(train=tmp_path / "d.jsonl", messages_key="messages")
+    with pytest.raises(DataError, match=r"d.jsonl:1: .*messages\[1\] in another way") as caught:
+        read_training(config, tokenizer, supervised=True)
+    assert "`train: false` in the others" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        (turns("hi"), "has no message of the assistant to train on"),
+        (turns("hi", "yes", train=False), "has no message of the assistant to train on"),
+        (turns("hi", "yes", train="no"), r"messages\[1\] has `train`: 'no'"),
+        (
+            turns("hi", "yes", "why", train=True),
+            r"messages\[2\] is the user's and has `train`: true",
+        ),
+        ([{"role": "assistant", "content": "yes"}], r"messages\[0\] is the assistant's"),
+    ],
+)
+def test_a_conversation_without_anything_to_learn_is_refused(
+    tmp_path: Path, messages: list[dict[str, Any]], what: str
+) -> None:
+    with pytest.raises(DataError, match=rf"d.jsonl:1: {what}"):
+        conversations(tmp_path, messages)

@@ -1,0 +1,242 @@
+"""Models and data sets by their names on a hub: found once, in the cache or over HTTP, and pinned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from megatron_async_rl.config.load import dump, load
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data.hub import located, name_of, parse
+from megatron_async_rl.plan.model_files import read_model
+from tests.written_run import write_model, write_prompts, write_run
+
+OLD, NEW = "a" * 40, "b" * 40
+UNREACHABLE = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no network."""
+    folder = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "ENDPOINT", UNREACHABLE)
+    return folder
+
+
+def cached(cache: Path, kind: str, commit: str, *, main: bool = True) -> Path:
+    """The folder of a commit of me/tiny, as a download leaves it."""
+    repository = cache / f"{kind}--me--tiny"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    if main:
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+def run_of(tmp_path: Path, *overrides: str) -> Config:
+    return load(write_run(tmp_path), overrides)
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(UserError) as caught:
+        located(config)
+    return str(caught.value)
+
+
+def test_a_name_keeps_its_slashes_and_takes_no_part_of_a_folder(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "model.path=hf://me/tiny@v1")
+    name = parse(config.model.path)
+    assert name is not None
+    assert str(name) == "hf://me/tiny@v1"
+    assert (name.id, name.revision, name.is_data) == ("me/tiny", "v1", False)
+    files = parse(Path("hf://datasets/me/tiny/data/train-*.parquet"))
+    assert files is not None
+    assert (files.id, files.path, files.is_data) == ("me/tiny", "data/train-*.parquet", True)
+
+
+def test_what_is_in_the_cache_is_taken_from_there_without_a_network(
+    tmp_path: Path, cache: Path
+) -> None:
+    snapshot = write_model(cached(cache, "models", OLD))
+    data = cached(cache, "datasets", NEW)
+    write_prompts(data / "train.jsonl")
+    config, notes = located(
+        run_of(tmp_path, "model.path=hf://me/tiny", "data.train=hf://datasets/me/tiny/train.jsonl")
+    )
+    assert config.model.path == snapshot
+    assert config.data.train == data / "train.jsonl"
+    assert notes[0] == f"model.path: hf://me/tiny is {snapshot}"
+    assert read_model(config.model.path)[1] == []
+    (tmp_path / "again.yaml").write_text(dump(config))
+    assert load(tmp_path / "again.yaml") == config, "a run's config.yaml has the commit's folder"
+    assert name_of(config.model.path) == f"hf://me/tiny@{OLD}"
+
+
+def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path: Path, cache: Path) -> None:
+    write_model(cached(cache, "models", OLD))
+    config = run_of(tmp_path, "model.path=hf://me/tiny")
+    begun, _ = located(config)
+    config.run.dir.mkdir()
+    (config.run.dir / "config.yaml").write_text(dump(begun))
+    moved = write_model(cached(cache, "models", NEW))
+    assert located(config)[0] == begun
+    other = run_of(tmp_path, "model.path=hf://me/tiny", "run.dir=elsewhere")
+    assert located(other)[0].model.path == moved
+    asked = run_of(tmp_path, f"model.path=hf://me/tiny@{NEW}")
+    assert located(asked)[0].model.path == moved, "a commit by its number is another model"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "model.path=hf://me/tiny",
+            ("hf://me/tiny is not whole in the cache", "hf download me/tiny"),
+        ),
+        (
+            "data.train=hf://datasets/me/tiny@v2/x.jsonl",
+            ("data.train", "HF_HUB_OFFLINE is set", "--repo-type dataset me/tiny --revision v2"),
+        ),
+        ("data.train=hf://datasets/me/tiny", ("is a whole data set", "add the file")),
+        ("data.train=hf://me/tiny", ("is the name of a model", "write hf://datasets/me/tiny/FILE")),
+        ("model.path=hf://datasets/me/tiny/x", ("is the name of a data set", "write hf://me/tiny")),
+        ("model.path=hf://me/tiny/part", ("is a part of a model", "write hf://me/tiny")),
+        ("model.path=hf://tiny", ("is no name on a hub", "write hf://OWNER/NAME")),
+        ("model.path=hf://me/ti!ny", ("is no name on a hub", "write hf://OWNER/NAME")),
+        ("run.dir=hf://me/tiny", ("run.dir", "name a local path here")),
+    ],
+)
+def test_a_name_that_cannot_be_found_is_refused_with_the_fix(
+    tmp_path: Path, cache: Path, override: str, words: tuple[str, ...]
+) -> None:
+    said = refusal(run_of(tmp_path, override))
+    for word in words:
+        assert word in said
+
+
+def test_a_hub_that_cannot_be_reached_is_told_from_one_that_is_switched_off(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert f"{UNREACHABLE} cannot be reached" in refusal(
+        run_of(tmp_path, "model.path=hf://me/tiny")
+    )
+
+
+def test_a_commit_whose_folder_is_gone_is_named(cache: Path) -> None:
+    gone = cache / "models--me--tiny" / "snapshots" / OLD
+    _, (problem,) = read_model(gone)
+    assert f"name hf://me/tiny@{OLD}" in problem.fix
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of a hub as a download of me/tiny needs."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files = files
+        self.commit = OLD
+        self.fetched: list[str] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *arguments: object) -> None:
+        """Silent."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub, path = self.server, self.path.partition("?")[0]
+        if path.startswith("/api/models/me/tiny/revision/"):
+            known = path.endswith(("/main", hub.commit))
+            error = None if known else "RevisionNotFound"
+            self.answer(json.dumps({"id": "me/tiny", "sha": hub.commit}).encode(), error=error)
+        elif path.startswith("/api/models/me/tiny/tree/"):
+            entries = [
+                {"type": "file", "path": name, "size": len(content), "oid": digest(content)}
+                for name, content in hub.files.items()
+            ]
+            self.answer(json.dumps(entries).encode())
+        elif path.startswith("/me/tiny/resolve/"):
+            name = path.split("/", 5)[5]
+            hub.fetched += [name] if self.command == "GET" else []
+            self.answer(hub.files[name])
+        else:
+            self.answer(b"{}", error="RepoNotFound")
+
+    def answer(self, content: bytes, error: str | None = None) -> None:
+        self.send_response(404 if error else 200)
+        if error:
+            self.send_header("X-Error-Code", error)
+        self.send_header("X-Repo-Commit", self.server.commit)
+        self.send_header("ETag", f'"{digest(content)}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    model = write_model(tmp_path / "on-the-hub")
+    files = {file.name: file.read_bytes() for file in model.iterdir()}
+    files |= {"pytorch_model.bin": b"x", "original/params.json": b"{}"}
+    server = Hub(files)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
+    template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_model_is_fetched_once_with_what_is_read_of_it(tmp_path: Path, hub: Hub) -> None:
+    config = run_of(tmp_path, "model.path=hf://me/tiny")
+    planned, _ = located(config, weights=False)
+    assert read_model(planned.model.path, weights=False)[1] == []
+    assert sorted(hub.fetched) == ["config.json", "tokenizer.json"]
+    trained, _ = located(config)
+    assert read_model(trained.model.path)[1] == []
+    assert hub.fetched[2:] == ["model.safetensors"]
+    assert name_of(trained.model.path) == f"hf://me/tiny@{OLD}"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("hf://me/tyni", ("has no model me/tyni that you may read", "check the spelling")),
+        ("hf://me/tiny@v7", ("me/tiny has no revision 'v7'", "a branch, a tag or a commit")),
+    ],
+)
+def test_a_wrong_name_is_told_by_the_hub(
+    tmp_path: Path, hub: Hub, name: str, words: tuple[str, ...]
+) -> None:
+    said = refusal(run_of(tmp_path, f"model.path={name}"))
+    for word in words:
+        assert word in said
