@@ -358,7 +358,7 @@ def test_the_plan_shows_step_and_publish_time_with_all_that_it_assumes(tmp_path:
     code, output = planned(*arguments, "--gpus", "8", "--gpu-memory", "141")
     assert code == 0, output
     for words in (
-        "generate 33.4 s, train 25.4 s; publish 28.2 s (stage 0.763 s, relay 24.4 s, load 3.05 s)",
+        "generate 33.4 s, train 25.4 s; publish 28.2 s (stage 0.763 s, send 24.4 s, load 3.05 s)",
         "this config    36.5 s a step; synchronous 87 s, overlapped at best 36.5 s",
         "H200 by its data sheet: 40% of 989 TFLOP/s in bfloat16, 60% of 4.8 TB/s",
         "2.5 GB/s to each other machine; prompts of 256 and responses of 2048 tokens",

@@ -232,7 +232,7 @@ def test_stated_hardware_gives_the_rates_that_its_sizes_do(recipe: Path) -> None
         nbytes * 16 / 17.5e9, rel=0.05
     )
     in_turn = rates_of(many, shape, replace(HARDWARE, carrier="collective"), lengths)
-    assert in_turn.send_s == pytest.approx(64 * nbytes / 35e9, rel=0.15)
+    assert in_turn.send_s == pytest.approx(64 * nbytes / 35e9, rel=0.2)
     tree = rates_of(many, shape, replace(HARDWARE, carrier="tree"), lengths)
     assert tree.send_s < 3
     # Large buckets cost the wait for the first, small ones a round trip each.
