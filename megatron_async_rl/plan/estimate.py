@@ -48,6 +48,10 @@ RELAY_RATE = 2.5e9
 """Bytes a second over TCP from rank 0's machine to each other one, all at the same time."""
 NETWORK_RATE = 35e9
 """Bytes a second of one GPU over its own network card, of 400 Gb/s."""
+SENDING = {
+    "relay": f"{RELAY_RATE / 1e9:g} GB/s to each other machine",
+    "collective": f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +153,8 @@ class Estimate:
     train_s: float
     staged_s: float
     relayed_s: float | None
+    sending: str
+    """How fast it is taken to be sent, in words."""
     loaded_s: float
     decoding: float
     tokens_per_s: float
@@ -182,12 +188,7 @@ class Estimate:
         rates = f"{chip.bfloat16 / 1e12:.0f} TFLOP/s in bfloat16"
         if self.fp8 and chip.fp8 is not None:
             rates += f", {chip.fp8 / 1e12:.0f} in 8 bits"
-        to_others = (
-            f", by relay {RELAY_RATE / 1e9:g} GB/s to each other machine, by collective"
-            f" {NETWORK_RATE / 1e9:g} GB/s to one engine after the other"
-            if self.relayed_s is not None
-            else ""
-        )
+        to_others = f", {self.sending}" if self.sending else ""
         return (
             f"parts          generate {_s(self.generate_s)}, train {_s(self.train_s)}; publish"
             f" {_s(self.publish_s)} (stage {_s(self.staged_s)}{relayed}, load {_s(self.loaded_s)})"
@@ -220,7 +221,7 @@ def estimate(
     if config.model.dtype == "float32":
         return "not known: no speed is assumed of float32 products (model.dtype: float32)"
 
-    version = shape.parameters * value_bytes(config)
+    version, elsewhere = shape.parameters * value_bytes(config), engines_elsewhere(config, machine)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
     responses = batch.samples / rollout.engines
     reading = 2 * batch.prompt * (_layer_weights(shape) + _attention(shape, batch.prompt))
@@ -232,7 +233,8 @@ def estimate(
         generate_s=reading_s + responses * batch.response / tokens_per_s,
         train_s=_train_s(config, chip, shape, batch),
         staged_s=version / (_writers(config, machine) * COPY_RATE),
-        relayed_s=_sent_s(config, version) if engines_elsewhere(config, machine) else None,
+        relayed_s=_sent_s(config, version) if elsewhere else None,
+        sending=SENDING[config.weights.transport] if elsewhere else "",
         loaded_s=version / (rollout.tensor * COPY_RATE),
         decoding=decoding,
         tokens_per_s=tokens_per_s,

@@ -46,7 +46,16 @@ HALVES = {
     "publishing": ("publish_s", "send_s", "begin_s", "load_s"),
 }
 COLUMNS = (
-    *("GPUs", "prompts", "async ratio", "ranks", "engines", "bucket MiB", "step s", "tokens a second"),
+    *(
+        "GPUs",
+        "prompts",
+        "async ratio",
+        "ranks",
+        "engines",
+        "bucket MiB",
+        "step s",
+        "tokens a second",
+    ),
     *("trainer busy", "engines busy", "mean lag", "binds"),
 )
 
