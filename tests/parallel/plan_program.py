@@ -102,9 +102,9 @@ def reference(
     control: AlignmentSettings, gradient: Iterable[torch.Tensor]
 ) -> Iterable[torch.Tensor]:
     """The gradient, as the control keeps it until the next step."""
-    kept = GradientReference(control.reference_dtype, META, None)
-    for index, shard in enumerate(gradient):
-        kept.put(index, shard)
+    shards = list(gradient)
+    kept = GradientReference(control.reference_dtype, META, None, [one.shape for one in shards])
+    kept.put(shards)
     return [part for written in kept.written() for part in written]
 
 
