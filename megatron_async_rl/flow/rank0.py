@@ -73,7 +73,8 @@ class OtherRank:
         """Collective: the run is at `version`; `resumed`: what the checkpoint holds. `oldest`: the
         oldest version whose tokens may train. Engines start beside a policy that made room."""
         self.version = version
-        self.give_devices()
+        # Still part of the start, also in the timeline: what follows is the start of the engines.
+        self.turns.to("publish", {"release": self._make_room})
         evaluation = self.config.eval
         if evaluation is not None:
             means = {} if resumed is None else resumed["evaluated"]
@@ -116,8 +117,12 @@ class OtherRank:
             self.memory.restore()
 
     def _release(self) -> None:
-        if self._makes_room and self.memory is not None:
+        if self._makes_room:
             self.enter("releasing")
+        self._make_room()
+
+    def _make_room(self) -> None:
+        if self._makes_room and self.memory is not None:
             self.memory.release()
             # An engine is on the devices of several ranks, or of another than rank 0's.
             self.layout.barrier()

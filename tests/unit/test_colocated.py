@@ -17,7 +17,8 @@ from megatron_async_rl.flow import engine_task
 from megatron_async_rl.flow.colocated import PHASES, TO, DeviceTurns, OutOfTurn
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
-from megatron_async_rl.flow.rank0 import Rank0
+from megatron_async_rl.flow.rank0 import OtherRank, Rank0
+from megatron_async_rl.metrics.timeline import read_timeline
 from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.plan.machine import GIB
 from megatron_async_rl.rollout import engine_process
@@ -110,7 +111,7 @@ def rank0(folder: Path, parts: Parts) -> Rank0:
 
 def loop(rank: Rank0) -> None:
     """The loop's turns, from a policy that was just built to the second time it generates."""
-    rank.give_devices()
+    OtherRank.begin(rank, 0, None, oldest=0)
     rank.publish(0)
     rank.take_devices()
     rank.give_devices()
@@ -121,9 +122,13 @@ def test_the_loop_takes_the_devices_before_a_step_and_gives_them_before_it_publi
     tmp_path: Path,
 ) -> None:
     parts = Parts("", Exception())
-    loop(rank0(tmp_path, parts))
+    rank = rank0(tmp_path, parts)
+    loop(rank)
     publish = ["release", "stage", "staged"]
     assert parts.done == [*publish, "sleep", "restore", *publish]
+    assert set(rank._spent) >= {"starting", "restoring", "releasing"}
+    timeline = [span.state for span in read_timeline(tmp_path)["rank 0"]]
+    assert timeline == ["publishing", "waiting", "restoring", "releasing"]
 
 
 @pytest.mark.parametrize("step", POLICY, ids=lambda step: step.name)
