@@ -23,7 +23,7 @@ from megatron_async_rl.data import (
     tokenizer_of,
 )
 from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
-from megatron_async_rl.flow.evaluation import EvalResult, read_held_out
+from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.lanes import capacity_of
 from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout
@@ -250,7 +250,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
         )
         for index in range(rollout.engines + evaluators)
     ]
-    held_out = []
+    held_out: list[HeldOut] = []
     if sets:
         tokenizer = tokenizer_of(config.model.path, config.data)
         held_out = [read_held_out(config.data, one, tokenizer) for one in sets]
