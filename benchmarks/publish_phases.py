@@ -118,6 +118,7 @@ def parts(
 ) -> dict[str, float]:
     """Seconds of one publish by part, from what was taken in the trainer and in the engine's two
     processes."""
+    engine = defaultdict(float, engine)  # a load may have no pieces, once their places are known
     return {
         "cut": cut_s,
         "stage: digest": trainer["stage digest"],
