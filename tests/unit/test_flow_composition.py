@@ -66,7 +66,10 @@ def build(
         ),
         (
             {},
-            {"eval": {"samples_per_prompt": 2, "pass_at": [4]}},
+            {
+                "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
+                "eval": {"samples_per_prompt": 2, "pass_at": [4]},
+            },
             "set eval.samples_per_prompt to at least 4",
         ),
         ({"dynamic_sampling": True, "group_size": 1}, REINFORCE, "a group of one always is"),

@@ -378,7 +378,7 @@ def test_mar_doctor_lists_the_recipes_that_every_gpu_has(monkeypatch):
 
 
 def test_a_gpus_capability_is_read_with_its_memory(monkeypatch):
-    said = "0, GPU-a, NVIDIA H200, 143771, 9.0\n1, GPU-b, Old, 1024, [N/A]\n"
+    said = "0, GPU-a, NVIDIA H200, 143771, 9.0, 0\n1, GPU-b, Old, 1024, [N/A], [N/A]\n"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
     asked = []
@@ -389,7 +389,8 @@ def test_a_gpus_capability_is_read_with_its_memory(monkeypatch):
 
     monkeypatch.setattr(machine.subprocess, "run", run)
     gpus = machine.this_machine().gpus
-    assert gpus == (Gpu("NVIDIA H200", 143771 * MIB, HOPPER), Gpu("Old", 1024 * MIB, None))
+    hopper = Gpu("NVIDIA H200", 143771 * MIB, HOPPER, index="0")
+    assert gpus == (hopper, Gpu("Old", 1024 * MIB, None, index="1"))
     assert "compute_cap" in asked[0][1]
 
 
