@@ -166,15 +166,19 @@ def init(
         Path, typer.Argument(metavar="[OUT]", help="YAML file to write; must not exist.")
     ] = Path("run.yaml"),
     model: Annotated[
-        Path,
+        str,
         typer.Option(
-            metavar="FOLDER", prompt="Model, a Hugging Face directory", help="A model's directory."
+            metavar="MODEL",
+            prompt="Model, a Hugging Face directory or hf://OWNER/NAME",
+            help="A model's directory, or its name on a hub.",
         ),
     ] = ...,  # type: ignore[assignment]
     data: Annotated[
-        Path,
+        str,
         typer.Option(
-            metavar="FILE", prompt="Data, a JSONL file with `prompt`", help="A file of prompts."
+            metavar="FILE",
+            prompt="Data, a file with a column `prompt` (JSONL, JSON, Parquet, CSV)",
+            help="A file or folder of prompts, or hf://datasets/OWNER/NAME/FILE.",
         ),
     ] = ...,  # type: ignore[assignment]
     reward: Annotated[
@@ -191,6 +195,15 @@ def init(
     gpu_memory: Annotated[
         float, typer.Option("--gpu-memory", min=1.0, help="Of each GPU, in GiB.")
     ] = GPU_MEMORY_GIB,
+    prompt_key: Annotated[
+        str, typer.Option("--prompt-key", metavar="COLUMN", help="The prompts' column.")
+    ] = "prompt",
+    answer_key: Annotated[
+        str, typer.Option("--answer-key", metavar="COLUMN", help="The answers' column, if any.")
+    ] = "",
+    as_chat: Annotated[
+        bool, typer.Option("--as-chat", help="A prompt is a message to a chat model.")
+    ] = False,
     style: Annotated[
         str,
         typer.Option(
@@ -201,11 +214,17 @@ def init(
 ) -> None:
     """Ask five questions, and write a config that `mar plan` accepts. Options answer without
     being asked."""
-    from megatron_async_rl.plan.new_config import Answers, write_config
+    from megatron_async_rl.plan.new_config import Answers, Columns, write_config
 
     _let_children_import_from_here()
     answers = Answers(
-        model=model, data=data, reward=reward, gpus=gpus, gpu_memory_gib=gpu_memory, style=style
+        model=model,
+        data=data,
+        columns=Columns(prompt_key=prompt_key, answer_key=answer_key, as_chat=as_chat),
+        reward=reward,
+        gpus=gpus,
+        gpu_memory_gib=gpu_memory,
+        style=style,
     )
     write_config(answers, out)
     _print(f"wrote {out}: mar plan {out} shows what it would do, mar train {out} does it")
@@ -343,12 +362,13 @@ def simulate(
     """Predict a config's speed, busy shares and lags, and what binds; with --gpus the best division.
     Starts nothing."""
     from megatron_async_rl.config.load import load
+    from megatron_async_rl.data.hub import located
     from megatron_async_rl.simulate.choose import predict_from_hardware, predict_from_run
     from megatron_async_rl.simulate.hardware import assumed
 
     ratios = _numbers(async_ratio, "--async-ratio", 0.0)
     counts = [int(one) for one in _numbers(gpus, "--gpus", 2.0)]
-    loaded = load(config, overrides or ())
+    loaded, _ = located(load(config, overrides or ()), weights=False)
     if measured_in:
         if counts or assume:
             key, what = (

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem, UserError
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data.hub import located
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
@@ -48,12 +50,29 @@ objective: {{loss: reinforce}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """`reward`: a built-in one's name, or module:function. `gpus`: of this or of another machine,
-    each of `gpu_memory_gib`; 0 trains on the CPU. `style`: one of STYLES."""
+class Columns:
+    """Where prompts and answers stand in the data."""
 
-    model: Path
-    data: Path
+    prompt_key: str = "prompt"
+    answer_key: str = ""
+    as_chat: bool = False
+
+    def __str__(self) -> str:
+        """As lines of the section `data`."""
+        lines = [f"  prompt_key: {self.prompt_key}\n" * (self.prompt_key != "prompt")]
+        lines += [f"  answer_key: {self.answer_key}\n" * bool(self.answer_key)]
+        return "".join([*lines, "  as_chat: true\n" * self.as_chat])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """`model`, `data`: local, or names on a hub. `reward`: a built-in one's name, or
+    module:function. `gpus`: of this or of another machine, each of `gpu_memory_gib`; 0 trains on
+    the CPU. `style`: one of STYLES."""
+
+    model: str
+    data: str
+    columns: Columns
     reward: str
     gpus: int
     gpu_memory_gib: float
@@ -68,7 +87,8 @@ def write_config(answers: Answers, out: Path) -> None:
     if answers.style not in STYLES:
         known = ", ".join(STYLES)
         raise UserError.of("--style", f"{answers.style!r} is not one of {known}", "name one")
-    shape, faults = read_model(answers.model)
+    first = next(_candidates(answers, out, 1))
+    shape, faults = read_model(_loaded(first, out).model.path, weights=False)
     if shape is None:
         raise ConfigError(f"{out} was not written", faults)
     for text in _candidates(answers, out, shape.context // 2):
@@ -88,11 +108,15 @@ def _faults(text: str, answers: Answers, out: Path) -> list[Problem]:
         machine = described_machine(
             gpus=answers.gpus, gpu_memory_gib=answers.gpu_memory_gib, nodes=1
         )
+    return list(preflight(_loaded(text, out), all_data=False, machine=machine).problems)
+
+
+def _loaded(text: str, out: Path) -> Config:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=out.parent) as file:
         file.write(text)
         file.flush()
-        return list(preflight(load(Path(file.name)), all_data=False, machine=machine).problems)
+        return located(load(Path(file.name)), weights=False)[0]
 
 
 def _candidates(answers: Answers, out: Path, longest: int) -> Iterator[str]:
@@ -146,7 +170,7 @@ run: {{dir: runs/{out.stem}, steps: {STEPS}}}
 model: {{path: {_path(answers.model, folder)}, dtype: {"bfloat16" if answers.gpus else "float32"}}}
 data:
   train: {_path(answers.data, folder)}
-  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
+{answers.columns}  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
 {method.format(prompts=prompts, group=group)}rollout:
 {rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
   reward: {{name: "{answers.reward}"}}
@@ -155,7 +179,9 @@ policy:
 """
 
 
-def _path(path: Path, folder: Path) -> str:
+def _path(name: str, folder: Path) -> str:
     """As the file says it: from its own folder where the path lies in it."""
-    path = path.resolve()
+    if name.startswith("hf:"):
+        return name
+    path = Path(name).expanduser().resolve()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)

@@ -91,6 +91,22 @@ def test_a_wrong_answer_is_named_and_nothing_is_written(tmp_path, wrong, named):
     assert not (tmp_path / "o.yaml").exists()
 
 
+def test_columns_of_other_names_are_written_down(tmp_path):
+    data = tmp_path / "data.csv"
+    data.write_text("question,solution\n1+1=,2\n2+2=,4\n")
+    out, model = tmp_path / "run.yaml", write_model(tmp_path)
+    options = ["--model", model, "--data", data, "--reward", "arithmetic", "--gpus", "0"]
+    code, told = run("init", out, *options, "--style", "synchronous")
+    assert code == 2
+    assert "question" in told
+    keys = ["--prompt-key", "question", "--answer-key", "solution"]
+    code, told = run("init", out, *options, *keys, "--style", "synchronous")
+    assert code == 0, told
+    assert load(out).data.prompt_key == "question"
+    code, told = run("plan", out)
+    assert code == 0, told
+
+
 def test_a_file_that_is_there_is_not_written_over(tmp_path):
     out = tmp_path / "run.yaml"
     out.write_text("mine")
