@@ -29,7 +29,7 @@ from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
 from megatron_async_rl.config.schema import Config, RolloutConfig
 from megatron_async_rl.data import DataError, tokenizer_of
-from megatron_async_rl.data.hub import fetch, located, parse
+from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, evaluate, read_held_out
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.requests import Listener
@@ -149,7 +149,10 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
         version = _step(named / step)
         return target(named / step, version, named.parent / f"eval_{version}.json")
     if (named / "config.json").is_file():
-        return target(None, 0, named.parent / f"eval_{named.name}.json")
+        on_hub = name_of(named)  # whose cache has room for nothing else
+        where = Path.cwd() if on_hub else named.parent
+        called = on_hub.removeprefix("hf://").replace("/", "--") if on_hub else named.name
+        return target(None, 0, where / f"eval_{called}.json")
     what = (
         "is not a directory"
         if not named.is_dir()

@@ -34,6 +34,7 @@ from megatron_async_rl.config.grid import Grid, StudyRun, read_grid, runs_of
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data.hub import located
 from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import MetricsReader, number
@@ -95,8 +96,8 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
     machine = this_machine()
     for run in runs:
         try:
-            config = load(grid.base, run.overrides)
-        except ConfigError as error:
+            config, _ = located(load(grid.base, run.overrides), weights=False)
+        except UserError as error:
             found: Sequence[Problem] = error.problems
         else:
             configs[run.name] = config

@@ -143,7 +143,7 @@ def main(config_path: Path) -> int:
             train(config, layout, rank0, writing)
         except BaseException as error:
             traceback.print_exc()
-            told = memory_ran_out(error, config, rank0.turns.phase, rank0.held) or error
+            told = _told(error, config, rank0)
             record_failure(directory, failure_of(told, log))
             # The launcher ends what is left of the run soon after it is told. Not as long as a
             # standstill, should another rank be gone.
@@ -157,6 +157,15 @@ def main(config_path: Path) -> int:
     with watch.working("leaving the other ranks"):
         layout.shutdown()
     return 0
+
+
+def _told(error: BaseException, config: Config, rank0: OtherRank) -> BaseException:
+    """What a user is told of `error`: of memory that ran out, what held it."""
+    try:
+        return memory_ran_out(error, config, rank0.turns.phase, rank0.held) or error
+    except Exception:  # noqa: BLE001 - a device that is broken cannot be asked; the cause is what counts
+        traceback.print_exc()
+        return error
 
 
 if __name__ == "__main__":

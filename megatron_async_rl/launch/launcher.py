@@ -168,6 +168,15 @@ def _prepare_directory(config: Config) -> None:
     (run_dir / stall.FILE).unlink(missing_ok=True)
 
 
+def set_page_locked(environment: dict[str, str]) -> None:
+    """Adds PAGE_LOCKED to the options of torch's allocator, unless they say otherwise already."""
+    older = "PYTORCH_CUDA_ALLOC_CONF"  # the same, by its older name
+    name = older if older in environment else "PYTORCH_ALLOC_CONF"
+    options = [one for one in environment.get(name, "").split(",") if one]
+    if not any(one.startswith(PAGE_LOCKED.partition(":")[0]) for one in options):
+        environment[name] = ",".join([*options, PAGE_LOCKED])
+
+
 def _start_ranks(
     config: Config, run_id: str, nodes: Nodes, start: str, lock: int | None
 ) -> subprocess.Popen[bytes]:
@@ -182,8 +191,7 @@ def _start_ranks(
     )  # a process that gives itself a title would erase what it is found by
     prepare_environment(environment)
     environment.setdefault("HF_HUB_OFFLINE", "1")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # the same, by its older name
-        environment.setdefault("PYTORCH_ALLOC_CONF", PAGE_LOCKED)
+    set_page_locked(environment)
     command = [
         sys.executable,
         "-m",

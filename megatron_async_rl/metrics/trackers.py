@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.metrics.catalogue import METRICS, Value
 
 IDENTITIES = "trackers.json"
+END_S = 30.0
 PATIENCE = 3
 """Failures in a row: a server that is away holds up rank 0 for as long as its library tries."""
 
@@ -75,6 +77,14 @@ class Tracker(ABC):
         self.write(version, time, values)
 
     def close(self) -> None:
+        """Waits END_S at most: what a server that is away did not get by then stays with the library."""
+        ending = threading.Thread(target=self._end, name=f"closing {self.name}", daemon=True)
+        ending.start()
+        ending.join(END_S)
+        if ending.is_alive():
+            sys.stderr.write(f"{self.name} was not closed within {END_S:.0f} s\n")
+
+    def _end(self) -> None:
         try:
             self.end()
         except Exception as error:  # noqa: BLE001 - a tracker must not end a run

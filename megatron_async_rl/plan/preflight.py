@@ -158,15 +158,18 @@ def _read(
 def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
     """Held-out sets whose responses leave no room for a prompt; training's the plan finds."""
     limit = context_limit(config, shape)
-    return [
-        Problem(
-            key=one.max_tokens_key,
-            what=f"{one.sampling.max_tokens} response tokens leave no room for a prompt in a context"
-            f" of {limit}",
-            fix=f"set it below {limit} minus the longest prompt",
-        )
+    too_many = {
+        one.max_tokens_key: one.sampling.max_tokens
         for one in config.eval_sets
         if one.sampling.max_tokens >= limit and not one.max_tokens_key.startswith("rollout")
+    }
+    return [
+        Problem(
+            key=key,
+            what=f"{tokens} response tokens leave no room for a prompt in a context of {limit}",
+            fix=f"set it below {limit} minus the longest prompt",
+        )
+        for key, tokens in too_many.items()
     ]
 
 

@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
     from megatron_async_rl.controls.decision import Control
+
+
+PATIENCE_S, PAUSE_S = 30.0, 0.2
+"""Longest wait for the memory of an engine that was killed, and between two looks."""
 
 
 class Released(RuntimeError):
@@ -104,7 +109,7 @@ class DeviceMemory:
         if not self._released:
             return
         for storage, nbytes in self._emptied:
-            storage.resize_(nbytes)
+            _take(storage, nbytes)
         twins = []
         for tensor, place in self._exchanged:
             twins.append(tensor.detach())
@@ -182,6 +187,20 @@ class DeviceMemory:
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _take(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Gives a storage its bytes. An engine that was killed a moment ago may have some of them yet: the
+    driver takes them back when the last of its processes is gone."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            storage.resize_(nbytes)
+            return
+        except torch.OutOfMemoryError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(PAUSE_S)
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from megatron_async_rl import evaluate, study
+from megatron_async_rl.config.grid import read_grid, runs_of
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.hub import located, name_of, parse
 from megatron_async_rl.plan.model_files import read_model
+from tests.unit.test_study import write_grid
 from tests.written_run import write_model, write_prompts, write_run
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -95,6 +98,22 @@ def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path: Path, cache: Path
     assert located(other)[0].model.path == moved
     asked = run_of(tmp_path, f"model.path=hf://me/tiny@{NEW}")
     assert located(asked)[0].model.path == moved, "a commit by its number is another model"
+
+
+def test_a_study_finds_the_models_of_its_runs_on_a_hub(tmp_path: Path, cache: Path) -> None:
+    snapshot = write_model(cached(cache, "models", OLD))
+    grid = read_grid(write_grid(tmp_path))
+    grid.base.write_text(grid.base.read_text().replace("path: model", "path: hf://me/tiny"))
+    configs = study.check(grid, runs_of(grid), jobs=1)
+    assert {config.model.path for config in configs.values()} == {snapshot}
+
+
+def test_what_an_evaluation_writes_is_not_put_into_the_cache(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = evaluate.find_target(write_model(cached(cache, "models", OLD)), None)
+    assert found.result == tmp_path / f"eval_me--tiny@{OLD}.json"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -148,6 +149,15 @@ def test_a_tracker_that_fails_costs_its_lines_alone_and_is_left_alone_after_thre
     told = capsys.readouterr().err
     assert "failing did not take step 6; it gets no more" in told
     assert "failing was not closed" in told
+
+
+def test_a_tracker_that_does_not_end_holds_up_nobody(run_dir, monkeypatch, capsys):
+    never = threading.Event()
+    monkeypatch.setattr(Failing, "end", lambda self: never.wait())
+    monkeypatch.setattr(trackers, "END_S", 0.01)
+    Failing(run_dir, "a_project", CONFIG).close()
+    never.set()
+    assert "failing was not closed within" in capsys.readouterr().err
 
 
 def test_a_tracker_that_cannot_be_opened_is_refused_with_a_way_to_do_without(run_dir, monkeypatch):
