@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
 from megatron_async_rl.data import PromptSource, load_tokenizer, read_prompts
 from megatron_async_rl.flow.controller import Controller
@@ -63,6 +64,7 @@ def served(
             seed=3,
             device="cpu",
             log_dir=root / "logs",
+            evaluations={"": SamplingConfig(max_tokens=8)},
         )
     ]
     ray.init(

@@ -236,8 +236,7 @@ def main() -> None:
         place: lean(rank, dtype, **{**LEAN, "moment_offload": place}, **summed)
         for place in ("none", "cpu")
     }
-    if kind == "cuda":
-        results["room"] = with_room(rank, dtype, rank.scratch)
+    results["room"] = with_room(rank, dtype, rank.scratch)
     results["carried"] = carried(rank, dtype, Path(checkpoint))
     torch.save(results, output)
     rank.layout.shutdown()
