@@ -348,7 +348,9 @@ def simulate(
     grow: Annotated[
         bool, typer.Option("--grow", help="With --gpus: prompts_per_step grows with the GPUs.")
     ] = False,
-    hardware: Annotated[str, typer.Option(metavar="NAME", help="`h100` or `h200`.")] = "h100",
+    hardware: Annotated[
+        str, typer.Option(metavar="NAME", help="`h100`, `h200`, `b200` or `a100`.")
+    ] = "h100",
     assume: Annotated[
         list[str] | None,
         typer.Option("--assume", metavar="KEY=VALUE", help="Another value of that hardware."),
