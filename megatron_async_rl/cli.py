@@ -563,7 +563,7 @@ def options(
 
 
 def _numbers(text: str, option: str, least: float) -> list[float]:
-    """Of a comma-separated list, smallest first. Raises UserError."""
+    """Numbers of a comma-separated list, smallest first. Raises UserError."""
     try:
         found = sorted({float(part) for part in text.split(",")}) if text else []
     except ValueError:

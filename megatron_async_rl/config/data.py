@@ -1,4 +1,4 @@
-"""What a user may say of data: files and their columns, mixtures, chat options, filters."""
+"""The schema of data: files and their columns, mixtures, chat options, filters."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class SamplingConfig(Strict):
 
     @property
     def renormalised(self) -> list[str]:
-        """What makes an engine's log-probs differ from the trainer's, as `top_p: 0.9`."""
+        """Settings that make an engine's log-probs differ from the trainer's, as `top_p: 0.9`."""
         return [
             f"{name}: {_shown(getattr(self, name))}"
             for name in RENORMALISING
@@ -89,7 +89,7 @@ RENORMALISING = (
 
 
 class EvalSampling(SamplingConfig):
-    """Of held-out prompts, after `EvalSamplingConfig` went over training's. Nobody trains on what
+    """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. Nobody trains on what
     is drawn, so it need not be the trainer's distribution."""
 
     json_schema: Mapping[str, Any] | None = None
@@ -169,7 +169,7 @@ class EvalConfig(Strict):
     """Several sets of held-out prompts, each with its own sampling, in the place of data.eval. The
     first is the one that the report and the live display show."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
-    """Of every set that has none of its own."""
+    """Sampling of every set that has none of its own."""
     samples_per_prompt: PositiveInt = 4
     """Responses to each prompt."""
     every: NonNegativeInt = 0
@@ -311,7 +311,7 @@ def sampling_conflicts(config: Config) -> Iterator[str]:
 
 
 def sampling_warnings(config: Config) -> list[str]:
-    """What of training's sampling a reader of the metrics should know."""
+    """Notes on training's sampling, for a reader of the metrics."""
     if config.rollout is None or not config.rollout.sampling.renormalised:
         return []
     weighed = [one.name for one in config.objective.corrections]

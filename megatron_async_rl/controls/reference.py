@@ -63,7 +63,7 @@ class Copies(Protocol):
         ...
 
     def host_room(self, elements: int, dtype: ReferenceDtype) -> Written:
-        """What `room_for` gives, in host memory."""
+        """The room that `room_for` gives, in host memory."""
         ...
 
 

@@ -199,7 +199,7 @@ def _is_odd(column: Any) -> bool:
 
 
 def as_text(value: Any) -> Any:
-    """What JSON does not hold, as text."""
+    """Text for a value that JSON does not hold."""
     if isinstance(value, dict):
         return {key: as_text(one) for key, one in value.items()}
     if isinstance(value, list):

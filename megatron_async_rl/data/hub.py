@@ -186,7 +186,7 @@ def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool =
 
 
 def _explained(name: HubName, error: Exception) -> tuple[str, str]:
-    """What is wrong, and the fix."""
+    """The error, in words, and its fix."""
     from huggingface_hub import constants, errors
 
     where = constants.ENDPOINT

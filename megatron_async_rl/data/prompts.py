@@ -348,7 +348,7 @@ def _rendered[Result](
     messages: list[dict[str, Any]],
     tokenizer: Tokenizer,
 ) -> Result:
-    """What `render` makes of the messages; its error with the row that it is about."""
+    """The messages as `render` makes them; its error with the row that it is about."""
     try:
         return render(file, place, messages, tokenizer)
     except DataError as error:

@@ -106,7 +106,7 @@ class Mixture:
         return self._offsets[chosen] + self._orders[chosen].next()
 
     def state(self) -> dict[str, Any]:
-        """Of one source its order's; of several by their labels."""
+        """The state of one source is its order's; of several, theirs by their labels."""
         if len(self._parts) == 1:
             return self._orders[0].state()
         orders = zip(self._parts, self._orders, strict=True)

@@ -259,7 +259,7 @@ class DeviceMemoryOut(RuntimeError):
 def memory_ran_out(
     error: BaseException, config: Config, phase: Phase, held: Callable[[], Mapping[str, int]]
 ) -> DeviceMemoryOut | None:
-    """What `error` says to a user where a device's memory ran out, in a rank or an engine; null for
+    """The error for a user where a device's memory ran out, in a rank or an engine; null for
     another error. phase: that the rank was in. held: bytes on its device, by holder."""
     if not out_of_memory(error):
         return None

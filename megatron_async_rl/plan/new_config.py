@@ -102,7 +102,7 @@ def write_config(answers: Answers, out: Path) -> None:
 
 
 def _faults(text: str, answers: Answers, out: Path) -> list[Problem]:
-    """Of a file with this text, in the place of `out`: its paths start there."""
+    """Faults of a file with this text, in the place of `out`: its paths start there."""
     machine: Machine = this_machine()
     if answers.gpus:
         machine = described_machine(

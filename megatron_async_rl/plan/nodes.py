@@ -1,4 +1,4 @@
-"""What can be known to be wrong with the machines of a run before anything starts on them: GPUs that
+"""Faults of a run's machines that can be known before anything starts on them: GPUs that
 others use, and machines of the Ray cluster that engines cannot run on.
 
 As a program it joins the Ray cluster that RAY_ADDRESS names, asks every machine in it and prints the
@@ -133,7 +133,7 @@ def _unreached(address: str) -> str:
 
 
 def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:
-    """What keeps engines from running there, by machine. `waited`: for machines to join; else one that
+    """Faults that keep engines from running there, by machine. `waited`: for machines to join; else one that
     does not answer may be lost, which costs its engines alone."""
     if report.error:
         fix = "start Ray there with this environment, open the port, or correct RAY_ADDRESS"

@@ -174,7 +174,7 @@ def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
 
 
 def _too_long(config: Config, read: Mapping[str, PromptSet]) -> list[str]:
-    """What data.max_prompt_tokens leaves out."""
+    """Notes on the prompts that data.max_prompt_tokens leaves out."""
     return [
         f"{found.too_long} of {found.too_long + len(found.prompts)} prompts read of {key} are above"
         f" data.max_prompt_tokens: {config.data.max_prompt_tokens} and left out"

@@ -47,7 +47,7 @@ PROMPT = Prompt(id="simulated", text="", token_ids=(0,))
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the parts of a run take."""
+    """Seconds that the parts of a run take."""
 
     decode: tuple[tuple[float, float], ...]
     """A step of an engine that decodes n responses: the longest of fixed + each x n, of pairs
