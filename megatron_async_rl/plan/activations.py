@@ -41,7 +41,7 @@ def activations(
     if micro_batches is not None:
         count = min(count, micro_batches * shape.layers // config.policy.parallel.pipeline)
     recompute, parallel = config.policy.recompute, config.policy.parallel
-    kept = partial(_layer_activations, config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
+    kept = partial(layer_activations, config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
     numbers = tokens * shape.hidden // (parallel.tensor if parallel.sequence else 1)
     beside = -fp8_inputs(config, shape, stage=stage, tokens=tokens, layers=count)
     if stage == parallel.pipeline - 1:
@@ -84,7 +84,7 @@ def _norm_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> int:
     return FLOAT32 if shape.family.float32_norms else value_bytes(config)
 
 
-def _layer_activations(
+def layer_activations(
     config: Config,
     shape: ModelShape,
     tokens: int,

@@ -15,6 +15,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.activations import (
     FLOAT32,
     activations,
+    layer_activations,
     layers_in_flight,
     value_bytes,
 )
@@ -146,6 +147,10 @@ def rank_memory(
         * FLOAT32
         * LOGIT_COPIES
     )
+    if config.policy.recompute == "full":
+        # They are gone before the first layer is made again, which takes their place.
+        remade = layer_activations(config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
+        chunk = max(0, chunk - remade)
     head = 0
     narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
     if (parallel.overlap_grad_reduce or narrow) and lora is None:
