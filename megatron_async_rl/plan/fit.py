@@ -37,10 +37,13 @@ from megatron_async_rl.plan.memory import EngineMemory, RankMemory
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
+from megatron_async_rl.weights.manifest import IN_FLIGHT
 
 ESTIMATE_ERROR = 0.05
 RANK_PROCESS_BYTES = GIB
 """Memory of a trainer process or an engine besides its tensors: Python, torch, libraries."""
+CUDA_CONTEXT_BYTES = GIB // 2
+"""Of GPU memory that a process takes before its first tensor: an H100's takes about this."""
 PARTS_SHOWN = 3
 HOLDERS_SHOWN = 5
 LINES_SHOWN = 2
@@ -110,7 +113,7 @@ def _needs(
     has = _gpu_bytes(machine)
     found: dict[Needed, Need] = {}
     if ranks:
-        largest = max(ranks, key=lambda rank: rank.total)
+        largest = max(ranks, key=lambda rank: rank.total + _sender(config, rank))
         found["train"] = Need(
             key="policy.parallel",
             what=f"each rank{_of_stage(largest, ranks)}, training",
@@ -121,6 +124,7 @@ def _needs(
                 ("controls", largest.controls),
                 ("activations", largest.activations),
                 ("log-probs and targets", largest.logprobs),
+                ("the sender of weights", _sender(config, largest)),
             ),
             has=has,
         )
@@ -170,6 +174,14 @@ def twin_bytes(config: Config, rank: RankMemory) -> int:
 def _kept(rank: RankMemory) -> int:
     """Bytes that a rank keeps on a GPU where it made room for an engine."""
     return rank.parameters + min(0, rank.fp8)
+
+
+def _sender(config: Config, rank: RankMemory) -> int:
+    """Bytes of the process that sends engines their weights by `collective`, which has rank 0's GPU:
+    its CUDA context, and the buckets on their way to each engine."""
+    if config.rollout is None or config.weights.transport != "collective" or rank.stage > 0:
+        return 0
+    return CUDA_CONTEXT_BYTES + engine_count(config) * IN_FLIGHT * config.weights.bucket_mib * MIB
 
 
 def _of_stage(rank: RankMemory, ranks: Sequence[RankMemory]) -> str:
@@ -222,6 +234,7 @@ def _changes(
             yield "policy.parallel.distributed_optimizer", True
         yield "policy.optimizer.moment_dtype", "bfloat16"
         yield "policy.optimizer.moment_offload", "cpu"
+        yield "weights.bucket_mib", math.ceil(config.weights.bucket_mib / 2)
     if phase != "train" and rollout is not None:
         if phase != "publish" and share is not None:
             yield "rollout.gpu_memory_utilization", round(share, 4)

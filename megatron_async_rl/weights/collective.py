@@ -30,8 +30,15 @@ import torch
 from torch.distributed import TCPStore
 
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.communicator import IN_FLIGHT, Communicator
-from megatron_async_rl.weights.manifest import BucketRef, Copy, Delivery, Manifest, Meeting
+from megatron_async_rl.weights.communicator import Communicator
+from megatron_async_rl.weights.manifest import (
+    IN_FLIGHT,
+    BucketRef,
+    Copy,
+    Delivery,
+    Manifest,
+    Meeting,
+)
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Slot
 from megatron_async_rl.weights.transport import Carrier, damaged_tensor, whole_bucket

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from megatron_async_rl.weights.manifest import Meeting
-
-IN_FLIGHT = 2
-"""Buckets on their way at a time, from the sender and to each worker."""
+from megatron_async_rl.weights.manifest import IN_FLIGHT, Meeting
 
 
 class Communicator:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+IN_FLIGHT = 2
+"""Buckets on their way at a time, from the sender to an engine and to each of its workers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:

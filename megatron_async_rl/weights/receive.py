@@ -98,6 +98,8 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._paths_before: set[str] = set()
 
     def init_transfer_engine(self, init_info: FirstVersion) -> None:
+        # Of an engine that was killed: on a machine without the launcher nothing else looks.
+        remove_stale(SHARED_MEMORY)
         self._version = init_info.version
         self._reader = carrier(init_info.transport).reader()
 
@@ -174,7 +176,6 @@ class WeightLoadingWorker:
         """`delivery`: a pickled Delivery. Begins to receive it, and returns."""
         engine = self.weight_transfer_engine
         if engine.receiver is None:
-            remove_stale(SHARED_MEMORY)  # of an engine that was killed, whose place this one has
             engine.receiver = Receiver(self.rank, self.device)
         engine.receiver.receive(pickle.loads(delivery))
 

@@ -957,6 +957,28 @@ def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):
     assert not any("the estimate" in note for note in roomy.warnings)
 
 
+def test_the_sender_of_weights_has_its_part_of_the_first_stages_gpus(tmp_path):
+    file, many = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=800, nodes=4)
+    by_collective = (
+        "policy.device=cuda",
+        "model.dtype=bfloat16",
+        "policy.parallel.ranks=8",
+        "flow.prompts_per_step=8",
+        "weights={transport: collective, bucket_mib: 4096}",
+        "rollout.engines=3",
+    )
+    total = plan(file, *by_collective, machine=many).ranks[0].total
+
+    def on_gpus_of(memory: int) -> Plan:
+        return plan(file, *by_collective, machine=replace(many, gpus=(Gpu("A", memory),) * 8))
+
+    sender = GIB // 2 + 3 * 2 * 4 * GIB
+    (refused,) = on_gpus_of(total + sender - 1).problems
+    assert "the sender of weights 24.5 GiB" in refused.what
+    assert "weights.bucket_mib: 2048 (then" in refused.fix
+    assert on_gpus_of(total + sender).problems == ()
+
+
 def test_without_its_data_no_sample_is_taken_to_be_longer_than_a_micro_batch(tmp_path):
     file, machine = large_model(tmp_path), described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
     (tmp_path / "train.jsonl").unlink()
