@@ -79,8 +79,8 @@ class ParallelConfig(Strict):
     layers."""
     expert: PositiveInt = 1
     """Ranks of a stage that share the experts of a mixture-of-experts model; divides ranks /
-    pipeline and the number of experts. Experts are whole, not cut by tensor parallelism; a mixture
-    under tensor parallelism needs sequence and expert > 1."""
+    pipeline and the number of experts. Experts are whole, not cut by tensor parallelism (no expert
+    tensor parallelism); a mixture under tensor parallelism needs sequence and expert > 1."""
     sequence: bool = False
     """Megatron's sequence parallelism (needs tensor > 1)."""
     distributed_optimizer: bool = True

@@ -27,10 +27,10 @@ NAMES = (
     "vllm.distributed.aux_output_connector.worker.PendingAuxOutput.process_output",
     "vllm.v1.outputs.ModelRunnerOutput.aux_output_connector_output",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner.execute_model",
-    "vllm.v1.worker.cpu_model_runner.CPUModelRunner.execute_model_state",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.execute_model_state",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner.initialize_kv_cache",
-    "vllm.v1.worker.cpu_model_runner.CPUModelRunner.input_batch",
-    "vllm.v1.worker.cpu_model_runner.CPUModelRunner.query_start_loc",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.input_batch",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.query_start_loc",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner.sample_tokens",
 )
 """As `vllm_private.NAMES`."""
