@@ -72,8 +72,8 @@ _REWARD = Alias(keys=("rollout.reward.name",), note="a built-in one or module:fu
 _EXPERT_TENSOR = Alias(
     keys=("policy.parallel.expert",),
     note=(
-        "experts are divided whole: cutting each over tensor-parallel ranks would move the same"
-        " tokens to more ranks, for narrower products, and is not supported"
+        "experts are divided whole; cutting each over tensor-parallel ranks is not supported, as"
+        " names, digests and counts take an expert for one rank's"
     ),
 )
 _REPLAY = Alias(keys=("policy.routing_replay",))

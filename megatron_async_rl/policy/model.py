@@ -81,9 +81,9 @@ class HiddenStateModel(GPTModel):
     Call as `chunk(input_ids, position_ids, attention_mask=None, packed_seq_params=...,
     padding_mask=...)`: the one null where a row is one sample; the other, for a mixture of experts,
     true of tokens that its routers are not to count. Under context parallelism rows are this rank's
-    part of them. The last stage returns the hidden states after the final norm, [rows, length, hidden], whole on
-    every tensor-parallel rank; other stages return what Megatron's schedule sends on. value_head:
-    on the last stage, where the objective has one.
+    part of them. The last stage returns the hidden states after the final norm, [rows, length,
+    hidden], whole on every tensor-parallel rank; other stages return what Megatron's schedule sends
+    on. value_head: on the last stage, where the objective has one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -131,6 +131,12 @@ class RoutingReplay:
                 f"routed experts take {rows.shape[-1]} bytes a token, and this model's"
                 f" {self.config.num_layers} layers want {wanted}"
             )
+        most = int(rows.view(self.dtype).max())
+        if most >= self.config.num_moe_experts:
+            raise ValueError(
+                f"a routed expert has the number {most}, and the model has"
+                f" {self.config.num_moe_experts}"
+            )
         own = self._own(rows).to(self.layout.device, non_blocking=True).view(self.dtype)
         by_layer = own.view(len(own), self.config.num_layers, -1).unbind(1)
         return Routing(by_layer, self._own(micro_batch.routed))

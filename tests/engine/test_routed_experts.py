@@ -94,6 +94,7 @@ def test_the_engines_choice_replayed_brings_the_log_probs_together(
         )
         for replay in ("none", "rollout")
     }
+    # The figures of docs/models.md.
     print(found["rerouted"], {k: (v.mean(), v.max(), len(v)) for k, v in apart.items()})
     # A row that lay a token or a layer off would be another choice nearly always.
     assert 0.0 < found["rerouted"] < 0.1

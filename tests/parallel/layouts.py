@@ -112,6 +112,13 @@ GRADIENT_LAYOUTS = {
         "pipeline": 2,
         "distributed_optimizer": False,
     },
+    "expert_tensor_pipeline": {
+        "ranks": 4,
+        "expert": 2,
+        "tensor": 2,
+        "sequence": True,
+        "pipeline": 2,
+    },
 }
 """Two dimensions at a time: what decides where a gradient is counted. `objective_program` measures
 the gradient alone on these. Those named `expert...` run the model with experts."""

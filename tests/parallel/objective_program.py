@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ParallelConfig
@@ -22,6 +23,7 @@ from megatron_async_rl.gradients import products_with, squared_norm
 from megatron_async_rl.policy import adam_view
 from megatron_async_rl.policy.adam_view import gradients_of
 from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.sequence_layout import Padded
 from megatron_async_rl.policy.step import clip_to
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
 from tests.parallel.layouts import DISTINCT, FEW, LAYOUTS, MIXTURE_LAYOUTS, replaced
@@ -310,9 +312,32 @@ def with_own_choice(rank: Rank, name: str) -> None:
     )
 
 
+def counting_routers(rank: Rank, sequence: str) -> dict:
+    """The gradient of a step whose routers add Megatron's losses on their use of experts, of the
+    batch as one micro-batch."""
+    policy = rank.policy(
+        "mixture", objective=REPLAYED, controls=(), clip_grad=None, budget=4096, sequence=sequence
+    )
+    config = policy.model.config
+    config.moe_aux_loss_coeff = 0.1
+    # Under sequence parallelism Megatron takes the mean of ranks' means, whose tokens differ.
+    config.moe_z_loss_coeff = None if config.sequence_parallel else 0.1
+    for chunk in policy.model.chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.routing_type = "aux_loss"
+
+    def together(self, share, fed, budget):
+        return [tuple(share[(-fed[share]).argsort(kind="stable")].tolist())]
+
+    with mock.patch.object(Padded, "cut", together):
+        return ReducedGradient(rank, policy, "mixture_a").whole()
+
+
 def routing(rank: Rank) -> dict:
     """The model of experts, replayed."""
     found = {name: replayed(rank, settings) for name, settings in REPLAYS.items()}
+    found["counted"] = {kind: counting_routers(rank, kind) for kind in ("padded", "packed")}
     found["proximal"] = several_steps(rank, "mixture_a", "proximal")
     if rank.layout.world_size == 1:
         with_own_choice(rank, "mixture_a")

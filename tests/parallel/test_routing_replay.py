@@ -110,3 +110,13 @@ def test_a_step_on_the_routers_own_choice_is_the_step_without_replay():
     assert given["steps"][0]["policy/rerouted"] == 0.0
     for name, tensor in own["weights"].items():
         assert torch.equal(given["weights"][name], tensor), name
+
+
+@pytest.mark.parametrize("layout", ["mixture_single", "expert_tensor", "expert_tensor_pipeline"])
+def test_padding_counts_in_no_loss_on_the_use_of_experts(layout):
+    """Packed rows have none but what fills the row up; without these losses the gradient is another."""
+    padded, packed = (found(layout, "counted")[kind] for kind in ("padded", "packed"))
+    compare_weights(padded, packed)
+    gate = "model.layers.0.mlp.gate.weight"
+    plain = layouts.results("mixture_single", "objective_program")["gradients"]["mixture"]["whole"]
+    assert float((padded[gate] - plain[gate]).abs().max()) > 1e-3
