@@ -69,6 +69,14 @@ _GRAMMAR = Alias(
 )
 _DTYPE = Alias(keys=("model.dtype",))
 _REWARD = Alias(keys=("rollout.reward.name",), note="a built-in one or module:function")
+_EXPERT_TENSOR = Alias(
+    keys=("policy.parallel.expert",),
+    note=(
+        "experts are divided whole; cutting each over tensor-parallel ranks is not supported, as"
+        " names, digests and counts take an expert for one rank's"
+    ),
+)
+_REPLAY = Alias(keys=("policy.routing_replay",))
 _TENSOR = Alias(keys=("policy.parallel.tensor", "rollout.tensor"), note="policy, and engines")
 
 ALIASES = {
@@ -194,6 +202,12 @@ ALIASES = {
     "expert_parallel_size": Alias(keys=("policy.parallel.expert",)),
     "expert_model_parallel_size": Alias(keys=("policy.parallel.expert",)),
     "ep": Alias(keys=("policy.parallel.expert",)),
+    "expert_tensor": _EXPERT_TENSOR,
+    "expert_tensor_parallel_size": _EXPERT_TENSOR,
+    "etp": _EXPERT_TENSOR,
+    "moe_enable_routing_replay": _REPLAY,
+    "use_rollout_routing_replay": _REPLAY,
+    "router_replay": _REPLAY,
     "context_parallel_size": Alias(keys=("policy.parallel.context",)),
     "cp": Alias(keys=("policy.parallel.context",)),
 }

@@ -25,6 +25,8 @@ OWNED: Mapping[str, str] = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization (on the CPU rollout.kv_cache_gib)",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib (on a GPU rollout.gpu_memory_utilization)",
     "num_gpu_blocks_override": "rollout.gpu_memory_utilization (on the CPU rollout.kv_cache_gib)",
+    "enable_return_routed_experts": "policy.routing_replay",
+    "aux_output_config": "policy.routing_replay",
     "enable_sleep_mode": "rollout.placement (colocated has it on)",
     "skip_tokenizer_init": "rollout.sampling (texts to stop at or to avoid need the tokenizer)",
     "override_generation_config": "rollout.sampling",

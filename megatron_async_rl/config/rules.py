@@ -163,6 +163,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from fp8_conflicts(config)
     yield from _precision(config)
     yield from _transport(config)
+    yield from _routing(config)
     yield from sampling_conflicts(config)
     yield from eval_conflicts(config)
     objective, flow = config.objective, config.flow
@@ -250,6 +251,38 @@ def _transport(config: Config) -> Iterator[str]:
             " engines on the policy's own devices; set weights.transport: shared_memory, or"
             " rollout.placement: disaggregated"
         )
+
+
+def _routing(config: Config) -> Iterator[str]:
+    """Reasons why there is no choice of experts to replay; none: there is one."""
+    objective, replay = config.objective, config.policy.routing_replay
+    if replay == "none":
+        return
+    if config.supervised:
+        yield (
+            f"policy.routing_replay: {replay} replays the experts of sampled responses, and"
+            " objective.loss: sft learns from given ones; set it to none"
+        )
+    elif replay == "proximal":
+        if objective.proximal != "recompute" or objective.steps_per_batch == 1:
+            yield (
+                "policy.routing_replay: proximal replays the experts of the pass that makes"
+                " pi_prox under the weights at the start of a batch of several optimizer steps; set"
+                " objective.proximal: recompute and objective.minibatches or epochs above 1, or"
+                " policy.routing_replay: rollout"
+            )
+        elif not (objective.loss.uses_proximal or objective.corrections):
+            yield (
+                "policy.routing_replay: proximal replays the experts of the pass that makes"
+                f" pi_prox, and objective.loss: {objective.loss.name} without corrections has none;"
+                " set another loss, or policy.routing_replay: rollout"
+            )
+        elif isinstance(objective.advantage, OpobAdvantage) and objective.advantage.mode == "exact":
+            yield (
+                "policy.routing_replay: proximal belongs to micro-batches as they are scored, and"
+                " objective.advantage: opob, mode: exact trains one sequence at a time; set mode:"
+                " cheap, or policy.routing_replay: rollout"
+            )
 
 
 def _controls(config: Config) -> Iterator[str]:

@@ -79,8 +79,8 @@ class ParallelConfig(Strict):
     layers."""
     expert: PositiveInt = 1
     """Ranks of a stage that share the experts of a mixture-of-experts model; divides ranks /
-    pipeline and the number of experts. Experts are whole, not cut by tensor parallelism; a mixture
-    under tensor parallelism needs sequence and expert > 1."""
+    pipeline and the number of experts. Experts are whole, not cut by tensor parallelism (no expert
+    tensor parallelism); a mixture under tensor parallelism needs sequence and expert > 1."""
     sequence: bool = False
     """Megatron's sequence parallelism (needs tensor > 1)."""
     distributed_optimizer: bool = True
@@ -171,6 +171,13 @@ class PolicyConfig(Strict):
     """Activations that the backward pass computes again instead of keeping them, as Megatron does
     it: of attention between its projections (`selective`), or of each whole layer (`full`, one
     more forward pass). No gradient changes."""
+    routing_replay: Literal["none", "proximal", "rollout"] = "none"
+    """The experts that a mixture's tokens go to in passes of the policy. `none`: those that each
+    pass chooses. `rollout` (R3, arXiv 2510.11370): those that the engine chose as it sampled, which
+    come with the samples, layers x experts per token bytes for each token (two each above 256
+    experts). `proximal` (R2, arXiv 2507.18071): those of the pass that scores the batch under the
+    weights it begins with; for several optimizer steps per batch. Only the choice is replayed; the
+    experts' weights are the router's own, with gradient. A reference policy chooses for itself."""
     on_anomaly: Literal["report", "skip"] = "report"
     """A gradient norm over 20 times the median of the last 50 steps is logged and kept in
     RUN/anomalies.jsonl, with the parameter that holds most of it and the samples that made it, for

@@ -247,6 +247,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
             first_version=-1,
             transport=config.weights.transport,
             software=software(),
+            records_experts=config.policy.routing_replay == "rollout",
         )
         for index in range(rollout.engines + evaluators)
     ]

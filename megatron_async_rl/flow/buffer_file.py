@@ -7,7 +7,7 @@ code, and a check sum.
     check sum   CRC-32 of all before it, 4 bytes
 
 Invariant: what `read` returns of what `written` made is the same, arrays to dtype and value,
-numbers to the last bit.
+numbers to the last bit. A file from before samples had routed experts is read as one without any.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ import pyarrow as pa
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.flow.buffer import Buffer, GroupState
-from megatron_async_rl.samples.columns import SCHEMA, list_array, rows_of_lists
+from megatron_async_rl.samples.columns import (
+    LOGGED,
+    ROUTED,
+    SCHEMA,
+    list_array,
+    rows_of_lists,
+    with_experts,
+)
 from megatron_async_rl.samples.rows import SampleRow, gathered, rows_of
 from megatron_async_rl.samples.types import PartialResponse, Prompt, Request
 
@@ -37,6 +44,7 @@ PARTIALS = pa.schema(
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("behavior_logprobs", pa.list_(pa.float32()), nullable=False),
         pa.field("versions", pa.list_(pa.int32()), nullable=False),
+        pa.field(ROUTED, pa.large_binary()),
     ]
 )
 
@@ -86,7 +94,9 @@ def written(buffer: Buffer) -> bytes:
         "prompts": [prompt_fields(prompt) for prompt in prompts.all],
     }
     beginnings = [
-        list_array([getattr(one, field.name) for one in partials], field.type) for field in PARTIALS
+        pa.array(values, field.type) if field.name == ROUTED else list_array(values, field.type)
+        for field in PARTIALS
+        for values in ([getattr(one, field.name) for one in partials],)
     ]
     sink = pa.BufferOutputStream()
     # Compressed: the samples of a group have their prompt each.
@@ -110,7 +120,7 @@ def read(content: bytes) -> Buffer:
         source = pa.BufferReader(whole)
         # Each to its end, where the next one begins.
         samples = pa.ipc.open_stream(source)
-        if not samples.schema.equals(SCHEMA):
+        if not any(samples.schema.equals(known) for known in (SCHEMA, LOGGED)):
             raise ValueError("its columns are others than a sample's")
         batches = list(samples)
         (partials,) = pa.ipc.open_stream(source)
@@ -127,10 +137,20 @@ def _buffer(
     about: Mapping[str, Any], batches: Sequence[pa.RecordBatch], partials: pa.RecordBatch
 ) -> Buffer:
     prompts = [prompt_of(one) for one in about["prompts"]]
-    rows = (row for batch in batches for row in rows_of(batch.replace_schema_metadata(None)))
+    rows = (
+        row
+        for batch in batches
+        for row in rows_of(with_experts(batch.replace_schema_metadata(None)))
+    )
+    columns = (
+        partials.column(name).to_pylist()
+        if name == ROUTED
+        else rows_of_lists(partials.column(name))
+        for name in partials.schema.names
+    )
     beginnings = (
-        PartialResponse(**dict(zip(PARTIALS.names, arrays, strict=True)))
-        for arrays in zip(*(rows_of_lists(column) for column in partials.columns), strict=True)
+        PartialResponse(**dict(zip(partials.schema.names, values, strict=True)))
+        for values in zip(*columns, strict=True)
     )
     groups = tuple(_group(one, prompts, rows, beginnings) for one in about["groups"])
     stored = tuple(

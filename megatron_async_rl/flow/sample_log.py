@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from megatron_async_rl.config.schema import SamplesConfig
-from megatron_async_rl.samples.columns import SCHEMA
+from megatron_async_rl.samples.columns import LOGGED
 from megatron_async_rl.samples.rows import SampleRow, gathered
 from megatron_async_rl.samples.segments import (
     FOLDER,
@@ -307,7 +307,7 @@ class _Segment:
         self._holds_rows = False
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         try:
-            for path, schema in zip(self._paths, (SCHEMA, OUTCOMES), strict=True):
+            for path, schema in zip(self._paths, (LOGGED, OUTCOMES), strict=True):
                 self._files.append(pa.OSFile(str(path), "wb"))
                 self._writers.append(pa.ipc.new_stream(self._files[-1], schema, options=options))
         except OSError:
@@ -325,7 +325,7 @@ class _Segment:
     ) -> None:
         of_samples, of_outcomes = self._writers
         if samples:
-            of_samples.write_batch(gathered(samples))
+            of_samples.write_batch(gathered(samples, schema=LOGGED))
         if outcomes:
             columns = zip(OUTCOMES, zip(*outcomes, strict=True), strict=True)
             arrays = [pa.array(values, type=field.type) for field, values in columns]

@@ -123,6 +123,11 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "micro-batches", "Of one data-parallel rank.", steps="sum"
             ),
             "policy/padding_share": Metric("share", "Padding among all tokens computed."),
+            "policy/rerouted": Metric(
+                "share",
+                "With policy.routing_replay: of the replayed choices of experts, one for each token"
+                " and layer, those that the router would not have made itself.",
+            ),
             "policy/skipped": Metric(
                 "0 or 1",
                 "1: no optimizer step (a control said so, the gradient was not finite, or the batch"

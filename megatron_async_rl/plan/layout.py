@@ -265,6 +265,7 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
         found
         + _virtual_problems(config, shape)
         + _expert_problems(config, shape)
+        + _routing_problems(config, shape)
         + _engine_problems(config, shape)
         + lora_problems(config, shape)
     )
@@ -282,6 +283,13 @@ def _virtual_problems(config: Config, shape: ModelShape) -> list[Problem]:
     )
     fix = f"set it to one of: {', '.join(map(str, fitting[:12]))}"
     return [Problem(key=f"{PARALLEL}.virtual_pipeline", what=what, fix=fix)]
+
+
+def _routing_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    if config.policy.routing_replay == "none" or shape.experts:
+        return []
+    what = f"{config.policy.routing_replay}, and the model has no experts to choose among"
+    return [Problem(key="policy.routing_replay", what=what, fix="set it to none")]
 
 
 def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:

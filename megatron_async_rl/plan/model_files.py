@@ -46,6 +46,11 @@ class ModelShape:
         return self.hidden * qkv + bias + self.heads * self.head_dim * self.hidden + mlp
 
     @property
+    def routed_bytes(self) -> int:
+        """Of the experts that a token goes to, in all layers, as samples have them."""
+        return self.layers * self.experts_per_token * (1 if self.experts <= 256 else 2)
+
+    @property
     def layer_experts(self) -> int:
         """Parameters of one layer's experts, which expert parallelism divides and nothing else
         does."""

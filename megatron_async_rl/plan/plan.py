@@ -66,6 +66,8 @@ class Plan:
     """Of a GPU that engines and policy share, in each phase."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
+    routed_bytes: int = 0
+    """Of the experts that come with each token of a sample."""
 
 
 def make_plan(
@@ -130,6 +132,11 @@ def make_plan(
         peaks=peaks,
         problems=tuple(found),
         warnings=(*_warnings(config, machine, device, engine, longest), *notes),
+        routed_bytes=(
+            shape.routed_bytes
+            if shape is not None and config.policy.routing_replay == "rollout"
+            else 0
+        ),
     )
 
 

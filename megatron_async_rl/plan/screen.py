@@ -294,7 +294,17 @@ def _batch(plan: Plan, config: Config) -> str:
         f" {batch.samples_per_rank} on each of {batch.data_parallel} data-parallel ranks, up to"
         f" {batch.longest} tokens each (prompt + response)\n{_steps(config)}micro-batches of"
         f" {config.policy.tokens_per_micro_batch} tokens: {batch.micro_batches_half} per rank at"
-        f" half length, {batch.micro_batches_full} at full length"
+        f" half length, {batch.micro_batches_full} at full length{_routed(plan)}"
+    )
+
+
+def _routed(plan: Plan) -> str:
+    if not plan.routed_bytes or plan.batch is None:
+        return ""
+    most = plan.routed_bytes * plan.batch.longest * plan.batch.samples
+    return (
+        f"\nexperts that the engines chose: {plan.routed_bytes} bytes a token, up to {size(most)} of a"
+        " batch in the controller, and of each data-parallel rank's samples on the rank's host"
     )
 
 

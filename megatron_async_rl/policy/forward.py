@@ -33,6 +33,7 @@ from megatron_async_rl.watchdog import watch
 if TYPE_CHECKING:
     from megatron_async_rl.policy.model import PolicyModel
     from megatron_async_rl.policy.parallel import Layout
+    from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,7 @@ Consume = Callable[[MicroBatch, TokenOutputs], Tensor]
 
 class Schedule:
     """Runs micro-batches through this rank's stage. `wrapped`: the chunks of `model` inside
-    Megatron's DDP."""
+    Megatron's DDP. `routing`: null where every pass chooses its experts, or the model has none."""
 
     def __init__(
         self,
@@ -65,8 +66,10 @@ class Schedule:
         *,
         temperature: float,
         logprob_chunk_tokens: int,
+        routing: RoutingReplay | None = None,
     ) -> None:
         self.chunks = wrapped
+        self.routing = routing
         self.model = model
         self.layout = layout
         self.temperature = temperature
@@ -114,7 +117,9 @@ class Schedule:
         self.model.config.finalize_model_grads_func(list(self.chunks))
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, TokenOutputs]]:
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], routing: RoutingPass = "replay"
+    ) -> list[tuple[MicroBatch, TokenOutputs]]:
         """In order on the last stage; an empty list on the others. Collective over a pipeline."""
 
         def collect(
@@ -124,22 +129,35 @@ class Schedule:
 
         for chunk in self.chunks:
             chunk.eval()
-        return self._run(micro_batches, collect, forward_only=True)
+        return self._run(micro_batches, collect, forward_only=True, routing=routing)
 
     def _run(
-        self, micro_batches: Sequence[MicroBatch], loss: Callable[..., Any], *, forward_only: bool
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Callable[..., Any],
+        *,
+        forward_only: bool,
+        routing: RoutingPass = "replay",
     ) -> list[Any]:
+        # Megatron's routers count the tokens that go to each expert, and padding is none.
+        masked = bool(self.model.config.num_moe_experts)
+
         def step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             micro_batch = next(batches)
             watch.progress("micro-batches")
+            if self.routing is not None:
+                self.routing.enter(micro_batch, routing)
             output = chunk(
                 micro_batch.tokens,
                 micro_batch.position_ids,
                 None,
                 packed_seq_params=micro_batch.packing,
+                padding_mask=micro_batch.padding if masked else None,
             )
             return output, partial(loss, micro_batch)
 
+        if self.routing is not None:
+            self.routing.begin(trains=not forward_only)
         rows, length = micro_batches[0].tokens.shape
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
@@ -157,6 +175,8 @@ class Schedule:
                 else {}
             ),
         )
+        if self.routing is not None:
+            self.routing.end()
         return results
 
     def _outputs(self, micro_batch: MicroBatch, hidden: Tensor) -> TokenOutputs:

@@ -41,8 +41,10 @@ NAMES = {
 """Module -> names in it."""
 OVERRIDDEN = {
     "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator": ("_communicate_shapes",),
+    "megatron.core.transformer.moe.router_replay.RouterReplay": ("get_replay_topk",),
 }
-"""Class -> methods that a class of ours replaces: forward.py (model.py lists its own)."""
+"""Class -> methods that a class of ours replaces: forward.py, routing_replay.py (model.py lists its
+own)."""
 METHODS = {
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (
         "_copy_main_params_to_model_params",
@@ -72,6 +74,7 @@ ASSIGNED = {
         "expert_parallel_buffers",
     ),
     "megatron.core.distributed.param_and_grad_buffer": ("grad_data", "main_grad"),
+    "megatron.core.transformer.moe.router.TopKRouter": ("router_replay",),
 }
 """Class or module -> attributes that it assigns and we read."""
 

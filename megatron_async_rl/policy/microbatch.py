@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from megatron_async_rl.policy.parallel import Layout
 
 DEFAULT = Padded()
+BY_ROW = ("tokens", "position_ids", "padding", "routed")
+"""Tensors of a micro-batch that have rows and columns."""
 
 
 class SampleTooLong(ValueError):
@@ -80,6 +82,10 @@ class MicroBatch:
 
     Under context parallelism L is the length of this rank's part, `rows` is [n] and of its own
     positions, and `places`, [n] int64, says which of the N tokens they predict; else null.
+
+    padding: [B, L] bool, true of what is no token of a sample. routed_experts: [B, L, bytes] uint8
+    on the host, the experts that the engine chose (samples/types.py), of tokens where `routed`, [B,
+    L] bool, is true; both null where nobody recorded any.
     """
 
     samples: tuple[int, ...]
@@ -91,8 +97,11 @@ class MicroBatch:
     versions: Tensor
     owned_tokens: Tensor
     batch_samples: Tensor
+    padding: Tensor
     packing: PackedSequences | None = None
     places: Tensor | None = None
+    routed_experts: Tensor | None = None
+    routed: Tensor | None = None
 
 
 def assign_owners(
@@ -175,6 +184,7 @@ def build_micro_batches(
         MicroBatch(
             samples=rows,
             packing=packing,
+            routed_experts=_routed_experts(batch, rows, sequences),
             **{name: placed[number, name] for name in own},
         )
         for number, (rows, own, packing) in enumerate(zip(cuts, arrays, packings, strict=True))
@@ -183,8 +193,8 @@ def build_micro_batches(
 
 def _arrays(
     batch: RankBatch, rows: tuple[int, ...], sequences: SequenceLayout
-) -> dict[str, NDArray[np.int64]]:
-    """The tensors of a micro-batch, by their names there."""
+) -> dict[str, NDArray[Any]]:
+    """The tensors of a micro-batch on the device, int64 and bool, by their names there."""
     chosen = np.array(rows, dtype=np.int64)
     starts, fed, lengths = batch.token_starts[chosen], batch.fed[chosen], batch.lengths[chosen]
     if starts.min(initial=0) < 0:
@@ -215,11 +225,38 @@ def _arrays(
         at = here[per_token["rows"]]
         per_token |= {"rows": at[at >= 0], "places": np.flatnonzero(at >= 0)}
 
-    per_token |= {
-        "tokens": tokens[own].reshape(count, -1),
-        "position_ids": sequences.positions(fed)[own].reshape(count, -1),
+    per_token |= {"tokens": tokens[own], "position_ids": sequences.positions(fed)[own]}
+    numbers = {name: values.astype(np.int64) for name, values in per_token.items()}
+    marks = {"padding": ~_marked(line, fed, count * length)[own]}
+    if batch.routed_experts is not None:
+        has = batch.routed[chosen]
+        marks["routed"] = _marked(line[has], fed[has], count * length)[own]
+    return {
+        name: values.reshape(count, -1) if name in BY_ROW else values
+        for name, values in (numbers | marks).items()
     }
-    return {name: values.astype(np.int64) for name, values in per_token.items()}
+
+
+def _marked(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
+    """[size]: true in these spans."""
+    marked = np.zeros(size, dtype=bool)
+    marked[spans(starts, lengths)] = True
+    return marked
+
+
+def _routed_experts(
+    batch: RankBatch, rows: tuple[int, ...], sequences: SequenceLayout
+) -> Tensor | None:
+    """`MicroBatch.routed_experts`."""
+    if batch.routed_experts is None:
+        return None
+    chosen = np.array(rows, dtype=np.int64)
+    fed = batch.fed[chosen]
+    count, length = sequences.shape(fed)
+    found = np.zeros((count * length, batch.routed_experts.shape[1]), dtype=np.uint8)
+    read = spans(batch.token_starts[chosen], fed)
+    found[spans(sequences.starts(fed), fed)] = batch.routed_experts[read]
+    return torch.from_numpy(found[sequences.own(fed)].reshape(count, -1, found.shape[1]))
 
 
 @dataclass(frozen=True)

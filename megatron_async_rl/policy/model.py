@@ -78,11 +78,12 @@ class ValueHead(nn.Module):
 class HiddenStateModel(GPTModel):
     """Megatron's GPTModel without its logits.
 
-    Call as `chunk(input_ids, position_ids, attention_mask=None, packed_seq_params=...)`, the last
-    null where a row is one sample. Under context parallelism rows are this rank's part of them. The
-    last stage returns the hidden states after the final norm, [rows, length, hidden], whole on
-    every tensor-parallel rank; other stages return what Megatron's schedule sends on. value_head:
-    on the last stage, where the objective has one.
+    Call as `chunk(input_ids, position_ids, attention_mask=None, packed_seq_params=...,
+    padding_mask=...)`: the one null where a row is one sample; the other, for a mixture of experts,
+    true of tokens that its routers are not to count. Under context parallelism rows are this rank's
+    part of them. The last stage returns the hidden states after the final norm, [rows, length,
+    hidden], whole on every tensor-parallel rank; other stages return what Megatron's schedule sends
+    on. value_head: on the last stage, where the objective has one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,10 +99,20 @@ class HiddenStateModel(GPTModel):
         position_ids: Tensor,
         *args: Any,
         packed_seq_params: Any = None,
+        padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
+        if padding_mask is not None and self.config.sequence_parallel and not self.pre_process:
+            # Megatron does it on the first stage alone.
+            group = self.pg_collection.tp
+            padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
         hidden, rotary, *rest = super()._preprocess(
-            input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs
+            input_ids,
+            position_ids,
+            *args,
+            packed_seq_params=packed_seq_params,
+            padding_mask=padding_mask,
+            **kwargs,
         )
         if self.pre_process and self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale

@@ -46,6 +46,7 @@ from megatron_async_rl.policy.parameter_state import optimizer_state
 from megatron_async_rl.policy.past_versions import Snapshots, weight_displacement
 from megatron_async_rl.policy.precompute import Fill, PrecomputeTable, passes
 from megatron_async_rl.policy.reference_policies import ReferencePolicies
+from megatron_async_rl.policy.routing_replay import RoutingReplay
 from megatron_async_rl.policy.sequence_layout import sequence_layout
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from megatron_async_rl.policy.step_table import RecordedLoss, StepTable, step_metrics
@@ -117,6 +118,11 @@ class Policy:
             layout,
             temperature=temperature,
             logprob_chunk_tokens=policy_config.logprob_chunk_tokens,
+            routing=(
+                RoutingReplay(model.chunks, model.config, layout)
+                if policy_config.routing_replay != "none"
+                else None
+            ),
         )
         step = OptimizerStep(
             optimizer,
@@ -204,7 +210,18 @@ class Policy:
         ]
         metrics = {**over_steps(steps), **targets.metrics}
         metrics["time/precompute_s"] += precomputed - started
+        if self.schedule.routing is not None:
+            self.schedule.routing.forget()
+            metrics["policy/rerouted"] = self._rerouted(self.schedule.routing)
         return metrics
+
+    def _rerouted(self, routing: RoutingReplay) -> float:
+        """Share of the replayed choices since it was last asked that routers would not have made.
+        Collective."""
+        counts = routing.take_counts()
+        dist.all_reduce(counts, group=self.layout.world_group)
+        other, replayed = counts.tolist()
+        return float(other / replayed) if replayed else 0.0
 
     def _optimizer_step(
         self, minibatch: Minibatch, batch: BatchTargets, *, lag_max: int, moved: bool
@@ -287,7 +304,12 @@ class Policy:
         A pass over all samples runs the micro-batches that training runs, so that at a batch's
         first step pi and a recomputed pi_prox are the same numbers."""
         table = PrecomputeTable(samples, sorted(self.objective.needs), self.layout)
-        planned = passes(table.columns, samples, self.references)
+        planned = passes(
+            table.columns,
+            samples,
+            self.references,
+            record=self.config.routing_replay == "proximal",
+        )
         with self.references.trained_restored(
             after=any(each.weights is not None for each in planned)
         ):
@@ -296,10 +318,12 @@ class Policy:
                     each.weights.place()
                 if each.rows is not None:
                     own = self.batcher.of(samples.select(each.rows))[1]
-                    table.run(self.schedule, own, each.fills, each.rows)
+                    table.run(self.schedule, own, each.fills, each.rows, each.routing)
                     continue
                 for minibatch in minibatches:
-                    table.run(self.schedule, minibatch.own, each.fills, minibatch.rows)
+                    table.run(
+                        self.schedule, minibatch.own, each.fills, minibatch.rows, each.routing
+                    )
         return table.finish()
 
     def _again(self, samples: RankBatch, mine: Sequence[MicroBatch]) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from megatron_async_rl.samples.rank_batch import RankBatch
 if TYPE_CHECKING:
     from megatron_async_rl.policy.parallel import Layout
     from megatron_async_rl.policy.reference_policies import PolicyCopy, ReferencePolicies
+    from megatron_async_rl.policy.routing_replay import RoutingPass
 
 CURRENT_WEIGHTS = ("logp", "sum_p_squared", "values")
 """Columns that a pass under the weights in training brings."""
@@ -53,16 +54,24 @@ class Fill:
 @dataclass(frozen=True, eq=False)
 class Pass:
     """A forward pass. weights: null for those in training. rows: the samples it runs over, by
-    number; null for all."""
+    number; null for all. routing: where the trainer replays its own choice of experts, the pass over
+    all samples under the weights in training records it; a reference chooses its own."""
 
     weights: PolicyCopy | None
     fills: tuple[Fill, ...]
     rows: tuple[int, ...] | None = None
+    routing: RoutingPass = "replay"
 
 
-def passes(columns: Sequence[str], samples: RankBatch, references: ReferencePolicies) -> list[Pass]:
+def passes(
+    columns: Sequence[str],
+    samples: RankBatch,
+    references: ReferencePolicies,
+    *,
+    record: bool = False,
+) -> list[Pass]:
     """The passes that bring `columns`, those under the weights in training (which are the batch's
-    version) first.
+    version) first. record: that one records its choice of experts.
 
     Raises SnapshotMissing for a token whose version is not kept.
     """
@@ -77,10 +86,11 @@ def passes(columns: Sequence[str], samples: RankBatch, references: ReferencePoli
         if own is not None:
             rows = None if current else tuple(own)
             current.append(Fill("logp_prox", "logp", version))
-    found = [Pass(None, tuple(current), rows)] if current else []
+    routing: RoutingPass = "record" if record else "replay"
+    found = [Pass(None, tuple(current), rows, routing)] if current else []
     if "logp_ref" in columns:
         assert references.reference is not None
-        found.append(Pass(references.reference, (Fill("logp_ref", "logp"),)))
+        found.append(Pass(references.reference, (Fill("logp_ref", "logp"),), routing="choose"))
     if "logp_prox" in columns and references.average is not None:
         found.append(Pass(references.average, (Fill("logp_prox", "logp"),)))
     for each in sorted(sampled_by):
@@ -107,6 +117,7 @@ class PrecomputeTable:
         micro_batches: Sequence[MicroBatch],
         fills: Sequence[Fill],
         rows: Sequence[int] | NDArray[np.int64] | None = None,
+        routing: RoutingPass = "replay",
     ) -> None:
         """One forward pass under the weights in place. rows: the samples that the micro-batches
         number; null for all."""
@@ -114,7 +125,7 @@ class PrecomputeTable:
         numbers = numbers[self.samples.owner[numbers] == self.layout.dp_rank]
         tokens = spans(self.samples.starts[numbers], self.samples.lengths[numbers])
         owned = torch.from_numpy(tokens).to(self.layout.device)
-        for micro_batch, outputs in schedule.forward(micro_batches):
+        for micro_batch, outputs in schedule.forward(micro_batches, routing):
             if not self.layout.records_outputs or not micro_batch.samples:
                 continue
             places = owned[micro_batch.owned_tokens]

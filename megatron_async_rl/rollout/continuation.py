@@ -1,7 +1,8 @@
 """Responses that begin with tokens sampled before, by this engine or another.
 
 Invariants:
-- the tokens of a prefix keep their log-probs and versions; what is sampled comes after them;
+- the tokens of a prefix keep their log-probs, versions and routed experts; what is sampled comes
+  after them;
 - a continuation draws with a seed of its own: with that of the first part it would repeat the first
   part's draws;
 - a stop string ends a response wherever it stands in the text we decode: also across the end of the
@@ -40,21 +41,39 @@ def require_room(request: Request, max_tokens: int) -> None:
 def joined(
     prefix: PartialResponse | None, sampled: PartialResponse | None
 ) -> PartialResponse | None:
-    """`sampled` after `prefix`."""
+    """`sampled` after `prefix`, its routed experts from `recorded_from` on."""
     if prefix is None or sampled is None:
         return prefix or sampled
     return PartialResponse(
         response_ids=np.concatenate([prefix.response_ids, sampled.response_ids]),
         behavior_logprobs=np.concatenate([prefix.behavior_logprobs, sampled.behavior_logprobs]),
         versions=np.concatenate([prefix.versions, sampled.versions]),
+        routed_experts=(
+            None
+            if sampled.routed_experts is None
+            else (prefix.routed_experts or b"") + sampled.routed_experts
+        ),
     )
 
 
-def first(tokens: PartialResponse, length: int) -> PartialResponse:
+def recorded_from(prompt: int, prefix: PartialResponse | None) -> int:
+    """The first token, of prompt (of so many) and prefix, whose experts nobody has recorded."""
+    if prefix is None or prefix.routed_experts is None:
+        return 0
+    return prompt + len(prefix.response_ids) - 1
+
+
+def first(tokens: PartialResponse, length: int, prompt: int) -> PartialResponse:
+    """The first `length` tokens of a response to a prompt of `prompt` tokens."""
+    experts = tokens.routed_experts
+    if experts is not None:
+        row = len(experts) // (prompt + len(tokens.response_ids) - 1)
+        experts = experts[: row * (prompt + length - 1)]
     return PartialResponse(
         response_ids=tokens.response_ids[:length],
         behavior_logprobs=tokens.behavior_logprobs[:length],
         versions=tokens.versions[:length],
+        routed_experts=experts,
     )
 
 

@@ -77,6 +77,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         skip_tokenizer_init=not spec.needs_tokenizer,
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
+        enable_return_routed_experts=spec.records_experts,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,

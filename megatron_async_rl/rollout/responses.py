@@ -44,6 +44,7 @@ from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.continuation import (
     first,
     joined,
+    recorded_from,
     require_room,
     sample_seed,
     stopped_length,
@@ -161,6 +162,11 @@ class Responses:
         )
         most = self._spec.sampling(request.sampling).max_tokens
         parameters.max_tokens = most - entry.prefix_length
+        if self._spec.records_experts:
+            prompt = len(request.prompt.token_ids)
+            parameters.routed_experts_prompt_start = (
+                recorded_from(prompt, prefix) if self._records(request) else prompt
+            )
         ids = [*request.prompt.token_ids, *(() if prefix is None else prefix.response_ids.tolist())]
         self._numbered += 1
         try:
@@ -212,6 +218,7 @@ class Responses:
                 response_ids=np.asarray(completion.token_ids, dtype=np.int32),
                 behavior_logprobs=sampled_logprobs(completion),
                 versions=token_versions(completion),
+                routed_experts=self._routed_experts(entry, completion),
             )
 
         request = entry.request
@@ -223,7 +230,8 @@ class Responses:
                 tokens.response_ids.tolist(), entry.prefix_length, stop, self._tokenizer.decode
             )
             if stopped is not None:
-                self._score(entry, first(tokens, stopped), "stop")
+                prompt = len(request.prompt.token_ids)
+                self._score(entry, first(tokens, stopped, prompt), "stop")
                 return
 
         if entry.aborted and completion.finish_reason == "abort":
@@ -235,6 +243,27 @@ class Responses:
                 f" reason {completion.finish_reason!r}; see {self._spec.log}"
             )
         self._score(entry, tokens, reason)
+
+    def _records(self, request: Request) -> bool:
+        """Held-out responses are not trained on."""
+        return self._spec.records_experts and request.group >= 0
+
+    def _routed_experts(self, entry: _Running, completion: CompletionOutput) -> bytes | None:
+        """Of the tokens from `recorded_from` on, without the last. Raises RuntimeError when vLLM did
+        not report them all."""
+        if not self._records(entry.request):
+            return None
+        prompt, prefix = len(entry.request.prompt.token_ids), entry.request.prefix
+        read = prompt + entry.prefix_length + len(completion.token_ids) - 1
+        wanted = read - recorded_from(prompt, prefix)
+        experts = completion.routed_experts
+        if experts is None or len(experts) != wanted:
+            found = 0 if experts is None else len(experts)
+            raise RuntimeError(
+                f"{self._spec.name} recorded the experts of {found} tokens, not of {wanted}, for its"
+                f" response to prompt {entry.request.prompt.id!r}"
+            )
+        return experts.tobytes()
 
     def _score(self, entry: _Running, tokens: PartialResponse, reason: FinishReason) -> None:
         prompt = entry.request.prompt
@@ -272,6 +301,7 @@ class Responses:
             behavior_logprobs=tokens.behavior_logprobs,
             versions=tokens.versions,
             loss_mask=np.ones(length, dtype=np.uint8),
+            routed_experts=tokens.routed_experts,
             text=text,
             finish_reason=reason,
             reward=scored.reward,

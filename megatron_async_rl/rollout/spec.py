@@ -36,6 +36,8 @@ class EngineSpec:
     first_version: int = 0
     """-1: weights that nobody vouches for. Sampling from them is an error until the first update
     numbers them."""
+    records_experts: bool = False
+    """Each sample has the experts that the engine chose (`policy.routing_replay: rollout`)."""
     threads: int = 1
     """OpenMP threads of the model on a CPU."""
     transport: str = "shared_memory"

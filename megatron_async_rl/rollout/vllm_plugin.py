@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_async_rl.rollout import expert_recorder
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
@@ -43,6 +44,8 @@ def register() -> None:
     vllm_private.draw_in_batches()
     vllm_private.take_loads_between_steps()
     vllm_private.cache_by_version()
+    if expert_recorder.RECORD in os.environ:
+        expert_recorder.record_on_cpu()
     vllm_private.register_transfer_engine(
         BACKEND, "megatron_async_rl.weights.receive", "WeightReceiver"
     )
@@ -68,6 +71,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         PARENT: str(os.getpid()),
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if spec.records_experts and spec.device == "cpu":
+        values[expert_recorder.RECORD] = "1"
     if spec.device == "cpu":
         values |= {
             "CUDA_VISIBLE_DEVICES": "",

@@ -34,6 +34,7 @@ NUMERIC = pa.schema(
         pa.field("versions", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_mask", pa.list_(pa.uint8()), nullable=False),
         pa.field("step_rewards", pa.list_(pa.float32())),
+        pa.field("routed_experts", pa.large_binary()),
         pa.field("reward", pa.float64(), nullable=False),
         pa.field("weight", pa.float64(), nullable=False),
         pa.field("valid", pa.bool_(), nullable=False),
@@ -57,6 +58,10 @@ SCHEMA = pa.schema(
 )
 """All of a sample. `fields`: the prompt's other keys, as JSON. Times are Unix seconds. Texts of a
 batch may take more than the 2 GiB that a `string` column holds."""
+ROUTED = "routed_experts"
+LOGGED = SCHEMA.remove(SCHEMA.get_field_index(ROUTED))
+"""What the sample log has of it: all but the experts, which are most of a mixture's bytes and which
+nobody reads there."""
 
 
 _COLUMNS: dict[str, Callable[[Sample], Any]] = {
@@ -114,6 +119,7 @@ class SampleColumns:
         reward_error: str | None = None,
         weight: float = 1.0,
         step_rewards: NDArray[np.float32] | None = None,
+        routed_experts: bytes | None = None,
         engine: int = 0,
         started_at: float = 0.0,
         finished_at: float = 0.0,
@@ -124,7 +130,16 @@ class SampleColumns:
             "versions": versions,
             "loss_mask": loss_mask,
         }
-        check_response(id, response_ids, per_token, reward, reward_error, step_rewards)
+        check_response(
+            id,
+            response_ids,
+            per_token,
+            reward,
+            reward_error,
+            step_rewards,
+            prompt_length=len(prompt.token_ids),
+            routed_experts=routed_experts,
+        )
         if prompt.id not in self._prompts or self._prompts[prompt.id][0] is not prompt:
             ids = np.array(prompt.token_ids, dtype=np.int32)
             self._prompts[prompt.id] = prompt, ids, json.dumps(dict(prompt.fields))
@@ -136,6 +151,7 @@ class SampleColumns:
             "response_ids": response_ids,
             **per_token,
             "step_rewards": step_rewards,
+            "routed_experts": routed_experts,
             "reward": reward,
             "weight": weight,
             "valid": reward_error is None,
@@ -224,7 +240,7 @@ def from_stream(content: bytes | pa.Buffer) -> pa.RecordBatch:
 
 
 def samples_of(batch: pa.RecordBatch) -> list[Sample]:
-    """The rows as objects. Prompts are rebuilt, one for each `prompt_id`."""
+    """The rows, by SCHEMA or LOGGED, as objects. Prompts are rebuilt, one for each `prompt_id`."""
     prompts: dict[str, Prompt] = {}
     arrays = {
         name: rows_of_lists(batch.column(name))
@@ -237,6 +253,7 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
             "step_rewards",
         )
     }
+    batch = with_experts(batch)
     plain = {name: batch.column(name).to_pylist() for name in SCHEMA.names if name not in arrays}
     samples = []
     for row in range(batch.num_rows):
@@ -257,6 +274,7 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
                 versions=_present(arrays["versions"][row]),
                 loss_mask=_present(arrays["loss_mask"][row]),
                 step_rewards=arrays["step_rewards"][row],
+                routed_experts=plain["routed_experts"][row],
                 text=plain["text"][row],
                 finish_reason=plain["finish_reason"][row],
                 reward=plain["reward"][row],
@@ -268,6 +286,15 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
             )
         )
     return samples
+
+
+def with_experts(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A batch by LOGGED as one by SCHEMA."""
+    if ROUTED in batch.schema.names:
+        return batch
+    columns = {name: batch.column(name) for name in batch.schema.names}
+    columns[ROUTED] = pa.nulls(batch.num_rows, pa.large_binary())
+    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
 def rows_of_lists(column: pa.ListArray) -> list[np.ndarray | None]:

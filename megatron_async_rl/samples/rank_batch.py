@@ -24,14 +24,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from megatron_async_rl.samples.columns import NUMERIC, flat, spans
+from megatron_async_rl.samples.columns import NUMERIC, ROUTED, flat, spans
 
 NOBODY = -1
 """Owner of a sample that is not trained on."""
 
 NUMBERS = pa.schema(
     [
-        *(field for field in NUMERIC if field.name not in ("prompt_ids", "response_ids")),
+        *(field for field in NUMERIC if field.name not in ("prompt_ids", "response_ids", ROUTED)),
         pa.field("prompt_length", pa.int32(), nullable=False),
         pa.field("owner", pa.int32(), nullable=False),
     ]
@@ -42,9 +42,11 @@ TOKENS = pa.schema(
     [
         pa.field("row", pa.int32(), nullable=False),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field(ROUTED, pa.large_binary()),
     ]
 )
-"""The tokens of a sample, for its owner: prompt and response, one after the other."""
+"""The tokens of a sample, for its owner: prompt and response, one after the other; and the experts
+that the engine chose for them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,7 +61,9 @@ class RankBatch:
     float32, 0 for a sample without any; None where no sample has any.
 
     token_ids: [P] int32, prompt and response of each own sample. token_starts: [S] int64, where a
-    sample's begin; -1 for one of another rank.
+    sample's begin; -1 for one of another rank. routed_experts: [P, bytes] uint8, of each own token
+    the row of types.py, 0 for a sample's last; None where no own sample has any. routed: [S] bool,
+    own samples that have them.
     """
 
     version: int
@@ -79,6 +83,8 @@ class RankBatch:
     step_rewards: NDArray[np.float32] | None
     token_ids: NDArray[np.int32]
     token_starts: NDArray[np.int64]
+    routed_experts: NDArray[np.uint8] | None
+    routed: NDArray[np.bool_]
 
     @classmethod
     def of(cls, version: int, numbers: pa.RecordBatch, tokens: pa.RecordBatch) -> RankBatch:
@@ -92,6 +98,9 @@ class RankBatch:
         token_ids, totals = flat(tokens.column("token_ids"))
         token_starts = np.full(numbers.num_rows, -1, dtype=np.int64)
         token_starts[tokens.column("row").to_numpy()] = np.cumsum(totals) - totals
+        routed_experts, recorded = _routed_experts(tokens.column(ROUTED), totals)
+        routed = np.zeros(numbers.num_rows, dtype=bool)
+        routed[tokens.column("row").to_numpy()] = recorded
         reason = numbers.column("finish_reason")
         return cls(
             version=version,
@@ -111,6 +120,8 @@ class RankBatch:
             step_rewards=steps,
             token_ids=token_ids,
             token_starts=token_starts,
+            routed_experts=routed_experts,
+            routed=routed,
         )
 
     def __len__(self) -> int:
@@ -158,7 +169,7 @@ class RankBatch:
         changed = {
             field.name: getattr(self, field.name)[tokens if field.name in per_token else rows]
             for field in dataclasses.fields(self)
-            if field.name not in ("version", "ids", "token_ids")
+            if field.name not in ("version", "ids", "token_ids", ROUTED)
             and getattr(self, field.name) is not None
         }
         return dataclasses.replace(self, ids=self.ids.take(pa.array(rows)), **changed)
@@ -188,6 +199,29 @@ def tokens_of(samples: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatc
         [
             pa.array(rows, type=pa.int32()),
             pa.ListArray.from_arrays(pa.array(starts), pa.array(values)),
+            samples.column(ROUTED).take(pa.array(rows)),
         ],
         schema=TOKENS,
     )
+
+
+def _routed_experts(
+    column: pa.LargeBinaryArray, tokens: NDArray[np.int64]
+) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_]]:
+    """`RankBatch.routed_experts`, and which rows of the column have any. tokens: of each sample.
+    Raises ValueError where tokens have different numbers of bytes."""
+    recorded = column.is_valid().to_numpy(zero_copy_only=False)
+    if not recorded.any():
+        return None, recorded
+    sizes = pc.fill_null(pc.binary_length(column), 0).to_numpy()
+    widths = np.unique(sizes[recorded] / (tokens[recorded] - 1))
+    if len(widths) != 1 or widths[0] != int(widths[0]):
+        raise ValueError(f"routed experts of {widths.tolist()} bytes for a token: not of one model")
+    known = column.drop_null()
+    begin, end = known.offset, known.offset + len(known)
+    offsets = np.frombuffer(known.buffers()[1], dtype=np.int64)[begin : end + 1]
+    data = np.frombuffer(known.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]
+    found = np.zeros((int(tokens.sum()), int(widths[0])), dtype=np.uint8)
+    starts = np.cumsum(tokens) - tokens
+    found[spans(starts[recorded], tokens[recorded] - 1)] = data.reshape(-1, found.shape[1])
+    return found, recorded

@@ -1,6 +1,6 @@
 """The sample log on disk, `RUN/samples/`, and how to read it.
 
-    samples-000007.arrows     finished samples, one row each (columns.SCHEMA)
+    samples-000007.arrows     finished samples, one row each (columns.LOGGED)
     outcomes-000007.arrows    what became of samples (OUTCOMES)
 
 Invariants:
@@ -25,7 +25,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-from megatron_async_rl.samples.columns import SCHEMA, samples_of
+from megatron_async_rl.samples.columns import LOGGED, samples_of
 from megatron_async_rl.samples.types import Sample
 
 FOLDER = "samples"
@@ -174,7 +174,7 @@ def read_table(run_dir: Path, table: Literal["samples", "outcomes"]) -> pa.Table
         for segment in segments_in(folder)
         for batch in read_batches(path_of(folder, table, segment))
     ]
-    return pa.Table.from_batches(batches, schema=SCHEMA if table == "samples" else OUTCOMES)
+    return pa.Table.from_batches(batches, schema=LOGGED if table == "samples" else OUTCOMES)
 
 
 def _read_some(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -197,7 +197,7 @@ def _schema(path: Path, source: pa.MemoryMappedFile) -> pa.Schema:
         raise SegmentBroken(path, "is not an Arrow stream")
     source.seek(0)
     schema = pa.ipc.read_schema(source)
-    if not schema.equals(SCHEMA if path.name.startswith("samples") else OUTCOMES):
+    if not schema.equals(LOGGED if path.name.startswith("samples") else OUTCOMES):
         raise SegmentBroken(path, f"has other columns than a log: {', '.join(schema.names)}")
     return schema
 

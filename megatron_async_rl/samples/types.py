@@ -6,6 +6,10 @@ Invariants, checked on construction:
 - step rewards, where there are any, are one per response token and sum to the reward;
 - weight versions never decrease along a response (engines only move forward);
 - a request is one response; its id, `<group>-<k>`, is the id of the sample that answers it.
+
+Routed experts, where an engine records them, are the experts that it chose for every token it read:
+of prompt and response without the last token, which no layer has seen. One row for each token, as
+bytes: [layers, experts per token] numbers of experts, uint8, or uint16 in a model of more than 256.
 """
 
 from __future__ import annotations
@@ -44,6 +48,9 @@ def check_response(
     reward: float,
     reward_error: str | None,
     step_rewards: NDArray[np.float32] | None,
+    *,
+    prompt_length: int,
+    routed_experts: bytes | None,
 ) -> None:
     """Raises ValueError for a response that breaks an invariant. `per_token`: `versions` and the
     other arrays that have an entry per response token."""
@@ -59,6 +66,12 @@ def check_response(
     if (versions[1:] < versions[:-1]).any():
         raise ValueError(
             f"sample {name!r}: weight versions decrease along the response: {versions.tolist()}"
+        )
+    rows = prompt_length + length - 1
+    if routed_experts is not None and (not routed_experts or len(routed_experts) % rows):
+        raise ValueError(
+            f"sample {name!r}: {len(routed_experts)} bytes of routed experts are not one row for each"
+            f" of its {rows} tokens but the last"
         )
     if step_rewards is None:
         return
@@ -98,6 +111,7 @@ class Sample:
     step_rewards: NDArray[np.float32] | None = None
     """Where the task rewards steps: the reward that came with each response token, [T]; sums to
     `reward`."""
+    routed_experts: bytes | None = None
     engine: int = 0
     started_at: float = 0.0
     finished_at: float = 0.0
@@ -115,6 +129,8 @@ class Sample:
             self.reward,
             self.reward_error,
             self.step_rewards,
+            prompt_length=len(self.prompt.token_ids),
+            routed_experts=self.routed_experts,
         )
 
     @property
@@ -145,11 +161,12 @@ class Sample:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartialResponse:
     """The tokens of a response that was aborted: response_ids int32, behavior_logprobs float32
-    (nats, as sampled), versions int32."""
+    (nats, as sampled), versions int32. routed_experts: of prompt and response, as a sample's."""
 
     response_ids: NDArray[np.int32]
     behavior_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    routed_experts: bytes | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.behavior_logprobs), len(self.versions)}

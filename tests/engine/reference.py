@@ -19,17 +19,19 @@ PROMPT = [5, 17, 80, 3, 42, 9, 61, 2, 33, 75, 18, 50, 7, 94, 26, 11, 68, 39, 84,
 """Tokens of a reloaded model: longer than the windows of those that have one."""
 
 
-def save_checkpoint(directory: Path, *, seed: int, kv_heads: int = 1) -> Path:
-    """A tiny Qwen3 with a word-level tokenizer `w0 w1 ...`; id 0 ends a sequence."""
+def save_checkpoint(
+    directory: Path, *, seed: int, kv_heads: int = 1, family: str = "qwen3", **more: Any
+) -> Path:
+    """A tiny model with a word-level tokenizer `w0 w1 ...`; id 0 ends a sequence."""
     # 32 is the smallest head of vLLM's attention on a CPU.
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 64,
         "heads": 2,
         "kv_heads": kv_heads,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 1024,
     }
-    save_tiny_model(directory, "qwen3", tied=True, seed=seed, **shape)
+    save_tiny_model(directory, family, tied=True, seed=seed, **shape, **more)
     tokens = {f"w{i}": i for i in range(VOCABULARY)}
     special = {
         "id": 0,

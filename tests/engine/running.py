@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import batched, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,8 @@ class Engines:
         settings: Sequence[Mapping[str, Any]],
         checkpoints: Sequence[Path],
         evaluations: Mapping[str, SamplingConfig] | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        records_experts: bool = False,
     ) -> None:
         self.checkpoints = list(checkpoints)
         self.references = [Reference(path) for path in checkpoints]
@@ -51,7 +53,8 @@ class Engines:
             EngineSpec(
                 index=index,
                 model_path=self.checkpoints[0],
-                dtype="float32",
+                dtype=dtype,
+                records_experts=records_experts,
                 rollout=RolloutConfig.model_validate(
                     {
                         "reward": {"name": REWARD, "timeout_s": 300.0},

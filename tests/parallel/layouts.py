@@ -112,6 +112,13 @@ GRADIENT_LAYOUTS = {
         "pipeline": 2,
         "distributed_optimizer": False,
     },
+    "expert_tensor_pipeline": {
+        "ranks": 4,
+        "expert": 2,
+        "tensor": 2,
+        "sequence": True,
+        "pipeline": 2,
+    },
 }
 """Two dimensions at a time: what decides where a gradient is counted. `objective_program` measures
 the gradient alone on these. Those named `expert...` run the model with experts."""
@@ -168,6 +175,7 @@ def material() -> Path:
         "a": a,
         "b": b,
         "mixture_a": mixture_a,
+        "mixture_routed": with_random_experts(directory / "mixture", mixture_a),
         "mixture_b": mixture_b,
         "a_permuted": permuted(a),
         "usual": without_blank(a),
@@ -309,6 +317,27 @@ def permuted(source: TrainBatch) -> TrainBatch:
         for group in (groups[k] for k in rng.permutation(len(groups)))
     ]
     return TrainBatch.of(source.version, shuffled)
+
+
+def with_random_experts(model_path: Path, source: TrainBatch) -> TrainBatch:
+    """Routed experts that no router chose, so that one that lies a place off shows."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model_path)
+    rng = np.random.default_rng(4)
+
+    def routed(sample):
+        shape = (sample.total_length - 1, config.num_hidden_layers, config.num_experts)
+        chosen = rng.random(shape).argsort(axis=-1)[..., : config.num_experts_per_tok]
+        return {"routed_experts": chosen.astype(np.uint8).tobytes()}
+
+    return replaced(source, routed)
+
+
+def experts_of(sample, layers: int) -> torch.Tensor:
+    """[layers, tokens but the last, experts per token]."""
+    read = torch.frombuffer(bytearray(sample.routed_experts), dtype=torch.uint8).long()
+    return read.view(sample.total_length - 1, layers, -1).transpose(0, 1)
 
 
 def with_behavior(model_path: Path, source: TrainBatch) -> TrainBatch:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import ParallelConfig
@@ -22,9 +23,10 @@ from megatron_async_rl.gradients import products_with, squared_norm
 from megatron_async_rl.policy import adam_view
 from megatron_async_rl.policy.adam_view import gradients_of
 from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.sequence_layout import Padded
 from megatron_async_rl.policy.step import clip_to
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
-from tests.parallel.layouts import DISTINCT, FEW, LAYOUTS, MIXTURE_LAYOUTS
+from tests.parallel.layouts import DISTINCT, FEW, LAYOUTS, MIXTURE_LAYOUTS, replaced
 from tests.parallel.whole_tensors import assembled
 
 # With bounds at which the material's batches have tokens on both sides.
@@ -56,6 +58,13 @@ DENSE_OBJECTIVES = {
     ),
 }
 """Losses that decide on the whole batch and know nothing of experts; on the layouts `FEW`."""
+REPLAYED = ObjectiveConfig(loss="reinforce", advantage="none")
+SEVERAL_STEPS = ObjectiveConfig(minibatches=2, epochs=2, proximal="recompute")
+REPLAYS = {
+    "padded": {},
+    "packed_recomputed": {"sequence": "packed", "recompute": "full"},
+}
+"""Settings of the policies that replay given experts."""
 WHOLE_BATCH = ("m2po", "bapo", *DENSE_OBJECTIVES)
 SKIPPING = ("single", "tensor_pipeline", "mixture_single", "expert_tensor")
 """Layouts that skip an anomalous step; that a skipped step changes nothing is shown on every
@@ -96,7 +105,8 @@ class ReducedGradient:
         take = policy.step.take
         policy.step.take = lambda *args: {"policy/skipped": float(policy.optimizer.prepare_grads())}
         try:
-            assert policy.train_step(received(policy, rank.batches[name]))["policy/skipped"] == 0.0
+            self.metrics = policy.train_step(received(policy, rank.batches[name]))
+            assert self.metrics["policy/skipped"] == 0.0
         finally:
             policy.step.take = take
         # Asked for under the rule in force, which a test may have broken.
@@ -256,6 +266,88 @@ def anomalous(rank: Rank, prefix: str, on_anomaly: str) -> dict:
     }
 
 
+def replayed(rank: Rank, settings: dict) -> dict:
+    """Of experts that came with the samples: log-probs, and the gradient of a step."""
+    policy = rank.policy(
+        "mixture",
+        objective=REPLAYED,
+        routing_replay="rollout",
+        controls=(),
+        clip_grad=None,
+        **settings,
+    )
+    scores = policy.score(received(policy, scorable(rank.batches["mixture_routed"])))
+    gradient = ReducedGradient(rank, policy, "mixture_routed")
+    return {
+        "scores": scores,
+        "gradient": gradient.whole(),
+        "rerouted": gradient.metrics["policy/rerouted"],
+    }
+
+
+def several_steps(rank: Rank, batch: str, replay: str, objective=SEVERAL_STEPS) -> dict:
+    """On a model that moves far within the batch."""
+    policy = rank.policy(
+        "mixture", objective=objective, routing_replay=replay, controls=(), lr=0.02
+    )
+    return rank.train(policy, [batch])
+
+
+def with_own_choice(rank: Rank, name: str) -> None:
+    """Adds the batch `..._own`: with the experts that the model itself chooses, padded and alone."""
+    policy = rank.policy("mixture", routing_replay="proximal")
+    routing = policy.schedule.routing
+    mine = received(policy, scorable(rank.batches[name]))
+    chosen = {}
+    for micro_batch in policy.batcher.of(mine)[1]:
+        policy.schedule.forward([micro_batch], "record")
+        layers = routing.recorded[micro_batch]
+        rows, length = micro_batch.tokens.shape
+        by_row = torch.stack([layers[layer].view(length, rows, -1) for layer in sorted(layers)], 2)
+        for row, sample in enumerate(micro_batch.samples):
+            read = by_row[: mine.fed[sample], row]
+            chosen[mine.ids[sample].as_py()] = read.contiguous().numpy().tobytes()
+    rank.batches[f"{name}_own"] = replaced(
+        rank.batches[name], lambda sample: {"routed_experts": chosen[sample.id]}
+    )
+
+
+def counting_routers(rank: Rank, sequence: str) -> dict:
+    """The gradient of a step whose routers add Megatron's losses on their use of experts, of the
+    batch as one micro-batch."""
+    policy = rank.policy(
+        "mixture", objective=REPLAYED, controls=(), clip_grad=None, budget=4096, sequence=sequence
+    )
+    config = policy.model.config
+    config.moe_aux_loss_coeff = 0.1
+    # Under sequence parallelism Megatron takes the mean of ranks' means, whose tokens differ.
+    config.moe_z_loss_coeff = None if config.sequence_parallel else 0.1
+    for chunk in policy.model.chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module.routing_type = "aux_loss"
+
+    def together(self, share, fed, budget):
+        return [tuple(share[(-fed[share]).argsort(kind="stable")].tolist())]
+
+    with mock.patch.object(Padded, "cut", together):
+        return ReducedGradient(rank, policy, "mixture_a").whole()
+
+
+def routing(rank: Rank) -> dict:
+    """The model of experts, replayed."""
+    found = {name: replayed(rank, settings) for name, settings in REPLAYS.items()}
+    found["counted"] = {kind: counting_routers(rank, kind) for kind in ("padded", "packed")}
+    found["proximal"] = several_steps(rank, "mixture_a", "proximal")
+    if rank.layout.world_size == 1:
+        with_own_choice(rank, "mixture_a")
+        for replay in ("none", "rollout"):
+            found[replay] = several_steps(rank, "mixture_a_own", replay)
+            one = several_steps(rank, "mixture_a_own", replay, ObjectiveConfig())
+            found[f"one_step_{replay}"] = one
+    return found
+
+
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
     mixture = output.stem.startswith(("mixture", "expert"))
@@ -263,6 +355,8 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     results: dict = {
         "gradients": {name: measured_gradients(rank, name, a, b) for name in models_of(output.stem)}
     }
+    if mixture:
+        results["routing"] = routing(rank)
     if output.stem not in DISTINCT | MIXTURE_LAYOUTS:
         if rank.layout.rank == 0:
             torch.save(results, output)

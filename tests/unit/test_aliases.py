@@ -43,6 +43,10 @@ def fix_of(folder: Path, override: str) -> str:
         ("policy.learning_rate=1e-5", "use `policy.optimizer.lr`"),
         ("policy.lr=1e-5", "`policy.optimizer.lr`"),
         ("flow.batch_size=8", "use `flow.prompts_per_step`"),
+        (
+            "policy.parallel.expert_tensor=2",
+            "use `policy.parallel.expert`; experts are divided whole",
+        ),
     ],
 )
 def test_a_name_of_another_library_is_answered_with_ours(

@@ -15,9 +15,10 @@ import pytest
 
 from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.buffer import Buffer, GroupState
-from megatron_async_rl.flow.buffer_file import BufferBroken, read, written
+from megatron_async_rl.flow.buffer_file import PARTIALS, BufferBroken, read, written
 from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.columns import LOGGED
+from megatron_async_rl.samples.rows import SampleRow, gathered
 from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
 from tests.train_batches import row
 from tests.unit.fake_engine import partial
@@ -58,6 +59,7 @@ def full() -> Buffer:
         weight=0.3,
         engine=7,
         started_at=1.1e9 + 1 / 3,
+        routed_experts=bytes(range(4 * 6)),
     )
     failed = sample(
         "3-2",
@@ -72,6 +74,7 @@ def full() -> Buffer:
         response_ids=np.array([9, 8], dtype=np.int32),
         behavior_logprobs=np.array([-0.3, -1e-30], dtype=np.float32),
         versions=np.array([0, 1], dtype=np.int32),
+        routed_experts=b"\x00\xff\x01" * 2,
     )
     asked = [
         Request(group=4, k=0, prompt=CHANGED, prefix=begun),
@@ -141,6 +144,23 @@ def test_every_field_comes_back_as_it_was(rows: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(buffer_file, "ROWS", rows)
     assert same(read(written(full())), full())
     assert same(read(written(Buffer())), Buffer())
+
+
+def test_a_file_from_before_samples_had_experts_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = full()
+    with monkeypatch.context() as then:
+        then.setattr(buffer_file, "SCHEMA", LOGGED)
+        then.setattr(buffer_file, "gathered", lambda rows: gathered(rows, schema=LOGGED))
+        last = PARTIALS.get_field_index("routed_experts")
+        then.setattr(buffer_file, "PARTIALS", PARTIALS.remove(last))
+        before = written(now)
+    found = read(before)
+    (state, _) = found.groups
+    assert [one.sample().routed_experts for one in state.samples] == [None, None]
+    assert [one.sample().text for one in state.samples] == ["3-0 \x00 é", "3-2 \x00 é"]
+    assert {one.prefix.routed_experts for one in found.groups[1].open.values() if one.prefix} == {
+        None
+    }
 
 
 def test_a_row_that_is_read_keeps_few_others_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,11 @@ def test_a_batch_and_its_samples_are_the_same_to_the_last_bit():
         sample(0, 4),
         sample(1, 2, step_rewards=steps, reward=0.75, weight=0.5),
         sample(2, 1, reward=0.0, reward_error="no number", finish_reason="length"),
+        sample(3, 2, routed_experts=bytes(range(24))),
     ]
-    batch = batch_of(given, [3, 3, 4])
+    batch = batch_of(given, [3, 3, 4, 4])
     assert batch.schema == SCHEMA
-    assert batch.column("group").to_pylist() == [3, 3, 4]
+    assert batch.column("group").to_pylist() == [3, 3, 4, 4]
     for cut in (batch, pa.concat_batches([batch.slice(0, 1), batch.slice(1)])):
         for before, after in zip(given, samples_of(cut), strict=True):
             for name in vars(before):
@@ -49,6 +50,12 @@ def test_a_batch_and_its_samples_are_the_same_to_the_last_bit():
                     np.testing.assert_array_equal(left, right)
                 else:
                     assert left == right, name
+
+
+@pytest.mark.parametrize("experts", [b"", bytes(5)], ids=["none", "not a row each"])
+def test_routed_experts_are_a_row_for_each_token_but_the_last(experts: bytes) -> None:
+    with pytest.raises(ValueError, match="one row for each of its 4 tokens but the last"):
+        sample(0, 2, routed_experts=experts)
 
 
 def test_rows_in_the_middle_of_a_batch_are_read_from_their_own_place():

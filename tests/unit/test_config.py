@@ -277,6 +277,44 @@ def test_an_override_that_is_none_is_refused(file, override, what):
     assert what in problem(file, override).what
 
 
+REPLAY = ["policy.routing_replay=proximal", "objective.minibatches=2"]
+REPLAYED = ["objective.proximal=recompute", "objective.loss=ppo_clip"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (["policy.routing_replay=rollout"], ""),
+        ([*REPLAY, *REPLAYED], ""),
+        ([*REPLAY, "objective.proximal=behavior"], "pass that makes pi_prox under the weights"),
+        ([REPLAY[0], *REPLAYED], "several optimizer steps; set objective.proximal: recompute"),
+        ([*REPLAY, REPLAYED[0], "objective.loss=reinforce"], "reinforce without corrections has"),
+        (
+            [
+                *REPLAY,
+                REPLAYED[0],
+                "objective.loss=reinforce",
+                "objective.corrections=[tis]",
+                "objective.advantage={name: opob, mode: exact}",
+            ],
+            "trains one sequence at a time",
+        ),
+        (
+            ["policy.routing_replay=rollout", "objective={loss: sft, advantage: none}"],
+            "sft learns from given ones",
+        ),
+        (["rollout.vllm.enable_return_routed_experts=true"], "sets it: policy.routing_replay"),
+    ],
+)
+def test_replay_of_experts_wants_a_pass_that_chose_them(file, overrides, what):
+    if not what:
+        load(file, overrides)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(file, overrides)
+    assert any(what in one.what for one in caught.value.problems)
+
+
 @pytest.mark.parametrize("how", ["virtual_pipeline=2", "expert=2", "overlap_grad_reduce=true"])
 def test_a_baseline_that_is_measured_sequence_by_sequence_wants_gradients_to_itself(file, how):
     exact = ["objective.advantage={name: opob, mode: exact}", "objective.loss=reinforce"]

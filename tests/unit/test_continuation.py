@@ -1,12 +1,19 @@
 """A response that begins with tokens sampled before: its draws are its own, and what stops a
 response stops it too."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from megatron_async_rl.rollout.continuation import joined, sample_seed, stopped_length
+from megatron_async_rl.rollout.continuation import (
+    first,
+    joined,
+    recorded_from,
+    sample_seed,
+    stopped_length,
+)
 from megatron_async_rl.samples.types import PartialResponse
 
 STOP = ("the end", "\n\n")
@@ -27,6 +34,27 @@ def tokens(*values: int, version: int = 0) -> PartialResponse:
         behavior_logprobs=np.full(count, -0.5, np.float32),
         versions=np.full(count, version, np.int32),
     )
+
+
+def test_experts_of_a_response_cut_twice_are_recorded_once_for_each_token() -> None:
+    """Of a prompt of 3 tokens; a token has 2 bytes, its place in the response twice."""
+
+    def experts(start: int, end: int) -> bytes:
+        return bytes(place for place in range(start, end) for _ in range(2))
+
+    whole, done = None, 0
+    for count in (1, 4, 2):
+        start = recorded_from(3, whole)
+        assert start == (0 if whole is None else 3 + done - 1)
+        done += count
+        part = dataclasses.replace(
+            tokens(*range(count)), routed_experts=experts(start, 3 + done - 1)
+        )
+        whole = joined(whole, part)
+    assert whole is not None
+    assert whole.routed_experts == experts(0, 3 + 7 - 1)
+    assert first(whole, 4, prompt=3).routed_experts == experts(0, 3 + 4 - 1)
+    assert recorded_from(3, tokens(1, 2)) == 0, "what nobody recorded is asked for again"
 
 
 def test_seeds_depend_on_the_run_the_place_and_the_prefix_and_nothing_else() -> None:

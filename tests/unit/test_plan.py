@@ -324,6 +324,20 @@ def test_a_dense_model_has_no_experts_to_divide(file):
     ]
 
 
+def test_replay_of_experts_wants_some_and_says_what_it_carries(file, tmp_path):
+    assert keys(plan(file, "policy.routing_replay=rollout")) == ["policy.routing_replay"]
+    mixture = write_run(tmp_path / "mixture", **MIXTURE)
+    asked = ["flow.prompts_per_step=6", "policy.routing_replay=rollout"]
+    planned = plan(mixture, *asked)
+    assert keys(planned) == []
+    # Two layers, two experts each.
+    assert planned.routed_bytes == 4
+    console = Console(file=StringIO(), width=200)
+    show_plan(planned, load(mixture, asked), LAPTOP, console)
+    assert "engines chose: 4 bytes a token, up to " in console.file.getvalue()
+    assert plan(mixture, asked[0]).routed_bytes == 0
+
+
 def test_expert_parallelism_divides_experts_and_their_optimizer_state_over_other_ranks_than_the_rest(
     tmp_path,
 ):

@@ -3,10 +3,12 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
@@ -15,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
 from megatron_async_rl.rollout.responses import Responses
@@ -22,7 +25,7 @@ from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.columns import samples_of
-from megatron_async_rl.samples.types import Request
+from megatron_async_rl.samples.types import PartialResponse, Request
 
 
 class FakeLLM:
@@ -45,7 +48,7 @@ class FakeLLM:
                 collector.put(output([5], reason="abort"))
 
 
-def output(ids: list[int], reason: str = "stop") -> RequestOutput:
+def output(ids: list[int], reason: str = "stop", experts: Any = None) -> RequestOutput:
     logprobs = FlatLogprobs()
     for token in ids:
         logprobs.append_fast([token], [-0.5], iter([1]), [None])
@@ -56,6 +59,7 @@ def output(ids: list[int], reason: str = "stop") -> RequestOutput:
         cumulative_logprob=None,
         logprobs=logprobs,
         finish_reason=reason,
+        routed_experts=experts,
     )
     completion.weight_versions = [SimpleNamespace(version="3", start=0, end=len(ids))]
     return RequestOutput("r", None, [1], None, [completion], True)
@@ -66,7 +70,10 @@ def request(k: int, **fields: Any) -> Request:
 
 
 def working(
-    logs: Path, work: Callable[[Responses, FakeLLM], Awaitable[None]], max_tokens: int = 8
+    logs: Path,
+    work: Callable[[Responses, FakeLLM], Awaitable[None]],
+    max_tokens: int = 8,
+    records_experts: bool = False,
 ) -> None:
     logs.mkdir(exist_ok=True)
     spec = EngineSpec(
@@ -79,13 +86,16 @@ def working(
         seed=1,
         device="cpu",
         log_dir=logs,
+        records_experts=records_experts,
+        evaluations={"held": SamplingConfig(max_tokens=max_tokens)},
     )
     tokenizer: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
 
     async def run() -> None:
         llm: Any = FakeLLM()
         scorer = Scorer(spec.rollout.reward)
-        sampling = {None: SamplingParams(max_tokens=max_tokens, skip_clone=True)}
+        one = SamplingParams(max_tokens=max_tokens, skip_clone=True)
+        sampling = {None: one, "held": one}
         responses = Responses(llm, spec, sampling, tokenizer, scorer, BusyClock())
         await work(responses, llm)
         responses.close()
@@ -111,6 +121,40 @@ def test_responses_that_end_together_are_reported_together(tmp_path: Path) -> No
         assert (aborted, responses.running, responses.tokens) == ((), 1, 4)
 
     working(tmp_path, work)
+
+
+def test_experts_come_with_what_is_trained_on_and_one_row_short_is_an_error(
+    tmp_path: Path,
+) -> None:
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        held_out = replace(request(3, answer="7"), group=-1, sampling="held")
+        begun = PartialResponse(
+            response_ids=np.array([8, 9], np.int32),
+            behavior_logprobs=np.zeros(2, np.float32),
+            versions=np.zeros(2, np.int32),
+            routed_experts=b"ab" * 2,
+        )
+        goes_on = replace(request(1, answer="7"), prefix=begun)
+        await responses.submit([request(0, answer="7"), goes_on, held_out, request(2)])
+        asked = [parameters.routed_experts_prompt_start for parameters in llm.parameters]
+        # A prompt of one token, and all of it where nobody wants any.
+        assert asked == [0, 2, 1, 0]
+        rows = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+        llm.collectors[0].put(output([7, 0], experts=rows[:2]))
+        llm.collectors[1].put(output([7], experts=rows[:1, :1]))
+        llm.collectors[2].put(output([7], experts=rows[:0]))
+        finished, _ = await responses.reports.take(60)
+        found = {one.id: one.routed_experts for one in samples_of(finished)}
+        assert found == {
+            "4-0": bytes(range(8)),
+            "4-1": b"abab" + bytes([0, 1]),
+            held_out.id: None,
+        }
+        llm.collectors[3].put(output([7, 0], experts=rows[:1]))
+        with pytest.raises(RuntimeError, match="the experts of 1 tokens, not of 2"):
+            await responses.reports.take(60)
+
+    working(tmp_path, work, records_experts=True)
 
 
 def test_an_aborted_response_keeps_what_was_sampled(tmp_path: Path) -> None:

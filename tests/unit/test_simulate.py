@@ -22,7 +22,7 @@ from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutCon
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.samples import segments
-from megatron_async_rl.samples.columns import batch_of
+from megatron_async_rl.samples.columns import LOGGED, batch_of
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import part_of
@@ -175,7 +175,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for track, lines in tracks.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (out / TIMELINE / f"{track}.jsonl").write_text(text)
-    content = batch_of(samples, [index // 2 for index in range(len(samples))])
+    content = batch_of(samples, [index // 2 for index in range(len(samples))], LOGGED)
     path = str(segments.path_of(out / segments.FOLDER, "samples", 0))
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, content.schema) as stream:
         stream.write_batch(content)

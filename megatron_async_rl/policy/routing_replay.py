@@ -1,0 +1,194 @@
+"""Routing replay: tokens of a mixture of experts go to experts that were chosen for them before.
+
+    rollout   by the engine that sampled them; the choice came with the sample (R3, arXiv 2510.11370)
+    proximal  by the pass that scores the batch under the weights it begins with (R2, arXiv
+              2507.18071), which this module records
+
+    router: scores -> own choice -> chosen = replayed, where there is one, else own
+            weights of experts = scores at `chosen`, normalised as ever
+
+Only the choice is replayed. The weights of the experts are the current router's, so its gradient
+flows through them, and none through the choice.
+
+Invariants:
+- a layer that the backward pass computes again replays what its forward pass did;
+- a token without a recorded choice chooses: padding, and a sample that nobody recorded;
+- what is recorded never leaves the rank: it belongs to a micro-batch, and the same micro-batches are
+  scored and trained on. Others, such as those that trace an anomaly, choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_async_rl.config.problem import UserError
+
+if TYPE_CHECKING:
+    from megatron_async_rl.policy.microbatch import MicroBatch
+    from megatron_async_rl.policy.parallel import Layout
+
+RoutingPass = Literal["replay", "record", "choose"]
+"""What routers do in a pass over micro-batches."""
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The choice for this rank's T tokens of a micro-batch, in the order in which layers see them.
+
+    experts: by layer, [T, experts per token]. known: [T] bool, tokens that have one.
+    """
+
+    experts: Mapping[int, Tensor] | Sequence[Tensor]
+    known: Tensor
+
+
+class RoutingReplay:
+    """Of one model. `chunks`: its Megatron modules; `config`: Megatron's, of the model. Raises
+    UserError for a model without experts."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: Any, layout: Layout) -> None:
+        if not config.num_moe_experts:
+            what = "the model has no experts, so there is no choice of them to replay"
+            raise UserError.of("policy.routing_replay", what, "set it to none")
+        self.config = config
+        self.layout = layout
+        self.recomputes = config.recompute_granularity == "full"
+        self.trains = False
+        self.now: Routing | None = None
+        self.recording: dict[int, Tensor] | None = None
+        self.recorded: dict[MicroBatch, dict[int, Tensor]] = {}
+        """By layer, [T, experts per token]."""
+        self._counts = torch.zeros(2, dtype=torch.float64, device=layout.device)
+        routers = [
+            module
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, TopKRouter)
+        ]
+        self._layers = [LayerReplay(self, int(router.layer_number) - 1) for router in routers]
+        for router, layer in zip(routers, self._layers, strict=True):
+            router.router_replay = layer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of an expert's number, as an engine records it; uint16 is read as int16."""
+        return torch.uint8 if self.config.num_moe_experts <= 256 else torch.int16
+
+    def begin(self, *, trains: bool) -> None:
+        """A run of Megatron's schedule follows; trains: with backward passes."""
+        self.trains = trains
+        for layer in self._layers:
+            layer.pending.clear()
+
+    def enter(self, micro_batch: MicroBatch, what: RoutingPass) -> None:
+        """The micro-batch's forward pass through one chunk follows."""
+        self.now = self.recording = None
+        if what == "record":
+            self.recording = self.recorded.setdefault(micro_batch, {})
+        elif what == "replay":
+            self.now = self._routing(micro_batch)
+
+    def end(self) -> None:
+        """The run is over. Raises RuntimeError for a layer that was not computed again as often as
+        it should have been, and so replayed another micro-batch's choice."""
+        self.now = self.recording = None
+        left = [layer.layer for layer in self._layers if layer.pending]
+        if left:
+            raise RuntimeError(f"routing replay: layers {left} were not all computed again")
+
+    def forget(self) -> None:
+        """Drops what was recorded."""
+        self.recorded.clear()
+
+    def count(self, own: Tensor, chosen: Tensor, known: Tensor) -> None:
+        other = (own.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1) & known
+        self._counts += torch.stack((other.sum(), known.sum()))
+
+    def take_counts(self) -> Tensor:
+        """[2] float64 since it was last asked, of this rank's tokens and layers in forward passes
+        with a backward one: how often a router would have chosen other experts than were replayed,
+        and of how many."""
+        found = self._counts.clone()
+        self._counts.zero_()
+        return found
+
+    def _routing(self, micro_batch: MicroBatch) -> Routing | None:
+        recorded = self.recorded.get(micro_batch)
+        if recorded is not None:
+            return Routing(recorded, ~self._own(micro_batch.padding))
+        rows = micro_batch.routed_experts
+        if rows is None:
+            return None
+        wanted = self.config.num_layers * self.config.moe_router_topk * self.dtype.itemsize
+        if rows.shape[-1] != wanted:
+            raise ValueError(
+                f"routed experts take {rows.shape[-1]} bytes a token, and this model's"
+                f" {self.config.num_layers} layers want {wanted}"
+            )
+        most = int(rows.view(self.dtype).max())
+        if most >= self.config.num_moe_experts:
+            raise ValueError(
+                f"a routed expert has the number {most}, and the model has"
+                f" {self.config.num_moe_experts}"
+            )
+        own = self._own(rows).to(self.layout.device, non_blocking=True).view(self.dtype)
+        by_layer = own.view(len(own), self.config.num_layers, -1).unbind(1)
+        return Routing(by_layer, self._own(micro_batch.routed))
+
+    def _own(self, values: Tensor) -> Tensor:
+        """[rows, length, ...] -> [T, ...] of the tokens that this rank's layers see, which is a part
+        of each row under sequence parallelism."""
+        by_position = values.transpose(0, 1)
+        if self.config.sequence_parallel:
+            by_position = by_position.chunk(self.layout.tp_size)[self.layout.tp_rank]
+        return by_position.flatten(0, 1).contiguous()
+
+
+class LayerReplay:
+    """In the place of Megatron's own `RouterReplay` in the router of layer `layer`, from 0. That one
+    has a queue for layers that are computed again, too, but wants to be told before each whether it
+    is; and all of a process hang on one list, whatever model they are of."""
+
+    def __init__(self, replay: RoutingReplay, layer: int) -> None:
+        self.replay = replay
+        self.layer = layer
+        self.pending: list[Routing | None] = []
+        """Of forward passes whose layer will be computed again, oldest first: backward passes come
+        in the order of a chunk's forward passes."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """scores: [T, experts]. -> scores at the chosen experts, and the experts, [T, topk] each."""
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        replay = self.replay
+        if replay.recording is not None:
+            replay.recording[self.layer] = own.to(replay.dtype)
+            return values, own
+
+        again = replay.trains and replay.recomputes and torch.is_grad_enabled()
+        if again:
+            routing = self.pending.pop(0)
+        else:
+            routing = replay.now
+            if replay.trains and replay.recomputes:
+                self.pending.append(routing)
+        if routing is None:
+            return values, own
+        known = routing.known[:, None]
+        chosen = torch.where(known, routing.experts[self.layer].to(own.dtype), own)
+        if replay.trains and not again:
+            replay.count(own, chosen, routing.known)
+        return scores.gather(1, chosen), chosen
