@@ -21,7 +21,6 @@ from pydantic.fields import FieldInfo
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import FromFile, Strict
 
-
 NAMED = "NAME"
 """Stands for a name of the user's own in a dotted key."""
 

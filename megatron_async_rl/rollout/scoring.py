@@ -26,6 +26,7 @@ from megatron_async_rl.config.schema import RewardConfig, RewardPart
 from megatron_async_rl.rollout.reward_process import START_S, Called, Job, RewardProcess
 from megatron_async_rl.rollout.rewards.registry import (
     KEY,
+    NOTHING_KNOWN,
     Context,
     Item,
     built_in,
@@ -50,7 +51,9 @@ def require_rewards(settings: RewardConfig) -> None:
 def reward_fields(settings: RewardConfig) -> tuple[str, ...]:
     """Keys that every row of the data needs for the rewards, beside `prompt`."""
     fields = [
-        field for one in settings.rewards.values() for field in required_fields(one.name, one.settings)
+        field
+        for one in settings.rewards.values()
+        for field in required_fields(one.name, one.settings)
     ]
     return tuple(dict.fromkeys(fields))
 
@@ -220,17 +223,22 @@ class Scorer:
         for pool in self.pools:
             await pool.ready()
 
-    def score_inline(self, prompt: Prompt, response: str, context: Context = Context()) -> Scored:
+    def score_inline(
+        self, prompt: Prompt, response: str, context: Context = NOTHING_KNOWN
+    ) -> Scored:
         """At once; of rewards that are `inline`."""
         item = Item(prompt, response, context)
         every = [one for _, one in self._parts.values() if isinstance(one, Inline)]
         return self._sum([one.score(item) for one in every])
 
-    async def score(self, prompt: Prompt, response: str, context: Context = Context()) -> Scored:
+    async def score(
+        self, prompt: Prompt, response: str, context: Context = NOTHING_KNOWN
+    ) -> Scored:
         """Never raises for what the reward does: an exception, a value that is not a finite number,
         a time-out and the end of its process are errors of the response."""
         item = Item(prompt, response, context)
-        return self._sum(await asyncio.gather(*(one.ask(item) for _, one in self._parts.values())))
+        asked = [one.ask(item) for _, one in self._parts.values()]
+        return self._sum([await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked))
 
     def close(self) -> None:
         """Ends the processes; scores that are still waited for are cancelled."""

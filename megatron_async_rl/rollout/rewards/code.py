@@ -9,6 +9,7 @@ the functions of the code are stand-ins that send arguments over and get plain v
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -72,10 +73,8 @@ def tests_of(prompt: Prompt) -> list[str] | list[tuple[str, str]]:
     of {input, output}, or {inputs: [...], outputs: [...]}. Raises RewardError."""
     given = prompt.fields.get("tests")
     if isinstance(given, str) and given.lstrip().startswith(("[", "{")):
-        try:
+        with contextlib.suppress(ValueError):
             given = json.loads(given)
-        except ValueError:
-            pass
     if isinstance(given, str):
         given = [given]
     if isinstance(given, dict) and given.keys() >= {"inputs", "outputs"} and "fn_name" not in given:
@@ -112,9 +111,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def _asserts(
-    source: str, tests: Sequence[str], entry_point: object, limits: Limits
-) -> list[bool]:
+def _asserts(source: str, tests: Sequence[str], entry_point: object, limits: Limits) -> list[bool]:
     """The tester's sandbox says which passed. None of them where it says nothing."""
     stubs = _STUBS.read_text()
     ours, theirs = socket.socketpair()

@@ -10,6 +10,7 @@ in what equals what. Runs without this package.
 """
 
 import builtins
+import contextlib
 import itertools
 import json
 import os
@@ -76,10 +77,8 @@ def serve(descriptor, source):
 
     main = {"__name__": "__main__"}
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as channel:
-        try:
+        with contextlib.suppress(BaseException):  # what it defined before may do
             exec(compile(source, CODE_NAME, "exec"), main)
-        except BaseException:  # what it defined before may do
-            pass
         defined = {
             name: encode(value, keep)
             for name, value in main.items()
@@ -92,7 +91,7 @@ def serve(descriptor, source):
             try:
                 result, args = answer(*asked)
                 reply = {"value": encode(result, keep), "args": encode(args, keep)}
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - the code's own, told to the test
                 reply = {"error": type(error).__name__, "text": str(error)[:1000]}
             channel.write(json.dumps(reply) + "\n")
             channel.flush()
@@ -119,13 +118,12 @@ class Channel:
                 kind = RuntimeError
             raise kind(reply["text"])
         after = decode(reply["args"], self.stand_in)
-        for given, changed in zip(args, after):
-            if type(given) is type(changed) and given != changed:
-                if type(given) is list:
-                    given[:] = changed
-                elif type(given) in (dict, set):
-                    given.clear()
-                    given.update(changed)
+        for given, changed in zip(args, after, strict=False):
+            if type(given) is type(changed) is list:
+                given[:] = changed
+            elif type(given) is type(changed) and type(given) in (dict, set):
+                given.clear()
+                given.update(changed)
         return decode(reply["value"], self.stand_in)
 
     def stand_in(self, number):
@@ -179,7 +177,7 @@ def test(descriptor, tests, entry_point):
                 for name, value in channel.read().items()
                 if name.isidentifier() and not hasattr(builtins, name)
             }
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever the code says
             names = {}
         for source in tests:
             passed.append(passes(source, names, entry_point))
@@ -197,6 +195,6 @@ def passes(source, names, entry_point):
                 names[name]()
             elif name == "check" and entry_point is not None:
                 names[name](names[entry_point])
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - a test that did not end is one that failed
         return False
     return True

@@ -78,7 +78,7 @@ async def post(url: str, body: Any, headers: Mapping[str, str], timeout_s: float
             while True:
                 try:
                     async with _session().post(url, json=body, headers=headers) as answer:
-                        content = await answer.content.read(LONGEST)
+                        content = await _read(url, answer)
                         text = content.decode(errors="replace")
                         if answer.status < 300:
                             return _parsed(url, text)
@@ -114,6 +114,15 @@ def check_server(*, key: str, url: str, api_key_env: str | None = None, **_: Any
         raise RewardError(f"{key}.api_key_env", what, fix)
 
 
+async def _read(url: str, answer: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for part in answer.content.iter_any():
+        content += part
+        if len(content) > LONGEST:
+            raise ServerFailed(f"{url} answered more than {LONGEST} bytes")
+    return bytes(content)
+
+
 def _parsed(url: str, text: str) -> Any:
     try:
         return json.loads(text)
@@ -126,7 +135,9 @@ def _session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
         # The limit on calls is the reward's own.
-        _sessions[loop] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        _sessions[loop] = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        )
     return _sessions[loop]
 
 

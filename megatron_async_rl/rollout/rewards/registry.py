@@ -72,6 +72,9 @@ class Context:
     """Sampled for an evaluation."""
 
 
+NOTHING_KNOWN = Context()
+"""Of a response that nobody sampled."""
+
 CONTEXT = (*Context.__dataclass_fields__, "timeout_s")
 """What a reward may ask for by the name of a parameter. `timeout_s`: the limit of the call."""
 
@@ -82,7 +85,7 @@ class Item:
 
     prompt: Prompt
     response: str
-    context: Context = Context()
+    context: Context = NOTHING_KNOWN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +218,9 @@ def _require(name: str, found: BuiltInReward, key: str) -> None:
     if found.requires is not None and importlib.util.find_spec(found.requires) is None:
         package = found.requires.replace("_", "-")
         raise RewardError(
-            f"{key}.name", f"{name} needs the package {package}", f"install it: pip install {package}"
+            f"{key}.name",
+            f"{name} needs the package {package}",
+            f"install it: pip install {package}",
         )
 
 

@@ -235,7 +235,8 @@ class Sandbox:
 @functools.cache
 def _readable() -> list[str]:
     """Folders that a Python program needs: the standard library, and the system's libraries."""
-    library = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    bases = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    library = [sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")]
     config = sysconfig.get_config_var("LIBDIR") or ""
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
     links = [path for path in system if os.path.islink(path)]

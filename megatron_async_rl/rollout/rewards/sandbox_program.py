@@ -119,16 +119,14 @@ def drop_capabilities() -> None:
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
-    called(
-        libc.syscall(SYS_CAPSET[os.uname().machine], header, bytes(24)), "dropping capabilities"
-    )
+    called(libc.syscall(SYS_CAPSET[os.uname().machine], header, bytes(24)), "dropping capabilities")
 
 
 def run(source: str) -> None:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv[:] = ["program.py"]
-    exec(compile(source, "program.py", "exec"), main.__dict__)  # noqa: S102 - what it is for
+    exec(compile(source, "program.py", "exec"), main.__dict__)
 
 
 def end_descendants() -> None:
