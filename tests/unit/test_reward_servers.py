@@ -27,7 +27,7 @@ async def served(answer: Answer) -> Any:
     """The address of a server that answers everything with `answer`."""
     app = web.Application()
     app.router.add_route("POST", "/{path:.*}", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
