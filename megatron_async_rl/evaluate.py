@@ -38,7 +38,8 @@ from megatron_async_rl.plan.layout import Device, device_of
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
-from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward, required_fields
+from megatron_async_rl.rollout.rewards.registry import RewardError
+from megatron_async_rl.rollout.scoring import require_rewards, reward_fields
 from megatron_async_rl.rollout.spec import EngineSpec
 
 STOP_ENGINES_S = 15.0
@@ -205,8 +206,8 @@ def _held_out(
             what = f"{one.sampling.max_tokens} response tokens leave no room for a prompt"
             raise _refused(target, one.max_tokens_key, what, f"set it below {limit}")
     try:
-        load_reward(rollout.reward.name)
-        required = required_fields(rollout.reward.name)
+        require_rewards(rollout.reward)
+        required = reward_fields(rollout.reward)
         tokenizer = tokenizer_of(model, config.data)
     except RewardError as error:
         raise _refused(target, error.where, error.what, error.fix) from error

@@ -21,11 +21,14 @@ from pydantic.fields import FieldInfo
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import FromFile, Strict
 
+NAMED = "NAME"
+"""Stands for a name of the user's own in a dotted key."""
+
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the schema. `key` is dotted, `[]` standing for an index and `(name)` for a
-    method."""
+    """One leaf of the schema. `key` is dotted, `[]` standing for an index, `NAME` for a name of the
+    user's own and `(name)` for a method."""
 
     key: str
     field: FieldInfo
@@ -49,9 +52,10 @@ def walk(
         methods = is_method(inner)
         for one in inner:
             label = f"({one.model_fields['name'].default})" if methods else ""
-            sections.append(
-                (f"{prefix}{name}{'[]' if is_list(field.annotation) else ''}{label}", one)
-            )
+            several = "[]" if is_list(field.annotation) else ""
+            if is_named(field.annotation):
+                several = f".{NAMED}"
+            sections.append((f"{prefix}{name}{several}{label}", one))
     yield prefix.rstrip("."), model, leaves
     for label, one in sections:
         yield from walk(one, f"{label}.")
@@ -77,12 +81,21 @@ def is_list(annotation: Any) -> bool:
     return get_origin(annotation) in (tuple, list)
 
 
+def is_named(annotation: Any) -> bool:
+    """True for sections under names of the user's own."""
+    return get_origin(annotation) is Mapping and bool(models_in(annotation))
+
+
 def models_at(dotted: Sequence[str | int], tree: Any) -> tuple[type[Strict], ...]:
     """The models whose keys are valid below `dotted`; `tree` (the user's own values) tells which
     method was chosen."""
     models: tuple[type[Strict], ...] = (Config,)
+    named = False
     for part in dotted:
         tree = _child(tree, part)
+        if named:
+            named = False
+            continue
         if isinstance(part, int) or str(part).isdigit():
             models = _chosen(models, tree)
             continue
@@ -91,8 +104,9 @@ def models_at(dotted: Sequence[str | int], tree: Any) -> tuple[type[Strict], ...
         ]
         if not fields:
             return ()
+        named = is_named(fields[0].annotation)
         models = _chosen(models_in(fields[0].annotation), tree)
-    return models
+    return () if named else models
 
 
 def _child(tree: Any, part: str | int) -> Any:

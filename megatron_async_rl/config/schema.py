@@ -7,6 +7,7 @@ run does not depend on where it was started.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -194,23 +195,74 @@ class PolicyConfig(Strict):
         return own if parallel.context == 1 else parallel.context * math.lcm(2, own)
 
 
+TAKEN_PARTS = ("mean", "std", "errors", "equal_groups")
+"""Names under `reward/` that the metrics of the whole reward have."""
+
+
+class RewardPart(Strict):
+    """One of several rewards of a response; `NAME` is its name in the metrics and the sample
+    log."""
+
+    name: str
+    """As `rollout.reward.name`."""
+    weight: float = 1.0
+    """The response's reward is the sum of its parts times their weights; 0 only shows the part."""
+    settings: Mapping[str, Any] = {}
+    """As `rollout.reward.settings`."""
+
+
 class RewardConfig(Strict):
     """What a response is worth."""
 
-    name: str
-    """`arithmetic`, `countdown`, `math`, or `module:function` (called as function(prompt, response)
-    -> float)."""
+    name: str | None = None
+    """`arithmetic`, `countdown`, `math`, `code`, `http`, `judge`, or `module:function` (called as
+    function(prompt, response) -> float). Null: `parts`."""
+    settings: Mapping[str, Any] = {}
+    """Keyword arguments of the reward, such as `url` of `http` and `judge` (docs/rewards.md); of a
+    function of your own, those that it takes beside prompt and response."""
+    parts: Mapping[str, RewardPart] = {}
+    """Several rewards by a name of your own, in the place of `name`: each with a weight."""
     on_error: Literal["drop", "stop"] = "drop"
     """A reward that raises or is not finite: `drop` logs, counts and leaves the sample out of
     training; `stop` ends the run."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time for one response; over it the reward's process is killed, and the response
-    counts as an error."""
+    """Longest time for one call of one reward; over it the response counts as an error. The process
+    of a plain function is killed; the call of an `async` one is cancelled."""
     workers: PositiveInt = 4
-    """Most processes of each engine that call the reward; they start when responses wait. The
+    """Most processes of each engine that call a reward; they start when responses wait. The
     built-in `arithmetic` and `countdown` need none."""
+    concurrency: PositiveInt = 64
+    """Calls of an `async` reward, such as `http` and `judge`, that each process has under way."""
+    batch: PositiveInt = 32
+    """Most responses of one call of a reward that takes lists, `function(prompts, responses)`: what
+    waits when a process is free."""
     memory_mib: PositiveInt | None = None
     """Most memory (address space, MiB) of each of them; null: no limit."""
+
+    @model_validator(mode="after")
+    def _name_or_parts(self) -> RewardConfig:
+        if (self.name is None) != bool(self.parts):
+            raise ValueError(
+                "needs either `name`, one of arithmetic, countdown, math, code, http, judge or"
+                " module:function, or `parts`, several of them"
+            )
+        if self.parts and self.settings:
+            raise ValueError("`settings` belongs to `name`; each of `parts` has its own")
+        for part in self.parts:
+            if not re.fullmatch(r"[A-Za-z][\w-]*", part) or part in TAKEN_PARTS:
+                raise ValueError(
+                    f"parts: {part!r} cannot be the name of a part, which is a metric"
+                    f" `reward/{part}`: take letters, digits, _ and -, and none of"
+                    f" {', '.join(TAKEN_PARTS)}"
+                )
+        return self
+
+    @property
+    def rewards(self) -> Mapping[str | None, RewardPart]:
+        """The parts by their names; one reward alone has none."""
+        if self.name is None:
+            return dict(self.parts)
+        return {None: RewardPart(name=self.name, settings=self.settings)}
 
 
 class RolloutConfig(Strict):

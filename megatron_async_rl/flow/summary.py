@@ -73,7 +73,16 @@ def summarise(
         np.minimum.at(lowest, batch.group[batch.valid], rewards)
         np.maximum.at(highest, batch.group[batch.valid], rewards)
         metrics["reward/equal_groups"] = float(np.mean(lowest >= highest))
+        metrics |= _part_means(batch)
     return metrics
+
+
+def _part_means(batch: RankBatch) -> dict[str, MetricValue]:
+    values: dict[str, list[float]] = {}
+    for parts, valid in zip(batch.reward_parts.to_pylist(), batch.valid, strict=True):
+        for name, value in (parts or ()) if valid else ():
+            values.setdefault(name, []).append(value)
+    return {f"reward/{name}": float(np.mean(every)) for name, every in values.items()}
 
 
 def summarise_dropped(samples: Sequence[SampleRow]) -> dict[str, MetricValue]:

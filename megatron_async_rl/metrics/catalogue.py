@@ -80,6 +80,10 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "reward/equal_groups": Metric(
                 "share", "Groups whose samples all have the same reward: they teach nothing."
             ),
+            "reward/PART": Metric(
+                "reward",
+                "With `rollout.reward.parts`: mean of the part of that name, before it is weighted.",
+            ),
         },
     ),
     "Responses": (
@@ -526,10 +530,11 @@ METRICS: Mapping[str, Metric] = {
 
 
 def find_metric(name: str) -> Metric | None:
-    """The entry of `name`, a number after `@` standing for k and the name of a held-out set for
-    SET; None where there is none."""
+    """The entry of `name`, a number after `@` standing for k, the name of a held-out set for SET
+    and that of a part of the reward for PART; None where there is none."""
     name = re.sub(r"@[1-9]\d*$", "@k", name)
-    return METRICS.get(name) or METRICS.get(re.sub(r"^eval/[^/]+/", "eval/SET/", name))
+    named = re.sub(r"^eval/[^/]+/", "eval/SET/", re.sub(r"^reward/[^/]+$", "reward/PART", name))
+    return METRICS.get(name) or METRICS.get(named)
 
 
 HEADER = """# Metrics

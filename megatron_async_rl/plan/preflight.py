@@ -38,8 +38,13 @@ from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Plan, make_plan
 from megatron_async_rl.plan.resume import checkpoint_problems
 from megatron_async_rl.report.run_data import read_run
-from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward, required_fields
-from megatron_async_rl.rollout.scoring import Scorer, WorkerStartError
+from megatron_async_rl.rollout.rewards.registry import RewardError
+from megatron_async_rl.rollout.scoring import (
+    Scorer,
+    WorkerStartError,
+    require_rewards,
+    reward_fields,
+)
 from megatron_async_rl.samples import Prompt
 
 PROMPTS_IN_A_PLAN = 2000
@@ -143,7 +148,7 @@ def _read(
     """Raises DataError at the first line that cannot be used."""
     data = config.data
     if config.rollout is not None:
-        required = required_fields(config.rollout.reward.name)
+        required = reward_fields(config.rollout.reward)
         return read_set(data, one.file, tokenizer, required=required, room=one.room, limit=limit)
     found = read_set(data, one.file, tokenizer, limit=limit, supervised=True)
     budget, multiple = config.policy.tokens_per_micro_batch, config.policy.row_multiple
@@ -228,7 +233,7 @@ def _reward(config: Config, read: Mapping[str, PromptSet]) -> list[Problem]:
         return []
     settings = config.rollout.reward
     try:
-        load_reward(settings.name)
+        require_rewards(settings)
     except RewardError as error:
         return [Problem(key=error.where, what=error.what, fix=error.fix)]
     return asyncio.run(_score_made_up(settings, read))
@@ -244,21 +249,27 @@ async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) 
         for key, found_in in read.items():
             error = await _first_error(scorer, found_in.prompts[:TRIED_PROMPTS])
             if error is not None:
-                what = f"{settings.name} failed on a made-up response, {MADE_UP_RESPONSE!r}, to"
+                name = "a part" if settings.name is None else settings.name
+                what = f"{name} failed on a made-up response, {MADE_UP_RESPONSE!r}, to"
                 fix = f"correct the reward, or give every line of {key} the fields that it reads"
                 found.append(
                     Problem(
-                        key="rollout.reward.name",
+                        key=_named(settings),
                         what=f"{what} the first prompts of {key}: {error}",
                         fix=fix,
                     )
                 )
     except WorkerStartError as error:
         fix = "correct the module, or raise rollout.reward.memory_mib"
-        found.append(Problem(key="rollout.reward.name", what=str(error), fix=fix))
+        found.append(Problem(key=_named(settings), what=str(error), fix=fix))
     finally:
         scorer.close()
     return found
+
+
+def _named(settings: RewardConfig) -> str:
+    """The key that names the reward, or its parts."""
+    return "rollout.reward.parts" if settings.name is None else "rollout.reward.name"
 
 
 async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
@@ -273,7 +284,7 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
         if scored.error is None:
             return None
         first = first or scored.error
-        if scored == scorer.timed_out:
+        if scored.timed_out:
             break
     return first
 

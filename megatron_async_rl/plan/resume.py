@@ -74,6 +74,8 @@ ALLOWED = (
     "rollout.reward.on_error",
     "rollout.reward.timeout_s",
     "rollout.reward.workers",
+    "rollout.reward.concurrency",
+    "rollout.reward.batch",
     "rollout.reward.memory_mib",
     "weights",
     # Which samples train when: the scheduler keeps what of its buffer the new settings permit.

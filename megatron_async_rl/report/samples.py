@@ -144,6 +144,7 @@ def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
         "lag": _lag(entry, sample),
         "reward": _finite(sample.reward),
         "reward_error": sample.reward_error,
+        "reward_parts": _plain(sample.reward_parts and dict(sample.reward_parts)),
         "step_rewards": None if rewards is None else [_finite(one) for one in rewards.tolist()],
         "prompt_id": sample.prompt.id,
         "prompt": sample.prompt.text,
@@ -309,7 +310,9 @@ def _facts(entry: Entry, sample: Sample) -> Iterator[str]:
         "waiting": "not trained on so far",
         "repeated": "lost in a crash, sampled again",
     }[entry.state]
-    yield f"reward {sample.reward:.4g}" if sample.valid else "reward failed"
+    parts = [f"{name} {value:.4g}" for name, value in (sample.reward_parts or {}).items()]
+    each = f" ({', '.join(parts)})" if parts else ""
+    yield f"reward {sample.reward:.4g}{each}" if sample.valid else "reward failed"
     yield f"sample {sample.id}"
     yield f"prompt {_visible(sample.prompt.id)}"
     plural = "" if sample.length == 1 else "s"

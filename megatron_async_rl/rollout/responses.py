@@ -51,7 +51,8 @@ from megatron_async_rl.rollout.continuation import (
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
 from megatron_async_rl.rollout.report_queue import ReportQueue
-from megatron_async_rl.rollout.rewards.registry import Scored
+from megatron_async_rl.rollout.rewards.registry import Context
+from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.types import Aborted, FinishReason, PartialResponse, Request
@@ -268,14 +269,21 @@ class Responses:
     def _score(self, entry: _Running, tokens: PartialResponse, reason: FinishReason) -> None:
         prompt = entry.request.prompt
         text = self._tokenizer.decode(tokens.response_ids.tolist())
+        context = Context(
+            finish_reason=reason,
+            tokens=len(tokens.response_ids),
+            seconds=time.time() - entry.started_at,
+            version=int(tokens.versions[-1]),
+            held_out=entry.request.group < 0,
+        )
         if self._scorer.inline:
-            scored = self._scorer.score_inline(prompt, text)
+            scored = self._scorer.score_inline(prompt, text, context)
             self._finish(entry, tokens, reason, text, scored)
             return
 
         async def score() -> None:
             try:
-                scored = await self._scorer.score(prompt, text)
+                scored = await self._scorer.score(prompt, text, context)
                 self._finish(entry, tokens, reason, text, scored)
             except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
                 self.reports.fail(error)
@@ -306,6 +314,7 @@ class Responses:
             finish_reason=reason,
             reward=scored.reward,
             reward_error=scored.error,
+            reward_parts=scored.parts,
             engine=self._spec.index,
             started_at=entry.started_at,
             finished_at=time.time(),

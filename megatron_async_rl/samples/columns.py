@@ -36,6 +36,7 @@ NUMERIC = pa.schema(
         pa.field("step_rewards", pa.list_(pa.float32())),
         pa.field("routed_experts", pa.large_binary()),
         pa.field("reward", pa.float64(), nullable=False),
+        pa.field("reward_parts", pa.map_(pa.string(), pa.float64())),
         pa.field("weight", pa.float64(), nullable=False),
         pa.field("valid", pa.bool_(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
@@ -69,6 +70,9 @@ _COLUMNS: dict[str, Callable[[Sample], Any]] = {
     "prompt_id": lambda sample: sample.prompt.id,
     "prompt_text": lambda sample: sample.prompt.text,
     "fields": lambda sample: json.dumps(dict(sample.prompt.fields)),
+    "reward_parts": lambda sample: (
+        None if sample.reward_parts is None else list(sample.reward_parts.items())
+    ),
 }
 """Columns that are no attribute of a sample."""
 
@@ -117,6 +121,7 @@ class SampleColumns:
         finish_reason: FinishReason,
         reward: float,
         reward_error: str | None = None,
+        reward_parts: Mapping[str, float] | None = None,
         weight: float = 1.0,
         step_rewards: NDArray[np.float32] | None = None,
         routed_experts: bytes | None = None,
@@ -153,6 +158,7 @@ class SampleColumns:
             "step_rewards": step_rewards,
             "routed_experts": routed_experts,
             "reward": reward,
+            "reward_parts": None if reward_parts is None else list(reward_parts.items()),
             "weight": weight,
             "valid": reward_error is None,
             "finish_reason": finish_reason,
@@ -279,6 +285,7 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
                 finish_reason=plain["finish_reason"][row],
                 reward=plain["reward"][row],
                 reward_error=plain["reward_error"][row],
+                reward_parts=None if (parts := plain["reward_parts"][row]) is None else dict(parts),
                 weight=plain["weight"][row],
                 engine=plain["engine"][row],
                 started_at=plain["started_at"][row],

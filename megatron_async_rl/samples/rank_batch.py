@@ -54,7 +54,8 @@ class RankBatch:
     """S samples with N response tokens, P tokens of own samples.
 
     version: the weights that will be trained. ids: [S] strings. group, owner, prompt_lengths,
-    lengths (response tokens): [S] int64. rewards, weights: [S] float64. valid (the reward did not
+    lengths (response tokens): [S] int64. rewards, weights: [S] float64. reward_parts: [S], the
+    parts of a reward by their names, null where it has none. valid (the reward did not
     fail), sampled (not given data), truncated: [S] bool.
 
     behavior_logprobs: [N] float32. versions: [N] int32. loss_mask: [N] uint8. step_rewards: [N]
@@ -73,6 +74,7 @@ class RankBatch:
     prompt_lengths: NDArray[np.int64]
     lengths: NDArray[np.int64]
     rewards: NDArray[np.float64]
+    reward_parts: pa.MapArray
     weights: NDArray[np.float64]
     valid: NDArray[np.bool_]
     sampled: NDArray[np.bool_]
@@ -110,6 +112,7 @@ class RankBatch:
             prompt_lengths=numbers.column("prompt_length").to_numpy().astype(np.int64),
             lengths=lengths,
             rewards=numbers.column("reward").to_numpy(),
+            reward_parts=numbers.column("reward_parts"),
             weights=numbers.column("weight").to_numpy(),
             valid=numbers.column("valid").to_numpy(zero_copy_only=False),
             sampled=pc.not_equal(reason, "given").to_numpy(zero_copy_only=False),
@@ -169,10 +172,12 @@ class RankBatch:
         changed = {
             field.name: getattr(self, field.name)[tokens if field.name in per_token else rows]
             for field in dataclasses.fields(self)
-            if field.name not in ("version", "ids", "token_ids", ROUTED)
+            if field.name not in ("version", "ids", "reward_parts", "token_ids", ROUTED)
             and getattr(self, field.name) is not None
         }
-        return dataclasses.replace(self, ids=self.ids.take(pa.array(rows)), **changed)
+        for name in ("ids", "reward_parts"):
+            changed[name] = getattr(self, name).take(pa.array(rows))
+        return dataclasses.replace(self, **changed)
 
 
 def numbers_of(samples: pa.RecordBatch, owner: NDArray[np.int64]) -> pa.RecordBatch:

@@ -106,6 +106,8 @@ class Sample:
     finish_reason: FinishReason
     reward: float
     reward_error: str | None = None
+    reward_parts: Mapping[str, float] | None = None
+    """Where the reward is a weighted sum: its parts by their names, before they are weighted."""
     weight: float = 1.0
     """Per-sample weight of the `sft` loss; 1 for sampled responses."""
     step_rewards: NDArray[np.float32] | None = None

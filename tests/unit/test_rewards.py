@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_async_rl.config.schema import TAKEN_PARTS, RewardConfig
+from megatron_async_rl.metrics.catalogue import METRICS
 from megatron_async_rl.rollout import rewards
 from megatron_async_rl.rollout.rewards import registry
 from megatron_async_rl.rollout.rewards.countdown import evaluate
@@ -16,7 +18,6 @@ from megatron_async_rl.rollout.rewards.registry import (
     RewardError,
     load_reward,
     required_fields,
-    score,
 )
 from megatron_async_rl.samples import Prompt
 
@@ -27,8 +28,8 @@ def prompt(**fields: Any) -> Prompt:
 
 @pytest.mark.parametrize("response", ["46", " 46", "46\n"])
 def test_arithmetic_takes_the_exact_answer(response: str) -> None:
-    assert load_reward("arithmetic")(prompt(answer="46"), response) == 1.0
-    assert load_reward("arithmetic")(prompt(answer=46), response) == 1.0
+    assert load_reward("arithmetic").function(prompt(answer="46"), response) == 1.0
+    assert load_reward("arithmetic").function(prompt(answer=46), response) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_arithmetic_takes_the_exact_answer(response: str) -> None:
     ["", "4", "465", "046", "46 46", "46.0", "4 6", "= 46", "answer: 46", "４６", "+46", "46\x00"],
 )
 def test_arithmetic_takes_nothing_but_the_exact_answer(response: str) -> None:
-    assert load_reward("arithmetic")(prompt(answer="46"), response) == 0.0
+    assert load_reward("arithmetic").function(prompt(answer="46"), response) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -45,14 +46,14 @@ def test_arithmetic_takes_nothing_but_the_exact_answer(response: str) -> None:
 )
 def test_arithmetic_names_the_prompt_without_an_answer(fields: dict[str, Any]) -> None:
     with pytest.raises(RewardError, match=r"prompt p7: `answer`"):
-        load_reward("arithmetic")(prompt(**fields), "46")
+        load_reward("arithmetic").function(prompt(**fields), "46")
 
 
 @pytest.mark.parametrize(
     "response", ["3*5+7", "7+5*3", " ( 3 * 5 ) + 7 ", "((7)+(3*5))", "7+3*5\n"]
 )
 def test_countdown_takes_any_expression_of_all_numbers_that_hits_the_target(response: str) -> None:
-    assert load_reward("countdown")(prompt(numbers=[3, 5, 7], target=22), response) == 1.0
+    assert load_reward("countdown").function(prompt(numbers=[3, 5, 7], target=22), response) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -90,18 +91,21 @@ def test_countdown_takes_any_expression_of_all_numbers_that_hits_the_target(resp
     ],
 )
 def test_countdown_takes_nothing_else(response: str) -> None:
-    assert load_reward("countdown")(prompt(numbers=[3, 5, 7], target=22), response) == 0.0
+    assert load_reward("countdown").function(prompt(numbers=[3, 5, 7], target=22), response) == 0.0
 
 
 def test_countdown_uses_each_number_as_often_as_it_is_given() -> None:
-    reward = load_reward("countdown")
+    reward = load_reward("countdown").function
     assert reward(prompt(numbers=[4, 4, 2], target=10), "4+4+2") == 1.0
     assert reward(prompt(numbers=[4, 4, 2], target=6), "4+2") == 0.0
     assert reward(prompt(numbers=[4, 2], target=10), "4+4+2") == 0.0
 
 
 def test_countdown_computes_in_exact_fractions() -> None:
-    assert load_reward("countdown")(prompt(numbers=[8, 3, 8, 3], target=24), "8/(3-8/3)") == 1.0
+    assert (
+        load_reward("countdown").function(prompt(numbers=[8, 3, 8, 3], target=24), "8/(3-8/3)")
+        == 1.0
+    )
 
 
 @settings(deadline=None)
@@ -133,7 +137,7 @@ def _pieces(text: str) -> list[str]:
 )
 def test_countdown_names_the_prompt_without_a_task(fields: dict[str, Any]) -> None:
     with pytest.raises(RewardError, match=r"prompt p7: `(numbers|target)`"):
-        load_reward("countdown")(prompt(**fields), "3+5")
+        load_reward("countdown").function(prompt(**fields), "3+5")
 
 
 def test_rewards_name_the_keys_they_read() -> None:
@@ -152,7 +156,7 @@ def test_a_built_in_reward_is_one_file_and_one_name(
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     monkeypatch.setattr(registry, "BUILT_IN", (*registry.BUILT_IN, "palindrome"))
-    assert load_reward("palindrome")(prompt(), "abba") == 1.0
+    assert load_reward("palindrome").function(prompt(), "abba") == 1.0
     assert required_fields("palindrome") == ("word",)
     with pytest.raises(RewardError, match="did you mean 'palindrome'"):
         load_reward("palindromes")
@@ -172,6 +176,7 @@ def rewards_file(
         "def keyword(prompt, *, response): return 1.0\n"
         "def optional(prompt, response, scale=2.0): return scale\n"
         "async def later(prompt, response): return 1.0\n"
+        "def tagged(prompt, response, *, tag: str, most: int = 3, tokens): return 1.0\n"
         "class Judge:\n    def __call__(self, prompt, response): return 5.0\n"
         "judge = Judge()\npartial = functools.partial(three, mood=1)\nnumber = 3\n"
     )
@@ -187,14 +192,14 @@ def rewards_file(
 def test_a_function_in_the_working_directory_is_a_reward(
     rewards_file: str, function: str, reward: float
 ) -> None:
-    assert load_reward(f"{rewards_file}:{function}")(prompt(), "ab") == reward
+    assert load_reward(f"{rewards_file}:{function}").function(prompt(), "ab") == reward
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("arithmetics", "did you mean 'arithmetic'"),
-        ("zzz", "use one of arithmetic, countdown, math, or module:function"),
+        ("zzz", "use one of arithmetic, countdown, math, code, http, judge, or module:function"),
         (":score", "is not module:function"),
         ("FILE:", "is not module:function"),
         ("nowhere_at_all:score", "no module 'nowhere_at_all' in "),
@@ -206,7 +211,6 @@ def test_a_function_in_the_working_directory_is_a_reward(
         ("FILE_needy:score", "install or fix a_package_nobody_has"),
         ("FILE:scores", "has no 'scores'"),
         ("FILE:number", "is a int, not a function"),
-        ("FILE:later", "is async"),
         ("FILE:one", r"takes \(response\), but is called with \(prompt, response\)"),
         ("FILE:three", r"takes \(prompt, response, mood\)"),
         ("FILE:keyword", r"takes \(prompt, \*, response\)"),
@@ -234,17 +238,69 @@ def test_a_relative_module_is_not_module_function() -> None:
         load_reward(".here:score")
 
 
-def test_a_reward_that_returns_nothing_is_told_so() -> None:
-    def forgets(prompt: Prompt, response: str, /) -> Any:
-        return None
+def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
+    rewards_file: str,
+) -> None:
+    assert load_reward(f"{rewards_file}:later").asynchronous
+    bound = load_reward(f"{rewards_file}:tagged", {"tag": "think"})
+    assert (bound.batched, bound.asynchronous) == (False, False)
+    assert (bound.settings, bound.context) == ({"tag": "think"}, ("tokens",))
 
-    asked = prompt()
-    assert score(forgets, asked, "").error == "the reward returned nothing, not a number"
+
+@pytest.mark.parametrize(
+    ("name", "settings", "key", "message"),
+    [
+        ("FILE:tagged", {"tags": "x"}, ".settings", "has no setting 'tags'; did you mean 'tag'"),
+        ("FILE:tagged", {}, ".settings", "and 'tag' is missing"),
+        ("FILE:tagged", {"tag": "x", "most": "y"}, ".settings.most", "got 'y': it should be a"),
+        ("FILE:score", {"tag": 1}, ".settings", "has no setting 'tag'; it takes none"),
+        ("arithmetic", {"tag": 1}, ".settings", "arithmetic has no setting 'tag'"),
+        ("http", {}, ".settings", "'url' is missing"),
+        ("http", {"url": "localhost:1"}, ".settings.url", "is no address of a server"),
+        ("http", {"url": "http://h", "api_key_env": "NOT_SET"}, ".settings.api_key_env", "not set"),
+        ("judge", {"url": "http://h"}, ".settings", "'model' is missing"),
+        ("judge", {"url": "http://h", "modle": "m"}, ".settings", "did you mean 'model'"),
+        ("judge", {"url": "http://h", "model": "m", "template": "x"}, ".settings.template", "resp"),
+        (
+            "judge",
+            {"url": "http://h", "model": "m", "pattern": "x"},
+            ".settings.pattern",
+            "0 groups",
+        ),
+        ("code", {"isolation": "none"}, ".settings.isolation", "got 'none'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_their_key(
+    rewards_file: str, name: str, settings: dict[str, Any], key: str, message: str
+) -> None:
+    with pytest.raises(RewardError) as caught:
+        load_reward(name.replace("FILE", rewards_file), settings, "rollout.reward.parts.mine")
+    assert caught.value.where == f"rollout.reward.parts.mine{key}"
+    assert message in str(caught.value)
 
 
-def test_an_error_with_half_a_surrogate_pair_is_said_in_text_that_can_be_written() -> None:
-    def fails(prompt: Prompt, response: str) -> float:
-        raise ValueError("no \ud83d")
+def test_a_judge_reads_the_fields_that_its_template_names() -> None:
+    settings = {"template": "{prompt} {rubric} {response} {{x}} {rubric}"}
+    assert required_fields("judge", settings) == ("rubric", "x")
 
-    scored = score(fails, Prompt(id="p", text="", token_ids=(1,)), "")
-    assert scored.error == "ValueError: no \\ud83d"
+
+def test_the_names_of_parts_leave_the_metrics_of_the_whole_reward_alone() -> None:
+    taken = {name.removeprefix("reward/") for name in METRICS if name.startswith("reward/")}
+    assert taken - {"PART"} == set(TAKEN_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "needs either `name`"),
+        ({"name": "math", "parts": {"a": {"name": "math"}}}, "needs either `name`"),
+        ({"parts": {"mean": {"name": "math"}}}, "'mean' cannot be the name of a part"),
+        ({"parts": {"a/b": {"name": "math"}}}, "'a/b' cannot be the name of a part"),
+        ({"parts": {"a": {"name": "math"}}, "settings": {"x": 1}}, "each of `parts` has its own"),
+    ],
+)
+def test_parts_that_say_too_much_or_too_little_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**settings)

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ import pytest
 import uvloop
 
 from megatron_async_rl.config.schema import RewardConfig
-from megatron_async_rl.rollout.rewards.registry import Scored
+from megatron_async_rl.rollout import reward_process
+from megatron_async_rl.rollout.rewards import math
+from megatron_async_rl.rollout.rewards.registry import Context
+from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import Scorer, WorkerStartError
 from megatron_async_rl.samples import Prompt
 
@@ -73,6 +77,34 @@ def score(prompt, response):
             while not os.path.exists(prompt.fields["file"]):
                 time.sleep(0.01)
     return float(len(response))
+
+def of_lists(prompts, responses, *, finish_reason):
+    if "bad" in responses:
+        raise ValueError("a bad one")
+    if "die" in responses:
+        os._exit(3)
+    return [len(responses) + 0.5 * (reason == "length") for reason in finish_reason]
+
+WAITING = []
+
+async def meet(prompt, response, *, parties=0):
+    # Goes on when `parties` calls are in it, and would wait for ever for one fewer.
+    import asyncio
+    if response == "block":
+        time.sleep(600)
+    if response == "hang":
+        await asyncio.sleep(600)
+    if response == "die":
+        os._exit(3)
+    WAITING.append(asyncio.Event())
+    if len(WAITING) >= parties:
+        for event in WAITING:
+            event.set()
+    await WAITING[-1].wait()
+    return 1.0
+
+def context(prompt, response, *, tokens, seconds, version, held_out, finish_reason, timeout_s, more):
+    return tokens + seconds + version + held_out + (finish_reason == "length") + timeout_s + more
 """
 
 
@@ -127,11 +159,12 @@ def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
             turns += 1
             await asyncio.sleep(0)
         during = turns
-        scorer.timeout_s = 300.0
+        (pool,) = scorer.pools
+        pool.called = replace(pool.called, timeout_s=300.0)
         return await stuck, during, await scorer.score(prompt(), "four")
 
-    stuck, during, after = scored_by(config(module, timeout_s=2, workers=1), work, new_loop)
-    assert stuck == Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 2")
+    stuck, during, after = scored_by(config(module, timeout_s=1, workers=1), work, new_loop)
+    assert stuck == Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 1")
     assert during > 100, "the event loop went on meanwhile"
     assert after == Scored(reward=4.0)
 
@@ -235,8 +268,9 @@ def test_a_daemon_that_a_reward_left_behind_does_not_hold_up_the_others(
         while not (file.exists() and file.read_text().endswith(".")):
             assert not asked.done()
             await asyncio.sleep(0)
-        (worker,) = scorer._workers
-        worker._out_of_time()
+        (worker,) = scorer.pools[0].processes
+        worker._fail_all(worker.called.timed_out)
+        worker._show_and_kill()
         return [await asked, await asyncio.wait_for(scorer.score(prompt(), "abc"), 600)]
 
     try:
@@ -268,9 +302,9 @@ def test_a_reply_that_came_while_the_event_loop_was_busy_is_in_time(
 
     async def work(scorer: Scorer) -> Scored:
         asked = asyncio.create_task(scorer.score(prompt("wait for", file=str(file)), "abc"))
-        (worker,) = scorer._workers
+        (worker,) = scorer.pools[0].processes
         assert worker._transport is not None
-        while worker._job is None:
+        while not worker.calls:
             await asyncio.sleep(0)
 
         taken = time.monotonic()
@@ -282,7 +316,7 @@ def test_a_reply_that_came_while_the_event_loop_was_busy_is_in_time(
             file.touch()  # not before: the reply must come while the loop is busy
             while not select.select([reply], [], [], 60)[0]:
                 pass
-            while time.monotonic() < taken + 3:
+            while time.monotonic() < taken + 1.5:
                 time.sleep(0.1)
 
         with here, there:
@@ -295,7 +329,7 @@ def test_a_reply_that_came_while_the_event_loop_was_busy_is_in_time(
             finally:
                 loop.remove_reader(here)
 
-    assert scored_by(config(module, timeout_s=2, workers=1), work, new_loop) == Scored(reward=3.0)
+    assert scored_by(config(module, timeout_s=1, workers=1), work, new_loop) == Scored(reward=3.0)
 
 
 def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
@@ -350,10 +384,10 @@ def test_processes_start_only_when_responses_wait(module: str) -> None:
 def test_the_import_of_a_module_is_no_response_s_time(module: str, tmp_path: Path) -> None:
     """It takes longer than the limit."""
     source = (tmp_path / f"{module}.py").read_text()
-    (tmp_path / f"{module}.py").write_text(f"import time\ntime.sleep(3.5)\n{source}")
+    (tmp_path / f"{module}.py").write_text(f"import time\ntime.sleep(1.5)\n{source}")
 
     async def scored() -> Scored:
-        scorer = Scorer(config(module, timeout_s=3, workers=1))
+        scorer = Scorer(config(module, timeout_s=1, workers=1))
         scorer.start()
         try:
             return await scorer.score(prompt(), "abc")
@@ -410,7 +444,7 @@ async def run():
     scorer = Scorer(RewardConfig(name=sys.argv[1], workers=1, timeout_s=3600))
     scorer.start()
     await scorer.ready()
-    print(scorer._workers.copy().pop()._process.pid, flush=True)
+    print(scorer.pools[0].processes.copy().pop().pid, flush=True)
     prompt = Prompt(id="p", text="", token_ids=(1,), fields={"do": "backtrack"})
     await scorer.score(prompt, "a" * 40 + "b")
 
@@ -458,8 +492,12 @@ def test_math_compares_values() -> None:
     assert scored_by(settings, work) == [Scored(reward=reward) for _, _, reward in cases]
 
 
-def test_math_calls_a_response_that_computes_for_ever_wrong() -> None:
+def test_math_calls_a_response_that_computes_for_ever_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No error: its prompt is sound."""
+    assert math.REWARD.cpu_limit_s == 5.0
+    monkeypatch.setattr(math, "REWARD", replace(math.REWARD, cpu_limit_s=1.5))
     asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
 
     async def work(scorer: Scorer) -> list[Scored]:
@@ -474,15 +512,15 @@ def test_math_counts_the_time_that_it_computes() -> None:
     asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
 
     async def work(scorer: Scorer) -> Scored:
-        (worker,) = scorer._workers
-        os.kill(worker._process.pid, signal.SIGSTOP)
+        (worker,) = scorer.pools[0].processes
+        os.kill(worker.pid, signal.SIGSTOP)
         scored = asyncio.create_task(scorer.score(asked, r"\boxed{42}"))
         await asyncio.sleep(0)
-        assert worker._job is not None
+        assert worker.calls
         for _ in range(3):
-            worker._out_of_time()
+            worker._out_of_time(1)
             await asyncio.sleep(0)
-        os.kill(worker._process.pid, signal.SIGCONT)
+        os.kill(worker.pid, signal.SIGCONT)
         return await scored
 
     settings = RewardConfig(name="math", workers=1, timeout_s=300)
@@ -497,3 +535,87 @@ def test_math_names_an_answer_it_cannot_read() -> None:
 
     error = scored_by(RewardConfig(name="math", workers=1, timeout_s=600), work).error
     assert "prompt p7: math-verify cannot read `answer`" in str(error)
+
+
+def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> None:
+    """The first goes alone, as nobody else waits yet; a failing or deadly one costs itself."""
+    cut = Context(finish_reason="length")
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        texts = ["", "a", "b", "bad", "die", "c"]
+        return list(await asyncio.gather(*(scorer.score(prompt(), one, cut) for one in texts)))
+
+    settings = RewardConfig(name=f"{module}:of_lists", workers=1, timeout_s=300, batch=3)
+    first, *rest = scored_by(settings, work)
+    assert first == Scored(reward=1.5)
+    assert [one.error for one in rest] == [
+        None,
+        None,
+        "ValueError: a bad one",
+        "the reward's process ended with code 3; see the engine's log",
+        None,
+    ]
+    assert [rest[0].reward, rest[1].reward, rest[4].reward] == [1.5] * 3, "each tried again alone"
+
+
+def test_calls_of_an_async_reward_are_under_way_together(module: str) -> None:
+    async def work(scorer: Scorer) -> list[Scored]:
+        return list(await asyncio.gather(*(scorer.score(prompt(), "") for _ in range(64))))
+
+    meeting = {"name": f"{module}:meet", "settings": {"parties": 64}}
+    settings = RewardConfig(**meeting, workers=1, timeout_s=300)
+    assert scored_by(settings, work) == [Scored(reward=1.0)] * 64
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ("die", "the reward's process ended with code 3; see the engine's log"),
+        ("hang", "no reward within rollout.reward.timeout_s: 1"),
+        ("block", "no reward within rollout.reward.timeout_s: 1"),
+    ],
+)
+def test_one_call_of_an_async_reward_costs_no_other(
+    module: str, response: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one that ends or blocks the process that all of them share."""
+    monkeypatch.setattr(reward_process, "CANCEL_S", 0.5)
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        (pool,) = scorer.pools
+        asked = [scorer.score(prompt(), one) for one in (response, "a", "b")]
+        scored = await asyncio.gather(*asked)
+        pool.called = replace(pool.called, timeout_s=300.0)
+        return [*scored, await scorer.score(prompt(), "c")]
+
+    settings = RewardConfig(name=f"{module}:meet", workers=1, timeout_s=1)
+    fine = Scored(reward=1.0)
+    assert scored_by(settings, work) == [Scored(reward=0.0, error=error), fine, fine, fine]
+
+
+def test_a_reward_is_told_what_it_asks_for(module: str) -> None:
+    known = Context(finish_reason="length", tokens=2, seconds=0.5, version=7, held_out=True)
+
+    async def work(scorer: Scorer) -> Scored:
+        return await scorer.score(prompt(), "", known)
+
+    asks = {"name": f"{module}:context", "settings": {"more": 1000}}
+    settings = RewardConfig(**asks, workers=1, timeout_s=300)
+    assert scored_by(settings, work) == Scored(reward=2 + 0.5 + 7 + 1 + 1 + 300 + 1000)
+
+
+def test_a_reward_of_parts_is_their_weighted_sum_and_names_the_one_that_fails(module: str) -> None:
+    parts = {
+        "right": {"name": "arithmetic"},
+        "length": {"name": f"{module}:score", "weight": 0.5},
+        "shown": {"name": f"{module}:meet", "weight": 0},
+    }
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        asked = [prompt(answer="46"), prompt("nan", answer="46"), prompt()]
+        return [await scorer.score(one, "46") for one in asked]
+
+    right, failed, twice = scored_by(RewardConfig(parts=parts, workers=1, timeout_s=300), work)
+    assert right == Scored(reward=2.0, parts={"right": 1.0, "length": 2.0, "shown": 1.0})
+    assert failed.error == "length: the reward is nan, not a finite number"
+    assert str(twice.error).startswith("right: RewardError: prompt p7: `answer` is None")

@@ -95,11 +95,11 @@ def test_every_line_of_an_example_is_solvable_by_its_own_reward(example: Path) -
         # the same tasks in the same order, the numbers of each in an order of its own
         rows = [json.loads(line) for line in (example / "sft.jsonl").read_text().splitlines()]
         answers = {prompt.text: row["response"] for prompt, row in zip(prompts, rows, strict=True)}
-        reward = load_reward("countdown")
+        reward = load_reward("countdown").function
     else:
         prompts = read_prompts(example / "train.jsonl", tokenizer)
         answers = {prompt.text: str(eval(prompt.text[:-1])) for prompt in prompts}
-        reward = load_reward("arithmetic")
+        reward = load_reward("arithmetic").function
     assert all(reward(prompt, answers[prompt.text]) == 1.0 for prompt in prompts)
 
 

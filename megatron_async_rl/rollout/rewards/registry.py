@@ -1,6 +1,11 @@
 """Rewards: a response goes in, a number comes out. Built-in ones by name, and any `module:function`
 that Python can import, the working directory included.
 
+    def score(prompt, response) -> float
+    def score(prompts, responses) -> list[float]         what waits, in one call
+    async def score(...)                                 many calls at a time
+    def score(prompt, response, *, finish_reason, mine)  context, and settings of its own
+
 Invariants every reward keeps:
 - whatever a response contains, it answers with a finite number; it raises only for what is wrong
   with the *prompt's* data;
@@ -16,18 +21,21 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import math
 import os
 import sys
-from dataclasses import dataclass
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_async_rl.samples.types import Prompt
+from megatron_async_rl.samples.types import FinishReason, Prompt
 
-BUILT_IN = ("arithmetic", "countdown", "math")
+BUILT_IN = ("arithmetic", "countdown", "math", "code", "http", "judge")
 """Each is the module of this package with that name."""
 
-KEY = "rollout.reward.name"
+KEY = "rollout.reward"
+BATCHED = ["prompts", "responses"]
+"""Names of the parameters of a reward that takes lists."""
 
 
 class Reward(Protocol):
@@ -50,12 +58,47 @@ class RewardError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Context:
+    """How a response came about; a reward gets those it names as parameters."""
+
+    finish_reason: FinishReason = "stop"
+    tokens: int = 0
+    """Of the response."""
+    seconds: float = 0.0
+    """From when its engine took it until it ended."""
+    version: int = 0
+    """Of the weights that sampled its last token."""
+    held_out: bool = False
+    """Sampled for an evaluation."""
+
+
+NOTHING_KNOWN = Context()
+"""Of a response that nobody sampled."""
+
+CONTEXT = (*Context.__dataclass_fields__, "timeout_s")
+"""What a reward may ask for by the name of a parameter. `timeout_s`: the limit of the call."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A response to score."""
+
+    prompt: Prompt
+    response: str
+    context: Context = NOTHING_KNOWN
+
+
+@dataclass(frozen=True, kw_only=True)
 class BuiltInReward:
     """A reward of this package and how it is called."""
 
-    function: Reward
+    function: Callable[..., Any]
     required_fields: tuple[str, ...] = ()
     """Keys that every JSONL line needs beside `prompt`."""
+    fields_of: Callable[..., tuple[str, ...]] | None = None
+    """Called with the settings: more of them."""
+    check: Callable[..., None] | None = None
+    """Called with the settings before anything starts; raises RewardError."""
     inline: bool = False
     """Called on the engine's event loop instead of in a process: for work of microseconds, bounded
     whatever the response is."""
@@ -67,29 +110,33 @@ class BuiltInReward:
     """Most address space of the process that calls it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
-    """`error` says why there is no reward; `reward` is 0.0 then."""
+@dataclass(frozen=True, kw_only=True)
+class BoundReward:
+    """A reward with its settings, as it is called."""
 
-    reward: float
-    error: str | None = None
+    function: Callable[..., Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    context: tuple[str, ...] = ()
+    """The names of CONTEXT that it takes."""
+    batched: bool = False
+    asynchronous: bool = False
 
+    def arguments(self, items: list[Item], timeout_s: float) -> tuple[list[Any], dict[str, Any]]:
+        """Of one call: of all `items`, or of the only one."""
 
-def score(reward: Reward, prompt: Prompt, response: str) -> Scored:
-    """Calls the reward; an exception, and a value that is not a finite number, are errors of this
-    response."""
-    try:
-        returned = reward(prompt, response)
-        if returned is None:
-            return Scored(reward=0.0, error="the reward returned nothing, not a number")
-        value = float(returned)
-    except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-        text = str(error).encode(errors="backslashreplace").decode()
-        return Scored(reward=0.0, error=type(error).__name__ + (f": {text}" if text else ""))
+        def values(name: str) -> Any:
+            if name == "timeout_s":
+                return timeout_s
+            every = [getattr(item.context, name) for item in items]
+            return every if self.batched else every[0]
 
-    if not math.isfinite(value):
-        return Scored(reward=0.0, error=f"the reward is {value}, not a finite number")
-    return Scored(reward=value)
+        positional: list[Any] = [
+            [item.prompt for item in items],
+            [item.response for item in items],
+        ]
+        if not self.batched:
+            positional = [every[0] for every in positional]
+        return positional, dict(self.settings) | {name: values(name) for name in self.context}
 
 
 def built_in(name: str) -> BuiltInReward | None:
@@ -99,44 +146,59 @@ def built_in(name: str) -> BuiltInReward | None:
     return found
 
 
-def required_fields(name: str) -> tuple[str, ...]:
+def required_fields(name: str, settings: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """Keys that every JSONL line needs for this reward, beside `prompt`; those that a
     `module:function` reads are unknown."""
     found = built_in(name)
-    return found.required_fields if found is not None else ()
+    if found is None:
+        return ()
+    more = found.fields_of(**(settings or {})) if found.fields_of is not None else ()
+    return (*found.required_fields, *more)
 
 
-def load_reward(name: str) -> Reward:
-    """Raises RewardError for an unknown name, an import that fails, or an object that cannot be
-    called as function(prompt, response)."""
+def load_reward(
+    name: str, settings: Mapping[str, Any] | None = None, key: str = KEY
+) -> BoundReward:
+    """`key`: the section that names the reward. Raises RewardError for an unknown name, an import
+    that fails, an object that cannot be called as function(prompt, response), and settings that it
+    does not take."""
+    settings = settings or {}
     found = built_in(name)
     if found is not None:
-        return _with_requirement(name, found)
+        _require(name, found, key)
+        bound = _bind(found.function, name, settings, key)
+        if found.check is not None:
+            found.check(**bound.settings, key=f"{key}.settings")
+        return bound
 
     module_name, separator, function_name = name.partition(":")
     if not separator:
         nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise RewardError(
-            KEY,
+            f"{key}.name",
             f"no reward {name!r}",
             f"{hint}use one of {', '.join(BUILT_IN)}, or module:function",
         )
     if not module_name or not function_name or module_name.startswith("."):
         raise RewardError(
-            KEY, f"{name!r} is not module:function", "write for example my_rewards:score"
+            f"{key}.name", f"{name!r} is not module:function", "write for example my_rewards:score"
         )
 
-    function = getattr(_import(module_name, name), function_name, None)
+    function = getattr(_import(module_name, name, key), function_name, None)
     if function is None:
         raise RewardError(
-            KEY,
+            f"{key}.name",
             f"module {module_name!r} has no {function_name!r}",
             f"check the spelling in {name!r}",
         )
-    _check_callable(function, name)
-    reward: Reward = function
-    return reward
+    if not callable(function):
+        raise RewardError(
+            f"{key}.name",
+            f"{name!r} is a {type(function).__name__}, not a function",
+            "name a function(prompt, response)",
+        )
+    return _bind(function, name, settings, key)
 
 
 def text_field(prompt: Prompt, name: str) -> str:
@@ -152,16 +214,17 @@ def text_field(prompt: Prompt, name: str) -> str:
     return str(value).strip()
 
 
-def _with_requirement(name: str, found: BuiltInReward) -> Reward:
+def _require(name: str, found: BuiltInReward, key: str) -> None:
     if found.requires is not None and importlib.util.find_spec(found.requires) is None:
         package = found.requires.replace("_", "-")
         raise RewardError(
-            KEY, f"{name} needs the package {package}", f"install it: pip install {package}"
+            f"{key}.name",
+            f"{name} needs the package {package}",
+            f"install it: pip install {package}",
         )
-    return found.function
 
 
-def _import(module_name: str, name: str) -> Any:
+def _import(module_name: str, name: str, key: str) -> Any:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     importlib.invalidate_caches()
@@ -170,41 +233,114 @@ def _import(module_name: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise RewardError(
-                KEY, f"importing {module_name!r} failed: {error}", f"install or fix {error.name}"
+                f"{key}.name",
+                f"importing {module_name!r} failed: {error}",
+                f"install or fix {error.name}",
             ) from error
         raise RewardError(
-            KEY,
+            f"{key}.name",
             f"{name!r}: no module {error.name!r} in {os.getcwd()} or on Python's path",
             "start from the folder that holds it, install it, or set PYTHONPATH",
         ) from error
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}"
         raise RewardError(
-            KEY, f"importing {module_name!r} failed: {what}", "fix that file"
+            f"{key}.name", f"importing {module_name!r} failed: {what}", "fix that file"
         ) from error
 
 
-def _check_callable(function: Any, name: str) -> None:
-    if not callable(function):
-        raise RewardError(
-            KEY,
-            f"{name!r} is a {type(function).__name__}, not a function",
-            "name a function(prompt, response)",
-        )
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(
-            KEY, f"{name!r} is async", "write a plain function, it runs in its own process"
-        )
-
+def _bind(
+    function: Callable[..., Any], name: str, settings: Mapping[str, Any], key: str
+) -> BoundReward:
+    """Every parameter beside the first two is a setting, a part of the context, or left at its
+    default."""
+    asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - of an object, not whether it has one
+    )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions written in C have no signature to check
-        return
+        if settings:
+            what = f"{name!r} is called with prompt and response alone"
+            raise RewardError(f"{key}.settings", what, "remove them") from None
+        return BoundReward(function=function, asynchronous=asynchronous)
+
+    first, others, takes_any = _parameters(signature)
+    extra = [one for one in others if one in settings or one in CONTEXT]
     try:
-        signature.bind(None, "")
+        signature.bind(None, "", **dict.fromkeys([*settings, *extra]))
     except TypeError as error:
+        unknown = [] if takes_any else [one for one in settings if one not in others]
+        if unknown:
+            nearest = difflib.get_close_matches(unknown[0], others, n=1)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise RewardError(
+                f"{key}.settings",
+                f"{name} has no setting {unknown[0]!r}",
+                f"{hint}it takes {', '.join(one for one in others if one not in CONTEXT) or 'none'}",
+            ) from error
+        needed = [one for one in others if one not in extra and _is_needed(signature, one)]
+        if needed and len(first) == len(BATCHED):
+            raise RewardError(
+                f"{key}.settings",
+                f"{name!r} takes {signature}, and {needed[0]!r} is missing",
+                f"give it here, or make it one of {', '.join(CONTEXT)}",
+            ) from error
         raise RewardError(
-            KEY,
+            f"{key}.name",
             f"{name!r} takes {signature}, but is called with (prompt, response): {error}",
-            "give it exactly two positional parameters",
+            "let its first two parameters be positional, and give each other one a default or a"
+            f" setting, or make it one of {', '.join(CONTEXT)}",
         ) from error
+    return BoundReward(
+        function=function,
+        settings=_typed(function, settings, key),
+        context=tuple(one for one in others if one in CONTEXT and one not in settings),
+        batched=first == BATCHED,
+        asynchronous=asynchronous,
+    )
+
+
+def _parameters(signature: inspect.Signature) -> tuple[list[str], list[str], bool]:
+    """The names of the first two, those that can be given by name beside them, and whether it takes
+    any name."""
+    every = list(signature.parameters.values())
+    positional = [
+        one for one in every if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    named = [
+        one.name
+        for one in (*positional[2:], *every)
+        if one.kind == one.KEYWORD_ONLY or one in positional[2:]
+    ]
+    takes_any = any(one.kind == one.VAR_KEYWORD for one in every)
+    return [one.name for one in positional[:2]], list(dict.fromkeys(named)), takes_any
+
+
+def _is_needed(signature: inspect.Signature, name: str) -> bool:
+    return signature.parameters[name].default is inspect.Parameter.empty
+
+
+def _typed(
+    function: Callable[..., Any], settings: Mapping[str, Any], key: str
+) -> Mapping[str, Any]:
+    """The settings, each checked against the annotation of its parameter."""
+    if not settings:
+        return {}
+
+    # Every process of a reward would wait for this import.
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # noqa: BLE001 - no types that could be checked
+        return dict(settings)
+    typed = dict(settings)
+    for one in typed.keys() & hints.keys():
+        try:
+            typed[one] = TypeAdapter(hints[one]).validate_python(typed[one])
+        except ValidationError as error:
+            said = error.errors(include_url=False)[0]["msg"].replace("Input should", "it should")
+            what = f"got {settings[one]!r}: {said}"
+            raise RewardError(f"{key}.settings.{one}", what, "change it") from error
+    return typed

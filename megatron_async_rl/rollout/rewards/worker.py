@@ -1,9 +1,13 @@
-"""The process that calls a reward: one request at a time over a socket, one reply each.
+"""Calling a reward, and the process that does it: calls come over a socket, one reply each.
+
+    engine --(call, items)--> serve -> call / call_async -> reward
+                        <--{"call": ..., "scored": [...]}--
 
 Invariants:
-- the reward and what it needs are imported before the first request is read, so the time of an
-  import is no response's;
-- its limits on memory hold from the first request on;
+- the reward and what it needs are imported before the first call is read, so the time of an import
+  is no response's;
+- a plain reward has one call at a time, on the main thread; an `async` one as many as come;
+- its limits on memory hold from the first call on;
 - what a reward prints goes where the engine's output goes, never into the socket; so does where
   it stands, on SIGUSR1, even while it holds the interpreter lock;
 - it ends with its engine: the kernel kills it when the thread that started it ends, and it ends by
@@ -12,18 +16,22 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import importlib
 import json
+import math
 import os
 import pickle
 import resource
 import signal
 import socket
 import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_async_rl.rollout.rewards.registry import built_in, load_reward, score
-from megatron_async_rl.samples.types import Prompt
+from megatron_async_rl.rollout.rewards.registry import BoundReward, Item, built_in, load_reward
 from megatron_async_rl.watchdog.processes import die_with_parent
 
 LENGTH = struct.Struct("!I")
@@ -37,27 +45,96 @@ MAIN = (
 module."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """`error` says why there is no reward; `reward` is 0.0 then. `parts`: the rewards it is the
+    weighted sum of, by their names; null: it has none."""
+
+    reward: float
+    error: str | None = None
+    parts: Mapping[str, float] | None = None
+    timed_out: bool = field(default=False, compare=False)
+
+
+class CallFailed(Exception):
+    """A call that has no result for any of its responses."""
+
+
+def call(reward: BoundReward, items: list[Item], timeout_s: float) -> list[Scored]:
+    """Calls a plain reward. Raises CallFailed; a value that is not a finite number is an error of
+    its response."""
+    positional, keyword = reward.arguments(items, timeout_s)
+    try:
+        return _scored(reward, items, reward.function(*positional, **keyword))
+    except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
+        raise CallFailed(_said(error)) from None
+
+
+async def call_async(reward: BoundReward, items: list[Item], timeout_s: float) -> list[Scored]:
+    """As `call`, of an `async` reward."""
+    positional, keyword = reward.arguments(items, timeout_s)
+    try:
+        return _scored(reward, items, await reward.function(*positional, **keyword))
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
+        raise CallFailed(_said(error)) from None
+
+
+def _scored(reward: BoundReward, items: Sequence[Item], returned: Any) -> list[Scored]:
+    if not reward.batched:
+        return [_one(returned)]
+    values = list(returned)
+    if len(values) != len(items):
+        raise ValueError(f"the reward returned {len(values)} values for {len(items)} responses")
+    return [_one(value) for value in values]
+
+
+def _one(returned: Any) -> Scored:
+    if returned is None:
+        return Scored(reward=0.0, error="the reward returned nothing, not a number")
+    try:
+        value = float(returned)
+    except BaseException as error:  # noqa: BLE001 - an object of the user's
+        return Scored(reward=0.0, error=_said(error))
+    if not math.isfinite(value):
+        return Scored(reward=0.0, error=f"the reward is {value}, not a finite number")
+    return Scored(reward=value)
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).encode(errors="backslashreplace").decode()
+    return type(error).__name__ + (f": {text}" if text else "")
+
+
 def framed(payload: bytes) -> bytes:
     return LENGTH.pack(len(payload)) + payload
 
 
-def encode_request(prompt: Prompt, response: str) -> bytes:
-    return framed(pickle.dumps((prompt, response), pickle.HIGHEST_PROTOCOL))
+def encode_call(number: int, items: Sequence[Item] | None) -> bytes:
+    """`items`: None cancels the call `number`."""
+    return framed(pickle.dumps((number, items), pickle.HIGHEST_PROTOCOL))
 
 
-def serve(name: str, descriptor: int, memory_mib: int | None) -> None:
+def serve(
+    name: str,
+    key: str,
+    settings: Mapping[str, Any],
+    descriptor: int,
+    memory_mib: int | None,
+    timeout_s: float,
+) -> None:
     """`descriptor`: of the socket. `memory_mib`: most address space, null for no limit."""
     die_with_parent()
-    own = os.getpid()
     os.set_inheritable(descriptor, False)  # nothing that the reward starts may hold it open
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as requests:
+    with socket.socket(fileno=descriptor) as connection:
         try:
-            reward = load_reward(name)
+            reward = load_reward(name, settings, key)
             found = built_in(name)
             if found is not None and found.requires is not None:
                 importlib.import_module(found.requires)
         except BaseException as error:
-            _reply(connection, {"failed": f"{type(error).__name__}: {error}"})
+            connection.sendall(_reply({"failed": f"{type(error).__name__}: {error}"}))
             raise
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -68,14 +145,64 @@ def serve(name: str, descriptor: int, memory_mib: int | None) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
         faulthandler.register(signal.SIGUSR1, all_threads=False)
-        _reply(connection, {"ready": True})
-        while header := requests.read(LENGTH.size):
-            prompt, response = pickle.loads(requests.read(*LENGTH.unpack(header)))
-            scored = score(reward, prompt, response)
+        kind = {"asynchronous": reward.asynchronous, "batched": reward.batched}
+        connection.sendall(_reply({"ready": True, **kind}))
+        if reward.asynchronous:
+            asyncio.run(_serve_async(reward, connection, timeout_s))
+        else:
+            _serve(reward, connection, timeout_s)
+
+
+def _serve(reward: BoundReward, connection: socket.socket, timeout_s: float) -> None:
+    own = os.getpid()
+    with connection.makefile("rb") as calls:
+        while header := calls.read(LENGTH.size):
+            number, items = pickle.loads(calls.read(*LENGTH.unpack(header)))
+            try:
+                reply = _result(number, call(reward, items, timeout_s))
+            except CallFailed as error:
+                reply = _failure(number, error)
             if os.getpid() != own:
                 os._exit(0)  # a child that the reward forked and let return: the parent answers
-            _reply(connection, {"reward": scored.reward, "error": scored.error})
+            connection.sendall(reply)
 
 
-def _reply(connection: socket.socket, message: dict[str, object]) -> None:
-    connection.sendall(framed(json.dumps(message).encode()))
+async def _serve_async(reward: BoundReward, connection: socket.socket, timeout_s: float) -> None:
+    own = os.getpid()
+    calls, replies = await asyncio.open_connection(sock=connection)
+    tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def work(number: int, items: list[Item]) -> None:
+        try:
+            reply = _result(number, await call_async(reward, items, timeout_s))
+        except CallFailed as error:
+            reply = _failure(number, error)
+        if os.getpid() != own:
+            os._exit(0)
+        if tasks.pop(number, None) is not None:
+            replies.write(reply)
+
+    while True:
+        try:
+            header = await calls.readexactly(LENGTH.size)
+        except asyncio.IncompleteReadError:
+            return
+        number, items = pickle.loads(await calls.readexactly(*LENGTH.unpack(header)))
+        if items is not None:
+            tasks[number] = asyncio.create_task(work(number, items))
+        elif (task := tasks.pop(number, None)) is not None:
+            # It may take its time to end, or refuse to: nobody waits for it any more.
+            task.cancel()
+            replies.write(_reply({"call": number, "cancelled": True}))
+
+
+def _result(number: int, scored: Sequence[Scored]) -> bytes:
+    return _reply({"call": number, "scored": [[one.reward, one.error] for one in scored]})
+
+
+def _failure(number: int, error: CallFailed) -> bytes:
+    return _reply({"call": number, "error": str(error)})
+
+
+def _reply(message: dict[str, object]) -> bytes:
+    return framed(json.dumps(message).encode())

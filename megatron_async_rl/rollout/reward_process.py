@@ -1,0 +1,349 @@
+"""One process that calls a reward, as the engine's event loop sees it, and its calls.
+
+Invariants:
+- every call ends within the time limit of the moment it was handed over and a few seconds, whatever
+  the reward does: a plain one that does not answer is killed, for a reward that holds the
+  interpreter lock cannot be asked to stop; an `async` one is told to cancel the call, and killed if
+  it does not say that it did;
+- a limit on what a reward computes is one on processor time, so a loaded machine makes no right
+  answer wrong; a reply that came in time counts, however late the event loop reads it;
+- whatever way a process ends, all it started in its session is killed with it;
+- only what certainly is the fault of one response is its error; where several were worked on, each
+  is a suspect, and the owner tries them one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import psutil
+
+from megatron_async_rl.rollout.rewards.registry import Item
+from megatron_async_rl.rollout.rewards.worker import LENGTH, MAIN, Scored, encode_call
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.processes import PARENT
+
+START_S = 300.0
+"""Longest time for a process to import the reward."""
+EXIT_S = 1.0
+"""Grace for a process that closed its socket to end, so that it can be said how it ended."""
+CANCEL_S = 5.0
+"""Longest time for a process to say that it cancelled a call: after it, its event loop is stuck."""
+
+POLL_S = 0.01
+READ_S = 0.1
+"""Time for the event loop to read what came while it was busy."""
+SHOW_S = 0.2
+"""Time for a process to write where it stands."""
+
+
+class Job:
+    """A response that waits for its reward. `alone`: it is a suspect, so no other may be in the
+    process with it."""
+
+    def __init__(self, item: Item) -> None:
+        self.item = item
+        self.alone = False
+        self.result: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
+
+    def finish(self, scored: Scored) -> None:
+        if not self.result.done():
+            self.result.set_result(scored)
+            watch.progress("rewards")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Called:
+    """The reward of a process and its limits."""
+
+    name: str
+    key: str
+    settings: dict[str, Any]
+    concurrency: int
+    """Most calls of an `async` reward at a time."""
+    batch: int
+    """Most responses of one call of a reward that takes lists."""
+    timeout_s: float
+    cpu_limit_s: float | None
+    memory_mib: int | None
+
+    @property
+    def timed_out(self) -> Scored:
+        error = f"no reward within rollout.reward.timeout_s: {self.timeout_s:g}"
+        return Scored(reward=0.0, error=error, timed_out=True)
+
+
+class Owner(Protocol):
+    def on_free(self, process: RewardProcess) -> None:
+        """The process can take a call."""
+
+    def on_end(self, process: RewardProcess, how: str) -> None:
+        """The process has ended."""
+
+    def suspect(self, jobs: Sequence[Job]) -> None:
+        """One of these is at fault, and it is not known which."""
+
+
+class _Call:
+    def __init__(self, jobs: Sequence[Job], activity: watch.doing) -> None:
+        self.jobs = jobs
+        self.activity = activity
+        self.timer: asyncio.TimerHandle | None = None
+        self.deadline = self.cpu_limit_s = 0.0
+        self.over = self.cancelled = False
+
+
+class RewardProcess(asyncio.Protocol):
+    """A process and its socket. Raises OSError where it cannot be started."""
+
+    def __init__(self, owner: Owner, called: Called) -> None:
+        self.called = called
+        self.ready = self.asynchronous = self.batched = False
+        self.calls: dict[int, _Call] = {}
+        self._owner = owner
+        self._numbered = 0
+        self._received = bytearray()
+        self._start_failure: str | None = None
+        self._killed = False
+        self._start_timer: asyncio.TimerHandle | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._loop = asyncio.get_running_loop()
+
+        ours, theirs = socket.socketpair()
+        settings = {
+            "name": called.name,
+            "key": called.key,
+            "settings": called.settings,
+            "descriptor": theirs.fileno(),
+            "memory_mib": called.memory_mib,
+            "timeout_s": called.timeout_s,
+            "path": sys.path,
+        }
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", MAIN, json.dumps(settings)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, PARENT: str(os.getpid())},
+                # A group of its own: Ctrl-C is for the launcher to answer, and what a reward
+                # started is killed with it.
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._tasks: set[asyncio.Future[Any]] = {
+            asyncio.ensure_future(self._loop.create_connection(lambda: self, sock=ours))
+        }
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def free(self) -> bool:
+        """Whether it can take a call now."""
+        works_alone = any(job.alone for call in self.calls.values() for job in call.jobs)
+        room = len(self.calls) < (self.called.concurrency if self.asynchronous else 1)
+        return self.ready and not self._killed and room and not works_alone
+
+    def take(self, jobs: Sequence[Job]) -> None:
+        assert self._transport is not None
+        first = jobs[0].item.prompt.id
+        others = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+        timeout_s, cpu_limit_s = self.called.timeout_s, self.called.cpu_limit_s
+        activity = watch.doing(
+            "work",
+            f"the reward of a response to prompt {first}{others}, {self.called.name}",
+            timeout_s,
+        )
+        call = _Call(jobs, activity)
+        self._numbered += 1
+        self.calls[self._numbered] = call
+        activity.__enter__()
+        call.deadline = self._loop.time() + timeout_s
+        if cpu_limit_s is not None:
+            call.cpu_limit_s = self._cpu_s() + cpu_limit_s
+            timeout_s = min(timeout_s, cpu_limit_s)
+        self._set_timer(self._numbered, timeout_s)
+        self._transport.write(encode_call(self._numbered, [job.item for job in jobs]))
+
+    def close(self) -> None:
+        for call in self.calls.values():
+            for job in call.jobs:
+                job.result.cancel()
+        self._kill()
+        self._process.wait()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # No `isinstance`: the transports of uvloop, which Ray uses, are not asyncio's classes.
+        self._transport = cast(asyncio.WriteTransport, transport)
+        # From now, not from the start: while vLLM starts the loop may not run for minutes.
+        self._start_timer = self._loop.call_later(START_S, self._did_not_start)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while len(self._received) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            message = json.loads(self._received[LENGTH.size : end])
+            del self._received[:end]
+            # What a process said before it was killed comes too late.
+            if not self._killed:
+                self._on_message(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._clear_timers()
+        self._tasks.add(asyncio.ensure_future(self._see_off()))
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            self._start_failure = message["failed"]
+            return
+
+        if "ready" in message:
+            assert self._start_timer is not None
+            self._start_timer.cancel()
+            self.asynchronous, self.batched = message["asynchronous"], message["batched"]
+            self.ready = True
+        else:
+            jobs = self._done(message["call"])
+            if "scored" in message:
+                for job, (reward, error) in zip(jobs, message["scored"], strict=True):
+                    job.finish(Scored(reward=reward, error=error))
+            elif "cancelled" in message:
+                self._fail(jobs, self.called.timed_out)
+            else:
+                self._fail(jobs, Scored(reward=0.0, error=message["error"]))
+        self._owner.on_free(self)
+
+    def _did_not_start(self) -> None:
+        self._start_failure = f"it was not imported within {START_S:g} s"
+        self._kill()
+
+    def _out_of_time(self, number: int) -> None:
+        call, called = self.calls[number], self.called
+        if not call.over:
+            # The loop may have been busy until now, and the reply be there: uvloop runs timers
+            # before it reads.
+            call.over = True
+            self._set_timer(number, READ_S)
+        elif called.cpu_limit_s is not None:
+            left_s = call.deadline - self._loop.time()
+            cpu_left_s = call.cpu_limit_s - self._cpu_s()
+            if left_s > 0 and cpu_left_s > 0:
+                call.over = False
+                self._set_timer(number, min(left_s, cpu_left_s))
+                return
+            scored = called.timed_out if cpu_left_s > 0 else Scored(reward=0.0)
+            self._fail(self._done(number), scored)
+            self._kill()
+        elif self.asynchronous and not call.cancelled:
+            assert self._transport is not None
+            call.cancelled = True
+            self._set_timer(number, CANCEL_S)
+            self._transport.write(encode_call(number, None))
+        else:
+            self._fail_all(called.timed_out)
+            self._show_and_kill()
+
+    def _show_and_kill(self) -> None:
+        """Has the process write where it stands into the engine's log, for which it needs a moment
+        (rewards/worker.py). Nobody waits for it any more."""
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGUSR1)
+        self._start_timer = self._loop.call_later(SHOW_S, self._kill)
+
+    def _cpu_s(self) -> float:
+        """Processor time of the process so far; without end once it is gone."""
+        try:
+            times = psutil.Process(self._process.pid).cpu_times()
+        except psutil.Error:
+            return math.inf
+        return float(times.user + times.system)
+
+    def _done(self, number: int) -> Sequence[Job]:
+        call = self.calls.pop(number)
+        if call.timer is not None:
+            call.timer.cancel()
+        call.activity.__exit__()
+        return call.jobs
+
+    def _fail(self, jobs: Sequence[Job], scored: Scored) -> None:
+        if len(jobs) == 1:
+            jobs[0].finish(scored)
+        else:
+            self._owner.suspect(jobs)
+
+    def _fail_all(self, scored: Scored) -> None:
+        self._fail([job for number in list(self.calls) for job in self._done(number)], scored)
+
+    def _set_timer(self, number: int, seconds: float) -> None:
+        call = self.calls[number]
+        if call.timer is not None:
+            call.timer.cancel()
+        call.timer = self._loop.call_later(seconds, self._out_of_time, number)
+
+    def _clear_timers(self) -> None:
+        for timer in (self._start_timer, *(call.timer for call in self.calls.values())):
+            if timer is not None:
+                timer.cancel()
+
+    def _kill(self) -> None:
+        self._killed = True
+        self._clear_timers()
+        self._kill_group()
+        if self._transport is not None:
+            # A daemon that the reward left behind may hold the other end open for ever.
+            self._transport.abort()
+
+    def _kill_group(self) -> None:
+        """The process and all it started. SIGKILL: what holds the interpreter lock hears no other.
+
+        Only before `wait`: afterwards the number may be another process's.
+        """
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _see_off(self) -> None:
+        code = await self._loop.run_in_executor(None, self._exit_code)
+        how = (
+            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        )
+        self._fail_all(
+            Scored(reward=0.0, error=f"the reward's process {how}; see the engine's log")
+        )
+        self._owner.on_end(self, self._start_failure or f"it {how}")
+
+    def _exit_code(self) -> int:
+        """Ends what is left of the process, after a grace in which it may say how it ended."""
+        grace_ends = time.monotonic() + EXIT_S
+        while time.monotonic() < grace_ends and not self._has_ended():
+            time.sleep(POLL_S)
+        self._kill_group()
+        return self._process.wait()
+
+    def _has_ended(self) -> bool:
+        """Leaves the process to `wait`: until then its group keeps its number."""
+        try:
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self._process.pid, flags) is not None
+        except ChildProcessError:
+            return True

@@ -1,0 +1,144 @@
+"""A reward server: POST of one response as JSON, a number back. Many are under way at a time.
+
+    {"prompt": {"id", "text", "fields"}, "response", "finish_reason", "tokens"}  ->  {"reward": 0.5}
+
+Invariants of `post`:
+- what may pass (no connection, 408, 425, 429, 5xx) is tried again, later and later, until the time
+  of the call is up; every other answer fails at once;
+- a failure names the server and says what it did last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import weakref
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from megatron_async_rl.rollout.rewards.registry import BuiltInReward, RewardError
+from megatron_async_rl.samples.types import Prompt
+
+AGAIN = (408, 425, 429)
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
+SHARE_OF_TIME = 0.9
+"""Of the call's time limit: so the failure can still be told in words."""
+LONGEST = 2**20
+"""Bytes of an answer."""
+
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class ServerFailed(RuntimeError):
+    """The server gave no answer that could be used."""
+
+
+async def http(
+    prompt: Prompt,
+    response: str,
+    /,
+    *,
+    url: str,
+    timeout_s: float,
+    finish_reason: str,
+    tokens: int,
+    api_key_env: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> float:
+    """`api_key_env`: environment variable whose value is sent as a bearer token."""
+    body = {
+        "prompt": {"id": prompt.id, "text": prompt.text, "fields": dict(prompt.fields)},
+        "response": response,
+        "finish_reason": finish_reason,
+        "tokens": tokens,
+    }
+    sent = {**(headers or {}), **authorization(api_key_env)}
+    answer = await post(url, body, sent, timeout_s)
+    reward = answer.get("reward") if isinstance(answer, dict) else answer
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)):
+        raise ServerFailed(
+            f'{url} answered {short(answer)}, and not a number or {{"reward": number}}'
+        )
+    return float(reward)
+
+
+async def post(url: str, body: Any, headers: Mapping[str, str], timeout_s: float) -> Any:
+    """The JSON that the server answers. Raises ServerFailed."""
+    last = "did not answer"
+    try:
+        async with asyncio.timeout(SHARE_OF_TIME * timeout_s):
+            wait_s = FIRST_WAIT_S
+            while True:
+                try:
+                    async with _session().post(url, json=body, headers=headers) as answer:
+                        content = await _read(url, answer)
+                        text = content.decode(errors="replace")
+                        if answer.status < 300:
+                            return _parsed(url, text)
+                        last = f"answered {answer.status} {answer.reason}: {short(text)}"
+                        if answer.status not in AGAIN and answer.status < 500:
+                            raise ServerFailed(f"{url} {last}")
+                except aiohttp.ClientError as error:
+                    last = f"cannot be reached: {type(error).__name__}: {error}"
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+    except TimeoutError:
+        raise ServerFailed(f"{url} {last}; given up after {timeout_s:g} s") from None
+
+
+def authorization(api_key_env: str | None) -> dict[str, str]:
+    return {} if api_key_env is None else {"Authorization": f"Bearer {os.environ[api_key_env]}"}
+
+
+def short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return repr(text if len(text) <= 200 else text[:200] + "...")
+
+
+def check_server(*, key: str, url: str, api_key_env: str | None = None, **_: Any) -> None:
+    """Raises RewardError for an address or a key that cannot work."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        fix = "write it as http://HOST:PORT/PATH"
+        raise RewardError(f"{key}.url", f"{url!r} is no address of a server", fix)
+    if api_key_env is not None and not os.environ.get(api_key_env):
+        what = f"the environment variable {api_key_env!r} is not set"
+        fix = "export it before the run (and before `ray start` on other machines)"
+        raise RewardError(f"{key}.api_key_env", what, fix)
+
+
+async def _read(url: str, answer: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for part in answer.content.iter_any():
+        content += part
+        if len(content) > LONGEST:
+            raise ServerFailed(f"{url} answered more than {LONGEST} bytes")
+    return bytes(content)
+
+
+def _parsed(url: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ServerFailed(f"{url} answered what is not JSON: {short(text)}") from None
+
+
+def _session() -> aiohttp.ClientSession:
+    """One for each event loop, so that connections are used again."""
+    loop = asyncio.get_running_loop()
+    if loop not in _sessions:
+        # The limit on calls is the reward's own.
+        _sessions[loop] = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        )
+    return _sessions[loop]
+
+
+REWARD = BuiltInReward(function=http, check=check_server)

@@ -1,0 +1,197 @@
+"""Rewards behind HTTP: a server of rewards and a model as judge. What a server does wrong costs the
+response that asked, in words that name server and answer."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.rollout.rewards import http as http_module
+from megatron_async_rl.rollout.rewards.registry import Context, Item, load_reward
+from megatron_async_rl.rollout.rewards.worker import CallFailed, Scored, call_async
+from megatron_async_rl.rollout.scoring import Scorer
+from megatron_async_rl.samples import Prompt
+
+PROMPT = Prompt(id="p7", text="6 * 7?", token_ids=(1,), fields={"answer": "42"})
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def served(answer: Answer) -> Any:
+    """The address of a server that answers everything with `answer`."""
+    app = web.Application()
+    app.router.add_route("POST", "/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def asked(name: str, settings: dict[str, Any], timeout_s: float = 60.0) -> Scored:
+    reward = load_reward(name, settings)
+    item = Item(PROMPT, "It is 42.", Context(finish_reason="length", tokens=5))
+    try:
+        (scored,) = await call_async(reward, [item], timeout_s)
+    except CallFailed as error:
+        return Scored(reward=0.0, error=str(error))
+    finally:
+        await http_module._session().close()
+        http_module._sessions.clear()
+    return scored
+
+
+def scored(answer: Answer, name: str = "http", timeout_s: float = 60.0, **settings: Any) -> Scored:
+    async def run() -> Scored:
+        async with served(answer) as url:
+            return await asked(name, {"url": url, **settings}, timeout_s)
+
+    return asyncio.run(run())
+
+
+def saying(text: str, status: int = 200) -> Answer:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=text, status=status)
+
+    return answer
+
+
+def chat(content: Any) -> Answer:
+    return saying(json.dumps({"choices": [{"message": {"content": content}}]}))
+
+
+def test_a_server_gets_prompt_response_and_key_and_answers_a_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_KEY", "k")
+    got = []
+
+    async def answer(request: web.Request) -> web.Response:
+        got.append((await request.json(), request.headers["Authorization"], request.headers["X"]))
+        return web.json_response({"reward": 0.5})
+
+    assert scored(answer, api_key_env="MY_KEY", headers={"X": "y"}) == Scored(reward=0.5)
+    body = {
+        "prompt": {"id": "p7", "text": "6 * 7?", "fields": {"answer": "42"}},
+        "response": "It is 42.",
+        "finish_reason": "length",
+        "tokens": 5,
+    }
+    assert got == [(body, "Bearer k", "y")]
+    assert scored(saying("-2")) == Scored(reward=-2.0)
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again() -> None:
+    statuses = iter([503, 429, 200])
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text="1", status=next(statuses))
+
+    assert scored(answer) == Scored(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (saying("no such model", 404), "answered 404 Not Found: 'no such model'"),
+        (saying("<html>"), "answered what is not JSON: '<html>'"),
+        (saying('{"score": 1}'), 'and not a number or {"reward": number}'),
+        (saying('{"reward": true}'), 'and not a number or {"reward": number}'),
+        (saying('{"reward": NaN}'), "the reward is nan, not a finite number"),
+        (saying("1" * 2**21), "answered more than 1048576 bytes"),
+    ],
+)
+def test_an_answer_that_is_no_use_fails_at_once_and_is_shown(answer: Answer, said: str) -> None:
+    assert said in str(scored(answer).error)
+
+
+def test_a_server_that_stays_broken_is_given_up_before_the_time_limit() -> None:
+    error = scored(saying("overload", 500), timeout_s=1.0).error
+    assert "answered 500 Internal Server Error: 'overload'; given up after 1 s" in str(error)
+
+
+def test_a_server_that_hangs_or_is_not_there_is_given_up_and_named() -> None:
+    async def hang(request: web.Request) -> web.Response:
+        await asyncio.sleep(600)
+        raise AssertionError
+
+    assert "did not answer; given up after 0.5 s" in str(scored(hang, timeout_s=0.5).error)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    error = asyncio.run(asked("http", {"url": url}, 0.5)).error
+    assert f"{url} cannot be reached: ClientConnectorError" in str(error)
+
+
+def test_a_judge_is_shown_the_template_filled_in_and_its_last_score_counts() -> None:
+    got = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        got.append((request.path, await request.json()))
+        return await chat("Score: 3 at first, but then.\n**Score: 7.5**")(request)
+
+    template = "{prompt} should be {answer}, {x}: {response}"
+    settings = {"model": "m", "template": template, "system": "s", "body": {"max_tokens": 9}}
+    assert scored(answer, "judge", **settings) == Scored(reward=0.75)
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "6 * 7? should be 42, {x}: It is 42."},
+    ]
+    body = {"model": "m", "messages": messages, "temperature": 0.0, "max_tokens": 9}
+    assert got == [("/chat/completions", body)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (chat("Very good!"), "the judge gave no score: 'Very good!'"),
+        (chat(None), "the judge gave no score: 'null'"),
+        (chat("Score: 100"), "the judge gave 100, not from 0 to 10"),
+        (saying('{"choices": []}'), "answered no chat completion: "),
+        (saying("[]"), "answered no chat completion: '[]'"),
+    ],
+)
+def test_a_judge_that_gives_no_score_costs_its_response(answer: Answer, said: str) -> None:
+    assert said in str(scored(answer, "judge", model="m").error)
+
+
+def test_a_judge_has_many_calls_under_way_in_one_process() -> None:
+    """The server answers none before it has been asked by all."""
+    waiting: list[asyncio.Event] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        waiting.append(asyncio.Event())
+        if len(waiting) == 100:
+            for event in waiting:
+                event.set()
+        await waiting[-1].wait()
+        return await chat("Score: 10")(request)
+
+    async def run() -> list[Scored]:
+        async with served(answer) as url:
+            scorer = Scorer(
+                RewardConfig(
+                    name="judge",
+                    settings={"url": url, "model": "m"},
+                    workers=1,
+                    concurrency=100,
+                    timeout_s=600,
+                )
+            )
+            scorer.start()
+            try:
+                await scorer.ready()
+                every = [scorer.score(PROMPT, "It is 42.") for _ in range(100)]
+                return list(await asyncio.gather(*every))
+            finally:
+                scorer.close()
+
+    assert asyncio.run(run()) == [Scored(reward=1.0)] * 100
