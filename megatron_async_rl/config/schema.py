@@ -24,6 +24,7 @@ from pydantic import (
 from megatron_async_rl.config.controls import Control
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.engine_options import refused_options
+from megatron_async_rl.config.environment import OWN_REWARD, EnvironmentConfig
 from megatron_async_rl.config.flow import OldestFirst, Selection
 from megatron_async_rl.config.fp8 import Fp8Config, row_multiple
 from megatron_async_rl.config.lora import LoraConfig
@@ -191,8 +192,8 @@ class RewardConfig(Strict):
     """What a response is worth."""
 
     name: str
-    """`arithmetic`, `countdown`, `math`, or `module:function` (called as function(prompt, response)
-    -> float)."""
+    """`arithmetic`, `countdown`, `math`, `environment` (rollout.environment's turns alone), or
+    `module:function` (called as function(prompt, response) -> float)."""
     on_error: Literal["drop", "stop"] = "drop"
     """A reward that raises or is not finite: `drop` logs, counts and leaves the sample out of
     training; `stop` ends the run."""
@@ -230,7 +231,8 @@ class RolloutConfig(Strict):
     """An engine whose vLLM process answers nothing for so long is taken for dead; below
     watchdog.timeout_s."""
     sampling: SamplingConfig
-    reward: RewardConfig
+    environment: EnvironmentConfig | None = None
+    reward: RewardConfig = RewardConfig(name=OWN_REWARD)
     max_concurrent: PositiveInt = 256
     """Responses one engine decodes at a time."""
     kv_cache_gib: PositiveFloat = 1.0

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from megatron_async_rl.samples.types import Prompt
 
-BUILT_IN = ("arithmetic", "countdown", "math")
+BUILT_IN = ("arithmetic", "countdown", "math", "environment")
 """Each is the module of this package with that name."""
 
 KEY = "rollout.reward.name"
