@@ -161,8 +161,8 @@ class Responses:
                 request, prefix = entry.request, entry.request.prefix
                 begun: list[int] = [] if prefix is None else prefix.response_ids.tolist()
                 most = self._spec.sampling(request.sampling).max_tokens
-                ids = [*request.prompt.token_ids, *begun]
-                await self._hand_over(entry, ids, len(begun), most - len(begun))
+                tokens = [*request.prompt.token_ids, *begun]
+                await self._hand_over(entry, tokens, len(begun), most - len(begun))
 
     async def abort(self, ids: Sequence[str]) -> None:
         entries = [self._running[one] for one in ids if one in self._running]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from pathlib import Path
 
 from megatron_async_rl.rollout.environments import Step
 from megatron_async_rl.samples import Prompt
@@ -17,6 +18,7 @@ class Counting:
 
     async def reset(self, prompt: Prompt) -> str:
         self.fault = prompt.fields.get("fault")
+        self.folder = Path(prompt.fields.get("folder", "."))
         if self.fault == "reset":
             raise KeyError("secret")
         return str(prompt.fields.get("opening", ""))
@@ -36,8 +38,8 @@ class Counting:
                 case "exits":
                     os._exit(3)
                 case "waits":
-                    wait_for = os.environ.get("MAR_TEST_TOOL")
-                    while wait_for and not os.path.exists(wait_for):
+                    (self.folder / "waiting").touch()
+                    while not (self.folder / "go").exists():
                         time.sleep(0.01)
         return Step(
             observation=self.words,
