@@ -12,6 +12,8 @@ from megatron_async_rl.config.settings_model import Strict
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import Config
 
+AGENT = "agent"
+"""Name of the environment that asks the model by itself, over an endpoint."""
 OWN_REWARD = "environment"
 """Name of the reward that adds nothing to what the environment gives."""
 
@@ -21,7 +23,8 @@ class EnvironmentConfig(Strict):
     bounds all turns of a sample together, the environment's tokens included."""
 
     name: str
-    """`module:factory`; its result has reset(prompt) and step(response) (docs/environments.md)."""
+    """`module:factory`, whose result has reset(prompt) and step(response), or `agent`: a program or a
+    function that is given the base URL of an OpenAI-compatible endpoint (docs/environments.md)."""
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the factory."""
     format: Literal["chat", "text"] = "chat"
@@ -30,7 +33,7 @@ class EnvironmentConfig(Strict):
     max_turns: PositiveInt = 8
     """Turns of the model in a sample."""
     timeout_s: PositiveFloat = 60.0
-    """Longest time of one reset or step; over it the environment's process is killed, and the
+    """Longest time of one reset or step, or of an agent's whole run; over it the environment's process is killed, and the
     sample counts as an error."""
     processes: PositiveInt = 64
     """Most samples of each engine that are in an environment at a time: each has a process of its

@@ -93,6 +93,13 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "response/mixed_versions": Metric(
                 "share", "Responses sampled by more than one weight version."
             ),
+            "response/turns_mean": Metric(
+                "turns", "With `rollout.environment`: turns of the model that are trained on."
+            ),
+            "response/environment_share": Metric(
+                "share",
+                "With it: response tokens that are not trained on, as environments' are not.",
+            ),
         },
     ),
     "Policy": (

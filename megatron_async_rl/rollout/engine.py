@@ -30,6 +30,7 @@ import pickle
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
+from megatron_async_rl.config.environment import AGENT
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.rollout.cluster import require_software
 from megatron_async_rl.rollout.engine_state import (
@@ -40,7 +41,8 @@ from megatron_async_rl.rollout.engine_state import (
     HealthCheck,
     WrongState,
 )
-from megatron_async_rl.rollout.environments.conversation import Conversations
+from megatron_async_rl.rollout.environments.conversation import Conversations, Player
+from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -85,6 +87,7 @@ class RolloutEngine:
         self._scorer = Scorer(spec.rollout.reward)
         turns = spec.rollout.environment
         self._environments = None if turns is None else Environments(turns)
+        self._agents: Agents | None = None
         self._sampled = 0
         self._health = HealthCheck(
             lambda: self._vllm().get_weight_version(), lambda: self._vllm().errored
@@ -120,10 +123,14 @@ class RolloutEngine:
         await self._llm.update_weight_version(str(spec.first_version))
 
         await self._scorer.ready()
-        conversations = None
+        conversations: Player | None = None
         if self._environments is not None:
             await self._environments.ready()
-            conversations = Conversations(self._environments, tokenizer)
+            if self._environments.settings.name == AGENT:
+                conversations = self._agents = Agents(self._environments, tokenizer)
+                await self._agents.start()
+            else:
+                conversations = Conversations(self._environments, tokenizer)
         sampling = {
             name: sampling_parameters(spec.sampling(name), tokenizer.eos_ids)
             for name in (None, *spec.evaluations)
@@ -272,6 +279,8 @@ class RolloutEngine:
         if self._responses is not None:
             self._responses.close()
         self._scorer.close()
+        if self._agents is not None:
+            await self._agents.close()
         if self._environments is not None:
             self._environments.close()
         if self._llm is not None:

@@ -55,7 +55,7 @@ from megatron_async_rl.rollout.continuation import (
     stopped_length,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
-from megatron_async_rl.rollout.environments.conversation import Conversations, Transcript, Turn
+from megatron_async_rl.rollout.environments.conversation import Player, Transcript, Turn
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import Scored
 from megatron_async_rl.rollout.scoring import Scorer
@@ -101,7 +101,7 @@ class Responses:
         tokenizer: Tokenizer,
         scorer: Scorer,
         busy: BusyClock,
-        conversations: Conversations | None = None,
+        conversations: Player | None = None,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
         self._llm = llm
@@ -238,6 +238,9 @@ class Responses:
         ended for a reason of its own."""
         if isinstance(output, Exception):
             raise output
+        if entry.turn is not None and (entry.aborted or entry.turn.done()):
+            entry.turn.cancel()  # the conversation, which was cancelled, says that it is aborted
+            return
         completion: CompletionOutput = output.outputs[0]  # FINAL_ONLY: there is one
         sampled = None
         if len(completion.token_ids):
@@ -275,7 +278,7 @@ class Responses:
         elif not entry.turn.done():
             entry.turn.set_result((tokens, reason))
 
-    async def _converse(self, entry: _Running, conversations: Conversations) -> None:
+    async def _converse(self, entry: _Running, conversations: Player) -> None:
         request = entry.request
         transcript = Transcript(request.prompt)
         most = self._spec.sampling(request.sampling).max_tokens

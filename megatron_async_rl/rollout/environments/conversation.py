@@ -199,6 +199,12 @@ class Transcript:
             )
             self._append(words, 0)
 
+    def drop_words(self) -> None:
+        """Tokens of the environment that no turn follows."""
+        if self._parts and self.length - 1 > self._ends[-1]:
+            self.length -= len(self._parts.pop().response_ids)
+            self._masks.pop()
+
     def _append(self, tokens: PartialResponse, mask: int) -> None:
         self._parts.append(tokens)
         self._masks.append(np.full(len(tokens.response_ids), mask, dtype=np.uint8))
@@ -277,6 +283,14 @@ async def converse(
             transcript.truncated = True
             return
         transcript.take_words(ids)
+
+
+class Player(Protocol):
+    """Makes a sample of several turns."""
+
+    async def play(self, transcript: Transcript, sample: Sample, max_tokens: int) -> str | None:
+        """Fills `transcript`; why it ended early, where the environment failed."""
+        ...
 
 
 class Conversations:

@@ -189,6 +189,10 @@ class Conversing:
     async def step(self, response: str) -> Step:
         return Step(**await self._ask("step", response, "step"))
 
+    async def run(self, prompt: Prompt, base_url: str) -> float:
+        """The reward of an agent's whole run, in the place of `reset` and `step`."""
+        return float((await self._ask("run", (prompt, base_url), "run"))["reward"])
+
     async def close(self) -> None:
         """A process that is still busy is killed: whoever waited for it was cancelled."""
         if self._busy:

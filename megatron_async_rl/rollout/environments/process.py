@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
+import math
 import os
 import pickle
 import resource
@@ -154,6 +155,12 @@ async def _answer(connection: socket.socket, factory: Factory) -> None:
                 environment = factory()
                 opening = await settled(environment.reset(argument))
                 answer = {"words": checked_words(opening, "what reset returns")}
+            elif method == "run":
+                environment = factory()
+                reward = float(await environment.run(*argument))  # type: ignore[attr-defined]
+                if not math.isfinite(reward):
+                    raise ValueError(f"the reward is {reward}, not a finite number")
+                answer = {"reward": reward}
             elif method == "step":
                 assert environment is not None
                 answer = checked_step(await settled(environment.step(argument)))

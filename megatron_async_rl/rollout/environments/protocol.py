@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.environment import AGENT, EnvironmentConfig
 from megatron_async_rl.samples.types import Prompt
 
 KEY = "rollout.environment.name"
@@ -69,7 +69,8 @@ class EnvironmentRefused(ValueError):
 
 def load_factory(settings: EnvironmentConfig) -> Callable[[], Environment]:
     """A call makes the environment of one sample. Raises EnvironmentRefused."""
-    name = settings.name
+    agent = settings.name == AGENT
+    name = "megatron_async_rl.rollout.environments.agent:Agent" if agent else settings.name
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
         what = f"{name!r} is not module:factory"
@@ -80,7 +81,10 @@ def load_factory(settings: EnvironmentConfig) -> Callable[[], Environment]:
         what = f"module {module_name!r} has no {attribute!r} that can be called"
         raise EnvironmentRefused(KEY, what, f"check the spelling in {name!r}")
     _check_settings(factory, settings)
-    _check_methods(factory, name)
+    if agent:
+        _try_settings(factory, settings)
+    else:
+        _check_methods(factory, name)
 
     def make() -> Environment:
         made: Environment = factory(**settings.settings)
@@ -121,6 +125,17 @@ def _check_settings(factory: Any, settings: EnvironmentConfig) -> None:
             "rollout.environment.settings",
             f"{settings.name} takes {signature}: {error}",
             "give it the arguments that it takes",
+        ) from error
+
+
+def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
+    try:
+        factory(**settings.settings)
+    except Exception as error:
+        raise EnvironmentRefused(
+            "rollout.environment.settings",
+            f"{type(error).__name__}: {error}",
+            "name a function as `function: my_agent:run`, or a program as `command: [python, FILE]`",
         ) from error
 
 
