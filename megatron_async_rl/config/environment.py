@@ -23,8 +23,9 @@ class EnvironmentConfig(Strict):
     bounds all turns of a sample together, the environment's tokens included."""
 
     name: str
-    """`module:factory`, whose result has reset(prompt) and step(response), or `agent`: a program or a
-    function that is given the base URL of an OpenAI-compatible endpoint (docs/environments.md)."""
+    """`module:factory`, whose result has reset(prompt) and step(response); `openenv`: an OpenEnv
+    server; `agent`: a program or a function that is given the base URL of an OpenAI-compatible
+    endpoint (docs/environments.md)."""
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the factory."""
     format: Literal["chat", "text"] = "chat"

@@ -2,7 +2,9 @@
 own, and what it costs when one of these misbehaves."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,6 +221,11 @@ def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> 
     ("own", "where", "what"),
     [
         ({"name": "game"}, "name", "is not module:factory"),
+        (
+            {"name": "openenv", "settings": {"url": "ws://x"}},
+            "settings",
+            "pip install openenv-core",
+        ),
         ({"name": "no_such_game:Game"}, "name", "no module 'no_such_game'"),
         ({"name": "tests.engine.environments:Game"}, "name", "has no 'Game'"),
         ({"settings": {"turn": 3}}, "settings", "unexpected keyword argument 'turn'"),
@@ -311,3 +318,58 @@ def test_an_import_that_fails_is_said_where_it_is_waited_for() -> None:
             pool.close()
 
     asyncio.run(run())
+
+
+CLIENT = """
+class Result:
+    def __init__(self, observation, reward=None, done=False):
+        self.observation, self.reward, self.done = observation, reward, done
+
+class GenericEnvClient:
+    def __init__(self, base_url):
+        self.said = [base_url]
+
+    async def connect(self):
+        self.said.append("connected")
+
+    async def reset(self, **fields):
+        self.said.append(fields)
+        return Result({"text": "begin"})
+
+    async def step(self, action):
+        self.said.append(action)
+        return Result({"text": "on"}, reward=0.5, done=len(self.said) > 4)
+
+    async def close(self):
+        self.said.append("closed")
+"""
+"""What is used of openenv-core 0.3.0's client; docs/environments.md says how it was tried with it."""
+
+
+def test_an_openenv_server_is_asked_turn_by_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "openenv" / "core"
+    package.mkdir(parents=True)
+    (package / "generic_client.py").write_text(CLIENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    make = load_factory(
+        settings_of(
+            name="openenv",
+            settings={"url": "ws://x", "action": "code", "observation": "text", "reset": ["seed"]},
+        )
+    )
+
+    async def run() -> Any:
+        server: Any = make()
+        opening = await server.reset(prompt_of(seed=3))
+        steps = [await server.step(one) for one in ("1", "2")]
+        await server.close()
+        return opening, steps, server._client.said
+
+    opening, (first, second), said = asyncio.run(run())
+    assert (opening, first.observation, first.reward) == ("begin", "on", 0.5)
+    assert (first.done, second.done) == (False, True)
+    assert said == ["ws://x", "connected", {"seed": 3}, {"code": "1"}, {"code": "2"}, "closed"]
+    for name in [one for one in sys.modules if one.partition(".")[0] == "openenv"]:
+        del sys.modules[name]

@@ -154,7 +154,7 @@ async def _answer(connection: socket.socket, factory: Factory) -> None:
             if method == "reset":
                 environment = factory()
                 opening = await settled(environment.reset(argument))
-                answer = {"words": checked_words(opening, "what reset returns")}
+                answer: dict[str, Any] = {"words": checked_words(opening, "what reset returns")}
             elif method == "run":
                 environment = factory()
                 reward = float(await environment.run(*argument))  # type: ignore[attr-defined]

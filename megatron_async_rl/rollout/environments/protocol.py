@@ -8,6 +8,7 @@ Invariants every environment keeps:
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
@@ -22,6 +23,10 @@ from megatron_async_rl.config.environment import AGENT, EnvironmentConfig
 from megatron_async_rl.samples.types import Prompt
 
 KEY = "rollout.environment.name"
+BUILT_IN = {
+    AGENT: f"{__package__}.agent:Agent",
+    "openenv": f"{__package__}.openenv:OpenEnv",
+}
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and whatever else the template reads."""
@@ -69,19 +74,21 @@ class EnvironmentRefused(ValueError):
 
 def load_factory(settings: EnvironmentConfig) -> Callable[[], Environment]:
     """A call makes the environment of one sample. Raises EnvironmentRefused."""
-    agent = settings.name == AGENT
-    name = "megatron_async_rl.rollout.environments.agent:Agent" if agent else settings.name
+    name = BUILT_IN.get(settings.name, settings.name)
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
+        nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         what = f"{name!r} is not module:factory"
-        raise EnvironmentRefused(KEY, what, "write for example my_game:Game")
+        fix = f"{hint}write for example my_game:Game, or one of {', '.join(BUILT_IN)}"
+        raise EnvironmentRefused(KEY, what, fix)
     module = _import(module_name, name)
     factory = getattr(module, attribute, None)
     if not callable(factory):
         what = f"module {module_name!r} has no {attribute!r} that can be called"
         raise EnvironmentRefused(KEY, what, f"check the spelling in {name!r}")
     _check_settings(factory, settings)
-    if agent:
+    if settings.name in BUILT_IN:
         _try_settings(factory, settings)
     else:
         _check_methods(factory, name)
@@ -135,7 +142,7 @@ def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
         raise EnvironmentRefused(
             "rollout.environment.settings",
             f"{type(error).__name__}: {error}",
-            "name a function as `function: my_agent:run`, or a program as `command: [python, FILE]`",
+            "give it the settings that it takes (docs/environments.md)",
         ) from error
 
 
