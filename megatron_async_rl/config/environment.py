@@ -12,8 +12,8 @@ from megatron_async_rl.config.settings_model import Strict
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import Config
 
-AGENT = "agent"
-"""Name of the environment that asks the model by itself, over an endpoint."""
+AGENTS = ("agent", "verifiers")
+"""Names of the environments that ask the model by themselves, over an endpoint."""
 OWN_REWARD = "environment"
 """Name of the reward that adds nothing to what the environment gives."""
 
@@ -24,8 +24,8 @@ class EnvironmentConfig(Strict):
 
     name: str
     """`module:factory`, whose result has reset(prompt) and step(response); `openenv`: an OpenEnv
-    server; `agent`: a program or a function that is given the base URL of an OpenAI-compatible
-    endpoint (docs/environments.md)."""
+    server; `verifiers`: an environment of that package; `agent`: a program or a function that is
+    given the base URL of an OpenAI-compatible endpoint (docs/environments.md)."""
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the factory."""
     format: Literal["chat", "text"] = "chat"

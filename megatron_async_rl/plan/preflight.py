@@ -17,7 +17,7 @@ from megatron_async_rl.config.engine_options import (
     unknown_option,
     vllm_arguments,
 )
-from megatron_async_rl.config.environment import AGENT
+from megatron_async_rl.config.environment import AGENTS
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.sampling import EvalConfig, eval_sets
 from megatron_async_rl.config.schema import Config, RewardConfig
@@ -302,7 +302,7 @@ def _environment(
         what = f"the chat template refuses a second turn: {error}"
         fix = "give data.chat_template another, or set rollout.environment.format: text"
         return [Problem(key="rollout.environment.format", what=what, fix=fix)]
-    if settings.name == AGENT:
+    if settings.name in AGENTS:
         return []  # it would want a model to ask
     tried = {key: found.prompts[:TRIED_PROMPTS] for key, found in read.items()}
     return [

@@ -30,7 +30,7 @@ import pickle
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_async_rl.config.environment import AGENT
+from megatron_async_rl.config.environment import AGENTS
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.rollout.cluster import require_software
 from megatron_async_rl.rollout.engine_state import (
@@ -126,7 +126,7 @@ class RolloutEngine:
         conversations: Player | None = None
         if self._environments is not None:
             await self._environments.ready()
-            if self._environments.settings.name == AGENT:
+            if self._environments.settings.name in AGENTS:
                 conversations = self._agents = Agents(self._environments, tokenizer)
                 await self._agents.start()
             else:

@@ -16,10 +16,21 @@ def ask(base_url: str, **body: Any) -> dict[str, Any]:
     )
     try:
         with urllib.request.urlopen(request) as answer:
-            said: dict[str, Any] = json.loads(answer.read())
+            text = answer.read().decode()
     except urllib.error.HTTPError as error:
         raise RuntimeError(json.loads(error.read())["error"]["message"]) from None
+    said: dict[str, Any] = streamed(text) if body.get("stream") else json.loads(text)
     return said
+
+
+def streamed(text: str) -> dict[str, Any]:
+    """One answer, put together of the chunks of a stream."""
+    *chunks, end = (line.removeprefix("data: ") for line in text.split("\n\n") if line)
+    assert end == "[DONE]"
+    first, last, usage = map(json.loads, chunks)
+    (begun,), (ended,) = first["choices"], last["choices"]
+    message = begun.pop("delta")
+    return first | usage | {"choices": [begun | ended | {"message": message}]}
 
 
 def run(prompt: Prompt, base_url: str) -> float:

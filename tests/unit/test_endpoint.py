@@ -94,9 +94,11 @@ def played() -> Iterator[Played]:
         runner.run(played.close())
 
 
-def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "times"}}]
-    transcript, error, asked = played(question="6 times 7?", body={"tools": tools})
+    body = {"tools": tools, "stream": stream}
+    transcript, error, asked = played(question="6 times 7?", body=body)
     assert error is None
     prompt, response = transcript.prompt.token_ids, transcript.tokens.response_ids.tolist()
     text = "".join(map(chr, [*prompt, *response]))
@@ -119,7 +121,6 @@ def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played) -> 
         ({"fault": "silent"}, "ended without a call"),
         ({"fault": "forgets"}, r"does not repeat what was said before.*messages\[0\] differs"),
         ({"body": {"n": 2}}, "n must be 1"),
-        ({"body": {"stream": True}}, "stream is not supported"),
         ({"question": ["?"]}, "content must be text"),
     ],
 )

@@ -220,6 +220,7 @@ def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> 
 @pytest.mark.parametrize(
     ("own", "where", "what"),
     [
+        ({"name": "verifiers", "settings": {"env": {}}}, "settings", "pip install verifiers"),
         ({"name": "game"}, "name", "is not module:factory"),
         (
             {"name": "openenv", "settings": {"url": "ws://x"}},

@@ -156,12 +156,15 @@ class Agents:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_async_rl"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _complete(self, request: web.Request) -> web.Response:
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         try:
             body = await request.json()
             async with session.lock:
-                return web.json_response(await self._answer(session, body))
+                answer = await self._answer(session, body)
+            if body.get("stream"):
+                return await _streamed(request, answer)
+            return web.json_response(answer)
         except Refused as error:
             session.refusal = str(error)
         except (DataError, jinja2.TemplateError) as error:
@@ -260,14 +263,39 @@ class Agents:
         transcript.take_words(ids)
 
 
+async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
+    """The whole answer as the events of a stream: nothing of it is there before its end."""
+    (choice,) = answer.pop("choices")
+    usage = answer.pop("usage")
+    calls = [
+        {"index": index, **call}
+        for index, call in enumerate(choice["message"].get("tool_calls", ()))
+    ]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    first = {"index": 0, "delta": delta, "finish_reason": None}
+    if "logprobs" in choice:
+        first["logprobs"] = choice["logprobs"]
+    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    head = {**answer, "object": "chat.completion.chunk"}
+    for chunk in (
+        {**head, "choices": [first]},
+        {**head, "choices": [last]},
+        {**head, "choices": [], "usage": usage},
+    ):
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
 def _checked(body: Any) -> list[Message]:
     """The messages of a call. Raises Refused."""
     if not isinstance(body, Mapping):
         raise Refused("the call is no JSON object")
     if body.get("n") not in (None, 1):
         raise Refused("n must be 1: a session is one sample")
-    if body.get("stream"):
-        raise Refused("stream is not supported: set it to false")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages must be a list of messages")

@@ -19,12 +19,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from megatron_async_rl.config.environment import AGENT, EnvironmentConfig
+from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.samples.types import Prompt
 
 KEY = "rollout.environment.name"
 BUILT_IN = {
-    AGENT: f"{__package__}.agent:Agent",
+    "agent": f"{__package__}.agent:Agent",
+    "verifiers": f"{__package__}.verifiers:Verifiers",
     "openenv": f"{__package__}.openenv:OpenEnv",
 }
 
