@@ -44,7 +44,7 @@ class EnvironmentConfig(Strict):
 
 
 def environment_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why there would be no reward; none: there is one."""
+    """Reasons why there would be no reward, or no end to a tool; none: there are."""
     rollout = config.rollout
     if rollout is None:
         return
@@ -52,4 +52,11 @@ def environment_conflicts(config: Config) -> Iterator[str]:
         yield (
             "rollout.reward is missing, or names the environment's, and there is no"
             " rollout.environment; name a reward, such as rollout.reward.name: math"
+        )
+    turns, limit_s = rollout.environment, config.watchdog.timeout_s
+    if turns is not None and turns.name not in AGENTS and turns.timeout_s >= limit_s:
+        yield (
+            f"rollout.environment.timeout_s: {turns.timeout_s:g} lets a tool take as long as"
+            f" watchdog.timeout_s: {limit_s:g}, after which a run in which no response grows ends;"
+            " lower the one or raise the other"
         )

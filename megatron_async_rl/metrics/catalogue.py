@@ -94,11 +94,13 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "share", "Responses sampled by more than one weight version."
             ),
             "response/turns_mean": Metric(
-                "turns", "With `rollout.environment`: turns of the model that are trained on."
+                "turns",
+                "Where a sample has several, by `rollout.environment` or as given: those that are"
+                " trained on.",
             ),
             "response/environment_share": Metric(
                 "share",
-                "With it: response tokens that are not trained on, as environments' are not.",
+                "There: response tokens that are not trained on, such as an environment's.",
             ),
         },
     ),

@@ -297,7 +297,10 @@ def _environment(
     except EnvironmentRefused as error:
         return [Problem(key=error.where, what=error.what, fix=error.fix)]
     except DataError as error:
-        return [_of_data("rollout.environment.format", error)]
+        problem = _of_data("rollout.environment.format", error)
+        if settings.name in AGENTS or "format: text" in problem.fix:
+            return [problem]
+        return [replace(problem, fix=f"{problem.fix}, or set rollout.environment.format: text")]
     except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
         what = f"the chat template refuses a second turn: {error}"
         fix = "give data.chat_template another, or set rollout.environment.format: text"

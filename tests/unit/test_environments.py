@@ -12,6 +12,7 @@ import pytest
 
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.rollout.environments.conversation import (
     ChatMessages,
     Conversations,
@@ -374,3 +375,29 @@ def test_an_openenv_server_is_asked_turn_by_turn(
     assert said == ["ws://x", "connected", {"seed": 3}, {"code": "1"}, {"code": "2"}, "closed"]
     for name in [one for one in sys.modules if one.partition(".")[0] == "openenv"]:
         del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "what"),
+    [
+        ({}, "rollout.reward is missing"),
+        ({"environment": {"name": COUNTING, "timeout_s": 600}}, "watchdog.timeout_s: 600"),
+        ({"environment": {"name": COUNTING}}, None),
+        ({"environment": {"name": "agent", "timeout_s": 1200}}, None),
+    ],
+)
+def test_a_run_without_a_reward_or_an_end_to_a_tool_is_refused(
+    rollout: dict[str, Any], what: str | None
+) -> None:
+    settings = {
+        "run": {"dir": "runs/x", "steps": 1},
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl"},
+        "flow": {"prompts_per_step": 2, "group_size": 2},
+        "rollout": {"sampling": {"max_tokens": 8}, **rollout},
+    }
+    if what is None:
+        assert Config.model_validate(settings).rollout is not None
+    else:
+        with pytest.raises(ValueError, match=what):
+            Config.model_validate(settings)
