@@ -155,6 +155,7 @@ class Responses:
         for entry in entries:
             if self._conversations is not None:
                 entry.conversation = self._spawn(self._converse(entry, self._conversations))
+                entry.conversation.add_done_callback(partial(self._on_end, entry))
             elif entry.aborted:
                 self._abort(entry, entry.request.prefix)
             else:
@@ -289,12 +290,13 @@ class Responses:
             if error is None:
                 scored = await self._scorer.score(transcript.prompt, transcript.last_turn)
             self._finish_conversation(entry, transcript, scored)
-        except asyncio.CancelledError:
-            if entry.aborted:
-                self._abort(entry, None)
-            raise
         except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
             self.reports.fail(error)
+
+    def _on_end(self, entry: _Running, task: asyncio.Task[None]) -> None:
+        """Also of a conversation that is aborted before it has begun, in which nothing runs."""
+        if task.cancelled() and entry.aborted:
+            self._abort(entry, None)
 
     async def _turn(self, entry: _Running, ids: Sequence[int], begun: int, most: int) -> Turn:
         """What the model says after `ids`."""

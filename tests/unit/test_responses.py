@@ -186,6 +186,10 @@ def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_pa
             await asyncio.sleep(0)
         await responses.abort(["4-0"])
         _, aborted = await responses.reports.take(60)
+        await responses.submit([request(2, answer="7")])
+        await responses.abort(["4-2"])  # before its conversation has begun
+        _, unbegun = await responses.reports.take(60)
+        assert [one.id for one in unbegun] == ["4-2"]
         llm.collectors[1].put(output([7, 0]))
         while len(llm.collectors) < 3:
             await asyncio.sleep(0)
