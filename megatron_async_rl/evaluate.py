@@ -24,6 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
@@ -38,6 +39,8 @@ from megatron_async_rl.plan.layout import Device, device_of
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
+from megatron_async_rl.rollout.environments.conversation import follow_ups
+from megatron_async_rl.rollout.environments.protocol import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.rewards.registry import RewardError
 from megatron_async_rl.rollout.scoring import require_rewards, reward_fields
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -70,6 +73,7 @@ class EvalJob:
     model: Path
     """Directory with the tokenizer, and the weights where nothing is converted."""
     dtype: Any
+    data: DataConfig
     rollout: RolloutConfig
     sets: Sequence[EvalSet]
     held_out: Sequence[HeldOut]
@@ -109,6 +113,7 @@ def resolve(
         target=target,
         model=model,
         dtype=config.model.dtype,
+        data=config.data,
         rollout=rollout,
         sets=sets,
         held_out=_held_out(target, config, rollout, model, sets),
@@ -209,7 +214,10 @@ def _held_out(
         require_rewards(rollout.reward)
         required = reward_fields(rollout.reward)
         tokenizer = tokenizer_of(model, config.data)
-    except RewardError as error:
+        if rollout.environment is not None:
+            load_factory(rollout.environment)
+            follow_ups(rollout.environment, tokenizer)
+    except (RewardError, EnvironmentRefused) as error:
         raise _refused(target, error.where, error.what, error.fix) from error
     except DataError as error:
         raise _refused_data(target, "model.path", error) from error
@@ -288,6 +296,8 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
             device=job.device,
             log_dir=job.target.result.with_suffix(".logs"),
             evaluations={one.name: one.sampling for one in job.sets},
+            chat_template=job.data.chat_template,
+            chat_template_options=job.data.chat_template_options,
             first_version=job.target.version,
         )
         for index in range(rollout.engines)

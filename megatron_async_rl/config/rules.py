@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
+from megatron_async_rl.config.environment import environment_conflicts
 from megatron_async_rl.config.flow import flow_conflicts
 from megatron_async_rl.config.fp8 import fp8_conflicts
 from megatron_async_rl.config.lora import lora_conflicts
@@ -166,6 +167,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from _routing(config)
     yield from sampling_conflicts(config)
     yield from eval_conflicts(config)
+    yield from environment_conflicts(config)
     objective, flow = config.objective, config.flow
     if objective.minibatches > flow.prompts_per_step:
         yield (

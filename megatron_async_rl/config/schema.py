@@ -25,6 +25,7 @@ from pydantic import (
 from megatron_async_rl.config.controls import Control
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.engine_options import refused_options
+from megatron_async_rl.config.environment import OWN_REWARD, EnvironmentConfig
 from megatron_async_rl.config.flow import OldestFirst, Selection
 from megatron_async_rl.config.fp8 import Fp8Config, row_multiple
 from megatron_async_rl.config.lora import LoraConfig
@@ -215,8 +216,9 @@ class RewardConfig(Strict):
     """What a response is worth."""
 
     name: str | None = None
-    """`arithmetic`, `countdown`, `math`, `code`, `http`, `judge`, or `module:function` (called as
-    function(prompt, response) -> float). Null: `parts`."""
+    """`arithmetic`, `countdown`, `math`, `code`, `http`, `judge`, `environment`
+    (rollout.environment's turns alone), or `module:function` (called as function(prompt, response)
+    -> float). Null: `parts`."""
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the reward, such as `url` of `http` and `judge` (docs/rewards.md); of a
     function of your own, those that it takes beside prompt and response."""
@@ -289,7 +291,8 @@ class RolloutConfig(Strict):
     """An engine whose vLLM process answers nothing for so long is taken for dead; below
     watchdog.timeout_s."""
     sampling: SamplingConfig
-    reward: RewardConfig
+    environment: EnvironmentConfig | None = None
+    reward: RewardConfig = RewardConfig(name=OWN_REWARD)
     max_concurrent: PositiveInt = 256
     """Responses one engine decodes at a time."""
     kv_cache_gib: PositiveFloat = 1.0

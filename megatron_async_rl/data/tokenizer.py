@@ -44,9 +44,9 @@ class Tokenizer(Protocol):
         self, texts: Sequence[str], *, special_tokens: bool = True
     ) -> list[list[int]]: ...
 
-    def render_chat(self, messages: ChatMessages, *, answer: bool) -> str:
+    def render_chat(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
         """The messages as the chat template writes them, up to where the model's answer begins, or
-        to the end of the last one."""
+        to the end of the last one. `tools`: JSON schemas of functions that the model may call."""
         ...
 
     def encode_rendered(self, text: str) -> list[int]:
@@ -92,7 +92,7 @@ class ChatTemplate:
         self._options = options
         self._tokenizer: Any = None
 
-    def render(self, messages: ChatMessages, *, answer: bool) -> str:
+    def render(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
         """Raises DataError where there is no template, or it does not read an option."""
         return str(
             self._loaded().apply_chat_template(
@@ -100,6 +100,7 @@ class ChatTemplate:
                 chat_template=self._template,
                 add_generation_prompt=answer,
                 tokenize=False,
+                **({} if tools is None else {"tools": tools}),
                 **self._options,
             )
         )
@@ -190,8 +191,8 @@ class JsonTokenizer:
             )
         ]
 
-    def render_chat(self, messages: ChatMessages, *, answer: bool) -> str:
-        return self._chat.render(messages, answer=answer)
+    def render_chat(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
+        return self._chat.render(messages, answer=answer, tools=tools)
 
     def encode_rendered(self, text: str) -> list[int]:
         return self._chat.encode(text)
@@ -243,8 +244,8 @@ class SentencePieceTokenizer:
         before, after = self._frame if special_tokens else ((), ())
         return [[*before, *ids, *after] for ids in self._backend.encode(list(texts), out_type=int)]
 
-    def render_chat(self, messages: ChatMessages, *, answer: bool) -> str:
-        return self._chat.render(messages, answer=answer)
+    def render_chat(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
+        return self._chat.render(messages, answer=answer, tools=tools)
 
     def encode_rendered(self, text: str) -> list[int]:
         return self._chat.encode(text)

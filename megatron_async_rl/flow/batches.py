@@ -242,6 +242,8 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
             seed=config.run.seed,
             device="cuda" if device_type == "cuda" else "cpu",
             log_dir=config.run.dir / "logs",
+            chat_template=config.data.chat_template,
+            chat_template_options=config.data.chat_template_options,
             run_dir=config.run.dir,
             evaluations=samplings,
             first_version=-1,

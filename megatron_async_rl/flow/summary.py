@@ -61,6 +61,12 @@ def summarise(
         "tokens/trained": int(batch.trained[batch.valid].sum()),
         "tokens/prompt": int(batch.prompt_lengths.sum()),
     }
+    if not batch.loss_mask.all():
+        # A turn begins where the token before is not of it: another sample's, or not trained on.
+        before = np.concatenate(([0], batch.loss_mask[:-1]))
+        before[batch.starts[:-1]] = 0
+        metrics["response/turns_mean"] = float((batch.loss_mask > before).sum() / len(batch))
+        metrics["response/environment_share"] = float(1.0 - batch.loss_mask.mean())
     if update_norm is not None:
         metrics["staleness/drift"] = int(starts.max()) * update_norm
 

@@ -97,6 +97,15 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "response/mixed_versions": Metric(
                 "share", "Responses sampled by more than one weight version."
             ),
+            "response/turns_mean": Metric(
+                "turns",
+                "Where a sample has several, by `rollout.environment` or as given: those that are"
+                " trained on.",
+            ),
+            "response/environment_share": Metric(
+                "share",
+                "There: response tokens that are not trained on, such as an environment's.",
+            ),
         },
     ),
     "Policy": (

@@ -17,6 +17,7 @@ from megatron_async_rl.config.engine_options import (
     unknown_option,
     vllm_arguments,
 )
+from megatron_async_rl.config.environment import AGENTS
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.sampling import EvalConfig, eval_sets
 from megatron_async_rl.config.schema import Config, RewardConfig
@@ -38,6 +39,9 @@ from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Plan, make_plan
 from megatron_async_rl.plan.resume import checkpoint_problems
 from megatron_async_rl.report.run_data import read_run
+from megatron_async_rl.rollout.environments.conversation import follow_ups
+from megatron_async_rl.rollout.environments.pool import failures
+from megatron_async_rl.rollout.environments.protocol import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.rewards.registry import RewardError
 from megatron_async_rl.rollout.scoring import (
     Scorer,
@@ -93,7 +97,8 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
             else:
                 lengths = _longer(lengths, found.prompts)
                 read[one.key] = found
-    problems += _reward(config, read) + _engine_options(config, machine)
+    problems += _reward(config, read) + _environment(config, read, tokenizer)
+    problems += _engine_options(config, machine)
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
         problems += _beside(config) + lacking(config.observe.trackers)
@@ -287,6 +292,41 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
         if scored.timed_out:
             break
     return first
+
+
+def _environment(
+    config: Config, read: Mapping[str, PromptSet], tokenizer: Tokenizer | None
+) -> list[Problem]:
+    """Loads the environment, and has it answer a made-up turn to a prompt of each file."""
+    settings = None if config.rollout is None else config.rollout.environment
+    if settings is None:
+        return []
+    try:
+        load_factory(settings)
+        if tokenizer is not None:
+            follow_ups(settings, tokenizer)
+    except EnvironmentRefused as error:
+        return [Problem(key=error.where, what=error.what, fix=error.fix)]
+    except DataError as error:
+        problem = _of_data("rollout.environment.format", error)
+        if settings.name in AGENTS or "format: text" in problem.fix:
+            return [problem]
+        return [replace(problem, fix=f"{problem.fix}, or set rollout.environment.format: text")]
+    except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
+        what = f"the chat template refuses a second turn: {error}"
+        fix = "give data.chat_template another, or set rollout.environment.format: text"
+        return [Problem(key="rollout.environment.format", what=what, fix=fix)]
+    if settings.name in AGENTS:
+        return []  # it would want a model to ask
+    tried = {key: found.prompts[:TRIED_PROMPTS] for key, found in read.items()}
+    return [
+        Problem(
+            key="rollout.environment.name",
+            what=f"{settings.name} failed on {error}",
+            fix="correct the environment, or give every prompt the fields that it reads",
+        )
+        for error in asyncio.run(failures(settings, tried, MADE_UP_RESPONSE, PATIENCE_S)).values()
+    ]
 
 
 def _engine_options(config: Config, machine: Machine) -> list[Problem]:

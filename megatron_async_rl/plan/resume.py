@@ -77,6 +77,9 @@ ALLOWED = (
     "rollout.reward.concurrency",
     "rollout.reward.batch",
     "rollout.reward.memory_mib",
+    "rollout.environment.timeout_s",
+    "rollout.environment.processes",
+    "rollout.environment.memory_mib",
     "weights",
     # Which samples train when: the scheduler keeps what of its buffer the new settings permit.
     "flow",

@@ -30,6 +30,7 @@ import pickle
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
+from megatron_async_rl.config.environment import AGENTS
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.rollout.cluster import require_software
 from megatron_async_rl.rollout.engine_state import (
@@ -40,6 +41,9 @@ from megatron_async_rl.rollout.engine_state import (
     HealthCheck,
     WrongState,
 )
+from megatron_async_rl.rollout.environments.conversation import Conversations, Player
+from megatron_async_rl.rollout.environments.endpoint import Agents
+from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm_plugin import environment
@@ -81,6 +85,9 @@ class RolloutEngine:
         self._llm: AsyncLLM | None = None
         self._responses: Responses | None = None
         self._scorer = Scorer(spec.rollout.reward)
+        turns = spec.rollout.environment
+        self._environments = None if turns is None else Environments(turns)
+        self._agents: Agents | None = None
         self._sampled = 0
         self._health = HealthCheck(
             lambda: self._vllm().get_weight_version(), lambda: self._vllm().errored
@@ -102,8 +109,11 @@ class RolloutEngine:
         from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
         from megatron_async_rl.rollout.responses import Responses
 
-        spec, tokenizer = self.spec, load_tokenizer(self.spec.model_path)
+        spec = self.spec
+        tokenizer = load_tokenizer(spec.model_path, spec.chat_template, spec.chat_template_options)
         self._scorer.start()
+        if self._environments is not None:
+            self._environments.start()
         self._llm = AsyncLLM.from_engine_args(engine_arguments(spec))
         await self._llm.init_weight_transfer_engine(
             WeightTransferInitRequest(
@@ -113,11 +123,28 @@ class RolloutEngine:
         await self._llm.update_weight_version(str(spec.first_version))
 
         await self._scorer.ready()
+        conversations: Player | None = None
+        if self._environments is not None:
+            await self._environments.ready()
+            if self._environments.settings.name in AGENTS:
+                conversations = self._agents = Agents(self._environments, tokenizer)
+                await self._agents.start()
+            else:
+                conversations = Conversations(self._environments, tokenizer)
         sampling = {
             name: sampling_parameters(spec.sampling(name), tokenizer.eos_ids)
             for name in (None, *spec.evaluations)
         }
-        self._responses = Responses(self._llm, spec, sampling, tokenizer, self._scorer, self._busy)
+        self._responses = Responses(
+            self._llm,
+            spec,
+            sampling,
+            tokenizer,
+            self._scorer,
+            self._busy,
+            conversations,
+            lambda: self._version,
+        )
         self._watch = asyncio.create_task(self._watch_vllm(self._responses))
         collect_rarely()
 
@@ -252,6 +279,10 @@ class RolloutEngine:
         if self._responses is not None:
             self._responses.close()
         self._scorer.close()
+        if self._agents is not None:
+            await self._agents.close()
+        if self._environments is not None:
+            self._environments.close()
         if self._llm is not None:
             self._llm.shutdown(timeout=STOP_S)
             self._llm = None

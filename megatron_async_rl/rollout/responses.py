@@ -2,23 +2,28 @@
 as they end.
 
     submit -> vLLM -> _arrived (in vLLM's output loop) -> _collect (one task) -> ReportQueue
-                                                              |                      ^
-                                                              +-> reward process ----+
+               ^                                              |                      ^
+               |                                              +-> reward process ----+
+               +--- next turn --- environment (one task a sample) <---+              |
+                                        +---- its end ---> reward process -----------+
 
 Invariants:
 - they are submitted as they come and finish in any order; nothing waits for a batch or a group;
 - every request that was taken ends in the report queue once: as a sample, as an abort, or with the
   failure that ended the engine;
 - an aborted response has every token that vLLM had handed over by then, and no other; one that is
-  being scored just finishes;
+  being scored just finishes. One with an environment has none: what the environment has come to
+  cannot move to another engine, so it begins anew;
+- a turn after the first is a request like any other: a pause or an update does not wait for an
+  environment, and what it says meanwhile is read by the weights that are there then;
 - a sample's `behavior_logprobs` are those of the distribution it was drawn from: after temperature,
   by the engine itself;
 - the token that ended a response (end of sequence) is part of it: it was sampled, so it is trained
   on;
 - a file that cannot be written costs its line, not the engine.
 
-A response has no deadline of its own: vLLM's process is watched as a whole (`engine_state.py`), and
-a reward has one (`scoring.py`).
+A response has no deadline of its own: vLLM's process is watched as a whole (`engine_state.py`);
+rewards (`scoring.py`) and environments (`environments/pool.py`) have one.
 """
 
 from __future__ import annotations
@@ -28,8 +33,9 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,12 +56,19 @@ from megatron_async_rl.rollout.continuation import (
     stopped_length,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
+from megatron_async_rl.rollout.environments.conversation import Player, Transcript, Turn
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import Context
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.types import Aborted, FinishReason, PartialResponse, Request
+from megatron_async_rl.samples.types import (
+    Aborted,
+    FinishReason,
+    PartialResponse,
+    Prompt,
+    Request,
+)
 from megatron_async_rl.weights.vllm_private import on_output, tokens_so_far
 
 _log = logging.getLogger(__name__)
@@ -68,6 +81,10 @@ class _Running:
     in_vllm: str | None = None
     """vLLM's own id of the request, once it has it."""
     aborted: bool = False
+    turn: asyncio.Future[tuple[PartialResponse, FinishReason]] | None = None
+    """What is being sampled of a conversation."""
+    conversation: asyncio.Task[None] | None = None
+    """Until it is being scored."""
 
     @property
     def prefix_length(self) -> int:
@@ -76,7 +93,7 @@ class _Running:
 
 class Responses:
     """Used by one event loop. `sampling`: of training (null) and of each held-out set, by its
-    name."""
+    name. `conversations`: null where a response is one turn. `version`: of the weights."""
 
     def __init__(
         self,
@@ -86,6 +103,8 @@ class Responses:
         tokenizer: Tokenizer,
         scorer: Scorer,
         busy: BusyClock,
+        conversations: Player | None = None,
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
         self._llm = llm
         self._spec = spec
@@ -93,12 +112,15 @@ class Responses:
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._busy = busy
+        self._conversations = conversations
+        self._version = version
         self._running: dict[str, _Running] = {}
         self._arrived: list[tuple[_Running, Any]] = []
         """Outputs of vLLM for responses that ended, in order."""
         self._arrival = asyncio.Event()
         self._collector = asyncio.create_task(self._collect())
-        self._being_scored: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Conversations, and responses that are being scored."""
         self._numbered = 0
         self._log_failed = False
         self.reports = ReportQueue()
@@ -133,12 +155,24 @@ class Responses:
         entries = [_Running(request) for request in requests]
         self._running |= dict(zip(ids, entries, strict=True))
         for entry in entries:
-            await self._hand_over(entry)
+            if self._conversations is not None:
+                entry.conversation = self._spawn(self._converse(entry, self._conversations))
+                entry.conversation.add_done_callback(partial(self._on_end, entry))
+            elif entry.aborted:
+                self._abort(entry, entry.request.prefix)
+            else:
+                request, prefix = entry.request, entry.request.prefix
+                begun: list[int] = [] if prefix is None else prefix.response_ids.tolist()
+                most = self._spec.sampling(request.sampling).max_tokens
+                tokens = [*request.prompt.token_ids, *begun]
+                await self._hand_over(entry, tokens, len(begun), most - len(begun))
 
     async def abort(self, ids: Sequence[str]) -> None:
         entries = [self._running[one] for one in ids if one in self._running]
         for entry in entries:
             entry.aborted = True
+            if entry.conversation is not None:
+                entry.conversation.cancel()
         # vLLM answers an abort with everything it has handed over of the response so far, and
         # forgets what comes later.
         await self._llm.abort(
@@ -146,33 +180,33 @@ class Responses:
         )
 
     def close(self) -> None:
-        for task in (self._collector, *self._being_scored):
+        for task in (self._collector, *self._tasks):
             task.cancel()
 
-    async def _hand_over(self, entry: _Running) -> None:
-        if entry.aborted:
-            self._abort(entry, entry.request.prefix)
-            return
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-        request, prefix = entry.request, entry.request.prefix
+    async def _hand_over(self, entry: _Running, ids: Sequence[int], begun: int, most: int) -> None:
+        """Has vLLM sample at most `most` tokens after `ids`, of which the last `begun` are of the
+        response."""
+        request = entry.request
         parameters = self._sampling[
             request.sampling
         ].clone()  # shallow: `sampling_parameters` asks for it
-        parameters.seed = sample_seed(
-            self._spec.seed, request.group, request.k, entry.prefix_length
-        )
-        most = self._spec.sampling(request.sampling).max_tokens
-        parameters.max_tokens = most - entry.prefix_length
+        parameters.seed = sample_seed(self._spec.seed, request.group, request.k, begun)
+        parameters.max_tokens = most
         if self._spec.records_experts:
             prompt = len(request.prompt.token_ids)
             parameters.routed_experts_prompt_start = (
-                recorded_from(prompt, prefix) if self._records(request) else prompt
+                recorded_from(prompt, request.prefix) if self._records(request) else prompt
             )
-        ids = [*request.prompt.token_ids, *(() if prefix is None else prefix.response_ids.tolist())]
         self._numbered += 1
         try:
             answer = await self._llm.add_request(
-                f"{self._spec.index}-{self._numbered}", tokens_input(ids), parameters
+                f"{self._spec.index}-{self._numbered}", tokens_input(list(ids)), parameters
             )
         except Exception as error:
             self.reports.fail(error)
@@ -212,6 +246,9 @@ class Responses:
         ended for a reason of its own."""
         if isinstance(output, Exception):
             raise output
+        if entry.turn is not None and (entry.aborted or entry.turn.done()):
+            entry.turn.cancel()  # the conversation, which was cancelled, says that it is aborted
+            return
         completion: CompletionOutput = output.outputs[0]  # FINAL_ONLY: there is one
         sampled = None
         if len(completion.token_ids):
@@ -232,7 +269,7 @@ class Responses:
             )
             if stopped is not None:
                 prompt = len(request.prompt.token_ids)
-                self._score(entry, first(tokens, stopped, prompt), "stop")
+                self._sampled_all(entry, first(tokens, stopped, prompt), "stop")
                 return
 
         if entry.aborted and completion.finish_reason == "abort":
@@ -243,7 +280,75 @@ class Responses:
                 f"{self._spec.name} ended its response to prompt {request.prompt.id!r} with finish"
                 f" reason {completion.finish_reason!r}; see {self._spec.log}"
             )
-        self._score(entry, tokens, reason)
+        self._sampled_all(entry, tokens, reason)
+
+    def _sampled_all(self, entry: _Running, tokens: PartialResponse, reason: FinishReason) -> None:
+        if entry.turn is None:
+            self._score(entry, tokens, reason)
+        elif not entry.turn.done():
+            entry.turn.set_result((tokens, reason))
+
+    async def _converse(self, entry: _Running, conversations: Player) -> None:
+        request = entry.request
+        transcript = Transcript(request.prompt)
+        most = self._spec.sampling(request.sampling).max_tokens
+        try:
+            error = await conversations.play(transcript, partial(self._turn, entry), most)
+            entry.conversation = None  # from here on it just finishes
+            scored = Scored(reward=0.0, error=error)
+            if error is None:
+                reason: FinishReason = "length" if transcript.truncated else "stop"
+                scored = await self._scorer.score(
+                    transcript.prompt,
+                    transcript.last_turn,
+                    self._context(entry, transcript.tokens, reason),
+                )
+            self._finish_conversation(entry, transcript, scored)
+        except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
+            self.reports.fail(error)
+
+    def _on_end(self, entry: _Running, task: asyncio.Task[None]) -> None:
+        """Also of a conversation that is aborted before it has begun, in which nothing runs."""
+        if task.cancelled() and entry.aborted:
+            self._abort(entry, None)
+
+    async def _turn(self, entry: _Running, ids: Sequence[int], begun: int, most: int) -> Turn:
+        """What the model says after `ids`."""
+        entry.turn = asyncio.get_running_loop().create_future()
+        # An abort in between finds the request in vLLM, or sees to it that it is aborted there.
+        await asyncio.shield(self._spawn(self._hand_over(entry, ids, begun, most)))
+        tokens, reason = await entry.turn
+        return Turn(
+            tokens=tokens, reason=reason, text=self._tokenizer.decode(tokens.response_ids.tolist())
+        )
+
+    def _finish_conversation(self, entry: _Running, transcript: Transcript, scored: Scored) -> None:
+        if not transcript.turns:
+            # It failed before the model's first turn; a sample holds at least one token.
+            self._finish(
+                entry,
+                PartialResponse(
+                    response_ids=np.array(self._tokenizer.eos_ids[:1], dtype=np.int32),
+                    behavior_logprobs=np.zeros(1, dtype=np.float32),
+                    versions=np.array([self._version()], dtype=np.int32),
+                ),
+                "stop",
+                transcript.text,
+                scored,
+                mask=np.zeros(1, dtype=np.uint8),
+            )
+            return
+        reward, steps = transcript.rewards(scored.reward)
+        self._finish(
+            entry,
+            transcript.tokens,
+            "length" if transcript.truncated else "stop",
+            transcript.text,
+            scored if scored.error is not None else replace(scored, reward=reward),
+            prompt=transcript.prompt,
+            mask=transcript.mask,
+            step_rewards=steps if scored.error is None else None,
+        )
 
     def _records(self, request: Request) -> bool:
         """Held-out responses are not trained on."""
@@ -269,13 +374,7 @@ class Responses:
     def _score(self, entry: _Running, tokens: PartialResponse, reason: FinishReason) -> None:
         prompt = entry.request.prompt
         text = self._tokenizer.decode(tokens.response_ids.tolist())
-        context = Context(
-            finish_reason=reason,
-            tokens=len(tokens.response_ids),
-            seconds=time.time() - entry.started_at,
-            version=int(tokens.versions[-1]),
-            held_out=entry.request.group < 0,
-        )
+        context = self._context(entry, tokens, reason)
         if self._scorer.inline:
             scored = self._scorer.score_inline(prompt, text, context)
             self._finish(entry, tokens, reason, text, scored)
@@ -288,9 +387,16 @@ class Responses:
             except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
                 self.reports.fail(error)
 
-        task = asyncio.create_task(score())
-        self._being_scored.add(task)
-        task.add_done_callback(self._being_scored.discard)
+        self._spawn(score())
+
+    def _context(self, entry: _Running, tokens: PartialResponse, reason: FinishReason) -> Context:
+        return Context(
+            finish_reason=reason,
+            tokens=len(tokens.response_ids),
+            seconds=time.time() - entry.started_at,
+            version=int(tokens.versions[-1]),
+            held_out=entry.request.group < 0,
+        )
 
     def _finish(
         self,
@@ -299,16 +405,22 @@ class Responses:
         reason: FinishReason,
         text: str,
         scored: Scored,
+        *,
+        prompt: Prompt | None = None,
+        mask: NDArray[np.uint8] | None = None,
+        step_rewards: NDArray[np.float32] | None = None,
     ) -> None:
+        """`prompt`: where it is not just the request's. `mask`: null trains on every token."""
         length, request = len(tokens.response_ids), entry.request
         self.reports.finished.append(
             id=request.id,
             group=request.group,
-            prompt=request.prompt,
+            prompt=prompt or request.prompt,
             response_ids=tokens.response_ids,
             behavior_logprobs=tokens.behavior_logprobs,
             versions=tokens.versions,
-            loss_mask=np.ones(length, dtype=np.uint8),
+            loss_mask=np.ones(length, dtype=np.uint8) if mask is None else mask,
+            step_rewards=step_rewards,
             routed_experts=tokens.routed_experts,
             text=text,
             finish_reason=reason,

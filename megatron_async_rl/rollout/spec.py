@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
@@ -31,6 +31,9 @@ class EngineSpec:
     """The run's seed; every response's own seed derives from it."""
     device: Literal["cpu", "cuda"]
     log_dir: Path
+    chat_template: str | None = None
+    """Of chat prompts (`data`), by which an environment's messages are written; null: the model's."""
+    chat_template_options: Mapping[str, Any] = field(default_factory=dict)
     run_dir: Path | None = None
     """The run in whose timeline the engine writes what it does; null: none."""
     first_version: int = 0

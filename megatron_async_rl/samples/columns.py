@@ -246,8 +246,9 @@ def from_stream(content: bytes | pa.Buffer) -> pa.RecordBatch:
 
 
 def samples_of(batch: pa.RecordBatch) -> list[Sample]:
-    """The rows, by SCHEMA or LOGGED, as objects. Prompts are rebuilt, one for each `prompt_id`."""
-    prompts: dict[str, Prompt] = {}
+    """The rows, by SCHEMA or LOGGED, as objects. Prompts are rebuilt, one for each `prompt_id` and
+    text."""
+    prompts: dict[tuple[str, str], Prompt] = {}
     arrays = {
         name: rows_of_lists(batch.column(name))
         for name in (
@@ -263,18 +264,19 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
     plain = {name: batch.column(name).to_pylist() for name in SCHEMA.names if name not in arrays}
     samples = []
     for row in range(batch.num_rows):
-        prompt_id = plain["prompt_id"][row]
-        if prompt_id not in prompts:
-            prompts[prompt_id] = Prompt(
+        # An environment may open each sample of a prompt with other words.
+        known = prompt_id, text = plain["prompt_id"][row], plain["prompt_text"][row]
+        if known not in prompts:
+            prompts[known] = Prompt(
                 id=prompt_id,
-                text=plain["prompt_text"][row],
+                text=text,
                 token_ids=tuple(_present(arrays["prompt_ids"][row]).tolist()),
                 fields=json.loads(plain["fields"][row]),
             )
         samples.append(
             Sample(
                 id=plain["id"][row],
-                prompt=prompts[prompt_id],
+                prompt=prompts[known],
                 response_ids=_present(arrays["response_ids"][row]),
                 behavior_logprobs=_present(arrays["behavior_logprobs"][row]),
                 versions=_present(arrays["versions"][row]),

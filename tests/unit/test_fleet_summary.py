@@ -115,6 +115,20 @@ def test_the_planning_rules_drift_is_the_oldest_start_times_the_updates_length()
     assert "staleness/drift" not in summarise(columns(batch), 3)
 
 
+def test_turns_are_counted_where_tokens_of_environments_stand_between_them() -> None:
+    prompt = Prompt(id="p", text="", token_ids=(1,))
+    masks = [[1, 1, 0, 0, 1], [1, 0, 1, 0, 1], [1, 1]]
+    samples = tuple(
+        make_sample(prompt, f"0-{k}", [5] * len(mask), versions=[0] * len(mask), mask=mask)
+        for k, mask in enumerate(masks)
+    )
+    seen = summarise(columns(TrainBatch.of(0, [samples])), 0)
+    assert seen["response/turns_mean"] == (2 + 3 + 1) / 3
+    assert seen["response/environment_share"] == pytest.approx(4 / 12)
+    single = summarise(columns(TrainBatch.of(0, [samples[2:]])), 0)
+    assert "response/turns_mean" not in single
+
+
 def test_a_group_whose_rewards_all_failed_teaches_nothing_either() -> None:
     batch = columns(rewards_batch([[None, None], [1.0, 0.0], [0.5, 0.5], [None, 1.0]]))
     assert summarise(batch, 3)["reward/equal_groups"] == 3 / 4

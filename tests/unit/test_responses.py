@@ -214,3 +214,35 @@ def test_failed_rewards_are_written_down_and_on_a_full_disk_reported_all_the_sam
     working(tmp_path / "full", work)
     (record,) = caplog.records
     assert "No space left on device" in record.getMessage()
+
+
+def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_path: Path) -> None:
+    class Talk:
+        async def play(self, transcript: Any, sample: Any, most: int) -> None:
+            transcript.take_turn(await sample([1, 2], 0, most))
+            transcript.take_turn(await sample(transcript.ids, transcript.length, most - 2))
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        talk: Any = Talk()
+        responses._conversations = talk
+        await responses.submit([request(0, answer="7"), request(1, answer="7")])
+        while len(llm.collectors) < 2:
+            await asyncio.sleep(0)
+        await responses.abort(["4-0"])
+        _, aborted = await responses.reports.take(60)
+        await responses.submit([request(2, answer="7")])
+        await responses.abort(["4-2"])  # before its conversation has begun
+        _, unbegun = await responses.reports.take(60)
+        assert [one.id for one in unbegun] == ["4-2"]
+        llm.collectors[1].put(output([7, 0]))
+        while len(llm.collectors) < 3:
+            await asyncio.sleep(0)
+        assert llm.parameters[2].max_tokens == 6
+        llm.collectors[2].put(output([7]))
+        finished, more = await responses.reports.take(60)
+        assert [(one.id, one.partial) for one in (*aborted, *more)] == [("4-0", None)]
+        (sample,) = samples_of(finished)
+        assert (sample.id, sample.reward, sample.response_ids.tolist()) == ("4-1", 1.0, [7, 0, 7])
+        assert responses.running == 0
+
+    working(tmp_path, work)

@@ -199,7 +199,11 @@ def test_a_function_in_the_working_directory_is_a_reward(
     ("name", "message"),
     [
         ("arithmetics", "did you mean 'arithmetic'"),
-        ("zzz", "use one of arithmetic, countdown, math, code, http, judge, or module:function"),
+        (
+            "zzz",
+            "use one of arithmetic, countdown, math, code, http, judge, environment, or"
+            " module:function",
+        ),
         (":score", "is not module:function"),
         ("FILE:", "is not module:function"),
         ("nowhere_at_all:score", "no module 'nowhere_at_all' in "),

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from megatron_async_rl.samples.types import FinishReason, Prompt
 
-BUILT_IN = ("arithmetic", "countdown", "math", "code", "http", "judge")
+BUILT_IN = ("arithmetic", "countdown", "math", "code", "http", "judge", "environment")
 """Each is the module of this package with that name."""
 
 KEY = "rollout.reward"

@@ -1,0 +1,29 @@
+"""A number from 1 to 7, and three guesses: after each wrong one the model hears `h`, the number is
+higher, or `l`, it is lower.
+
+Guessing at random finds the number in three of seven games; halving what is left finds it always.
+"""
+
+from __future__ import annotations
+
+from megatron_async_rl.rollout.environments import Step
+from megatron_async_rl.samples import Prompt
+
+GUESSES = 3
+
+
+class Game:
+    """A turn's guess is the first digit in it. A row has the number as `secret`."""
+
+    def reset(self, prompt: Prompt) -> None:
+        self.secret = int(prompt.fields["secret"])
+        self.left = GUESSES
+
+    def step(self, response: str) -> Step:
+        self.left -= 1
+        guess = next((int(one) for one in response if one.isdigit()), None)
+        if guess == self.secret:
+            return Step(reward=1.0, done=True)
+        if guess is None or self.left == 0:
+            return Step(done=True)
+        return Step(observation="h" if self.secret > guess else "l")

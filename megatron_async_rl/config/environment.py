@@ -1,0 +1,62 @@
+"""Environments: what answers a response, so that another turn follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from megatron_async_rl.config.settings_model import Strict
+
+if TYPE_CHECKING:
+    from megatron_async_rl.config.schema import Config
+
+AGENTS = ("agent", "verifiers")
+"""Names of the environments that ask the model by themselves, over an endpoint."""
+OWN_REWARD = "environment"
+"""Name of the reward that adds nothing to what the environment gives."""
+
+
+class EnvironmentConfig(Strict):
+    """What answers each turn of the model; null: a response is one turn. `rollout.sampling.max_tokens`
+    bounds all turns of a sample together, the environment's tokens included."""
+
+    name: str
+    """`module:factory`, whose result has reset(prompt) and step(response); `openenv`: an OpenEnv
+    server; `verifiers`: an environment of that package; `agent`: a program or a function that is
+    given the base URL of an OpenAI-compatible endpoint (docs/environments.md)."""
+    settings: Mapping[str, Any] = {}
+    """Keyword arguments of the factory."""
+    format: Literal["chat", "text"] = "chat"
+    """How the environment's words become tokens. `chat`: as messages, by the chat template that
+    also renders the prompts; `text`: as they are."""
+    max_turns: PositiveInt = 8
+    """Turns of the model in a sample."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest time of one reset or step, or of an agent's whole run; over it the environment's process is killed, and the
+    sample counts as an error."""
+    processes: PositiveInt = 64
+    """Most samples of each engine that are in an environment at a time: each has a process of its
+    own meanwhile. The others wait to begin."""
+    memory_mib: PositiveInt | None = None
+    """Most memory (address space, MiB) of each process; null: no limit."""
+
+
+def environment_conflicts(config: Config) -> Iterator[str]:
+    """Reasons why there would be no reward, or no end to a tool; none: there are."""
+    rollout = config.rollout
+    if rollout is None:
+        return
+    if rollout.environment is None and rollout.reward.name == OWN_REWARD:
+        yield (
+            "rollout.reward is missing, or names the environment's, and there is no"
+            " rollout.environment; name a reward, such as rollout.reward.name: math"
+        )
+    turns, limit_s = rollout.environment, config.watchdog.timeout_s
+    if turns is not None and turns.name not in AGENTS and turns.timeout_s >= limit_s:
+        yield (
+            f"rollout.environment.timeout_s: {turns.timeout_s:g} lets a tool take as long as"
+            f" watchdog.timeout_s: {limit_s:g}, after which a run in which no response grows ends;"
+            " lower the one or raise the other"
+        )

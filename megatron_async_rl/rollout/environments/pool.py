@@ -1,0 +1,290 @@
+"""The environments of an engine's samples, each in a process of its own for as long as it serves
+one, and the deadlines they are held to.
+
+Invariants:
+- whatever an environment does costs the sample it serves and nothing else: what raises, does not
+  answer in time or dies raises EnvironmentFailed there; its process is killed with all it started;
+- the event loop never waits for a process: to start, to answer or to end; an answer that came in
+  time counts, however late the loop reads it;
+- at most `processes` samples are in an environment at a time; the others wait to begin, and their
+  time does not run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.rollout.environments.process import LENGTH, LONGEST, MAIN, framed
+from megatron_async_rl.rollout.environments.protocol import Message, Step, Words
+from megatron_async_rl.samples.types import Prompt
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.processes import PARENT
+
+START_S = 300.0
+"""Longest time to import the environment."""
+READ_S = 0.1
+"""Time for the event loop to read what came while it was busy."""
+SHOW_S = 0.2
+"""Time for a process to write where it stands."""
+EXIT_S = 1.0
+"""Grace for the template to end its forks."""
+
+
+class EnvironmentStartError(RuntimeError):
+    """The environment could not be imported in a process of its own."""
+
+
+class EnvironmentFailed(Exception):
+    """The environment of one sample did not answer as it should; says why."""
+
+
+class Environments:
+    """Used by one event loop. Call `start` first."""
+
+    def __init__(self, settings: EnvironmentConfig) -> None:
+        self.settings = settings
+        self._room = asyncio.Semaphore(settings.processes)
+        self._numbers = itertools.count()
+        self._idle: list[_Process] = []
+        self._template: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._imported: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts the process that imports the environment, while the engine starts."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        settings = {
+            "environment": self.settings.model_dump(mode="json"),
+            "descriptor": theirs.fileno(),
+            "path": sys.path,
+        }
+        try:
+            self._template = subprocess.Popen(
+                [sys.executable, "-c", MAIN, json.dumps(settings)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, PARENT: str(os.getpid())},
+                start_new_session=True,  # Ctrl-C is for the launcher to answer
+            )
+        finally:
+            theirs.close()
+        self._control = ours
+        self._imported = asyncio.create_task(self._import(ours))
+
+    async def _import(self, control: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(START_S):
+                said = await loop.sock_recv(control, LONGEST)
+        except TimeoutError:
+            raise EnvironmentStartError(f"it was not imported within {START_S:g} s") from None
+        answer = json.loads(said) if said else {"failed": "its process ended; see the engine's log"}
+        if "failed" in answer:
+            raise EnvironmentStartError(answer["failed"])
+
+    async def ready(self) -> None:
+        """Returns once the environment is imported. Raises EnvironmentStartError."""
+        assert self._imported is not None
+        name = f"the environment {self.settings.name} to be imported"
+        with watch.doing("wait", name, START_S):
+            await asyncio.shield(self._imported)
+
+    async def open(self) -> Conversing:
+        """A process for one sample, once there is room. Raises EnvironmentFailed."""
+        await self._room.acquire()
+        try:
+            process = self._idle.pop() if self._idle else await self._fork()
+            return Conversing(self, process)
+        except BaseException:
+            self._room.release()
+            raise
+
+    async def _fork(self) -> _Process:
+        if self._template is not None and self._template.poll() is not None:
+            self.close()
+            self.start()  # something killed it
+        try:
+            await self.ready()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                number = next(self._numbers)
+                self._order({"fork": number}, theirs)
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except (EnvironmentStartError, OSError) as error:
+            raise EnvironmentFailed(f"no process for the environment: {error}") from error
+        return _Process(number, reader, writer)
+
+    def _order(self, order: dict[str, int], sent: socket.socket | None = None) -> None:
+        assert self._control is not None
+        descriptors = [] if sent is None else [sent.fileno()]
+        socket.send_fds(self._control, [json.dumps(order).encode()], descriptors)
+
+    def kill(self, process: _Process, *, show: bool) -> None:
+        """`show`: it first writes into the engine's log where it stands."""
+        process.writer.transport.abort()
+        try:
+            if show:
+                self._order({"show": process.number})
+                asyncio.get_running_loop().call_later(
+                    SHOW_S, lambda: self.kill(process, show=False)
+                )
+            else:
+                self._order({"kill": process.number})
+        except OSError:
+            pass  # the template is gone, and its forks with it
+
+    def give_back(self, process: _Process | None) -> None:
+        """`process`: null where it was killed."""
+        if process is not None:
+            self._idle.append(process)
+        self._room.release()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        if self._imported is not None:
+            self._imported.cancel()
+        for process in self._idle:
+            process.writer.transport.abort()
+        self._idle.clear()
+        if self._control is not None:
+            self._control.close()  # which has the template kill its forks, with all they started
+        if self._template is not None:
+            try:
+                self._template.wait(EXIT_S)
+            except subprocess.TimeoutExpired:  # it is still importing
+                self._template.kill()
+                self._template.wait()
+
+
+class _Process:
+    def __init__(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.number, self.reader, self.writer = number, reader, writer
+
+
+class Conversing:
+    """The environment of one sample: `reset` once, then `step`; `close` in every case."""
+
+    def __init__(self, pool: Environments, process: _Process) -> None:
+        self._pool = pool
+        self._process: _Process | None = process
+        self._busy = False
+
+    async def reset(self, prompt: Prompt) -> Words:
+        words: str | Sequence[Message] = (await self._ask("reset", prompt, "reset"))["words"]
+        return words
+
+    async def step(self, response: str) -> Step:
+        return Step(**await self._ask("step", response, "step"))
+
+    async def run(self, prompt: Prompt, base_url: str) -> float:
+        """The reward of an agent's whole run, in the place of `reset` and `step`."""
+        return float((await self._ask("run", (prompt, base_url), "run"))["reward"])
+
+    async def close(self) -> None:
+        """A process that is still busy is killed: whoever waited for it was cancelled."""
+        if self._busy:
+            self._end(show=False)
+        elif self._process is not None:
+            try:
+                await self._ask("close", None, "close")
+            except EnvironmentFailed:
+                pass  # the sample has all it needs
+            finally:
+                if self._busy:
+                    self._end(show=False)
+        process, self._process = self._process, None
+        self._pool.give_back(process)
+
+    async def _ask(self, method: str, argument: Any, what: str) -> dict[str, Any]:
+        process, settings = self._process, self._pool.settings
+        if process is None:
+            raise EnvironmentFailed("its process is gone")
+        payload = pickle.dumps((method, argument), pickle.HIGHEST_PROTOCOL)
+        self._busy = True
+        with watch.doing("work", f"{what} of the environment {settings.name}", settings.timeout_s):
+            process.writer.write(framed(payload))
+            answer = asyncio.ensure_future(_read(process.reader))
+            try:
+                await asyncio.wait((answer,), timeout=settings.timeout_s)
+                if not answer.done():
+                    await asyncio.wait((answer,), timeout=READ_S)
+            finally:
+                if not answer.done():
+                    answer.cancel()
+        if answer.cancelled() or not answer.done():
+            self._end(show=True)
+            limit = f"rollout.environment.timeout_s: {settings.timeout_s:g}"
+            raise EnvironmentFailed(f"no answer to {what} within {limit}")
+        try:
+            said: dict[str, Any] = answer.result()
+        except (OSError, asyncio.IncompleteReadError):
+            self._end(show=False)
+            raise EnvironmentFailed(f"its process ended in {what}; see the engine's log") from None
+        self._busy = False
+        watch.progress("environments")
+        if "error" in said:
+            raise EnvironmentFailed(f"{what} raised {said['error']}")
+        return said
+
+    def _end(self, *, show: bool) -> None:
+        if self._process is not None:
+            self._pool.kill(self._process, show=show)
+        self._process, self._busy = None, False
+
+
+async def _read(reader: asyncio.StreamReader) -> dict[str, Any]:
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    answer: dict[str, Any] = json.loads(await reader.readexactly(length))
+    return answer
+
+
+async def failures(
+    settings: EnvironmentConfig,
+    prompts: Mapping[str, Sequence[Prompt]],
+    response: str,
+    patience_s: float,
+) -> dict[str, str]:
+    """Has the environment answer one turn, `response`, to the first of `prompts` that it can: why it
+    could to none, by their key. One that is slow is taken for able."""
+    found: dict[str, str] = {}
+    pool = Environments(settings)
+    pool.start()
+    try:
+        await pool.ready()
+        for key, some in prompts.items():
+            error: str | None = None
+            for prompt in some:
+                environment = await pool.open()
+                try:
+                    async with asyncio.timeout(patience_s):
+                        await environment.reset(prompt)
+                        await environment.step(response)
+                    error = None
+                except TimeoutError:
+                    error = None
+                except EnvironmentFailed as failed:
+                    error = error or f"the first prompts of {key}: {failed}"
+                finally:
+                    await environment.close()
+                if error is None:
+                    break
+            if error is not None:
+                found[key] = error
+    except (EnvironmentStartError, EnvironmentFailed) as failed:
+        found[""] = f"its import: {failed}"
+    finally:
+        pool.close()
+    return found

@@ -1,0 +1,134 @@
+"""Samples of several turns on a real engine that gets new weights, held against transformers."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async_rl.samples import Sample
+from megatron_async_rl.samples.types import Aborted
+from tests.engine.asking import abort, outcomes, sampled, submit
+from tests.engine.reference import save_checkpoint
+from tests.engine.running import TOLERANCE, Engines, prompt_of, running
+
+pytestmark = pytest.mark.engine
+
+WORDS = [7, 8]
+TURNS = 3
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    root = tmp_path_factory.mktemp("engines")
+    settings = {
+        "sampling": {"max_tokens": 200, "stop": ["7 w"]},
+        "reward": {"name": "environment"},
+        "environment": {"name": "tests.engine.environments:Counting", "format": "text"},
+    }
+    checkpoints = [save_checkpoint(root / f"model-{seed}", seed=seed) for seed in range(2)]
+    with running(lambda: Engines(root, [settings], checkpoints)) as engines:
+        yield engines
+
+
+def until(path: Path) -> None:
+    deadline = time.monotonic() + 400
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+def turns(sample: Sample) -> list[tuple[int, int]]:
+    """Where what was sampled begins and ends, turn by turn."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], sample.loss_mask, [0]))))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def differs(engines: Engines, sample: Sample) -> float:
+    """Largest |engine's log-prob - transformers'| of sampled tokens, each turn under the weights of
+    its version."""
+    found = 0.0
+    for start, end in turns(sample):
+        (version,) = set(sample.versions[start:end].tolist())
+        reference = engines.reference(version).logprobs(
+            sample.prompt.token_ids, sample.response_ids[:end].tolist(), 1.0
+        )[start:]
+        own = torch.from_numpy(sample.behavior_logprobs[start:end].copy())
+        found = max(found, float((own - reference).abs().max()))
+    return found
+
+
+def test_an_update_in_the_middle_of_a_tool_call_neither_waits_for_it_nor_disturbs_it(
+    engines: Engines, tmp_path: Path
+) -> None:
+    (handle,) = engines.handles
+    waiting = prompt_of(5, 1, fault="waits", folder=str(tmp_path))
+    asked = engines.asked([waiting], 1)
+    others = engines.asked([prompt_of(4, seed) for seed in range(4)], 2)
+    submit(handle, asked)
+    until(tmp_path / "waiting")
+    for sample in sampled(handle, others):
+        assert sample.versions.tolist() == [0] * sample.length
+        assert differs(engines, sample) < TOLERANCE
+    engines.publish(1)  # and returns
+    (tmp_path / "go").touch()
+    (sample,) = outcomes(handle, [asked[0].id])
+    assert isinstance(sample, Sample)
+    assert (sample.reward, sample.reward_error) == (1.5, None)
+
+    spans = turns(sample)
+    assert len(spans) == TURNS
+    assert [sample.versions[start] for start, _ in spans] == [0, 0, 1]
+    assert differs(engines, sample) < TOLERANCE
+    for (_, end), (start, _) in itertools.pairwise(spans):
+        assert sample.response_ids[end:start].tolist() == WORDS
+        assert sample.behavior_logprobs[end:start].tolist() == [0.0, 0.0]
+    assert sample.step_rewards is not None
+    assert [sample.step_rewards[end - 1] for _, end in spans] == [0.25, 0.5, 0.75]
+    assert sample.text.count("[environment, reward") == TURNS
+
+
+def test_a_stop_string_ends_its_turn_and_is_not_looked_for_in_the_environments_words(
+    engines: Engines,
+) -> None:
+    """`7 w` stands in the words of every sample."""
+    samples = sampled(engines.handles[0], engines.asked([prompt_of(4, 9)], 16))
+    stopped = 0
+    for sample in samples:
+        for start, end in turns(sample):
+            text = " ".join(f"w{one}" for one in sample.response_ids[start:end].tolist())
+            assert "7 w" not in text[: text.rfind(" w")]
+            stopped += "7 w" in text
+    assert stopped
+
+
+def test_a_sample_that_is_aborted_in_its_environment_begins_anew(
+    engines: Engines, tmp_path: Path
+) -> None:
+    (handle,) = engines.handles
+    asked = engines.asked([prompt_of(5, 1, fault="waits", folder=str(tmp_path))], 1)
+    submit(handle, asked)
+    until(tmp_path / "waiting")
+    abort(handle, [asked[0].id])
+    (cut,) = outcomes(handle, [asked[0].id])
+    assert isinstance(cut, Aborted)
+    assert cut.partial is None
+    (tmp_path / "go").touch()
+    (sample,) = sampled(handle, asked)
+    assert len(turns(sample)) == TURNS
+
+
+def test_an_environment_that_fails_costs_its_sample_and_is_shown_with_it(engines: Engines) -> None:
+    prompts = [prompt_of(5, 1, fault=fault) for fault in ("reset", "raises", None)]
+    failed, raised, fine = sampled(engines.handles[0], engines.asked(prompts, 1))
+    assert (failed.reward_error, failed.loss_mask.tolist()) == (
+        "reset raised KeyError: 'secret'",
+        [0],
+    )
+    assert raised.reward_error == "step raised KeyError: 'answer'"
+    assert len(turns(raised)) == 2
+    assert fine.valid
+    assert "KeyError: 'secret'" in engines.specs[0].reward_log.read_text()

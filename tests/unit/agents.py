@@ -1,0 +1,56 @@
+"""Agents of tests: what their prompt says they do at the endpoint."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from megatron_async_rl.samples import Prompt
+
+
+def ask(base_url: str, **body: Any) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{base_url}/chat/completions",
+        data=json.dumps({"model": "policy", **body}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            text = answer.read().decode()
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(json.loads(error.read())["error"]["message"]) from None
+    said: dict[str, Any] = streamed(text) if body.get("stream") else json.loads(text)
+    return said
+
+
+def streamed(text: str) -> dict[str, Any]:
+    """One answer, put together of the chunks of a stream."""
+    *chunks, end = (line.removeprefix("data: ") for line in text.split("\n\n") if line)
+    assert end == "[DONE]"
+    first, last, usage = map(json.loads, chunks)
+    (begun,), (ended,) = first["choices"], last["choices"]
+    message = begun.pop("delta")
+    return first | usage | {"choices": [begun | ended | {"message": message}]}
+
+
+def run(prompt: Prompt, base_url: str) -> float:
+    """Calls a tool until the model answers with none, as agents do."""
+    fault = prompt.fields.get("fault")
+    if fault == "silent":
+        return 1.0
+    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.fields["question"]}]
+    body: dict[str, Any] = dict(prompt.fields.get("body", {}))
+    while True:
+        answer = ask(base_url, messages=messages, logprobs=True, **body)
+        choice = answer["choices"][0]
+        assert len(choice["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
+        messages.append(choice["message"] | {"refusal": None})  # as clients' objects have it
+        if fault == "forgets":
+            messages = [*messages[2:], {"role": "user", "content": "and now?"}]
+            continue
+        if choice["finish_reason"] != "tool_calls":
+            return float(choice["message"]["content"])
+        (call,) = choice["message"]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        result = str(arguments["a"] * arguments["b"])
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})

@@ -1,0 +1,403 @@
+"""Samples of several turns: their tokens, masks and rewards, with environments in processes of their
+own, and what it costs when one of these misbehaves."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.rollout.environments.conversation import (
+    ChatMessages,
+    Conversations,
+    PlainText,
+    Transcript,
+    Turn,
+)
+from megatron_async_rl.rollout.environments.pool import (
+    EnvironmentFailed,
+    Environments,
+    EnvironmentStartError,
+    failures,
+)
+from megatron_async_rl.rollout.environments.protocol import EnvironmentRefused, load_factory
+from megatron_async_rl.samples import Prompt
+from megatron_async_rl.samples.types import PartialResponse
+
+COUNTING = "tests.engine.environments:Counting"
+
+
+def settings_of(**own: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(**{"name": COUNTING, "format": "text", **own})
+
+
+def prompt_of(**fields: Any) -> Prompt:
+    return Prompt(id="p", text="?", token_ids=(90, 91), fields=fields)
+
+
+class Words:
+    """A tokenizer of `w7`-like words."""
+
+    eos_ids = (0,)
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        return [int(word[1:]) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(f"w{one}" for one in ids)
+
+
+class Sampler:
+    """Turns of two tokens, the second one the end; the version grows with each turn."""
+
+    def __init__(self, told: Callable[[int], None]) -> None:
+        self.asked: list[tuple[list[int], int, int]] = []
+        self.length, self.told = 2, told
+
+    async def __call__(self, ids: Sequence[int], begun: int, most: int) -> Turn:
+        self.asked.append((list(ids), begun, most))
+        number, length = len(self.asked), min(self.length, most)
+        self.told(number)
+        tokens = PartialResponse(
+            response_ids=np.array([10 * number, 0][:length], dtype=np.int32),
+            behavior_logprobs=np.full(length, -0.1 * number, dtype=np.float32),
+            versions=np.full(length, number, dtype=np.int32),
+        )
+        reason = "stop" if length == self.length else "length"
+        return Turn(tokens=tokens, text=f"turn {number}", reason=reason)  # type: ignore[arg-type]
+
+
+class Played:
+    """Conversations over one pool, whose processes the tests share."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self.runner = runner
+        self.pool = runner.run(self._started())
+
+    @staticmethod
+    async def _started() -> Environments:
+        pool = Environments(settings_of(processes=4))
+        pool.start()
+        return pool
+
+    def __call__(
+        self, *prompts: Prompt, max_tokens: int = 100, **own: Any
+    ) -> list[tuple[Transcript, str | None, Sampler]]:
+        """One conversation for each prompt, at the same time."""
+
+        async def one(prompt: Prompt) -> Any:
+            tokenizer: Any = Words()
+            transcript, sampler = Transcript(prompt), Sampler(hurried)
+            conversations = Conversations(self.pool, tokenizer)
+            return transcript, await conversations.play(transcript, sampler, max_tokens), sampler
+
+        async def run() -> Any:
+            return await asyncio.gather(*map(one, prompts))
+
+        def hurried(number: int) -> None:
+            """Whoever hangs at its second turn has no time from then on."""
+            if number == 2 and any(prompt.fields.get("fault") == "hangs" for prompt in prompts):
+                self.pool.settings = settings_of(timeout_s=0.1)
+
+        self.pool.settings = settings_of(processes=4, **own)
+        found: list[tuple[Transcript, str | None, Sampler]] = self.runner.run(run())
+        return found
+
+
+@pytest.fixture(scope="module")
+def played() -> Iterator[Played]:
+    with asyncio.Runner() as runner:
+        played = Played(runner)
+        yield played
+        played.pool.close()
+
+
+def test_what_was_sampled_stands_in_the_sample_as_it_was_between_the_environments_words(
+    played: Played,
+) -> None:
+    ((transcript, error, sampler),) = played(prompt_of(opening="w5"))
+    assert error is None
+    assert transcript.prompt.token_ids == (90, 91, 5)
+    tokens = transcript.tokens
+    assert tokens.response_ids.tolist() == [10, 0, 7, 8, 20, 0, 7, 8, 30, 0]
+    assert tokens.versions.tolist() == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
+    assert transcript.mask.tolist() == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert tokens.behavior_logprobs[[0, 2, 4, 8]].tolist() == pytest.approx([-0.1, 0, -0.2, -0.3])
+    reward, steps = transcript.rewards(last=2.0)
+    assert reward == 3.5
+    assert steps.tolist() == [0, 0.25, 0, 0, 0, 0.5, 0, 0, 0, 2.75]
+    assert transcript.text == "\n".join(
+        f"turn {n}\n[environment, reward {0.25 * n:g}] w7 w8" for n in (1, 2, 3)
+    )
+    # Every turn is sampled after just the tokens of the sample, with what is left of its budget.
+    prompt, response = [90, 91, 5], tokens.response_ids.tolist()
+    assert sampler.asked == [([*prompt, *response[:n]], n, 99 - n) for n in (0, 4, 8)]
+
+
+def test_a_sample_ends_with_a_turn_where_turns_or_tokens_run_out(played: Played) -> None:
+    ((few, _, _),) = played(prompt_of(), max_turns=2)
+    assert few.tokens.response_ids.tolist() == [10, 0, 7, 8, 20, 0]
+    assert not few.truncated
+    # Of seven tokens the second turn leaves one, which the environment's words would take.
+    for most, length in ((7, 6), (5, 5), (4, 2), (1, 1)):
+        ((cut, error, _),) = played(prompt_of(), max_tokens=most)
+        assert (error, cut.truncated, cut.length) == (None, True, length)
+        assert cut.mask[-1] == 1
+    ((_, error, _),) = played(prompt_of(opening="w1 w2"), max_tokens=2)
+    assert error is not None
+    assert "no room for a turn" in error
+
+
+def test_a_turn_may_be_left_out_of_the_loss_by_its_environment(played: Played) -> None:
+    ((transcript, _, _),) = played(prompt_of(fault="untrained"), max_turns=2)
+    assert transcript.mask.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_an_environment_that_fails_in_any_way_costs_its_sample_and_disturbs_nobody(
+    played: Played,
+) -> None:
+    faults = ["reset", "raises", "nan", "none", "exits", None]
+    found = played(*(prompt_of(fault=fault) for fault in faults))
+    errors = [error for _, error, _ in found]
+    assert errors == [
+        "reset raised KeyError: 'secret'",
+        "step raised KeyError: 'answer'",
+        "step raised ValueError: the reward of a step is nan, not a finite number",
+        "step raised TypeError: step returned a NoneType, not a Step",
+        "its process ended in step; see the engine's log",
+        None,
+    ]
+    # What was sampled until then is there, for the log.
+    assert [len(transcript.turns) for transcript, _, _ in found] == [0, 2, 2, 2, 2, 3]
+    ((transcript, error, _),) = played(prompt_of(fault="hangs"))
+    assert error == "no answer to step within rollout.environment.timeout_s: 0.1"
+    assert len(transcript.turns) == 2
+
+
+def test_a_process_serves_one_sample_after_the_other(played: Played) -> None:
+    async def run() -> set[int]:
+        seen = set()
+        for _ in range(3):
+            environment = await played.pool.open()
+            assert environment._process is not None
+            seen.add(environment._process.number)
+            await environment.reset(prompt_of())
+            await environment.step("")
+            await environment.close()
+        return seen
+
+    played.pool.settings = settings_of()
+    assert len(played.runner.run(run())) == 1
+
+
+def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> None:
+    async def run() -> tuple[int, bool]:
+        pool = played.pool
+        environment = await pool.open()
+        await environment.reset(prompt_of(fault="hangs"))
+        await environment.step("1")
+        process = environment._process
+        hanging = asyncio.create_task(environment.step("2"))
+        await asyncio.sleep(0)
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        await environment.close()
+        other = await pool.open()  # there is room again
+        fresh = other._process is not process
+        await other.reset(prompt_of())
+        await other.close()
+        return pool._room._value, fresh
+
+    played.pool.settings = settings_of()
+    assert played.runner.run(run()) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("own", "where", "what"),
+    [
+        ({"name": "verifiers", "settings": {"env": {}}}, "settings", "pip install verifiers"),
+        ({"name": "game"}, "name", "is not module:factory"),
+        (
+            {"name": "openenv", "settings": {"url": "ws://x"}},
+            "settings",
+            "pip install openenv-core",
+        ),
+        ({"name": "no_such_game:Game"}, "name", "no module 'no_such_game'"),
+        ({"name": "tests.engine.environments:Game"}, "name", "has no 'Game'"),
+        ({"settings": {"turn": 3}}, "settings", "unexpected keyword argument 'turn'"),
+        ({"name": "pathlib:Path"}, "name", "has no method reset(prompt)"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused_by_name(
+    own: dict[str, Any], where: str, what: str
+) -> None:
+    with pytest.raises(EnvironmentRefused, match=r"rollout\.environment") as refused:
+        load_factory(settings_of(**own))
+    assert refused.value.where == f"rollout.environment.{where}"
+    assert what in refused.value.what
+
+
+def test_a_trial_says_what_fails_before_anything_starts() -> None:
+    prompts = {"data.train": [prompt_of(fault="reset")] * 2, "data.eval": [prompt_of()]}
+    found = asyncio.run(failures(settings_of(), prompts, "0", 60.0))
+    assert list(found) == ["data.train"]
+    assert "reset raised KeyError: 'secret'" in found["data.train"]
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FORGETS = TEMPLATE.replace(
+    "{% for m in messages %}", "{% for m in messages if m.role != 'assistant' %}"
+)
+
+
+class Characters:
+    """One token a character, and <end> one; chat by a jinja template."""
+
+    def __init__(self, template: str) -> None:
+        import jinja2
+
+        self._template = jinja2.Template(template)
+        self.eos_ids = (1,)
+
+    def render_chat(self, messages: Any, *, answer: bool) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=answer)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return [ord(one) for one in text.replace("<end>", "\x01")]
+
+
+def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_end_twice() -> None:
+    tokenizer: Any = Characters(TEMPLATE)
+    chat = ChatMessages(tokenizer)
+    next_turn = [ord(one) for one in "\n<|user|>higher\x01\n<|assistant|>"]
+    assert chat.between([65, 1], "higher") == next_turn
+    assert chat.between([65], "higher") == [1, *next_turn]
+    tool = chat.between([65, 1], [{"role": "tool", "content": "21"}])
+    assert "".join(map(chr, tool)) == "\n<|tool|>21\x01\n<|assistant|>"
+
+    prompt = tokenizer.render_chat([{"role": "user", "content": "Guess."}], answer=True)
+    asked = Prompt(id="p", text=prompt, token_ids=tuple(tokenizer.encode_rendered(prompt)))
+    opened = chat.opened(asked, "1 to 7")
+    assert "".join(map(chr, opened.token_ids)) == (
+        "<|user|>Guess.\x01\n<|user|>1 to 7\x01\n<|assistant|>"
+    )
+    plain = Prompt(id="p", text="Guess.", token_ids=(71,))
+    with pytest.raises(DataError, match="does not end where the chat template"):
+        chat.opened(plain, "1 to 7")
+
+
+def test_a_template_that_changes_what_was_said_before_is_refused() -> None:
+    tokenizer: Any = Characters(FORGETS)
+    with pytest.raises(DataError, match="writes what is before a message in another way"):
+        ChatMessages(tokenizer)
+
+
+def test_plain_words_follow_as_they_are() -> None:
+    tokenizer: Any = Words()
+    assert PlainText(tokenizer).between([3], "w7 w8") == [7, 8]
+    assert PlainText(tokenizer).between([3], [{"role": "tool", "content": "w9"}]) == [9]
+
+
+def test_an_import_that_fails_is_said_where_it_is_waited_for() -> None:
+    async def run() -> None:
+        pool = Environments(settings_of(name="tests.engine.no_such_module:Game"))
+        pool.start()
+        try:
+            with pytest.raises(EnvironmentStartError, match="no module"):
+                await pool.ready()
+            with pytest.raises(EnvironmentFailed, match="no process for the environment"):
+                await pool.open()
+        finally:
+            pool.close()
+
+    asyncio.run(run())
+
+
+CLIENT = """
+class Result:
+    def __init__(self, observation, reward=None, done=False):
+        self.observation, self.reward, self.done = observation, reward, done
+
+class GenericEnvClient:
+    def __init__(self, base_url):
+        self.said = [base_url]
+
+    async def connect(self):
+        self.said.append("connected")
+
+    async def reset(self, **fields):
+        self.said.append(fields)
+        return Result({"text": "begin"})
+
+    async def step(self, action):
+        self.said.append(action)
+        return Result({"text": "on"}, reward=0.5, done=len(self.said) > 4)
+
+    async def close(self):
+        self.said.append("closed")
+"""
+"""What is used of openenv-core 0.3.0's client; docs/environments.md says how it was tried with it."""
+
+
+def test_an_openenv_server_is_asked_turn_by_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "openenv" / "core"
+    package.mkdir(parents=True)
+    (package / "generic_client.py").write_text(CLIENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    make = load_factory(
+        settings_of(
+            name="openenv",
+            settings={"url": "ws://x", "action": "code", "observation": "text", "reset": ["seed"]},
+        )
+    )
+
+    async def run() -> Any:
+        server: Any = make()
+        opening = await server.reset(prompt_of(seed=3))
+        steps = [await server.step(one) for one in ("1", "2")]
+        await server.close()
+        return opening, steps, server._client.said
+
+    opening, (first, second), said = asyncio.run(run())
+    assert (opening, first.observation, first.reward) == ("begin", "on", 0.5)
+    assert (first.done, second.done) == (False, True)
+    assert said == ["ws://x", "connected", {"seed": 3}, {"code": "1"}, {"code": "2"}, "closed"]
+    for name in [one for one in sys.modules if one.partition(".")[0] == "openenv"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "what"),
+    [
+        ({}, "rollout.reward is missing"),
+        ({"environment": {"name": COUNTING, "timeout_s": 600}}, "watchdog.timeout_s: 600"),
+        ({"environment": {"name": COUNTING}}, None),
+        ({"environment": {"name": "agent", "timeout_s": 1200}}, None),
+    ],
+)
+def test_a_run_without_a_reward_or_an_end_to_a_tool_is_refused(
+    rollout: dict[str, Any], what: str | None
+) -> None:
+    settings = {
+        "run": {"dir": "runs/x", "steps": 1},
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl"},
+        "flow": {"prompts_per_step": 2, "group_size": 2},
+        "rollout": {"sampling": {"max_tokens": 8}, **rollout},
+    }
+    if what is None:
+        assert Config.model_validate(settings).rollout is not None
+    else:
+        with pytest.raises(ValueError, match=what):
+            Config.model_validate(settings)
