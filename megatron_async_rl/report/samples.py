@@ -70,7 +70,7 @@ class Chosen:
 
 
 @contextmanager
-def _log_readable() -> Iterator[None]:
+def log_readable() -> Iterator[None]:
     """Raises UserError for a file of the log that cannot be read."""
     try:
         yield
@@ -82,7 +82,7 @@ def _log_readable() -> Iterator[None]:
         raise UserError.of("RUN", what, "move the damaged files out of the folder") from error
 
 
-@_log_readable()
+@log_readable()
 def choose(run_dir: Path, wanted: Wanted) -> Chosen:
     """Raises UserError where there is no run, no log that can be read, or no such step."""
     counts = {
@@ -93,7 +93,7 @@ def choose(run_dir: Path, wanted: Wanted) -> Chosen:
     if len(counts) > 1:
         options = " and ".join(f"--{name}" for name in counts)
         raise UserError.of(options, "exclude each other", "give one of them")
-    _check_log(run_dir)
+    check_log(run_dir)
 
     missing = 0
     entries = (one for one in read_entries(run_dir) if (one.group < 0) == wanted.held_out)
@@ -176,7 +176,7 @@ def _sentence(text: str) -> str:
     return f'<section class="card samples"><h2>Samples</h2><p>{html.escape(text)}</p></section>'
 
 
-@_log_readable()
+@log_readable()
 def _section(run_dir: Path) -> str:
     outcomes = _outcomes(run_dir, "trained")
     steps = sorted(set(outcomes["step"].to_pylist()))[-PAGE_STEPS:]
@@ -200,12 +200,12 @@ def _section(run_dir: Path) -> str:
     ):
         picked = _pick([entry for entry in trained if entry not in shown], wanted)
         shown |= {*picked}
-        cards = "".join(_card(entry, sample) for entry, sample in load(run_dir, picked))
+        cards = "".join(card(entry, sample) for entry, sample in load(run_dir, picked))
         if cards:
             parts.append(f"<h3>{name}</h3>\n{cards}")
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return (
-        f'<section class="card samples"><style>{STYLE}</style>\n'
+        f'<section class="card samples">\n'
         f"<h2>Samples that {span} trained on</h2>\n" + "\n".join(parts) + "</section>"
     )
 
@@ -213,7 +213,7 @@ def _section(run_dir: Path) -> str:
 # Which
 
 
-def _check_log(run_dir: Path) -> None:
+def check_log(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise UserError.of("RUN", f"{run_dir} is not a directory", "name the run.dir of a run")
     if segments_in(run_dir / FOLDER):
@@ -358,17 +358,7 @@ def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-STYLE = """
-  .samples { margin-top: 16px; } .samples h3 { margin: 14px 0 4px; font-size: 13.5px; }
-  .sample { border-top: 1px solid var(--line); padding: 8px 0; }
-  .sample p { margin: 0 0 4px; color: var(--muted); font-size: 12.5px; overflow-wrap: anywhere; }
-  .sample pre { margin: 2px 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; }
-  .sample pre.prompt { color: var(--muted); } .sample details { margin: 2px 0; }
-  .sample summary { cursor: pointer; font-size: 12.5px; }
-"""
-
-
-def _card(entry: Entry, sample: Sample) -> str:
+def card(entry: Entry, sample: Sample) -> str:
     facts = html.escape(" · ".join(_facts(entry, sample)))
     prompt, response = _folded("prompt", sample.prompt.text), _folded("response", sample.text)
     return f'<div class="sample"><p>{facts}</p>{prompt}{response}</div>\n'
