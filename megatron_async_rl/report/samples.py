@@ -41,6 +41,8 @@ from megatron_async_rl.samples.segments import (
 from megatron_async_rl.samples.types import Sample
 
 NEWEST = 5
+LOOKED_AT = 4_000
+"""Of the newest samples, for one that was trained on."""
 LONGEST = 2000
 """Characters of a prompt or response on a terminal; --json has all."""
 PAGE_STEPS, PAGE_EACH, PAGE_OPEN, PAGE_LONGEST = 3, 3, 400, 5_000
@@ -111,6 +113,17 @@ def choose(run_dir: Path, wanted: Wanted) -> Chosen:
     return Chosen(samples=load(run_dir, chosen), missing=missing)
 
 
+def newest_trained(run_dir: Path) -> Sample | None:
+    """The newest sample that a step has trained on; None where there is none among the newest few
+    thousand, or none that can be read: the live display goes on without."""
+    try:
+        entries = itertools.islice(read_entries(run_dir), LOOKED_AT)
+        chosen = next((one for one in entries if one.state == "trained"), None)
+        return load(run_dir, [chosen])[0][1] if chosen else None
+    except (SegmentBroken, pa.ArrowException, UnicodeDecodeError, OSError, IndexError):
+        return None
+
+
 def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
     """For people, or with `as_json` one whole sample per line for tools."""
     for entry, sample in chosen.samples:
@@ -125,9 +138,9 @@ def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
             ("prompt", sample.prompt.text, "cyan"),
             ("response", sample.text, "green" if sample.valid else "red"),
         ):
-            console.print(Text(f"{name}: ", style="dim") + Text(_visible(text), style=style))
+            console.print(Text(f"{name}: ", style="dim") + Text(visible(text), style=style))
         if sample.reward_error is not None:
-            console.print(Text(f"reward failed: {_visible(sample.reward_error)}", style="red"))
+            console.print(Text(f"reward failed: {visible(sample.reward_error)}", style="red"))
     if chosen.missing and not as_json:
         console.print(f"{chosen.missing:,} more of them are no longer kept", style="dim")
 
@@ -311,7 +324,7 @@ def _facts(entry: Entry, sample: Sample) -> Iterator[str]:
     }[entry.state]
     yield f"reward {sample.reward:.4g}" if sample.valid else "reward failed"
     yield f"sample {sample.id}"
-    yield f"prompt {_visible(sample.prompt.id)}"
+    yield f"prompt {visible(sample.prompt.id)}"
     plural = "" if sample.length == 1 else "s"
     yield f"{sample.length} token{plural}, {sample.finish_reason}"
     first, last = int(sample.versions[0]), int(sample.versions[-1])
@@ -334,8 +347,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 """All but line ends and tabs, and what turns the direction of the text around it."""
 
 
-def _visible(text: str) -> str:
-    """Control characters as escapes; a long text cut."""
+def visible(text: str) -> str:
+    """For a terminal: control characters as escapes; a long text cut."""
     more = len(text) - LONGEST
     if more > 0:
         text = text[:LONGEST]
