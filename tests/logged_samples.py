@@ -10,11 +10,16 @@ import numpy as np
 
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow.sample_log import SampleLogWriter
+from megatron_async_rl.samples.columns import batch_of
+from megatron_async_rl.samples.rows import SampleRow, rows_of
 from megatron_async_rl.samples.types import Prompt, Sample
-from tests.train_batches import row
 
 STEPS, GROUP = 5, 4
 Change = Callable[[Sample], Sample]
+
+
+def row(sample: Sample, group: int = 0) -> SampleRow:
+    return rows_of(batch_of([sample], [group]))[0]
 
 
 def sample(group: int, k: int, change: Change = lambda one: one) -> Sample:

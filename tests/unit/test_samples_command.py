@@ -20,12 +20,12 @@ from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow.sample_log import SampleLogWriter
 from megatron_async_rl.launch import launcher
 from megatron_async_rl.metrics.log import EvalLog
+from megatron_async_rl.report import report as report_module
 from megatron_async_rl.report.report import write_report
 from megatron_async_rl.report.samples import Wanted, choose, print_samples, samples_section
 from megatron_async_rl.samples.segments import FOLDER, path_of
 from megatron_async_rl.samples.types import Sample
-from tests.logged_samples import GROUP, STEPS, logged_run, sample
-from tests.train_batches import row
+from tests.logged_samples import GROUP, STEPS, logged_run, row, sample
 from tests.unit.test_report import sampled_run
 
 
@@ -231,6 +231,12 @@ def damaged(run_dir: Path) -> Path:
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     EvalLog(run_dir, []).append({"version": 0, "mean_reward": 0.5, "pass_at": {"1": 0.5}})
     return run_dir
+
+
+@pytest.fixture(autouse=True)
+def no_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sheet is slow to draw and shows no sample; test_report.py has its facts."""
+    monkeypatch.setattr(report_module, "draw_sheet", lambda *_: None)
 
 
 def report(run_dir: Path) -> Result:
