@@ -38,7 +38,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.12,<3.13",
     packages=find_packages(include=["megatron_async_rl", "megatron_async_rl.*"]),
-    package_data={"megatron_async_rl": ["py.typed", "report/page.html"]},
+    package_data={"megatron_async_rl": ["py.typed", "report/page.*"]},
     install_requires=[
         "einops>=0.8,<1",
         "huggingface_hub>=1,<3",

@@ -404,19 +404,33 @@ def report(
     for run in runs:
         if not (run / "metrics.jsonl").is_file():
             raise UserError.of("RUN", f"{run} holds no metrics.jsonl", NAME_A_RUN)
-    if len(runs) == 1:
-        if out is not None:
-            fix = "leave it out, or name several runs"
-            raise UserError.of("--out", "a run's report goes into its own directory", fix)
-        from megatron_async_rl.report.report import write_report
+    if len(runs) == 1 and out is not None:
+        fix = "leave it out, or name several runs"
+        raise UserError.of("--out", "a run's report goes into its own directory", fix)
+    from megatron_async_rl.report.report import write_comparison, write_report
 
-        written = write_report(runs[0])
-    else:
-        from megatron_async_rl.report.comparison import write_comparison
-
-        written = write_comparison(runs, out)
+    written = write_report(runs[0]) if len(runs) == 1 else write_comparison(runs, out)
     for path in written:
         _print(str(path))
+
+
+@app.command()
+def dashboard(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several.")
+    ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="To listen on; 0: one that is free.")
+    ] = 8470,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")
+    ] = "localhost",
+) -> None:
+    """Show runs in a browser while they go on, or after: curves, engines, anomalies, samples; of
+    several, curves on top of each other. Reads run directories, changes nothing."""
+    from megatron_async_rl.report.dashboard import serve
+
+    serve(runs, host, port, _print)
 
 
 @app.command()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megatron_async_rl.config.grid import StudyRun, read_grid, runs_of
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import Row as MetricsRow
-from megatron_async_rl.metrics.log import read_metrics
+from megatron_async_rl.metrics.log import read_evaluations, read_metrics
 from megatron_async_rl.report.anomalies import AnomalyFinder
 from megatron_async_rl.report.run_data import read_config
 from megatron_async_rl.report.series import evaluation_curves
@@ -121,7 +121,7 @@ def about_run(directory: Path) -> dict[str, object]:
 
 def curve_of(directory: Path, rows: Sequence[MetricsRow]) -> list[dict[str, object]]:
     """One point per evaluation, in order of versions."""
-    evaluated = evaluation_curves(directory)
+    evaluated = evaluation_curves(read_evaluations(directory))
     seconds = np.concatenate([[0.0], np.cumsum([float(row["time/step_s"]) for row in rows])])
     points: list[dict[str, object]] = []
     before = 0

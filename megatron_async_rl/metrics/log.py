@@ -163,6 +163,47 @@ def number(row: Row, key: str) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
+class GrowingFile:
+    """A file of lines that another process appends to; each is read once, when it is whole.
+
+    `newest`: begin so many bytes before the end, for a file whose older lines nobody needs.
+    """
+
+    def __init__(self, path: Path, newest: int | None = None) -> None:
+        self.path = path
+        self.line = 0
+        """Lines read so far."""
+        self._newest = newest
+        self._inode = -1
+        self._offset = 0
+
+    def new_lines(self) -> tuple[list[bytes], bool]:
+        """Lines since the last call, and True where the file was replaced or cut, so that those of
+        earlier calls are to be forgotten. No lines while there is no file."""
+        try:
+            with open(self.path, "rb") as file:
+                about = os.fstat(file.fileno())
+                replaced = about.st_ino != self._inode or about.st_size < self._offset
+                restarted = replaced and self._offset > 0
+                if replaced:
+                    self._inode, self._offset, self.line = about.st_ino, 0, 0
+                    if self._newest is not None and about.st_size > self._newest:
+                        file.seek(about.st_size - self._newest)
+                        file.readline()
+                        self._offset = file.tell()
+                file.seek(self._offset)
+                whole = file.read()
+        except FileNotFoundError:
+            restarted, self._offset = self._offset > 0, 0
+            return [], restarted
+
+        whole = whole[: whole.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        lines = whole.splitlines()
+        self.line += len(lines)
+        return lines, restarted
+
+
 @dataclass(frozen=True)
 class NewRows:
     rows: list[Row]
@@ -172,42 +213,27 @@ class NewRows:
 
 class MetricsReader:
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / FILE
-        self._inode = -1
-        self._offset = 0
-        self._line = 0
+        self._file = GrowingFile(run_dir / FILE)
 
     def new_rows(self) -> NewRows:
         """Rows written since the last call; none while the file does not exist.
 
         Raises UserError, with file and line, for a whole line that is not an object with a step.
         """
-        try:
-            with open(self.path, "rb") as file:
-                about = os.fstat(file.fileno())
-                replaced = about.st_ino != self._inode or about.st_size < self._offset
-                restarted = replaced and self._offset > 0
-                if replaced:
-                    self._inode, self._offset, self._line = about.st_ino, 0, 0
-                file.seek(self._offset)
-                whole = file.read()
-        except FileNotFoundError:
-            restarted, self._offset = self._offset > 0, 0
-            return NewRows([], restarted)
+        lines, restarted = self._file.new_lines()
+        first = self._file.line - len(lines) + 1
+        rows = [self._row(line, number) for number, line in enumerate(lines, first)]
+        return NewRows(rows, restarted)
 
-        whole = whole[: whole.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return NewRows([self._row(line) for line in whole.splitlines()], restarted)
-
-    def _row(self, line: bytes) -> Row:
-        self._line += 1
+    def _row(self, line: bytes, place: int) -> Row:
+        where = f"{self._file.path}:{place}"
         try:
             row = {key: _read(key, value) for key, value in json.loads(line).items()}
             step, version = (int(number(row, key) or 0) for key in ("step", "version"))
         except (ValueError, AttributeError, OverflowError, TypeError, MetricsError) as error:
-            raise _not(f"{self.path}:{self._line}", "a line of metrics", error) from error
+            raise _not(where, "a line of metrics", error) from error
         if step < 1:
-            raise _not(f"{self.path}:{self._line}", "a line of metrics", "it has no step")
+            raise _not(where, "a line of metrics", "it has no step")
         return row | {"step": step, "version": version}
 
 
@@ -284,22 +310,33 @@ class _Evaluation(BaseModel):
     pass_at: dict[int, float | None] = {}
 
 
-def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run, in order of versions; empty where nothing was evaluated. Raises
-    UserError, with file and line, for one that is not an evaluation."""
-    path = run_dir / EVAL_FILE
-    if not path.exists():
-        return []
-    lines = []
-    for count, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), start=1):
+class EvaluationReader:
+    def __init__(self, run_dir: Path) -> None:
+        self._file = GrowingFile(run_dir / EVAL_FILE)
+
+    def new_lines(self) -> tuple[list[dict[str, Any]], bool]:
+        """Evaluations written since the last call, and True where earlier ones are to be forgotten.
+        Raises UserError, with file and line, for a whole line that is not an evaluation."""
+        lines, restarted = self._file.new_lines()
+        first = self._file.line - len(lines) + 1
+        return [self._read(line, place) for place, line in enumerate(lines, first)], restarted
+
+    def _read(self, line: bytes, place: int) -> dict[str, Any]:
+        where = f"{self._file.path}:{place}"
         try:
             result: dict[str, Any] = json.loads(line)
             _Evaluation.model_validate(result)
         except ValidationError as error:
             fault = error.errors()[0]
             why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
-            raise _not(f"{path}:{count}", "an evaluation", why) from error
+            raise _not(where, "an evaluation", why) from error
         except ValueError as error:
-            raise _not(f"{path}:{count}", "an evaluation", error) from error
-        lines.append(result)
+            raise _not(where, "an evaluation", error) from error
+        return result
+
+
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run, in order of versions; empty where nothing was evaluated. Raises
+    UserError as the reader does."""
+    lines, _ = EvaluationReader(run_dir).new_lines()
     return sorted(lines, key=lambda line: int(line["version"]))

@@ -15,15 +15,21 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 
+from megatron_async_rl.metrics.log import GrowingFile
+
 _log = logging.getLogger(__name__)
 
 FOLDER = "timeline"
+NEWEST_BYTES = 8 * 2**20
+SPANS_KEPT = 40_000
+"""Of a track, by a reader that follows it."""
 
 RANK = (
     "training",
@@ -120,11 +126,35 @@ def read_timeline(run_dir: Path) -> dict[str, list[Span]]:
     """Track -> its spans in order of time; `rank 0` first. Lines that are no spans, as a crash
     leaves them, are passed over."""
     tracks: dict[str, list[Span]] = {}
-    for path in sorted((run_dir / FOLDER).glob("*.jsonl"), key=lambda path: _place(path.stem)):
-        spans = sorted(_spans(path), key=lambda span: span.start)
+    for path in _tracks(run_dir):
+        lines = path.read_bytes().splitlines()
+        spans = sorted(_spans(path.stem, lines), key=lambda span: span.start)
         if spans:
             tracks[path.stem] = spans
     return tracks
+
+
+class TimelineReader:
+    """The newest spans of each track while the run goes on, each line read once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._files: dict[Path, GrowingFile] = {}
+        self._spans: dict[Path, deque[Span]] = {}
+
+    def read(self) -> dict[str, list[Span]]:
+        """As `read_timeline`, without the spans before the newest NEWEST_BYTES or SPANS_KEPT."""
+        tracks: dict[str, list[Span]] = {}
+        for path in _tracks(self._run_dir):
+            file = self._files.setdefault(path, GrowingFile(path, NEWEST_BYTES))
+            kept = self._spans.setdefault(path, deque(maxlen=SPANS_KEPT))
+            lines, restarted = file.new_lines()
+            if restarted:
+                kept.clear()
+            kept.extend(_spans(path.stem, lines))
+            if kept:
+                tracks[path.stem] = sorted(kept, key=lambda span: span.start)
+        return tracks
 
 
 def shares(spans: Sequence[Span], start: float, end: float) -> Mapping[tuple[str, str], float]:
@@ -140,17 +170,21 @@ def shares(spans: Sequence[Span], start: float, end: float) -> Mapping[tuple[str
     return {kind: part / whole for kind, part in sorted(seconds.items(), key=lambda item: -item[1])}
 
 
+def _tracks(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / FOLDER).glob("*.jsonl"), key=lambda path: _place(path.stem))
+
+
 def _place(track: str) -> tuple[bool, str, int]:
     name, _, number = track.replace("-", " ").rpartition(" ")
     return name != "rank", name, int(number) if number.isdigit() else -1
 
 
-def _spans(path: Path) -> Iterator[Span]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+def _spans(track: str, lines: Iterable[bytes]) -> Iterator[Span]:
+    for line in lines:
         try:
             entry = json.loads(line)
             span = Span(
-                track=path.stem,
+                track=track,
                 state=str(entry["state"]),
                 waiting_for=str(entry.get("for", "")),
                 start=float(entry["start"]),

@@ -1,85 +1,113 @@
-"""Draws a panel with matplotlib, without a display.
-
-One function draws a panel for the page (as SVG) and for the sheet (report.py). On the page a
-panel's title and legend are HTML, so that they wrap, and its colours are CSS variables, so that
-they follow a dark theme; on the sheet matplotlib writes all of them.
-
-Invariant: the size of an SVG does not grow with the run: a curve has at most POINTS points, a spike
-among them, and shades at most CELLS columns.
-"""
+"""Draws panels with matplotlib, without a display: one on axes, or all of a run's overview on a
+sheet (PNG), where matplotlib writes titles and legends, too."""
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from megatron_async_rl.report.anomalies import GRAVE
-from megatron_async_rl.report.panel import STEPS, Panel
+from megatron_async_rl.report.panel import (
+    CELLS,
+    COLOURS,
+    POINTS,
+    SHADES,
+    STEPS,
+    Panel,
+    shades_of,
+)
 from megatron_async_rl.report.series import Floats, thin
 
-COLOURS = {
-    "ink": "#1f2933",
-    "muted": "#6b7785",
-    "line": "#e6e9ed",
-    "axis": "#b8c0c9",
-    "blue": "#2563a8",
-    "green": "#2e8b57",
-    "amber": "#d98a00",
-    "red": "#c8372d",
-    "purple": "#7a4fa3",
-    "teal": "#3aa6b9",
-    "brown": "#8c6d46",
-    "sand": "#f0c878",
-    "grey": "#9aa5b1",
-    "pale": "#dde2e7",
-}
-"""Name -> colour on white paper. The page has a second value of each for a dark theme."""
-
-POINTS = 300
-CELLS = 120
-SHADES = 10
-MARGINS = {"left": 46, "right": 12, "top": 10, "bottom": 36}
-"""Around the axes of an SVG, in its units."""
-TRACK_HEIGHT = 24
 DASHED = (0, (5, 4))
+LINE = 0.23
+"""Height of a line under a sheet's title; inches."""
 MIN_STACKED_AREAS = 12
 """With fewer steps a stack is drawn as bars."""
 _FEW = 30
 """With fewer points each is shown by a marker."""
 
 
-def to_svg(panel: Panel, name: str, width: int, height: int) -> tuple[str, tuple[float, ...]]:
-    """The SVG, and (left, top, right, bottom) of its axes in its units, then the smallest and the
-    largest x. `name` tells its inner identifiers from those of other SVGs of a page."""
-    with mpl.rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}
-    ):
-        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-        FigureCanvasSVG(figure)
-        left = MARGINS["left"] + (18 if panel.kind == "bars" else 0)
-        place = (
-            left / width,
-            MARGINS["bottom"] / height,
-            (width - left - MARGINS["right"]) / width,
-            (height - MARGINS["top"] - MARGINS["bottom"]) / height,
-        )
-        axes = figure.add_axes(place)
-        draw(panel, axes, scale=1.0)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    frame = (left, MARGINS["top"], width - MARGINS["right"], height - MARGINS["bottom"])
-    return _for_page(file.getvalue()), (*frame, *axes.get_xlim())
+def draw_sheet(
+    title: str, lines: Sequence[tuple[str, str]], panels: Sequence[Panel], path: Path
+) -> None:
+    """The panels of the overview, two in a row, wide ones alone. `lines`: (text, colour) under the
+    title."""
+    shown = [panel for panel in panels if panel.overview]
+    rows: list[list[Panel]] = []
+    for panel in sorted(shown, key=lambda panel: panel.kind == "bars"):
+        if panel.wide or not rows or rows[-1][0].wide or len(rows[-1]) == 2:
+            rows.append([panel])
+        else:
+            rows[-1].append(panel)
+    heights = [1.5 + 0.3 * len(row[0].categories) if row[0].kind == "bars" else 3.4 for row in rows]
+    head, width = 0.67 + LINE * max(1, len(lines)), 13.0
+    total = head + sum(heights)
+    figure = Figure(figsize=(width, total), dpi=120, facecolor="white")
+    FigureCanvasAgg(figure)
+    _write_head(figure, title, lines)
+
+    below = total - head
+    for row, height in zip(rows, heights, strict=True):
+        below -= height
+        for side, panel in enumerate(row):
+            # In inches: room on the left for the unit, above for title and legend.
+            left, right = 0.75 + side * width / 2, width if panel.wide else (side + 1) * width / 2
+            place = (left, below + 0.55, right - 0.2 - left, height - 1.15)
+            share = (width, total, width, total)
+            axes = figure.add_axes([size / of for size, of in zip(place, share, strict=True)])
+            draw(panel, axes, scale=0.92)
+            ink, muted = COLOURS["ink"], COLOURS["muted"]
+            axes.set_title(
+                panel.title, loc="left", fontsize=11.5, fontweight="bold", color=ink, pad=24
+            )
+            axes.set_ylabel(panel.unit, fontsize=9, color=muted)
+            _write_legend(panel, axes)
+    figure.savefig(path)
+
+
+def _write_head(figure: Figure, title: str, lines: Sequence[tuple[str, str]]) -> None:
+    height = figure.get_figheight()
+    style = {"ha": "left", "va": "center", "fontsize": 15, "fontweight": "bold"}
+    figure.text(0.015, 1 - 0.27 / height, title, color=COLOURS["ink"], **style)
+    for index, (text, colour) in enumerate(lines):
+        place = 1 - (0.55 + LINE * index) / height
+        figure.text(0.015, place, text, ha="left", va="center", fontsize=10.5, color=colour)
+
+
+def _write_legend(panel: Panel, axes: Axes) -> None:
+    """In one line between title and plot, where no curve can be."""
+    if not panel.legend:
+        return
+    handles = [
+        axes.plot([], [], color=COLOURS[colour], linestyle=DASHED if dashed else "-", linewidth=2)[
+            0
+        ]
+        for _, colour, dashed in panel.legend
+    ]
+    axes.legend(
+        handles,
+        [name for name, _, _ in panel.legend],
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=min(8, len(handles)),
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=COLOURS["muted"],
+        handlelength=1.2,
+        columnspacing=1.3,
+        borderpad=0.0,
+        borderaxespad=0.6,
+    )
 
 
 def draw(panel: Panel, axes: Axes, *, scale: float) -> None:
@@ -181,27 +209,12 @@ def _stack(panel: Panel, axes: Axes) -> None:
 
 def _shades(panel: Panel, axes: Axes) -> None:
     if panel.grid is not None:
-        steps, shares = panel.grid
-        groups = np.array_split(np.arange(len(steps)), min(CELLS, len(steps)))
-        means = np.stack([shares[:, group].mean(axis=1) for group in groups], axis=1)
-        deepest = max(1e-9, float(np.quantile(means.max(axis=0), 0.9)))
-        # The paper shows through, so that shades suit a light page and a dark one.
-        depths = np.where(means > 0, np.ceil(SHADES * np.minimum(1.0, means / deepest)), 0)
-        edges = [steps[group[0]] - 0.5 for group in groups] + [steps[-1] + 0.5]
-        for row, depth, first, end in _runs(depths):
-            cell = Rectangle((edges[first], row - 0.5), edges[end] - edges[first], 1, linewidth=0)
-            cell.set(facecolor=COLOURS["blue"], alpha=0.8 * depth / SHADES, gid="cell")
+        for row, depth, start, end in shades_of(panel.grid):
+            cell = Rectangle((start, row - 0.5), end - start, 1, linewidth=0)
+            # The paper shows through, as on the page.
+            cell.set(facecolor=COLOURS["blue"], alpha=0.8 * depth / SHADES)
             axes.add_patch(cell)
     _lines(panel, axes)
-
-
-def _runs(depths: Floats) -> Iterator[tuple[int, float, int, int]]:
-    """(row, depth, first column, the one after the last) of each stretch of one depth above 0."""
-    for row, values in enumerate(depths):
-        breaks = np.flatnonzero(np.diff(values)) + 1
-        for stretch in np.split(np.arange(len(values)), breaks):
-            if values[stretch[0]] > 0:
-                yield row, float(values[stretch[0]]), int(stretch[0]), int(stretch[-1]) + 1
 
 
 def _columns(panel: Panel, axes: Axes) -> None:
@@ -293,26 +306,3 @@ def _short(value: float, _: Any = None) -> str:
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:,.4g}" if abs(value) < 1e3 else f"{value:,.0f}"
     return re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].replace("+", ""), f"{value:.2g}")
-
-
-def _for_page(svg: str) -> str:
-    """The SVG as it stands inside a page: no preamble, no names of groups, one decimal, colours as
-    CSS variables."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(
-        r'<svg[^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1
-    )
-    svg = svg.replace('<g id="cell">', '<g class="cell">')
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
-    svg = re.sub(r'(?<= )(d|x|y|transform)="[^"]*"', _rounded, svg)
-    svg = re.sub(r"font: [^;\"]*?([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
-    svg = re.sub(r"font-family: [^;\"]*; |<style.*?</style>", "", svg, flags=re.DOTALL)
-    svg = svg.replace("xlink:href", "href")
-    for name, value in COLOURS.items():
-        svg = svg.replace(value, f"var(--{name})")
-    return re.sub(r"\n\s*", "\n", svg)
-
-
-def _rounded(attribute: re.Match[str]) -> str:
-    return re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.1f}", attribute[0])

@@ -1,4 +1,4 @@
-"""`mar report A B C ...`: several runs on one page and one sheet: the same curve of each over steps,
+"""Several runs on one page and one sheet (`mar report A B C`, `mar dashboard A B C`): the same curve of each over steps,
 tokens and time, what their settings differ in, and how each ended.
 
 Invariants:
@@ -21,16 +21,12 @@ import numpy as np
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import number
-from megatron_async_rl.report.charts import COLOURS as PAPER
 from megatron_async_rl.report.panel import STEPS, Curve, Panel
-from megatron_async_rl.report.report import draw_sheet
-from megatron_async_rl.report.report_html import figure_of, fill_page
-from megatron_async_rl.report.run_data import RunData, read_run
+from megatron_async_rl.report.report_html import Page
+from megatron_async_rl.report.run_data import RunData
 from megatron_async_rl.report.series import Floats, column, numbers, smooth
 from megatron_async_rl.report.summary import span
 
-HTML_FILE = "comparison.html"
-PNG_FILE = "comparison.png"
 COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "grey", "sand")
 """By the run's number; they repeat, dotted."""
 TILES = 8
@@ -96,64 +92,43 @@ class Compared:
         )
 
 
-def write_comparison(run_dirs: Sequence[Path], folder: Path | None = None) -> tuple[Path, Path]:
-    """Writes comparison.html and comparison.png of at least two runs to `folder`, by default the
-    innermost that holds all of them; returns both paths.
-
-    Raises ReportError for a directory without a finished step, UserError for one named twice.
-    """
-    paths = [path.absolute() for path in run_dirs]
-    if len(set(paths)) < len(paths):
-        raise UserError.of("RUN", "a run is named twice", "name each run once")
-    folder = folder or Path(os.path.commonpath([path.parent for path in paths]))
-    folder.mkdir(parents=True, exist_ok=True)
-    compared = name_runs([read_run(path) for path in paths])
-    panels = panels_of(compared)
-    title = f"{len(compared)} runs compared"
-    first, *rest = panels
+def page_of_runs(compared: Sequence[Compared]) -> Page:
+    paths = [one.run.run_dir for one in compared]
     parts = {
-        "TITLE": title,
+        "TITLE": f"{len(compared)} runs compared",
         "WHERE": html.escape(str(os.path.commonpath(paths))),
-        "FIRST": figure_of(first, "p0"),
         "NUMBERS": _tiles(compared),
         "FOOTER": FOOTER,
-        "PANELS": "\n".join(figure_of(panel, f"p{i}") for i, panel in enumerate(rest, start=1)),
         "SECTIONS": _table("How they ended", ends_of(compared), compared)
         + _table("Settings that differ", differing(compared), compared),
     }
-    html_path, png_path = folder / HTML_FILE, folder / PNG_FILE
-    fill_page(parts, html_path)
-    # Names of runs are long: they stand once, in their colours, and not over every panel.
-    lines = [(_headline(one), PAPER[one.colour]) for one in compared]
-    nameless = [
-        replace(panel, curves=[replace(curve, name="") for curve in panel.curves])
-        for panel in panels
+    return Page(parts=parts, panels=panels_of(compared))
+
+
+def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[Compared]:
+    """`runs`: of each directory, None where it has nothing to show yet. A run keeps its name and
+    colour whether others have begun or not."""
+    return [
+        Compared(name=name, colour=colour, dotted=index >= len(COLOURS), run=run)
+        for index, (name, colour, run) in enumerate(
+            zip(names_of(run_dirs), map(colour_of, range(len(runs))), runs, strict=True)
+        )
+        if run is not None
     ]
-    draw_sheet(title, lines, nameless, png_path)
-    return html_path, png_path
 
 
-def _headline(one: Compared) -> str:
-    dots = " (dotted)" if one.dotted else ""
-    return f"{one.name}{dots}   ·   {one.run.headline}"
-
-
-def name_runs(runs: Sequence[RunData]) -> list[Compared]:
+def names_of(run_dirs: Sequence[Path]) -> list[str]:
     """Each is called as its directory; where two of those are the same, as its path below what all
     share."""
-    names = [run.run_dir.name for run in runs]
-    if len(set(names)) < len(names):
-        shared = os.path.commonpath([run.run_dir for run in runs])
-        names = [str(run.run_dir.relative_to(shared)) for run in runs]
-    return [
-        Compared(
-            name=name,
-            colour=COLOURS[index % len(COLOURS)],
-            dotted=index >= len(COLOURS),
-            run=run,
-        )
-        for index, (name, run) in enumerate(zip(names, runs, strict=True))
-    ]
+    names = [run_dir.name for run_dir in run_dirs]
+    if len(set(names)) == len(names):
+        return names
+    shared = os.path.commonpath(run_dirs)
+    return [str(run_dir.relative_to(shared)) for run_dir in run_dirs]
+
+
+def colour_of(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
 
 
 def panels_of(compared: Sequence[Compared]) -> list[Panel]:

@@ -17,12 +17,16 @@ from rich.text import Text
 
 from megatron_async_rl.metrics.log import Row, number
 from megatron_async_rl.metrics.status import Status
+from megatron_async_rl.report.samples import visible
 from megatron_async_rl.report.series import total
 from megatron_async_rl.report.summary import IN_A_STEP, REGIMES, span
+from megatron_async_rl.samples.types import Sample
 
 WIDTH = 92
 SPARK_WIDTH = 16
 RECENT = 240
+PROMPT_SHOWN = 60
+"""Characters of a sample's prompt, its last; of the response what the line holds."""
 PACE = 20
 """Rows that the pace (seconds per step, tokens per second, shares of time) is taken from."""
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -46,6 +50,8 @@ class DisplayState:
     """Grave ones, so far."""
     warning: str = ""
     """The newest of them."""
+    sample: Sample | None = None
+    """The newest that was trained on."""
 
     @property
     def phase(self) -> str:
@@ -123,7 +129,7 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, blocks: str = B
 
 
 def live_panel(state: DisplayState, *, ascii_only: bool) -> RenderableType:
-    """The live display, seven or so lines."""
+    """The live display, ten or so lines."""
     blocks = ASCII_BLOCKS if ascii_only else BLOCKS
     head = Table.grid(expand=True)
     head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -152,12 +158,27 @@ def live_panel(state: DisplayState, *, ascii_only: bool) -> RenderableType:
     parts: list[RenderableType] = [head, bar]
     if body.row_count:
         parts += ["", body]
+    if state.sample is not None:
+        parts += ["", _sample(state.sample)]
     if state.warning:
         count = f" ({state.anomalies} anomalies so far)" if state.anomalies > 1 else ""
         parts.append(Text(f"warning: {state.warning}{count}", style="bold red"))
     return Panel(
         Group(*parts), title=state.run_dir, title_align="left", border_style="dim", width=WIDTH
     )
+
+
+def _sample(sample: Sample) -> RenderableType:
+    """Two lines: reward and the end of the prompt, and the beginning of the response."""
+    grid = Table.grid(expand=True, padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True, min_width=8)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    reward = f"reward {sample.reward:.3f}" if sample.valid else "reward failed"
+    prompt = " ".join(visible(sample.prompt.text).split())
+    shown = prompt if len(prompt) <= PROMPT_SHOWN else "…" + prompt[-PROMPT_SHOWN:]
+    grid.add_row("sample", Text.assemble((reward, "bold"), "  ", (shown, "dim")))
+    grid.add_row("", Text(" ".join(visible(sample.text).split())))
+    return grid
 
 
 def _lines(state: DisplayState, blocks: str) -> list[tuple[str, Text, Text]]:

@@ -1,22 +1,50 @@
-"""A panel of a run's report: its data, its kind and its labels, whatever it is drawn on."""
+"""A panel of a run: its data, its kind and its labels, whatever it is drawn on. page.js draws it on
+a page, from `as_json`; charts.py on a sheet.
+
+Invariant: what is drawn does not grow with the run: a curve has at most POINTS points, a spike among
+them, and shades have at most CELLS columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from megatron_async_rl.report.anomalies import Anomaly
-from megatron_async_rl.report.series import Floats
+import numpy as np
+
+from megatron_async_rl.report.anomalies import GRAVE, KINDS, Anomaly
+from megatron_async_rl.report.series import Floats, thin
 
 STEPS = "optimizer step"
+COLOURS = {
+    "ink": "#1f2933",
+    "muted": "#5f6b78",
+    "line": "#e6e9ed",
+    "axis": "#b8c0c9",
+    "blue": "#2563a8",
+    "green": "#2e8b57",
+    "amber": "#d98a00",
+    "red": "#c8372d",
+    "purple": "#7a4fa3",
+    "teal": "#3aa6b9",
+    "brown": "#8c6d46",
+    "sand": "#f0c878",
+    "grey": "#9aa5b1",
+    "pale": "#dde2e7",
+}
+"""Name -> colour on white paper. page.css has a second value of each for a dark theme."""
+
+POINTS = 300
+CELLS = 120
+SHADES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     name: str
     colour: str
-    """A name of `charts.COLOURS`."""
+    """A name of COLOURS."""
     x: Floats
     """[n], growing; with `y` [n], which may be nan."""
     y: Floats
@@ -80,3 +108,87 @@ class Panel:
         named = [(one.name, one.colour, one.style == "dotted") for one in self.curves if one.name]
         named += [(level.name, level.colour, True) for level in self.levels]
         return named + [(name, colour, False) for colour, name in self.bar_names.items()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON for page.js; numbers that are not finite are null, and steps that follow each
+        other are the first of them alone."""
+        return {
+            "title": self.title,
+            "unit": self.unit,
+            "kind": self.kind,
+            "x": self.x_label,
+            "form": self.form,
+            "log": self.log,
+            "wide": self.wide,
+            "low": self.low,
+            "high": self.high,
+            "range": self.x_range,
+            "empty": self.empty,
+            "legend": self.legend,
+            "curves": [
+                drawn
+                for curve in self.curves
+                if (drawn := _curve(curve, stacked=self.kind == "stack")) is not None
+            ],
+            "levels": [[level.value, level.colour] for level in self.levels],
+            "cells": list(shades_of(self.grid)) if self.grid else [],
+            "names": list(self.categories),
+            "bars": [
+                [bar.row, round(bar.start, 3), round(bar.length, 3), bar.colour]
+                for bar in self.bars
+            ],
+            "ends": [[step, round(at, 3)] for step, at in self.ends],
+            "marks": [
+                [one.step, one.colour, f"{KINDS[one.kind][0]}: {one.detail}", one.kind in GRAVE]
+                for one in sorted(self.marks, key=lambda one: one.kind not in GRAVE)[:POINTS]
+            ],
+        }
+
+
+def _curve(curve: Curve, *, stacked: bool) -> dict[str, Any] | None:
+    """None where there is nothing to draw. The curves of a stack stay at the same places; others
+    keep their spikes. `trend`: [x, y], which has places of its own."""
+    if stacked:
+        every = max(1, -(-len(curve.x) // POINTS))
+        x, y = curve.x[::every], curve.y[::every]
+    else:
+        x, y = thin(curve.x, curve.y, POINTS)
+    trend = None
+    if curve.trend is not None:
+        smooth_x, smooth_y = thin(curve.x, curve.trend, POINTS // 2)
+        trend = [_places(smooth_x), _numbers(smooth_y)]
+    if trend is None and not np.isfinite(y).any():
+        return None
+    return {
+        "name": curve.name,
+        "colour": curve.colour,
+        "style": curve.style,
+        "x": _places(x),
+        "y": _numbers(y),
+        "trend": trend,
+    }
+
+
+def _places(x: Floats) -> int | list[float]:
+    consecutive = len(x) > 0 and bool((np.diff(x) == 1).all()) and x[0] == int(x[0])
+    return int(x[0]) if consecutive else [float(f"{place:.6g}") for place in x]
+
+
+def _numbers(y: Floats) -> list[float | None]:
+    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in y]
+
+
+def shades_of(grid: tuple[Floats, Floats]) -> Iterator[tuple[int, int, float, float]]:
+    """(row, depth from 1 to SHADES, where it begins, where it ends) of each stretch of one depth."""
+    steps, shares = grid
+    groups = np.array_split(np.arange(len(steps)), min(CELLS, len(steps)))
+    means = np.stack([shares[:, group].mean(axis=1) for group in groups], axis=1)
+    deepest = max(1e-9, float(np.quantile(means.max(axis=0), 0.9)))
+    depths = np.where(means > 0, np.ceil(SHADES * np.minimum(1.0, means / deepest)), 0)
+    edges = [steps[group[0]] - 0.5 for group in groups] + [steps[-1] + 0.5]
+    for row, values in enumerate(depths):
+        breaks = np.flatnonzero(np.diff(values)) + 1
+        for stretch in np.split(np.arange(len(values)), breaks):
+            if values[stretch[0]] > 0:
+                first, last = int(stretch[0]), int(stretch[-1])
+                yield row, int(values[first]), float(edges[first]), float(edges[last + 1])

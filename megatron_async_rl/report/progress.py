@@ -25,6 +25,7 @@ from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.report.anomalies import KINDS, Anomaly, AnomalyFinder
 from megatron_async_rl.report.display import DisplayState, live_panel, plain_line, print_facts
 from megatron_async_rl.report.run_data import RunData, read_run
+from megatron_async_rl.report.samples import newest_trained
 from megatron_async_rl.report.summary import span, summarise_run
 
 REDRAW_S = 0.5
@@ -48,6 +49,7 @@ class Progress:
         self._drawn_at = float("-inf")
         self._drawn_phase: tuple[str, str] | None = None
         self._drawn_step = -1
+        self._sampled_step = 0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         if self._live is not None:
             self._live.start()
@@ -60,6 +62,7 @@ class Progress:
         phase = (state.phase, state.detail)
         if self._live is not None:
             if now - self._drawn_at >= REDRAW_S or phase != self._drawn_phase:
+                self._read_sample()
                 self._live.update(
                     live_panel(state, ascii_only=self._console.options.ascii_only), refresh=True
                 )
@@ -74,6 +77,7 @@ class Progress:
         """Leaves the last picture standing."""
         if self._live is not None:
             self._read(time.monotonic())
+            self._read_sample()
             self._live.update(
                 live_panel(self._state, ascii_only=self._console.options.ascii_only), refresh=True
             )
@@ -91,6 +95,12 @@ class Progress:
             self._console.print(
                 f"warning: {state.warning}", markup=False, highlight=False, soft_wrap=True
             )
+
+    def _read_sample(self) -> None:
+        """One of the newest step's, for a terminal."""
+        if self._state.done != self._sampled_step:
+            self._sampled_step = self._state.done
+            self._state.sample = newest_trained(self._run_dir) or self._state.sample
 
     def _read(self, now: float) -> None:
         state = self._state

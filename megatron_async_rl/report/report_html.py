@@ -1,28 +1,36 @@
-"""The report's page: one HTML file that needs no other and no network.
+"""The page of a run: the report's, one HTML file that needs no other and no network, and the
+dashboard's, which is the same page kept up to date.
 
-The first screen has the reward and the numbers a reader asks for first; then what went wrong, the
-panels, the tables and, folded, the configuration. Long paths wrap. Without its script the page
-lacks only what the pointer shows."""
+A page is a template (page.html), its style and script (page.css, page.js), parts in HTML by the name
+of their place, and panels, which the script draws. The first screen has the reward and the numbers a
+reader asks for first; then what went wrong, the panels, the tables and, folded, the configuration.
+
+Invariant: a text of a run is escaped in every part, and no script but the page's own may run.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
 from megatron_async_rl.metrics.log import number
+from megatron_async_rl.metrics.status import Status
 from megatron_async_rl.report.anomalies import GRAVE, KINDS, steps_in_words
-from megatron_async_rl.report.charts import COLOURS, POINTS, TRACK_HEIGHT, to_svg
-from megatron_async_rl.report.panel import STEPS, Panel
+from megatron_async_rl.report.panel import COLOURS, Panel
+from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.run_data import RunData
-from megatron_async_rl.report.series import Floats, column, thin
+from megatron_async_rl.report.series import Floats, column
 from megatron_async_rl.report.summary import span
 
 DETAILS = 4
@@ -37,55 +45,82 @@ FIRST_SHARE = 10
 """The reward at the start and at the end is the mean over a tenth of the steps each."""
 
 
-def write_page(
-    run: RunData, panels: Sequence[Panel], path: Path, sections: Sequence[str] = ()
-) -> None:
-    """`sections`: HTML of others, between the panels and the tables."""
-    first, *rest = panels
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    parts: Mapping[str, str]
+    """HTML by the name of its place in page.html; a place without one stays empty."""
+    panels: Sequence[Panel] = ()
+    """The first is the main one."""
+
+    def as_html(self, live: str = "") -> str:
+        """The whole page. `live`: the view that its script asks the dashboard for; none in a file."""
+        style, script = _asset("page.css"), _asset("page.js")
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        places = {
+            "POLICY": "default-src 'none'; img-src data:; style-src 'unsafe-inline';"
+            f" script-src 'sha256-{digest}'; connect-src {"'self'" if live else "'none'"};"
+            " base-uri 'none'; form-action 'none'",
+            "LIGHT": "".join(f"  --{name}: {value};\n" for name, value in COLOURS.items()),
+            "STYLE": style,
+            "SCRIPT": script,
+            "LIVE": html.escape(live),
+            # What ends a script element or begins a comment in it cannot stand in this.
+            "DATA": _compact(self.drawn()).replace("<", "\\u003c"),
+            **self.parts,
+        }
+        # In one pass, so that a run's own text is never taken for a place in the template.
+        return re.sub(r"@([A-Z]+)@", lambda place: places.get(place[1], ""), _asset("page.html"))
+
+    def drawn(self) -> list[dict[str, Any]]:
+        """The panels as page.js draws them."""
+        return [panel.as_json() for panel in self.panels]
+
+    def as_state(self) -> tuple[bytes, str]:
+        """JSON of `parts`, `panels` and a `tag` that changes with them; the tag."""
+        content = _compact({"parts": self.parts, "panels": self.drawn()})
+        tag = hashlib.sha256(content.encode()).hexdigest()[:16]
+        return f'{{"tag":"{tag}",{content[1:]}'.encode(), tag
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("megatron_async_rl.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def page_of(run: RunData, samples: str = "") -> Page:
+    """`samples`: HTML of the run's samples, shown between panels and tables."""
     parts = {
-        "TITLE": html.escape(run.run_dir.name),
-        "PHASE": _phase(run),
-        "WHERE": html.escape(str(run.run_dir)),
-        "ERROR": _error(run),
-        "FIRST": figure_of(first, "p0"),
+        **head(run.run_dir.name, str(run.run_dir), run.status),
         "NUMBERS": _numbers(run),
         "WRONG": _wrong(run),
-        "PANELS": "\n".join(figure_of(panel, f"p{i}") for i, panel in enumerate(rest, start=1)),
-        "SECTIONS": "\n".join(sections),
+        "SAMPLES": samples,
         "TABLES": _tables(run),
-        "CONFIG": _config(run),
+        "CONFIG": config_part(run.config),
         "FOOTER": FOOTER,
     }
-    fill_page(parts, path)
+    return Page(parts=parts, panels=panels_of(run))
 
 
-def fill_page(parts: Mapping[str, str], path: Path) -> None:
-    """The template with `parts`, HTML by the name of its place; a place without one stays empty."""
-    template = files("megatron_async_rl.report").joinpath("page.html").read_text(encoding="utf-8")
-    light = "".join(f"  --{name}: {value};\n" for name, value in COLOURS.items())
-    filled = {"LIGHT": light, **parts}
-    # In one pass, so that a run's own text is never taken for a place in the template.
-    page = re.sub(r"@([A-Z]+)@", lambda place: filled.get(place[1], ""), template)
-    path.write_text(page, encoding="utf-8")
+def head(title: str, where: str, status: Status | None) -> dict[str, str]:
+    """The parts that name a page: title, place, phase and error."""
+    phase = error = ""
+    if status is not None:
+        name = html.escape(status.phase)
+        at = "" if status.phase == "finished" else f" at step {status.step} of {status.steps}"
+        phase = f'<span class="phase {name}">{name}{at}</span>'
+        if status.error:
+            log = f"\n{status.log}" if status.log else ""
+            error = problem(status.error + log)
+    where = html.escape(where)
+    return {"TITLE": html.escape(title), "WHERE": where, "PHASE": phase, "ERROR": error}
 
 
-def _phase(run: RunData) -> str:
-    if run.status is None:
-        return ""
-    at = (
-        ""
-        if run.status.phase == "finished"
-        else f" at step {run.status.step} of {run.status.steps}"
-    )
-    phase = html.escape(run.status.phase)
-    return f'<span class="phase {phase}">{phase}{at}</span>'
-
-
-def _error(run: RunData) -> str:
-    if run.status is None or not run.status.error:
-        return ""
-    log = f"\n{run.status.log}" if run.status.log else ""
-    return f'<section class="card error">{html.escape(run.status.error + log)}</section>'
+def problem(text: str) -> str:
+    return f'<section class="card error">{html.escape(text)}</section>'
 
 
 def _numbers(run: RunData) -> str:
@@ -179,58 +214,6 @@ def _wrong(run: RunData) -> str:
     return f'<section class="card wrong">{title}{table}{dropped}{noted}</section>'
 
 
-def figure_of(panel: Panel, name: str) -> str:
-    """The panel as a figure of the page; `name` tells its parts from those of the others."""
-    legend = "".join(
-        f'<span><i class="{"dashed" if dashed else ""}" style="border-color:var(--{colour})"></i>'
-        f"{html.escape(text)}</span>"
-        for text, colour, dashed in panel.legend
-    )
-    sizes = {"narrow": (400, 250), "broad": (800, 385)} if panel.wide else {"": (400, 236)}
-    if panel.kind == "bars":
-        height = 66 + TRACK_HEIGHT * len(panel.categories)
-        sizes = {"narrow": (400, height), "broad": (1240, height)}
-    drawings = []
-    for style, (width, height) in sizes.items():
-        svg, frame = to_svg(panel, f"{name}{style}", width, height)
-        data = html.escape(json.dumps(_pointed(panel, frame), separators=(",", ":")), quote=True)
-        drawings.append(f'<div class="{style}" data-panel="{data}">{svg}</div>')
-    wide = ' class="wide"' if panel.wide else ""
-    return (
-        f"<figure{wide}><figcaption><b>{html.escape(panel.title)}</b>"
-        f"<span>{html.escape(panel.unit)}</span></figcaption>"
-        f'<div class="legend">{legend}</div>{"".join(drawings)}</figure>'
-    )
-
-
-def _pointed(panel: Panel, frame: Sequence[float]) -> dict[str, Any]:
-    """The data that the script shows under the pointer."""
-    data: dict[str, Any] = {"f": [round(float(value), 3) for value in frame]}
-    data["x"] = "step" if panel.x_label == STEPS else panel.x_label
-    data["share"] = panel.form == "share"
-    if panel.categories:
-        data["k"] = list(panel.categories)
-    if panel.kind == "bars":
-        data["b"] = [
-            [bar.row, round(bar.start, 3), round(bar.length, 3), panel.bar_names[bar.colour]]
-            for bar in panel.bars
-        ]
-        return data
-    curves = []
-    for curve in panel.curves:
-        x, y = thin(curve.x, curve.y, POINTS)
-        if np.isfinite(y).any():
-            values = [float(f"{value:.5g}") if np.isfinite(value) else None for value in y]
-            consecutive = bool((np.diff(x) == 1).all())
-            steps = int(x[0]) if consecutive else [float(f"{place:.6g}") for place in x]
-            curves.append([curve.name, curve.colour, steps, values])
-    data["c"] = curves
-    data["m"] = [
-        [mark.step, mark.colour, f"{KINDS[mark.kind][0]}: {mark.detail}"] for mark in panel.marks
-    ][:POINTS]
-    return data
-
-
 def _tables(run: RunData) -> str:
     return "\n".join(
         f'<section class="card"><h2>{html.escape(title)}</h2>{_table(facts)}</section>'
@@ -294,14 +277,14 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
     return tables
 
 
-def _config(run: RunData) -> str:
-    """Folded: every setting by its dotted key, as RUN/config.yaml has it."""
-    if not run.config:
+def config_part(config: Mapping[str, Any]) -> str:
+    """Folded: every setting, as RUN/config.yaml has it."""
+    if not config:
         return (
             '<section class="card"><h2>Configuration</h2><p>The run directory holds no config.yaml:'
             " its settings, the bound of the lag and thresholds are not shown.</p></section>"
         )
-    text = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True, width=100)
+    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=100)
     return (
         '<details class="card"><summary>Configuration</summary>'
         f"<pre>{html.escape(text)}</pre></details>"

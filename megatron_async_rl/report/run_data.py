@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,12 +14,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, Valida
 from megatron_async_rl.config.load import YamlFault, read_tree
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.settings_model import bare_name
-from megatron_async_rl.metrics.log import Row, number, read_metrics
+from megatron_async_rl.metrics.log import EVAL_FILE, EvaluationReader, MetricsReader, Row, number
+from megatron_async_rl.metrics.log import FILE as METRICS_FILE
+from megatron_async_rl.metrics.status import FILE as STATUS_FILE
 from megatron_async_rl.metrics.status import Status, read_status
-from megatron_async_rl.metrics.timeline import Span, read_timeline, shares
+from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE_FOLDER
+from megatron_async_rl.metrics.timeline import Span, TimelineReader, shares
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder
 from megatron_async_rl.report.series import Evaluations, evaluation_curves
 from megatron_async_rl.report.summary import Dropped, Summary, compare_dropped, span, summarise_run
+from megatron_async_rl.watchdog.events import FILE as EVENTS_FILE
 from megatron_async_rl.watchdog.events import Event, read_events
 
 WINDOW_STEPS = 12
@@ -154,46 +158,119 @@ class RunData:
         return "   ·   ".join(parts)
 
 
-def read_run(run_dir: Path, *, alone: bool = True) -> RunData:
-    """`alone`: without the run that it names to stand beside it. Raises ReportError when the
-    directory is missing or no step was logged in it."""
-    if not run_dir.is_dir():
-        raise ReportError.of("RUN", f"{run_dir} is not a directory", "name the run.dir of a run")
-    rows = read_metrics(run_dir)
-    status = read_status(run_dir)
-    if not rows:
-        state = f"its last phase was `{status.phase}`" if status else "and no run was started in it"
-        raise ReportError.of(
-            "RUN",
-            f"{run_dir} has no finished step to report: metrics.jsonl is missing or empty, {state}",
-            "wait for the first step, or see RUN/logs",
+class RunReader:
+    """Reads a run again and again while it goes on: each line of its growing files once.
+
+    `alone`: without the run that it names to stand beside it.
+    """
+
+    def __init__(self, run_dir: Path, *, alone: bool = True) -> None:
+        self.run_dir = run_dir
+        self._alone = alone
+        self._beside: RunReader | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._metrics = MetricsReader(self.run_dir)
+        self._evaluations = EvaluationReader(self.run_dir)
+        self._timeline = TimelineReader(self.run_dir)
+        self._finder = AnomalyFinder(self.run_dir)
+        self._rows: list[Row] = []
+        self._anomalies: list[Anomaly] = []
+        self._evaluated: list[dict[str, Any]] = []
+
+    def fingerprint(self) -> Hashable:
+        """Changes whenever a file that `read` reads does."""
+        names = (METRICS_FILE, EVAL_FILE, STATUS_FILE, EVENTS_FILE, "config.yaml")
+        paths = [self.run_dir / name for name in names]
+        paths += sorted((self.run_dir / TIMELINE_FOLDER).glob("*.jsonl"))
+        beside = None if self._beside is None else self._beside.fingerprint()
+        return (*map(_stamp, paths), beside)
+
+    def read(self) -> RunData:
+        """Raises ReportError when the directory is missing or no step was logged in it, UserError
+        for a file that was damaged; a later call then begins anew."""
+        try:
+            return self._read()
+        except UserError:
+            self._begin()
+            raise
+
+    def _read(self) -> RunData:
+        run_dir = self.run_dir
+        if not run_dir.is_dir():
+            raise ReportError.of(
+                "RUN", f"{run_dir} is not a directory", "name the run.dir of a run"
+            )
+        self._read_lines()
+        status = read_status(run_dir)
+        rows = self._rows
+        if not rows:
+            state = (
+                f"its last phase was `{status.phase}`" if status else "and no run was started in it"
+            )
+            raise ReportError.of(
+                "RUN",
+                f"{run_dir} has no finished step to report: metrics.jsonl is missing or empty,"
+                f" {state}",
+                "wait for the first step, or see RUN/logs",
+            )
+        config = read_config(run_dir)
+        return RunData(
+            run_dir=run_dir,
+            rows=rows,
+            status=status,
+            config=config,
+            summary=summarise_run(rows, status),
+            window=timeline_window(rows, self._timeline.read()),
+            dropped=compare_dropped(rows),
+            evaluations=evaluation_curves(self._evaluated),
+            anomalies=self._anomalies,
+            events=read_events(run_dir),
+            beside=None if self._alone else self._read_beside(config),
         )
-    config = read_config(run_dir)
-    return RunData(
-        run_dir=run_dir,
-        rows=rows,
-        status=status,
-        config=config,
-        summary=summarise_run(rows, status),
-        window=timeline_window(rows, read_timeline(run_dir)),
-        dropped=compare_dropped(rows),
-        evaluations=evaluation_curves(run_dir),
-        anomalies=AnomalyFinder(run_dir).find(rows),
-        events=read_events(run_dir),
-        beside=None if alone else _run_beside(config),
-    )
+
+    def _read_lines(self) -> None:
+        news = self._metrics.new_rows()
+        if news.restarted:
+            self._rows, self._anomalies = [], []
+            self._finder = AnomalyFinder(self.run_dir)
+        self._rows += news.rows
+        self._anomalies += self._finder.find(news.rows)
+
+        evaluated, restarted = self._evaluations.new_lines()
+        if restarted:
+            self._evaluated = []
+        # Only what is drawn: a line has every held-out prompt's score.
+        kept = ("version", "mean_reward", "pass_at")
+        self._evaluated += [{key: one[key] for key in kept if key in one} for one in evaluated]
+        self._evaluated.sort(key=lambda one: int(one["version"]))
+
+    def _read_beside(self, config: Mapping[str, Any]) -> RunData | None:
+        """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse one
+        that is not there."""
+        observe = _Drawn.model_validate(config).observe
+        if observe is None or observe.beside is None:
+            return None
+        if self._beside is None or self._beside.run_dir != observe.beside:
+            self._beside = RunReader(observe.beside)
+        try:
+            return self._beside.read()
+        except UserError:
+            return None
 
 
-def _run_beside(config: Mapping[str, Any]) -> RunData | None:
-    """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse one that
-    is not there."""
-    observe = _Drawn.model_validate(config).observe
-    if observe is None or observe.beside is None:
-        return None
+def read_run(run_dir: Path, *, alone: bool = True) -> RunData:
+    """A run as it is now; raises as RunReader does."""
+    return RunReader(run_dir, alone=alone).read()
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        return read_run(observe.beside)
-    except UserError:
+        about = path.stat()
+    except OSError:
         return None
+    return about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -262,7 +339,7 @@ def _cut(spans: Sequence[Span], start: float, end: float) -> list[Span]:
             end=min(end, span.end),
         )
         for span in spans
-        if min(end, span.end) > max(start, span.start)
+        if span.end > start and span.start < end
     ]
 
 

@@ -41,6 +41,8 @@ from megatron_async_rl.samples.segments import (
 from megatron_async_rl.samples.types import Sample
 
 NEWEST = 5
+LOOKED_AT = 4_000
+"""Of the newest samples, for one that was trained on."""
 LONGEST = 2000
 """Characters of a prompt or response on a terminal; --json has all."""
 PAGE_STEPS, PAGE_EACH, PAGE_OPEN, PAGE_LONGEST = 3, 3, 400, 5_000
@@ -70,7 +72,7 @@ class Chosen:
 
 
 @contextmanager
-def _log_readable() -> Iterator[None]:
+def log_readable() -> Iterator[None]:
     """Raises UserError for a file of the log that cannot be read."""
     try:
         yield
@@ -82,7 +84,7 @@ def _log_readable() -> Iterator[None]:
         raise UserError.of("RUN", what, "move the damaged files out of the folder") from error
 
 
-@_log_readable()
+@log_readable()
 def choose(run_dir: Path, wanted: Wanted) -> Chosen:
     """Raises UserError where there is no run, no log that can be read, or no such step."""
     counts = {
@@ -93,7 +95,7 @@ def choose(run_dir: Path, wanted: Wanted) -> Chosen:
     if len(counts) > 1:
         options = " and ".join(f"--{name}" for name in counts)
         raise UserError.of(options, "exclude each other", "give one of them")
-    _check_log(run_dir)
+    check_log(run_dir)
 
     missing = 0
     entries = (one for one in read_entries(run_dir) if (one.group < 0) == wanted.held_out)
@@ -111,6 +113,17 @@ def choose(run_dir: Path, wanted: Wanted) -> Chosen:
     return Chosen(samples=load(run_dir, chosen), missing=missing)
 
 
+def newest_trained(run_dir: Path) -> Sample | None:
+    """The newest sample that a step has trained on; None where there is none among the newest few
+    thousand, or none that can be read: the live display goes on without."""
+    try:
+        entries = itertools.islice(read_entries(run_dir), LOOKED_AT)
+        chosen = next((one for one in entries if one.state == "trained"), None)
+        return load(run_dir, [chosen])[0][1] if chosen else None
+    except (SegmentBroken, pa.ArrowException, UnicodeDecodeError, OSError, IndexError):
+        return None
+
+
 def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
     """For people, or with `as_json` one whole sample per line for tools."""
     for entry, sample in chosen.samples:
@@ -125,9 +138,9 @@ def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
             ("prompt", sample.prompt.text, "cyan"),
             ("response", sample.text, "green" if sample.valid else "red"),
         ):
-            console.print(Text(f"{name}: ", style="dim") + Text(_visible(text), style=style))
+            console.print(Text(f"{name}: ", style="dim") + Text(visible(text), style=style))
         if sample.reward_error is not None:
-            console.print(Text(f"reward failed: {_visible(sample.reward_error)}", style="red"))
+            console.print(Text(f"reward failed: {visible(sample.reward_error)}", style="red"))
     if chosen.missing and not as_json:
         console.print(f"{chosen.missing:,} more of them are no longer kept", style="dim")
 
@@ -177,7 +190,7 @@ def _sentence(text: str) -> str:
     return f'<section class="card samples"><h2>Samples</h2><p>{html.escape(text)}</p></section>'
 
 
-@_log_readable()
+@log_readable()
 def _section(run_dir: Path) -> str:
     outcomes = _outcomes(run_dir, "trained")
     steps = sorted(set(outcomes["step"].to_pylist()))[-PAGE_STEPS:]
@@ -201,12 +214,12 @@ def _section(run_dir: Path) -> str:
     ):
         picked = _pick([entry for entry in trained if entry not in shown], wanted)
         shown |= {*picked}
-        cards = "".join(_card(entry, sample) for entry, sample in load(run_dir, picked))
+        cards = "".join(card(entry, sample) for entry, sample in load(run_dir, picked))
         if cards:
             parts.append(f"<h3>{name}</h3>\n{cards}")
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return (
-        f'<section class="card samples"><style>{STYLE}</style>\n'
+        f'<section class="card samples">\n'
         f"<h2>Samples that {span} trained on</h2>\n" + "\n".join(parts) + "</section>"
     )
 
@@ -214,7 +227,7 @@ def _section(run_dir: Path) -> str:
 # Which
 
 
-def _check_log(run_dir: Path) -> None:
+def check_log(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise UserError.of("RUN", f"{run_dir} is not a directory", "name the run.dir of a run")
     if segments_in(run_dir / FOLDER):
@@ -314,7 +327,7 @@ def _facts(entry: Entry, sample: Sample) -> Iterator[str]:
     each = f" ({', '.join(parts)})" if parts else ""
     yield f"reward {sample.reward:.4g}{each}" if sample.valid else "reward failed"
     yield f"sample {sample.id}"
-    yield f"prompt {_visible(sample.prompt.id)}"
+    yield f"prompt {visible(sample.prompt.id)}"
     plural = "" if sample.length == 1 else "s"
     yield f"{sample.length} token{plural}, {sample.finish_reason}"
     first, last = int(sample.versions[0]), int(sample.versions[-1])
@@ -337,8 +350,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 """All but line ends and tabs, and what turns the direction of the text around it."""
 
 
-def _visible(text: str) -> str:
-    """Control characters as escapes; a long text cut."""
+def visible(text: str) -> str:
+    """For a terminal: control characters as escapes; a long text cut."""
     more = len(text) - LONGEST
     if more > 0:
         text = text[:LONGEST]
@@ -361,17 +374,7 @@ def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-STYLE = """
-  .samples { margin-top: 16px; } .samples h3 { margin: 14px 0 4px; font-size: 13.5px; }
-  .sample { border-top: 1px solid var(--line); padding: 8px 0; }
-  .sample p { margin: 0 0 4px; color: var(--muted); font-size: 12.5px; overflow-wrap: anywhere; }
-  .sample pre { margin: 2px 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; }
-  .sample pre.prompt { color: var(--muted); } .sample details { margin: 2px 0; }
-  .sample summary { cursor: pointer; font-size: 12.5px; }
-"""
-
-
-def _card(entry: Entry, sample: Sample) -> str:
+def card(entry: Entry, sample: Sample) -> str:
     facts = html.escape(" · ".join(_facts(entry, sample)))
     prompt, response = _folded("prompt", sample.prompt.text), _folded("response", sample.text)
     return f'<div class="sample"><p>{facts}</p>{prompt}{response}</div>\n'

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async_rl.metrics.log import Row, number, read_evaluations
+from megatron_async_rl.metrics.log import Row, number
 
 Floats = NDArray[np.float64]
 
@@ -146,8 +146,8 @@ class Evaluations:
     """k -> [n]: pass@k, nan for versions that were evaluated without this k."""
 
 
-def evaluation_curves(run_dir: Path) -> Evaluations:
-    lines = read_evaluations(run_dir)
+def evaluation_curves(lines: Sequence[Mapping[str, Any]]) -> Evaluations:
+    """`lines`: of RUN/eval.jsonl, in order of versions."""
     ks = sorted({int(k) for line in lines for k in line.get("pass_at", ())})
     return Evaluations(
         versions=np.array([line["version"] for line in lines], dtype=np.int64),

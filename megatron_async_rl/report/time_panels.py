@@ -3,10 +3,12 @@ sampled, and what each process did."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
+from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report.panel import Bar, Curve, Panel
 from megatron_async_rl.report.run_data import RunData
 from megatron_async_rl.report.series import (
@@ -20,6 +22,8 @@ from megatron_async_rl.report.series import (
 from megatron_async_rl.report.summary import IN_A_STEP
 
 TRACKS_SHOWN = 12
+BARS = 600
+"""In a row of the timeline no more than twice as many: shorter ones are one piece."""
 ENGINES_SHOWN = 32
 
 ENGINES = ("blue", "green", "amber", "purple", "red", "teal", "brown", "muted")
@@ -126,8 +130,13 @@ def timeline(run: RunData) -> Panel:
     window = run.window
     assert window is not None
     tracks = list(window.tracks)[:TRACKS_SHOWN]
-    spans = [(row, span) for row, track in enumerate(tracks) for span in window.tracks[track]]
-    used = {span.state for _, span in spans}
+    shortest = (window.end - window.start) / BARS
+    spans = [
+        (row, *part)
+        for row, track in enumerate(tracks)
+        for part in merge_short(window.tracks[track], shortest)
+    ]
+    used = {state for _, state, *_ in spans}
     names: dict[str, str] = {}
     for state in (*STATES, *sorted(used - set(STATES))):
         if state in used:
@@ -142,11 +151,11 @@ def timeline(run: RunData) -> Panel:
         bars=[
             Bar(
                 row=row,
-                start=span.start - window.start,
-                length=span.seconds,
-                colour=STATES.get(span.state, "ink"),
+                start=start - window.start,
+                length=end - start,
+                colour=STATES.get(state, "ink"),
             )
-            for row, span in spans
+            for row, state, start, end in spans
         ],
         bar_names=names,
         ends=[(step, at - window.start) for step, at in window.steps],
@@ -154,3 +163,27 @@ def timeline(run: RunData) -> Panel:
         wide=True,
         overview=True,
     )
+
+
+def merge_short(spans: Sequence[Span], shortest: float) -> Iterator[tuple[str, float, float]]:
+    """(state, start, end): spans as they are, but a row of spans that are each shorter than
+    `shortest` seconds as pieces of that length, in the state that took the most of each."""
+    short: list[Span] = []
+    for span in spans:
+        ended = short and span.start - short[0].start >= shortest
+        if short and (ended or span.seconds >= shortest):
+            yield _merged(short)
+            short = []
+        if span.seconds >= shortest:
+            yield span.state, span.start, span.end
+        else:
+            short.append(span)
+    if short:
+        yield _merged(short)
+
+
+def _merged(spans: Sequence[Span]) -> tuple[str, float, float]:
+    seconds: dict[str, float] = {}
+    for span in spans:
+        seconds[span.state] = seconds.get(span.state, 0.0) + span.seconds
+    return max(seconds, key=seconds.__getitem__), spans[0].start, spans[-1].end

@@ -129,7 +129,7 @@ def read_entries(run_dir: Path) -> Iterator[Entry]:
         for number in reversed(range(len(batches))):
             for row, one in reversed(list(enumerate(batches[number].to_pylist()))):
                 key = (one["id"], one["finished_at"])
-                state, steps, reason = _resolve(outcomes.get(key, ()))
+                state, steps, reason = resolve(outcomes.get(key, ()))
                 if state == "waiting" and one["id"] in newer:
                     state = "repeated"
                 newer.add(one["id"])
@@ -211,9 +211,11 @@ def _require_early_end(path: Path, error: Exception) -> None:
         raise error
 
 
-def _resolve(
+def resolve(
     outcomes: Sequence[tuple[int, Outcome, int, str | None]],
 ) -> tuple[State, tuple[int, ...], str | None]:
+    """State, steps and reason of a sample from its rows of the other table: (seq, outcome, step,
+    reason)."""
     if not outcomes:
         return "waiting", (), None
     in_order = sorted(outcomes)

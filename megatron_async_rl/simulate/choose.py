@@ -362,8 +362,8 @@ def _draw(tried: Sequence[Sequence[Choice]], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from megatron_async_rl.report.charts import COLOURS, draw
-    from megatron_async_rl.report.panel import Curve, Panel
+    from megatron_async_rl.report.charts import draw
+    from megatron_async_rl.report.panel import COLOURS, Curve, Panel
 
     def curve(colour: str, points: Iterable[tuple[float, Choice]]) -> Curve:
         speeds = {x: one.outcome.tokens_per_s / one.gpus for x, one in points}

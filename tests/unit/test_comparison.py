@@ -23,9 +23,9 @@ from megatron_async_rl.report.comparison import (
     ends_of,
     name_runs,
     panels_of,
-    write_comparison,
 )
 from megatron_async_rl.report.panel import STEPS
+from megatron_async_rl.report.report import write_comparison
 from megatron_async_rl.report.run_data import read_run
 
 
@@ -51,7 +51,7 @@ def write_run(run_dir: Path, *, lr: float, step_s: float = 1.0, steps: int = 8) 
 
 
 def compared(*run_dirs: Path):
-    return name_runs([read_run(run_dir) for run_dir in run_dirs])
+    return name_runs(run_dirs, [read_run(run_dir) for run_dir in run_dirs])
 
 
 @pytest.fixture

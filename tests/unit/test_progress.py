@@ -6,6 +6,7 @@ import io
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_async_rl.metrics.status import Status, read_status, write_status
 from megatron_async_rl.report import progress as progress_module
 from megatron_async_rl.report.display import sparkline
 from megatron_async_rl.report.progress import Progress, print_summary
+from tests.logged_samples import logged_run
 
 
 class Run:
@@ -117,6 +119,36 @@ def test_the_panel_shows_where_the_run_stands(terminal: Run) -> None:
         assert expected in shown
     assert "▁" in shown
     assert "█" in shown
+
+
+def test_the_panel_shows_a_sample_of_the_newest_step_and_no_more_than_its_text(
+    terminal: Run,
+) -> None:
+    hostile = "so \x1b[2J it is [red]7[/red]\nand " + "so on " * 40
+    logged_run(terminal.dir, lambda one: replace(one, text=hostile))
+    progress = Progress(terminal.dir, 50, terminal.console)
+    progress.update()
+    assert "reward 4.3" not in terminal.shown, "there is no step yet"
+    terminal.step(5)
+    progress.close()
+    lines = [line.strip("│ ") for line in terminal.shown.splitlines()]
+    at = next(i for i, line in enumerate(lines) if line.startswith("sample"))
+    assert lines[at].split() == ["sample", "reward", "4.300", "4+0="], (
+        "what waits is not trained on"
+    )
+    assert lines[at + 1].startswith("so \\x1b[2J it is [red]7[/red] and so on so on")
+    assert lines[at + 1].endswith("…")
+    assert "\x1b[2J it" not in terminal.text.getvalue()
+
+
+def test_a_sample_log_that_cannot_be_read_leaves_the_panel_as_it_is(terminal: Run) -> None:
+    logged_run(terminal.dir)
+    for path in (terminal.dir / "samples").iterdir():
+        path.write_bytes(b"hello world")
+    progress = Progress(terminal.dir, 50, terminal.console)
+    terminal.step(5)
+    progress.close()
+    assert "step 5/50" in terminal.shown
 
 
 def add_anomaly(run: Run, step: int, norm: float) -> None:

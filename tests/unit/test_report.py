@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +19,10 @@ from megatron_async_rl.metrics.log import EvalLog, MetricsLog, Row
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_in_words
-from megatron_async_rl.report.charts import POINTS
+from megatron_async_rl.report.panel import POINTS
 from megatron_async_rl.report.panels import panels_of
-from megatron_async_rl.report.report import HTML_FILE, write_report
-from megatron_async_rl.report.report_html import tables_of, write_page
+from megatron_async_rl.report.report import write_report
+from megatron_async_rl.report.report_html import page_of, tables_of
 from megatron_async_rl.report.run_data import ReportError, read_run, timeline_window
 from megatron_async_rl.report.series import per_engine, smooth, thin
 from megatron_async_rl.report.summary import span
@@ -151,16 +154,22 @@ def png_size(path: Path) -> tuple[int, int]:
     return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
 
 
-def page_without_styles(path: Path) -> str:
-    """The page's own text, its data for the pointer included."""
-    return re.sub(r"<head>.*?</head>", "", html.unescape(path.read_text()), flags=re.DOTALL)
+def text_of(page: str) -> str:
+    """The page's parts as they are read, without its head and its panels."""
+    body = page.partition("</head>")[2].partition("<script")[0]
+    return html.unescape(re.sub(r"<noscript>.*?</noscript>", "", body, flags=re.DOTALL))
 
 
-def page_of(run_dir: Path) -> str:
+def drawn_in(page: str) -> dict[str, dict[str, Any]]:
+    """Title -> the panel, as the page's script gets it."""
+    data = re.search(r'<script id="panels-data" type="application/json">(.*?)</script>', page)
+    assert data is not None
+    return {panel["title"]: panel for panel in json.loads(data[1])}
+
+
+def page(run_dir: Path) -> str:
     """The page alone, without the sheet, which takes longer."""
-    run_data = read_run(run_dir)
-    write_page(run_data, panels_of(run_data), run_dir / HTML_FILE)
-    return page_without_styles(run_dir / HTML_FILE)
+    return page_of(read_run(run_dir)).as_html()
 
 
 @pytest.mark.filterwarnings("error")
@@ -171,21 +180,20 @@ def test_a_run_of_any_length_has_a_sheet_and_a_page(tmp_path: Path, steps: int) 
     width, height = png_size(png_path)
     assert width > 1000
     assert height > 1000
-    page = page_without_styles(html_path)
-    for title in (
+    text = html_path.read_text()
+    assert {
         "Reward",
         "Lag of the tokens trained on",
         "Effective sample size",
         "Cosine of consecutive gradients",
-    ):
-        assert f"<b>{title}" in page
-    assert "0.310 → 0.910" in page
+    } <= drawn_in(text).keys()
+    assert "0.310 → 0.910" in text_of(text)
 
 
 @pytest.mark.filterwarnings("error")
 def test_every_evaluation_of_the_run_is_drawn_at_its_version(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "evaluated", 8)
-    assert "Held-out" not in page_of(run)
+    assert "Held-out prompts" not in drawn_in(page(run))
     log = EvalLog(run, versions=())
     for version, mean, pass_at in (
         (0, 0.25, {"1": 0.25}),
@@ -198,9 +206,11 @@ def test_every_evaluation_of_the_run_is_drawn_at_its_version(tmp_path: Path) -> 
     np.testing.assert_array_equal(seen.mean, [0.25, np.nan, 0.5])
     assert list(seen.pass_at) == [1, 8]
     np.testing.assert_array_equal(seen.pass_at[8], [np.nan, 0.75, 0.875])
-    page = page_of(run)
-    for title in ("Held-out prompts", '["held out"', '["pass@1"', '["pass@8"'):
-        assert title in page
+    drawn = drawn_in(page(run))
+    held_out = {curve["name"]: curve for curve in drawn["Reward"]["curves"]}["held out"]
+    assert (held_out["x"], held_out["y"]) == ([0, 4, 8], [0.25, None, 0.5])
+    passed = {curve["name"]: curve["y"] for curve in drawn["Held-out prompts"]["curves"]}
+    assert passed == {"pass@1": [0.25, 0.375, 0.5], "pass@8": [None, 0.75, 0.875]}
 
 
 @pytest.mark.filterwarnings("error")
@@ -208,17 +218,19 @@ def test_every_evaluation_of_the_run_is_drawn_at_its_version(tmp_path: Path) -> 
 def test_a_run_whose_engines_were_counted_shows_what_each_did(tmp_path: Path, steps: int) -> None:
     html_path, png_path = write_report(fleet_run(tmp_path / "fleet", steps))
     assert png_size(png_path)[1] > 2000
-    page = page_without_styles(html_path)
-    for title in (
-        "What each process did",
+    text = html_path.read_text()
+    drawn = drawn_in(text)
+    assert {
         "Engines busy, mean 50%",
         "In flight per engine",
         "Weights of each engine",
-    ):
-        assert f"<b>{title}" in page
+    } <= drawn.keys()
+    timeline = drawn[f"What each process did, last {min(steps, 12)} steps"]
+    assert timeline["names"] == ["rank 0", "engine-0"]
+    assert [1, 0.0, 9.0, "green"] in timeline["bars"], "engine 0 is busy for nine seconds"
     run_data = read_run(tmp_path / "fleet")
     assert run_data.dropped is not None
-    assert run_data.dropped.sentence in page
+    assert run_data.dropped.sentence in text_of(text)
     tables = {title: dict(facts) for title, facts in tables_of(run_data)}
     assert tables["Speed"]["engines busy"] == "50.0%"
     assert tables["Speed"]["engines alive"] == "1 of 2, 3 restarts"
@@ -296,11 +308,11 @@ def test_the_timeline_shown_is_that_of_the_last_steps_and_of_no_time_the_run_was
 
 def test_the_page_is_light_and_opens_offline(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "demo", 3000)
-    page_of(run)
-    text = (run / HTML_FILE).read_text()
-    assert len(text) < 1_000_000
-    assert not re.search(r"<(script|link|img|image|use)[^>]+(src|href)=[\"']?[^#\"']", text)
-    assert "http" not in text.replace("http://www.w3.org/", "")
+    text = page(run)
+    assert len(text) < 300_000
+    assert not re.search(r"<(script|img|image|use|iframe)[^>]+(src|href)=[\"']?[^#\"']", text)
+    assert re.findall(r"<link[^>]*>", text) == ['<link rel="icon" href="data:,">']
+    assert "://" not in text.replace("http://www.w3.org/2000/svg", "")
 
 
 def test_the_page_begins_with_the_reward_and_ends_with_the_settings(tmp_path: Path) -> None:
@@ -309,21 +321,22 @@ def test_the_page_begins_with_the_reward_and_ends_with_the_settings(tmp_path: Pa
         run,
         Status(phase="failed", step=40, steps=80, time=0.0, error="EngineFailed: no <memory>"),
     )
-    page = page_of(run)
+    whole = html.unescape(page(run))
     places = [
-        page.index(words)
+        whole.index(words)
         for words in (
             "failed at step 40 of 80",
             "EngineFailed: no <memory>",
-            "<b>Reward</b>",
+            'id="first"',
             "40 of 80</b><small>steps",
             "What went wrong",
-            "<b>Effective sample size</b>",
+            'id="panels"',
             "<details",
             "path: /models/<tiny>",
         )
     ]
     assert places == sorted(places)
+    assert next(iter(drawn_in(page(run)))) == "Reward", "the script draws it first"
 
 
 def test_the_tables_say_how_the_run_went_and_how_fast(tmp_path: Path) -> None:
@@ -397,16 +410,17 @@ def test_every_kind_of_anomaly_is_found_at_its_step(tmp_path: Path) -> None:
 
 def test_anomalies_are_marked_on_the_curves_and_listed(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "demo", 12)
-    without = page_of(run)
+    without = page(run)
     file = run / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[6] |= {"policy/grad_anomaly": 856.0}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = page_of(run)
+    whole = page(run)
     words = "Gradient far outside the run's history"
-    assert words not in without
-    assert f"{words}</td><td>7</td><td>step 7: 856 times the median of the last steps</td>" in page
-    assert f'[7,"red","{words}: 856 times the median of the last steps"]' in page
+    detail = "856 times the median of the last steps"
+    assert words not in html.unescape(without)
+    assert f"{words}</td><td>7</td><td>step 7: {detail}</td>" in text_of(whole)
+    assert [7, "red", f"{words}: {detail}", True] in drawn_in(whole)["Reward"]["marks"]
 
 
 def test_thinning_keeps_the_order_the_spikes_and_short_curves() -> None:
@@ -432,32 +446,52 @@ def test_a_calibrated_threshold_is_drawn_where_the_run_found_it(tmp_path: Path) 
         "c_low": None,
         "calibrate": {"steps": 4, "quantile": 0.9},
     }
-    assert "c_low" not in page_of(run).partition("<details")[0]
+    legend = drawn_in(page(run))["Cosine of consecutive gradients"]["legend"]
+    assert not [name for name, *_ in legend if name.startswith("c_low")]
     log = MetricsLog(run, tensorboard=False, first_step=4)
     log.log(4, {"gac/cosine": 0.4, "gac/regime": 1, "gac/c_low": 0.31})
     log.close()
     gac = read_run(run).gac
     assert gac is not None
     assert gac["c_low"] == 0.31
-    assert "c_low 0.31" in page_of(run)
+    cosine = drawn_in(page(run))["Cosine of consecutive gradients"]
+    assert ["c_low 0.31", "amber", True] in cosine["legend"]
+    assert [0.31, "amber"] in cosine["levels"]
 
 
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     run = sampled_run(tmp_path / "<b>demo @TABLES@", 2)
-    page_of(run)
-    text = (run / HTML_FILE).read_text()
+    text = page(run)
     assert "/models/&lt;tiny&gt;" in text
     assert "&lt;b&gt;demo @TABLES@" in text
+    other = sampled_run(tmp_path / "<script><!--", 13)
+    config = {"observe": {"beside": str(other)}}
+    text = page_of(read_run(sampled_run(tmp_path / "b", 2, config), alone=False)).as_html()
+    assert "<script><!--" not in text
+    assert "<script><!--" in {one["name"] for one in drawn_in(text)["Reward"]["curves"]}
+
+
+def test_no_script_may_run_but_the_pages_own(tmp_path: Path) -> None:
+    text = page(sampled_run(tmp_path, 2))
+    script = text.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = re.search(r'Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    rules = dict(rule.split(" ", 1) for rule in policy[1].split("; "))
+    assert rules["default-src"] == rules["connect-src"] == "'none'"
+    assert rules["script-src"] == f"'sha256-{digest}'"
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("steps", [1, 40])
 def test_a_supervised_run_reports_its_loss_and_no_reward(tmp_path: Path, steps: int) -> None:
     html_path, png_path = write_report(supervised_run(tmp_path / "warm", steps))
-    page = page_without_styles(html_path)
-    assert "Loss" in page
-    for absent in ("<b>Reward", "Lag of", "Effective sample size", "lag of a token", "held-out"):
-        assert absent not in page
+    text = html_path.read_text()
+    drawn = drawn_in(text)
+    assert next(iter(drawn)) == "Loss"
+    for absent in ("Reward", "Lag of", "Effective sample size", "lag of a token", "held-out"):
+        assert absent not in text_of(text)
+        assert not [title for title in drawn if title.startswith(absent)]
     assert png_size(png_path)[1] < 1400
 
 
@@ -465,7 +499,7 @@ def test_a_run_without_its_config_or_control_still_reports(tmp_path: Path) -> No
     run_dir = sampled_run(tmp_path / "demo", 3, config={"controls": []})
     (run_dir / "config.yaml").unlink()
     (run_dir / "status.json").unlink()
-    assert "held-out" not in page_of(run_dir)
+    assert "held-out" not in text_of(page(run_dir))
 
 
 def test_the_run_that_stands_beside_is_drawn_where_they_differ(tmp_path: Path) -> None:
@@ -485,8 +519,8 @@ def test_the_run_that_stands_beside_is_drawn_where_they_differ(tmp_path: Path) -
     every = [float(step) for step in range(1, 31)]
     titles = ("Reward", "Effective sample size", "Cosine of consecutive gradients")
     assert drawn() == dict(zip(titles, (every, every, every[1:]), strict=True))
-    write_report(run_dir)
-    assert "without control" in page_without_styles(run_dir / HTML_FILE)
+    whole = page_of(read_run(run_dir, alone=False)).as_html()
+    assert "without control" in {one["name"] for one in drawn_in(whole)["Reward"]["curves"]}
     (other / "metrics.jsonl").unlink()
     assert drawn() == {}
 

@@ -6,12 +6,10 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -22,50 +20,13 @@ from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow.sample_log import SampleLogWriter
 from megatron_async_rl.launch import launcher
 from megatron_async_rl.metrics.log import EvalLog
+from megatron_async_rl.report import report as report_module
 from megatron_async_rl.report.report import write_report
 from megatron_async_rl.report.samples import Wanted, choose, print_samples, samples_section
 from megatron_async_rl.samples.segments import FOLDER, path_of
-from megatron_async_rl.samples.types import Prompt, Sample
-from tests.train_batches import row
+from megatron_async_rl.samples.types import Sample
+from tests.logged_samples import GROUP, STEPS, logged_run, row, sample
 from tests.unit.test_report import sampled_run
-
-STEPS, GROUP = 5, 4
-Change = Callable[[Sample], Sample]
-
-
-def sample(group: int, k: int, change: Change = lambda one: one) -> Sample:
-    """Trained at step group + 1; the reward of sample k of group g is g + k / 10."""
-    made = Sample(
-        id=f"{group}-{k}",
-        prompt=Prompt(id=f"sum-{group}", text=f"{group}+{k}=", token_ids=(5, 6)),
-        response_ids=np.array([7, 8], dtype=np.int32),
-        behavior_logprobs=np.array([-0.5, -0.25], dtype=np.float32),
-        versions=np.array([max(0, group - 1), group], dtype=np.int32),
-        loss_mask=np.ones(2, dtype=np.uint8),
-        text=f"answer {group + k}",
-        finish_reason="stop",
-        reward=group + k / 10,
-        finished_at=1000.0 * group + k,
-    )
-    return change(made)
-
-
-def logged_run(run_dir: Path, change: Change = lambda one: one) -> Path:
-    """STEPS steps of one group each, one more group that waits, and an evaluation of version 0."""
-    log = SampleLogWriter(run_dir, SamplesConfig())
-    log.begin(0)
-    prompt = sample(0, 0).prompt
-    held_out = [row(replace(sample(0, k), id=f"-1-{k}", text="held out"), -1) for k in range(2)]
-    log.evaluated([(prompt, held_out)], 0)
-    for group in range(STEPS + 1):
-        samples = tuple(sample(group, k, change) for k in range(GROUP))
-        samples = tuple(replace(one, prompt=samples[0].prompt) for one in samples)
-        for one in samples:
-            log.finished(row(one, group))
-        if group < STEPS:
-            log.trained([row(one, group) for one in samples], group + 1)
-    log.close()
-    return run_dir
 
 
 def mar(*arguments: object, width: int = 140) -> Result:
@@ -270,6 +231,12 @@ def damaged(run_dir: Path) -> Path:
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     EvalLog(run_dir, []).append({"version": 0, "mean_reward": 0.5, "pass_at": {"1": 0.5}})
     return run_dir
+
+
+@pytest.fixture(autouse=True)
+def no_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sheet is slow to draw and shows no sample; test_report.py has its facts."""
+    monkeypatch.setattr(report_module, "draw_sheet", lambda *_: None)
 
 
 def report(run_dir: Path) -> Result:

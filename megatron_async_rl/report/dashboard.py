@@ -1,0 +1,279 @@
+"""`mar dashboard RUN...`: the pages of runs, kept up to date, from a small HTTP server.
+
+    /                        the page; it asks for the rest
+    /state/<view>?have=TAG   parts and panels of a view as JSON; nothing where TAG is the newest
+    /samples/<run>?...       some of a run's samples, as JSON
+
+A view is a run by its number, from 0, or `all`: the runs compared.
+
+Invariants:
+- only runs that were named at the start are served, and of those only pages and samples: no name
+  of a file is taken from a request, and no request changes anything;
+- on a loopback address only a browser that asked for this host is answered, so that a page of
+  another site cannot read the runs by a name of its own for this address;
+- a line of a growing file is read once; a view is made anew only when a file of its runs changed;
+- what a run's files say wrong is shown on its page, and the page goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import html
+import ipaddress
+import json
+import socket
+from collections.abc import Callable, Hashable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics.status import read_status
+from megatron_async_rl.report.comparison import colour_of, name_runs, names_of, page_of_runs
+from megatron_async_rl.report.report_html import Page, head, page_of, problem
+from megatron_async_rl.report.run_data import ReportError, RunData, RunReader
+from megatron_async_rl.report.sample_browser import SampleBrowser, form
+
+ALL = "all"
+LEAST_ZIPPED = 2_000
+"""Bytes of an answer that is worth compressing."""
+
+
+class Dashboard:
+    """The views of some runs, for the threads of a server."""
+
+    def __init__(self, run_dirs: Sequence[Path]) -> None:
+        """Raises UserError for a directory that is missing or named twice."""
+        self._paths = [path.absolute() for path in run_dirs]
+        for path in self._paths:
+            if not path.is_dir():
+                fix = "name the run.dir of a run; `mar train` makes it when it starts"
+                raise UserError.of("RUN", f"{path} is not a directory", fix)
+        if len(set(self._paths)) < len(self._paths):
+            raise UserError.of("RUN", "a run is named twice", "name each run once")
+        self._readers = [RunReader(path, alone=False) for path in self._paths]
+        self._browsers = [SampleBrowser(path) for path in self._paths]
+        self._made: dict[str, tuple[Hashable, str, bytes]] = {}
+        """View -> (fingerprint of its files, tag, state)."""
+        self._lock = Lock()
+
+    @property
+    def first_view(self) -> str:
+        return ALL if len(self._paths) > 1 else "0"
+
+    def page(self) -> bytes:
+        parts = {"TITLE": "Runs", "FOOTER": "The runs are being read."}
+        return Page(parts=parts).as_html(live=self.first_view).encode()
+
+    def state(self, view: str, have: str) -> bytes | None:
+        """None where `have` is its tag. Raises KeyError for a view that does not exist."""
+        if view not in self._views():
+            raise KeyError(view)
+        with self._lock:
+            readers = self._readers if view == ALL else [self._readers[int(view)]]
+            # Taken before reading: what is written meanwhile changes the next one.
+            now = tuple(reader.fingerprint() for reader in readers)
+            made = self._made.get(view)
+            if made is None or made[0] != now:
+                state, tag = self._make(view).as_state()
+                made = self._made[view] = (now, tag, state)
+        return None if have == made[1] else made[2]
+
+    def samples(self, view: str, query: dict[str, str]) -> bytes:
+        """Raises KeyError for a view that is no run, UserError as SampleBrowser does."""
+        if view not in self._views() or view == ALL:
+            raise KeyError(view)
+        with self._lock:
+            return json.dumps(self._browsers[int(view)].answer(query)).encode()
+
+    def _views(self) -> list[str]:
+        numbers = [str(number) for number in range(len(self._paths))]
+        return [ALL, *numbers] if len(numbers) > 1 else numbers
+
+    def _make(self, view: str) -> Page:
+        page = self._all() if view == ALL else self._one(int(view))
+        return Page(parts={**page.parts, "RUNS": self._links()}, panels=page.panels)
+
+    def _links(self) -> str:
+        """To every view; none where there is one."""
+        if len(self._paths) == 1:
+            return ""
+        links = [f'<a href="#{ALL}">All runs</a>']
+        for number, name in enumerate(names_of(self._paths)):
+            dot = f'<i style="background:var(--{colour_of(number)})"></i>'
+            links.append(f'<a href="#{number}">{dot}{html.escape(name)}</a>')
+        return "".join(links)
+
+    def _one(self, number: int) -> Page:
+        reader = self._readers[number]
+        try:
+            return page_of(reader.read(), form())
+        except ReportError as error:
+            why = ". ".join(one.what for one in error.problems)
+            return _waiting(reader.run_dir, why)
+        except UserError as error:
+            return _broken(reader.run_dir, error)
+
+    def _all(self) -> Page:
+        runs: list[RunData | None] = []
+        silent = []
+        for name, reader in zip(names_of(self._paths), self._readers, strict=True):
+            try:
+                runs.append(reader.read())
+            except UserError as error:
+                runs.append(None)
+                why = ". ".join(one.what for one in error.problems)
+                silent.append(f"<li>{html.escape(f'{name}: {why}')}</li>")
+        compared = name_runs(self._paths, runs)
+        try:
+            page = page_of_runs(compared) if compared else Page(parts={"TITLE": "No step so far"})
+        except UserError as error:
+            page = _broken(self._paths[0].parent, error)
+        if not silent:
+            return page
+        heading = "<h2>Runs without a finished step</h2>"
+        missing = f'<section class="card wrong">{heading}<ul>{"".join(silent)}</ul></section>'
+        return Page(parts={**page.parts, "WRONG": missing}, panels=page.panels)
+
+
+def _waiting(run_dir: Path, why: str) -> Page:
+    """The page of a run without a finished step."""
+    try:
+        parts = head(run_dir.name, str(run_dir), read_status(run_dir))
+    except UserError as error:
+        return _broken(run_dir, error)
+    said = f'<section class="card"><h2>No step so far</h2><p>{html.escape(why)}.</p></section>'
+    return Page(parts={**parts, "WRONG": said})
+
+
+def _broken(run_dir: Path, error: UserError) -> Page:
+    return Page(parts={**head(run_dir.name, str(run_dir), None), "ERROR": problem(str(error))})
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, dashboard: Dashboard) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # `localhost` may mean both families: the older one, which everything else can reach.
+        found.sort(key=lambda one: one[0] != socket.AF_INET)
+        self.address_family, address = found[0][0], found[0][4]
+        self.dashboard = dashboard
+        self.loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that has gone is not an error of ours; others are answered with 500."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    server_version = "mar"
+    sys_version = ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        status, kind, content = self._answer()
+        zipped = len(content) >= LEAST_ZIPPED and "gzip" in self.headers.get("Accept-Encoding", "")
+        if zipped:
+            content = gzip.compress(content, compresslevel=3)
+        self.send_response(status)
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if zipped:
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        """Requests are not shown."""
+
+    def _answer(self) -> tuple[HTTPStatus, str, bytes]:
+        """(status, content type, content)."""
+        text, data = "text/plain", "application/json"
+        if self.server.loopback and not _is_loopback(self.headers.get("Host", "")):
+            return HTTPStatus.FORBIDDEN, text, b"open the dashboard as localhost"
+        asked = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
+        dashboard = self.server.dashboard
+        try:
+            match asked.path.split("/")[1:]:
+                case [""]:
+                    return HTTPStatus.OK, "text/html", dashboard.page()
+                case ["state", view]:
+                    state = dashboard.state(view, query.get("have", ""))
+                    if state is None:
+                        return HTTPStatus.NO_CONTENT, data, b""
+                    return HTTPStatus.OK, data, state
+                case ["samples", view]:
+                    return HTTPStatus.OK, data, dashboard.samples(view, query)
+        except KeyError:
+            pass
+        except UserError as error:
+            said = "; ".join(f"{one.key}: {one.what}: {one.fix}" for one in error.problems)
+            return HTTPStatus.BAD_REQUEST, text, said.encode()
+        except Exception as error:  # noqa: BLE001 - shown on the page; the server goes on
+            said = f"the dashboard failed: {type(error).__name__}: {error}"
+            return HTTPStatus.INTERNAL_SERVER_ERROR, text, said.encode()
+        return HTTPStatus.NOT_FOUND, text, b"there is no such page"
+
+
+def _is_loopback(host: str) -> bool:
+    """`host`: HOST or HOST:PORT, as a browser sends it."""
+    name = urlsplit(f"//{host}").hostname or ""
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(run_dirs: Sequence[Path], host: str, port: int, show: Callable[[str], None]) -> None:
+    """Serves until Ctrl-C. `port` 0: one that is free. `show`: told where to look.
+
+    Raises UserError for a directory that is missing, and for a host or port that cannot be had.
+    """
+    dashboard = Dashboard(run_dirs)
+    try:
+        server = _Server(host, port, dashboard)
+    except (OSError, ValueError, OverflowError) as error:
+        raise _unavailable(host, port, error) from error
+    with server:
+        name = f"[{host}]" if ":" in host else host
+        show(f"http://{name}:{server.server_port}/  (Ctrl-C ends it)")
+        if not server.loopback:
+            show("note: whoever reaches this address can read the runs and their samples")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+def _unavailable(host: str, port: int, error: Exception) -> UserError:
+    number = getattr(error, "errno", None)
+    if number == errno.EADDRINUSE:
+        fix = "name another one, or --port 0 for one that is free"
+        return UserError.of("--port", f"port {port} is already in use on {host}", fix)
+    if number == errno.EACCES:
+        what = f"port {port} may not be opened by this user"
+        return UserError.of("--port", what, "name one above 1023")
+    fix = "name an address of this machine, such as localhost, or 0.0.0.0 for all of them"
+    return UserError.of("--host", f"{host} cannot be listened on: {error}", fix)

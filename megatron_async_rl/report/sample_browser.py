@@ -1,0 +1,230 @@
+"""Samples in the dashboard: the form that asks for them, and the answers.
+
+Invariants:
+- a file of the log that did not grow is read once, and of it only the columns that samples are
+  chosen by; text and tokens are read of those shown;
+- whatever a request asks for is one of the choices here, or refused with the choices' names;
+- the text of a sample is escaped (samples.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.report.samples import card, check_log, log_readable
+from megatron_async_rl.samples.segments import (
+    FOLDER,
+    OUTCOMES,
+    Entry,
+    load,
+    path_of,
+    read_batches,
+    resolve,
+    segments_in,
+)
+
+AT_ONCE = 20
+KINDS = {
+    "trained": "trained on",
+    "evaluated": "of held-out evaluation",
+    "dropped": "dropped",
+    "all": "all",
+}
+ORDERS = {
+    "newest": "newest first",
+    "best": "best reward first",
+    "worst": "worst reward first",
+    "random": "random",
+}
+_CHOSEN_BY = ("id", "group", "reward", "valid", "finished_at")
+_PLACE = ("segment", "batch", "row")
+
+
+class Question(BaseModel):
+    """What the form asks for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["trained", "evaluated", "dropped", "all"] = "trained"
+    order: Literal["newest", "best", "worst", "random"] = "newest"
+    step: NonNegativeInt | None = None
+    """Of `trained`, the optimizer step; of `evaluated`, the weight version; of `dropped`, the step
+    that was next; of `all`, the step of any."""
+    least: FiniteFloat | None = None
+    most: FiniteFloat | None = None
+    """Bounds of the reward."""
+    start: NonNegativeInt = 0
+    """How many were shown before."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    size: int
+    table: pa.Table
+
+
+class SampleBrowser:
+    """One run's samples. Not for several threads at once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._files: dict[Path, _Read] = {}
+
+    def answer(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """`html` of at most AT_ONCE samples, `words` on how many there are, and whether there are
+        `more`. Raises UserError for a question that is none, and where no log can be read."""
+        try:
+            question = Question.model_validate(query)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            name = ".".join(map(str, fault["loc"]))
+            raise UserError.of(name, fault["msg"], "choose in the form") from error
+        with log_readable():
+            check_log(self._run_dir)
+            found = self._find(question)
+            entries = self._entries(found.slice(question.start, AT_ONCE))
+            shown = load(self._run_dir, entries)
+        total, end = found.num_rows, question.start + len(entries)
+        words = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
+        if not total and (steps := self._steps(question.kind)):
+            words += f"; it has those of steps {steps[0]:,} to {steps[1]:,}"
+        return {
+            "html": "".join(card(entry, sample) for entry, sample in shown),
+            "words": words,
+            "more": end < total,
+        }
+
+    def _find(self, question: Question) -> pa.Table:
+        """Where the wanted samples stand in the log, in the wanted order."""
+        samples, outcomes = self._samples(), self._outcomes()
+        if question.kind != "all":
+            outcomes = outcomes.filter(pc.equal(outcomes["outcome"], question.kind))
+        if question.step is not None:
+            outcomes = outcomes.filter(pc.equal(outcomes["step"], question.step))
+        if question.kind != "all" or question.step is not None:
+            keys = outcomes.select(["id", "finished_at"])
+            samples = samples.join(keys, keys=["id", "finished_at"], join_type="left semi")
+        if question.order in ("best", "worst") or not question.least is question.most is None:
+            samples = samples.filter(samples["valid"])
+        if question.least is not None:
+            samples = samples.filter(pc.greater_equal(samples["reward"], question.least))
+        if question.most is not None:
+            samples = samples.filter(pc.less_equal(samples["reward"], question.most))
+
+        newest = [(name, "descending") for name in _PLACE]
+        if question.order in ("best", "worst"):
+            direction = "descending" if question.order == "best" else "ascending"
+            return samples.sort_by([("reward", direction), *newest])
+        samples = samples.sort_by(newest)
+        if question.order == "random":
+            # The same order for every part of one answer, whatever was added meanwhile.
+            order = list(range(samples.num_rows))
+            random.Random(0).shuffle(order)
+            samples = samples.take(pa.array(order, pa.int64()))
+        return samples
+
+    def _entries(self, chosen: pa.Table) -> list[Entry]:
+        """`chosen` with what became of each."""
+        rows = chosen.to_pylist()
+        ids = pa.array({row["id"] for row in rows}, pa.string())
+        outcomes, samples = self._outcomes(), self._samples()
+        became: dict[tuple[str, float], list[Any]] = {}
+        for one in outcomes.filter(pc.is_in(outcomes["id"], ids)).to_pylist():
+            known = became.setdefault((one["id"], one["finished_at"]), [])
+            known.append((one["seq"], one["outcome"], one["step"], one["reason"]))
+        newest: dict[str, float] = {}
+        for one in samples.filter(pc.is_in(samples["id"], ids)).to_pylist():
+            newest[one["id"]] = max(one["finished_at"], newest.get(one["id"], 0.0))
+        entries = []
+        for row in rows:
+            state, steps, reason = resolve(became.get((row["id"], row["finished_at"]), ()))
+            if state == "waiting" and row["finished_at"] < newest[row["id"]]:
+                state = "repeated"
+            entries.append(Entry(state=state, steps=steps, reason=reason, **row))
+        return entries
+
+    def _steps(self, kind: str) -> tuple[int, int] | None:
+        """The first and the last step of the samples of a kind."""
+        outcomes = self._outcomes()
+        if kind != "all":
+            outcomes = outcomes.filter(pc.equal(outcomes["outcome"], kind))
+        if not outcomes.num_rows:
+            return None
+        ends = pc.min_max(outcomes["step"]).as_py()
+        return ends["min"], ends["max"]
+
+    def _samples(self) -> pa.Table:
+        schema = pa.schema(
+            [
+                pa.field("id", pa.string()),
+                pa.field("group", pa.int64()),
+                pa.field("reward", pa.float64()),
+                pa.field("valid", pa.bool_()),
+                pa.field("finished_at", pa.float64()),
+                *(pa.field(name, pa.int64()) for name in _PLACE),
+            ]
+        )
+        return self._all("samples", schema)
+
+    def _outcomes(self) -> pa.Table:
+        return self._all("outcomes", OUTCOMES)
+
+    def _all(self, table: Literal["samples", "outcomes"], schema: pa.Schema) -> pa.Table:
+        folder = self._run_dir / FOLDER
+        segments = segments_in(folder)
+        paths = {path_of(folder, table, segment): segment for segment in segments}
+        for path in [one for one in self._files if one.name.startswith(table)]:
+            if path not in paths:
+                del self._files[path]
+        tables = []
+        for path, segment in paths.items():
+            size = path.stat().st_size if path.exists() else 0
+            read = self._files.get(path)
+            if read is None or read.size != size:
+                read = _Read(size, _read(path, segment, table, schema))
+                self._files[path] = read
+            tables.append(read.table)
+        return pa.concat_tables(tables) if tables else schema.empty_table()
+
+
+def _read(
+    path: Path, segment: int, table: Literal["samples", "outcomes"], schema: pa.Schema
+) -> pa.Table:
+    if table == "outcomes":
+        return pa.Table.from_batches(list(read_batches(path)), schema=schema)
+    batches = []
+    for number, batch in enumerate(read_batches(path, _CHOSEN_BY)):
+        count = batch.num_rows
+        place = (np.full(count, segment), np.full(count, number), np.arange(count))
+        columns = [batch[name] for name in _CHOSEN_BY] + [pa.array(one) for one in place]
+        batches.append(pa.RecordBatch.from_arrays(columns, schema=schema))
+    return pa.Table.from_batches(batches, schema=schema)
+
+
+def form() -> str:
+    """HTML of the form and of the places for its answer."""
+    kinds = "".join(f'<option value="{value}">{name}</option>' for value, name in KINDS.items())
+    orders = "".join(f'<option value="{value}">{name}</option>' for value, name in ORDERS.items())
+    fields = (
+        f'<label>Samples<select name="kind">{kinds}</select></label>'
+        f'<label>Order<select name="order">{orders}</select></label>'
+        '<label>Step<input name="step" type="number" min="0" placeholder="any"></label>'
+        '<label>Reward from<input name="least" type="number" step="any" placeholder="any"></label>'
+        '<label>to<input name="most" type="number" step="any" placeholder="any"></label>'
+        "<button>Show</button>"
+    )
+    return (
+        f'<section class="card samples"><h2>Samples</h2><form>{fields}</form>'
+        '<p class="words" role="status"></p><div class="list"></div>'
+        '<button type="button" class="more" hidden>More</button></section>'
+    )

@@ -1,0 +1,293 @@
+"""`mar dashboard`: what the server hands out and to whom, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_async_rl.cli import app
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.metrics.log import GrowingFile, MetricsLog
+from megatron_async_rl.metrics.timeline import Span
+from megatron_async_rl.report import sample_browser
+from megatron_async_rl.report.dashboard import Dashboard, _Server
+from megatron_async_rl.report.sample_browser import SampleBrowser
+from megatron_async_rl.report.time_panels import merge_short
+from tests.browser import BROWSER, DRIVER, MISSING, browser
+from tests.logged_samples import GROUP, STEPS, logged_run
+from tests.unit.test_report import fleet_run, sampled_run
+
+HOSTILE = "</pre><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
+
+
+def state_of(dashboard: Dashboard, view: str = "0") -> dict[str, Any]:
+    state = dashboard.state(view, "")
+    assert state is not None
+    return json.loads(state)
+
+
+def add_step(run: Path, step: int) -> None:
+    log = MetricsLog(run, tensorboard=False, first_step=step)
+    log.log(step, {"reward/mean": 0.5, "ratio/ess_ratio": 0.9, "time/step_s": 1.0})
+    log.close()
+
+
+@contextmanager
+def served(*runs: Path) -> Iterator[str]:
+    server = _Server("localhost", 0, Dashboard(runs))
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://localhost:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(url: str, **headers: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_a_view_is_sent_again_only_when_its_run_has_news(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "run", 3)
+    dashboard = Dashboard([run])
+    first = state_of(dashboard)
+    assert dashboard.state("0", first["tag"]) is None
+    add_step(run, 4)
+    second = state_of(dashboard)
+    assert second["tag"] != first["tag"]
+    assert [len(one["panels"][0]["curves"][0]["y"]) for one in (first, second)] == [3, 4]
+
+
+def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = GrowingFile(path)
+    assert file.new_lines() == ([], False)
+    path.write_bytes(b"one\ntw")
+    assert file.new_lines() == ([b"one"], False)
+    with path.open("ab") as more:
+        more.write(b"o\n")
+    assert file.new_lines() == ([b"two"], False)
+    assert file.new_lines() == ([], False)
+    (tmp_path / "other").write_bytes(b"new\n")
+    os.replace(tmp_path / "other", path)
+    assert file.new_lines() == ([b"new"], True)
+    path.write_bytes(b"x" * 50 + b"\nlast\n")
+    assert GrowingFile(path, newest=10).new_lines() == ([b"last"], False)
+
+
+def test_a_run_is_shown_before_its_first_step_and_from_then_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    dashboard = Dashboard([run])
+    assert "no run was started in it" in state_of(dashboard)["parts"]["WRONG"]
+    add_step(run, 1)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    state = state_of(dashboard)
+    assert state["panels"][0]["title"] == "Reward"
+    assert state["panels"][0]["curves"][0]["y"] == [0.5]
+
+
+def test_a_damaged_line_stays_on_the_page_until_it_is_mended(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "run", 2)
+    dashboard = Dashboard([run])
+    state_of(dashboard)
+    path = run / "metrics.jsonl"
+    whole = path.read_text()
+    for damage in ("hello\n", "hello\nagain\n"):
+        path.write_text(whole + damage)
+        assert f"{path}:3" in state_of(dashboard)["parts"]["ERROR"]
+    path.write_text(whole)
+    state = state_of(dashboard)
+    assert state["parts"]["ERROR"] == ""
+    assert len(state["panels"][0]["curves"][0]["y"]) == 2
+
+
+def test_several_runs_lie_on_each_other_and_each_has_a_page(tmp_path: Path) -> None:
+    runs = [sampled_run(tmp_path / name, 3) for name in ("a", "b")]
+    (tmp_path / "begun").mkdir()
+    dashboard = Dashboard([*runs, tmp_path / "begun"])
+    together = state_of(dashboard, "all")
+    assert [curve["name"] for curve in together["panels"][0]["curves"]] == ["a", "b"]
+    assert "begun" in together["parts"]["WRONG"]
+    assert re.findall(r'href="(#\w+)"', together["parts"]["RUNS"]) == ["#all", "#0", "#1", "#2"]
+    assert state_of(dashboard, "1")["parts"]["TITLE"] == "b"
+
+
+def test_nothing_is_served_but_the_runs_and_only_to_this_host(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "run", 2)
+    (tmp_path / "secret").write_text("secret")
+    with served(run) as url:
+        assert ask(url)[0] == 200
+        for path in (
+            "../secret",
+            "%2e%2e/secret",
+            "state/../secret",
+            "state/..%2f..%2fsecret",
+            "state/1",
+            "state/-1",
+            "state/all",
+            "state/0/config.yaml",
+            "run/config.yaml",
+            "samples/1",
+            "/etc/passwd",
+        ):
+            status, content = ask(url + path)
+            assert (status, b"secret" in content) == (404, False), path
+        assert ask(url + "state/0", Host="evil.example:80")[0] == 403
+        assert ask(url + "state/0", Host="127.0.0.1")[0] == 200
+
+
+# Samples
+
+
+def shown(browser: SampleBrowser, **query: str) -> list[str]:
+    return re.findall(r"sample ([\d-]+) ·", browser.answer(query)["html"])
+
+
+def test_samples_are_browsed_by_step_and_reward(tmp_path: Path) -> None:
+    log = SampleBrowser(logged_run(tmp_path))
+    assert shown(log)[:2] == ["4-3", "4-2"]
+    assert shown(log, step="3", order="best") == ["2-3", "2-2", "2-1", "2-0"]
+    assert shown(log, order="worst")[:3] == ["0-0", "0-1", "0-2"]
+    assert shown(log, least="1.1", most="2") == ["2-0", "1-3", "1-2", "1-1"]
+    assert shown(log, kind="evaluated", step="0") == ["-1-1", "-1-0"]
+    assert shown(log, kind="all", order="best")[0] == "5-3", "what waits is among all"
+    drawn = shown(log, order="random")
+    assert sorted(drawn) == sorted(shown(log))
+    assert drawn != shown(log)
+    assert "it has those of steps 1 to 5" in log.answer({"step": "9"})["words"]
+    for query in ({"order": "up"}, {"path": "/etc/passwd"}, {"step": "-1"}, {"least": "nan"}):
+        with pytest.raises(UserError):
+            log.answer(query)
+
+
+def test_a_long_answer_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_browser, "AT_ONCE", 8)
+    log = SampleBrowser(logged_run(tmp_path))
+    parts = [shown(log, order="best", start=str(start)) for start in (0, 8, 16)]
+    assert list(map(len, parts)) == [8, 8, 4]
+    assert len({one for part in parts for one in part}) == GROUP * STEPS
+    assert [log.answer({"start": start})["more"] for start in ("8", "16")] == [True, False]
+
+
+def test_a_file_of_the_log_that_did_not_grow_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = SampleBrowser(logged_run(tmp_path))
+    before = shown(log)
+    reads: list[Path] = []
+    read = sample_browser.read_batches
+    monkeypatch.setattr(
+        sample_browser, "read_batches", lambda path, *rest: reads.append(path) or read(path, *rest)
+    )
+    assert shown(log) == before
+    assert reads == []
+
+
+def test_short_spans_of_a_process_are_drawn_as_one_piece() -> None:
+    states = ("busy", "idle")
+    spans = [
+        Span(track="e", state=states[i % 5 == 4], start=i / 100, end=(i + 1) / 100)
+        for i in range(1000)
+    ]
+    spans.append(Span(track="e", state="loading", start=10.0, end=12.0))
+    pieces = list(merge_short(spans, 1.0))
+    assert [state for state, *_ in pieces] == ["busy"] * (len(pieces) - 1) + ["loading"]
+    assert len(pieces) <= 12
+    assert (pieces[0][1], pieces[-1][1:]) == (0.0, (10.0, 12.0))
+
+
+# The command
+
+
+def test_a_port_in_use_and_a_run_that_is_none_are_refused_with_the_fix(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "run", 1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(app, ["dashboard", str(run), "--port", port])
+    assert result.exit_code == 2
+    assert f"port {port} is already in use on localhost\n  fix: name another one" in result.output
+    for arguments, what in (
+        ([tmp_path / "none"], "none is not a directory"),
+        ([run, run], "named twice"),
+        ([run, "--host", "192.0.2.1", "--port", "0"], "192.0.2.1 cannot be listened on"),
+    ):
+        result = CliRunner().invoke(app, ["dashboard", *map(str, arguments)])
+        assert (result.exit_code, what in result.output) == (2, True), result.output
+
+
+def test_ctrl_c_ends_it_with_code_0(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "run", 1)
+    command = [sys.executable, "-m", "megatron_async_rl", "dashboard", str(run), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0]
+        assert ask(url)[0] == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == 0
+
+
+# In a browser
+
+
+@pytest.mark.skipif(DRIVER is None or BROWSER is None, reason=MISSING)
+def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) -> None:
+    runs = [sampled_run(tmp_path / "plain", 12), fleet_run(tmp_path / "fleet", 12)]
+    logged_run(runs[1], lambda one: replace(one, text=HOSTILE))
+    with served(*runs) as url, browser(tmp_path) as page:
+        page.show_as(width=1200)
+        page.open(url)
+        page.wait_for("document.querySelectorAll('#panels figure').length > 2")
+        assert page.run("return document.title") == "2 runs compared"
+        legend = "[...document.querySelectorAll('#first .legend button')]"
+        assert page.run(f"return {legend}.map(one => one.textContent)") == ["plain", "fleet"]
+        page.run(f"{legend}[0].click()")
+        assert page.run(f"return {legend}[0].getAttribute('aria-pressed')") == "false"
+
+        page.run("location.hash = '#1'")
+        page.wait_for("document.querySelector('.sample')")
+        assert page.run("return document.title") == "fleet", "a response's script did not run"
+        assert HOSTILE in page.run("return document.querySelector('.sample .response').textContent")
+        assert (
+            page.run("return document.querySelectorAll('.sample img, .sample script').length") == 0
+        )
+        assert page.run("return document.querySelectorAll('svg path.bars').length") == 4
+        top = page.run("return document.querySelector('#first svg').getBoundingClientRect().top")
+        assert top < 300, "the reward is on the first screen"
+
+        page.run("document.querySelector('#first svg').focus()")
+        page.press("ArrowLeft")
+        assert "step 12" in page.run("return document.querySelector('#first .tip').textContent")
+        page.press("ArrowLeft")
+        assert "step 11" in page.run("return document.querySelector('#first .tip').textContent")
+
+        add_step(runs[1], 13)
+        page.wait_for("document.querySelector('.numbers').textContent.includes('13steps')")
+
+        light = page.run("return getComputedStyle(document.body).backgroundColor")
+        page.show_as(width=360, dark=True)
+        page.wait_for("document.querySelector('#first svg').viewBox.baseVal.width < 360")
+        assert page.run("return getComputedStyle(document.body).backgroundColor") != light
+        assert page.run("return document.documentElement.scrollWidth") == 360
+        assert page.complaints == []
