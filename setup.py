@@ -40,6 +40,7 @@ setup(
     packages=find_packages(include=["megatron_async_rl", "megatron_async_rl.*"]),
     package_data={"megatron_async_rl": ["py.typed", "report/page.*"]},
     install_requires=[
+        "aiohttp>=3.10,<4",
         "einops>=0.8,<1",
         "huggingface_hub>=1,<3",
         "Jinja2>=3.1,<4",

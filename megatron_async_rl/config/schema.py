@@ -196,10 +196,6 @@ class PolicyConfig(Strict):
         return own if parallel.context == 1 else parallel.context * math.lcm(2, own)
 
 
-TAKEN_PARTS = ("mean", "std", "errors", "equal_groups")
-"""Names under `reward/` that the metrics of the whole reward have."""
-
-
 class RewardPart(Strict):
     """One of several rewards of a response; `NAME` is its name in the metrics and the sample
     log."""
@@ -251,11 +247,10 @@ class RewardConfig(Strict):
         if self.parts and self.settings:
             raise ValueError("`settings` belongs to `name`; each of `parts` has its own")
         for part in self.parts:
-            if not re.fullmatch(r"[A-Za-z][\w-]*", part) or part in TAKEN_PARTS:
+            if not re.fullmatch(r"[A-Za-z][\w-]*", part):
                 raise ValueError(
                     f"parts: {part!r} cannot be the name of a part, which is a metric"
-                    f" `reward/{part}`: take letters, digits, _ and -, and none of"
-                    f" {', '.join(TAKEN_PARTS)}"
+                    f" `reward/part/{part}`: take letters, digits, _ and -"
                 )
         return self
 
@@ -263,7 +258,7 @@ class RewardConfig(Strict):
     def rewards(self) -> Mapping[str | None, RewardPart]:
         """The parts by their names; one reward alone has none."""
         if self.name is None:
-            return dict(self.parts)
+            return {name: part for name, part in self.parts.items()}  # noqa: C416
         return {None: RewardPart(name=self.name, settings=self.settings)}
 
 

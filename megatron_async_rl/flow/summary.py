@@ -88,7 +88,10 @@ def _part_means(batch: RankBatch) -> dict[str, MetricValue]:
     for parts, valid in zip(batch.reward_parts.to_pylist(), batch.valid, strict=True):
         for name, value in (parts or ()) if valid else ():
             values.setdefault(name, []).append(value)
-    return {f"reward/{name}": float(np.mean(every)) for name, every in values.items()}
+    return {
+        "reward/part/NAME".replace("NAME", name): float(np.mean(every))
+        for name, every in values.items()
+    }
 
 
 def summarise_dropped(samples: Sequence[SampleRow]) -> dict[str, MetricValue]:

@@ -80,7 +80,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "reward/equal_groups": Metric(
                 "share", "Groups whose samples all have the same reward: they teach nothing."
             ),
-            "reward/PART": Metric(
+            "reward/part/NAME": Metric(
                 "reward",
                 "With `rollout.reward.parts`: mean of the part of that name, before it is weighted.",
             ),
@@ -540,9 +540,10 @@ METRICS: Mapping[str, Metric] = {
 
 def find_metric(name: str) -> Metric | None:
     """The entry of `name`, a number after `@` standing for k, the name of a held-out set for SET
-    and that of a part of the reward for PART; None where there is none."""
+    and that of a part of the reward for NAME; None where there is none."""
     name = re.sub(r"@[1-9]\d*$", "@k", name)
-    named = re.sub(r"^eval/[^/]+/", "eval/SET/", re.sub(r"^reward/[^/]+$", "reward/PART", name))
+    named = re.sub(r"^reward/part/[^/]+$", "reward/part/NAME", name)
+    named = re.sub(r"^eval/[^/]+/", "eval/SET/", named)
     return METRICS.get(name) or METRICS.get(named)
 
 

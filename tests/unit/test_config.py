@@ -240,7 +240,7 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("objective.loss={clip_low: 1}", "objective.loss", "no `name`", "reinforce, ppo_clip,"),
         ("controls=[gak]", "controls.0", "gak", "gac"),
         ("controls=gac", "controls", '"gac"', "list of: gac"),
-        ("rollout.reward={}", "rollout.reward.name", "missing", "text"),
+        ("rollout.reward={}", "rollout.reward", "either `name`", "change one"),
         ("model=null", "model", "null", "path"),
         ("run.dir.x=1", "run.dir", "not a section", "set this key itself"),
         ("rollout.vllm=3", "rollout.vllm", "3", "mapping of names to values"),

@@ -33,11 +33,12 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def keys() -> set[str]:
-    """Every dotted key and section, without the names of methods and the places in lists."""
+    """Every dotted key and section, without the names of methods, the places in lists and
+    names of a user's own."""
     found = set(Config.model_fields)
     for section, _, leaves in walk():
         for name in (section, *(leaf.key for leaf in leaves)):
-            found.add(re.sub(r"\(\w+\)|\[\]", "", name))
+            found.add(re.sub(r"\(\w+\)|\[\]|\.NAME", "", name))
     return found
 
 

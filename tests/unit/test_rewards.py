@@ -1,6 +1,8 @@
 """Rewards: right answers get 1, clever wrong ones get 0, and what cannot work is refused before any
 engine starts."""
 
+import asyncio
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async_rl.config.schema import TAKEN_PARTS, RewardConfig
-from megatron_async_rl.metrics.catalogue import METRICS
+from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.rollout import rewards
 from megatron_async_rl.rollout.rewards import registry
 from megatron_async_rl.rollout.rewards.countdown import evaluate
 from megatron_async_rl.rollout.rewards.registry import (
+    Context,
+    Item,
     RewardError,
     load_reward,
     required_fields,
 )
+from megatron_async_rl.rollout.rewards.worker import call, call_async
 from megatron_async_rl.samples import Prompt
 
 
@@ -288,17 +292,11 @@ def test_a_judge_reads_the_fields_that_its_template_names() -> None:
     assert required_fields("judge", settings) == ("rubric", "x")
 
 
-def test_the_names_of_parts_leave_the_metrics_of_the_whole_reward_alone() -> None:
-    taken = {name.removeprefix("reward/") for name in METRICS if name.startswith("reward/")}
-    assert taken - {"PART"} == set(TAKEN_PARTS)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({}, "needs either `name`"),
         ({"name": "math", "parts": {"a": {"name": "math"}}}, "needs either `name`"),
-        ({"parts": {"mean": {"name": "math"}}}, "'mean' cannot be the name of a part"),
         ({"parts": {"a/b": {"name": "math"}}}, "'a/b' cannot be the name of a part"),
         ({"parts": {"a": {"name": "math"}}, "settings": {"x": 1}}, "each of `parts` has its own"),
     ],
@@ -308,3 +306,21 @@ def test_parts_that_say_too_much_or_too_little_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         RewardConfig(**settings)
+
+
+def test_the_examples_of_the_page_are_rewards_that_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    for name, source in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", page, re.S):
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    item = Item(prompt(word="cat"), "a cat", Context(tokens=4))
+    scored = [
+        call(load_reward(f"{name}"), [item], 1.0)[0].reward
+        for name in ("my_rewards:score", "more_rewards:batched", "more_rewards:complete")
+    ]
+    assert scored == [0.98, 1.0, 0.25]
+    patient = call_async(load_reward("more_rewards:patient"), [item], 1.0)
+    assert asyncio.run(patient)[0].reward == 1.0

@@ -14,7 +14,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,9 @@ def code(
         isolation=isolation,
     )
     deadline = time.monotonic() + SHARE_OF_TIME * timeout_s
-    tests = tests_of(prompt)
+    tests: Any = tests_of(prompt)
     source = source_of(response)
+    passed: Iterable[bool]
     if isinstance(tests[0], str):
         passed = _asserts(source, tests, prompt.fields.get("entry_point"), limits)
     else:
@@ -85,7 +86,9 @@ def tests_of(prompt: Prompt) -> list[str] | list[tuple[str, str]]:
     if isinstance(given, list) and given:
         if all(isinstance(one, str) for one in given) and "assert" in "".join(given):
             return given
-        pairs = [(one.get("input"), one.get("output")) for one in given if isinstance(one, dict)]
+        pairs: Any = [
+            (one.get("input"), one.get("output")) for one in given if isinstance(one, dict)
+        ]
         if len(pairs) == len(given) and all(isinstance(t, str) for pair in pairs for t in pair):
             return pairs
     raise RewardError(

@@ -15,13 +15,14 @@ import itertools
 import json
 import os
 import socket
+from typing import Any
 
 LONGEST = 1 << 22
 MOST = 100_000
 CODE_NAME = "program.py"
 
 
-def encode(value, keep):
+def encode(value: Any, keep: Any) -> Any:
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value
@@ -38,7 +39,7 @@ def encode(value, keep):
     return {"object": keep(value)}
 
 
-def decode(value, find):
+def decode(value: Any, find: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
@@ -56,14 +57,14 @@ def decode(value, find):
     return plain[kind](decode(one, find) for one in inside)
 
 
-def serve(descriptor, source):
+def serve(descriptor: Any, source: Any) -> Any:
     objects = []
 
-    def keep(value):
+    def keep(value: Any) -> Any:
         objects.append(value)
         return len(objects) - 1
 
-    def answer(do, target, name, args, kwargs):
+    def answer(do: Any, target: Any, name: Any, args: Any, kwargs: Any) -> Any:
         value = objects[target]
         if do == "get":
             return getattr(value, name), []
@@ -98,16 +99,16 @@ def serve(descriptor, source):
 
 
 class Channel:
-    def __init__(self, file):
+    def __init__(self, file: Any) -> None:
         self.file = file
 
-    def read(self):
+    def read(self) -> Any:
         line = self.file.readline(LONGEST)
         if not line.endswith("\n"):
             raise RuntimeError("the code ended, or said too much")
         return json.loads(line)
 
-    def ask(self, do, target, name, args, kwargs):
+    def ask(self, do: Any, target: Any, name: Any, args: Any, kwargs: Any) -> Any:
         asked = encode([do, target, name, list(args), kwargs], keep_stand_in)
         self.file.write(json.dumps(asked) + "\n")
         self.file.flush()
@@ -126,46 +127,46 @@ class Channel:
                 given.update(changed)
         return decode(reply["value"], self.stand_in)
 
-    def stand_in(self, number):
+    def stand_in(self, number: Any) -> Any:
         return StandIn(self, number)
 
 
 class StandIn:
     """For a value of the code that is no plain one."""
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, channel, number):
+    def __init__(self, channel: Any, number: Any) -> None:
         self._channel, self._number = channel, number
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._channel.ask("call", self._number, "", args, kwargs)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: Any) -> Any:
         return self._channel.ask("get", self._number, name, (), {})
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return iter(self._channel.ask("list", self._number, "", (), {}))
 
-    def __len__(self):
+    def __len__(self) -> Any:
         return self._channel.ask("len", self._number, "", (), {})
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         return self._channel.ask("item", self._number, "", (key,), {})
 
-    def _refused(self, *_):
+    def _refused(self, *_: Any) -> Any:
         raise TypeError("a test can only judge plain values: numbers, text, lists and the like")
 
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refused
 
 
-def keep_stand_in(value):
+def keep_stand_in(value: Any) -> Any:
     if isinstance(value, StandIn):
         return value._number
     raise TypeError(f"a {type(value).__name__} cannot be given to the code")
 
 
-def test(descriptor, tests, entry_point):
+def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
     verdict, nothing = os.dup(1), os.open("/dev/null", os.O_WRONLY)
     os.dup2(nothing, 1)  # what a test prints
     passed = []
@@ -184,7 +185,7 @@ def test(descriptor, tests, entry_point):
     os.write(verdict, json.dumps(passed).encode())
 
 
-def passes(source, names, entry_point):
+def passes(source: Any, names: Any, entry_point: Any) -> Any:
     """Whether the test ends without an exception; functions test... and check(candidate) that it
     defines are called."""
     before = set(names)

@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import types
+from typing import Any
 
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
 MS_REMOUNT_FREE = 0x2 | 0x4  # nosuid, nodev
@@ -99,7 +100,7 @@ def close_in(readable: list[str], folder_mib: int) -> None:
     os.chdir("/tmp")
 
 
-def limit(settings: dict) -> None:
+def limit(settings: dict[str, Any]) -> None:
     limits = {
         resource.RLIMIT_CPU: settings["cpu_s"],
         resource.RLIMIT_AS: settings["memory_mib"] * 2**20,
@@ -143,6 +144,11 @@ def end_descendants() -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
+
+
+def give_up(*_: object) -> None:
+    end_descendants()
+    os._exit(1)
 
 
 def wait_for(pid: int) -> int:
@@ -192,7 +198,7 @@ def main() -> None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             close_in(settings["readable"], settings["file_mib"])
         else:
-            signal.signal(signal.SIGTERM, lambda *_: end_descendants() or os._exit(1))
+            signal.signal(signal.SIGTERM, give_up)
         program = os.fork()
         if not program:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
