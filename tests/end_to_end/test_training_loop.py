@@ -89,7 +89,7 @@ def test_the_run_ends_with_accuracies_and_a_report(interrupted: dict[str, object
     assert "held-out reward" in str(interrupted["output"])
     run = Path(str(interrupted["run"]))
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert "<b>Reward</b>" in (run / "report.html").read_text()
+    assert '"title":"Reward"' in (run / "report.html").read_text()
 
 
 def test_the_run_says_what_each_process_did_and_how_busy_its_engine_was(

@@ -147,6 +147,7 @@ def test_a_program_is_an_agent_too(tmp_path: Path) -> None:
     file = tmp_path / "agent.py"
     file.write_text(
         "import json, os, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         "from tests.unit.agents import ask\n"
         "asked = json.load(sys.stdin)\n"
         "said = ask(os.environ['OPENAI_BASE_URL'], messages=[\n"
