@@ -19,7 +19,7 @@ OWN_REWARD = "environment"
 
 
 class EnvironmentConfig(Strict):
-    """What answers each turn of the model; null: a response is one turn. `rollout.sampling.max_tokens`
+    """The partner that answers each turn of the model; null: a response is one turn. `rollout.sampling.max_tokens`
     bounds all turns of a sample together, the environment's tokens included."""
 
     name: str

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 FOLDER = "timeline"
 NEWEST_BYTES = 8 * 2**20
 SPANS_KEPT = 40_000
-"""Of a track, by a reader that follows it."""
+"""Spans of a track that a reader which follows it keeps."""
 
 RANK = (
     "training",

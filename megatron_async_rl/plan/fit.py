@@ -43,7 +43,7 @@ ESTIMATE_ERROR = 0.05
 RANK_PROCESS_BYTES = GIB
 """Memory of a trainer process or an engine besides its tensors: Python, torch, libraries."""
 CUDA_CONTEXT_BYTES = GIB // 2
-"""Of GPU memory that a process takes before its first tensor: an H100's takes about this."""
+"""GPU memory that a process takes before its first tensor; on an H100 about this much."""
 PARTS_SHOWN = 3
 HOLDERS_SHOWN = 5
 LINES_SHOWN = 2

@@ -47,7 +47,7 @@ class ModelShape:
 
     @property
     def routed_bytes(self) -> int:
-        """Of the experts that a token goes to, in all layers, as samples have them."""
+        """Bytes of the experts that a token goes to, in all layers, as samples have them."""
         return self.layers * self.experts_per_token * (1 if self.experts <= 256 else 2)
 
     @property

@@ -67,7 +67,7 @@ class Plan:
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     routed_bytes: int = 0
-    """Of the experts that come with each token of a sample."""
+    """Bytes of the experts that come with each token of a sample."""
 
 
 def make_plan(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_async_rl.policy.parallel import Layout
 
 RoutingPass = Literal["replay", "record", "choose"]
-"""What routers do in a pass over micro-batches."""
+"""The routers' part in a pass over micro-batches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Routing:
 
 
 class RoutingReplay:
-    """Of one model. `chunks`: its Megatron modules; `config`: Megatron's, of the model. Raises
+    """The routers of one model. `chunks`: its Megatron modules; `config`: Megatron's, of the model. Raises
     UserError for a model without experts."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: Any, layout: Layout) -> None:
@@ -77,7 +77,7 @@ class RoutingReplay:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of an expert's number, as an engine records it; uint16 is read as int16."""
+        """The type of an expert's number, as an engine records it; uint16 is read as int16."""
         return torch.uint8 if self.config.num_moe_experts <= 256 else torch.int16
 
     def begin(self, *, trains: bool) -> None:
@@ -159,8 +159,8 @@ class LayerReplay:
         self.replay = replay
         self.layer = layer
         self.pending: list[Routing | None] = []
-        """Of forward passes whose layer will be computed again, oldest first: backward passes come
-        in the order of a chunk's forward passes."""
+        """Choices of forward passes whose layer will be computed again, oldest first: backward
+        passes come in the order of a chunk's forward passes."""
 
     def get_replay_topk(
         self,

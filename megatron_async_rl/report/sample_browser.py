@@ -51,14 +51,14 @@ _PLACE = ("segment", "batch", "row")
 
 
 class Question(BaseModel):
-    """What the form asks for."""
+    """The form's fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["trained", "evaluated", "dropped", "all"] = "trained"
     order: Literal["newest", "best", "worst", "random"] = "newest"
     step: NonNegativeInt | None = None
-    """Of `trained`, the optimizer step; of `evaluated`, the weight version; of `dropped`, the step
+    """The step asked for. Of `trained`, the optimizer step; of `evaluated`, the weight version; of `dropped`, the step
     that was next; of `all`, the step of any."""
     least: FiniteFloat | None = None
     most: FiniteFloat | None = None

@@ -42,7 +42,7 @@ from megatron_async_rl.samples.types import Sample
 
 NEWEST = 5
 LOOKED_AT = 4_000
-"""Of the newest samples, for one that was trained on."""
+"""Newest samples that are looked through for one that was trained on."""
 LONGEST = 2000
 """Characters of a prompt or response on a terminal; --json has all."""
 PAGE_STEPS, PAGE_EACH, PAGE_OPEN, PAGE_LONGEST = 3, 3, 400, 5_000

@@ -9,17 +9,15 @@ Invariants every environment keeps:
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import json
 import math
-import os
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.rollout.rewards.registry import RewardError, imported
 from megatron_async_rl.samples.types import Prompt
 
 KEY = "rollout.environment.name"
@@ -102,23 +100,10 @@ def load_factory(settings: EnvironmentConfig) -> Callable[[], Environment]:
 
 
 def _import(module_name: str, name: str) -> Any:
-    # As for rewards: what lies in the current folder is found, by engines too.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()
     try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name + ".").startswith(error.name + "."):
-            what = f"{name!r}: no module {error.name!r} in {os.getcwd()} or on Python's path"
-            fix = "start from the folder that holds it, install it, or set PYTHONPATH"
-        else:
-            what = f"importing {module_name!r} failed: {error}"
-            fix = f"install or fix {error.name}"
-        raise EnvironmentRefused(KEY, what, fix) from error
-    except (Exception, SystemExit) as error:
-        what = f"importing {module_name!r} failed: {type(error).__name__}: {error}"
-        raise EnvironmentRefused(KEY, what, "fix that file") from error
+        return imported(module_name, name, KEY.removesuffix(".name"))
+    except RewardError as error:
+        raise EnvironmentRefused(error.where, error.what, error.fix) from error
 
 
 def _check_settings(factory: Any, settings: EnvironmentConfig) -> None:

@@ -185,7 +185,7 @@ def load_reward(
             f"{key}.name", f"{name!r} is not module:function", "write for example my_rewards:score"
         )
 
-    function = getattr(_import(module_name, name, key), function_name, None)
+    function = getattr(imported(module_name, name, key), function_name, None)
     if function is None:
         raise RewardError(
             f"{key}.name",
@@ -224,7 +224,9 @@ def _require(name: str, found: BuiltInReward, key: str) -> None:
         )
 
 
-def _import(module_name: str, name: str, key: str) -> Any:
+def imported(module_name: str, name: str, key: str) -> Any:
+    """The module of `name`, which `key`.name of the configuration gives; also one in the current
+    folder. Raises RewardError."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     importlib.invalidate_caches()
