@@ -29,7 +29,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
 from megatron_async_rl.config.schema import Config, RolloutConfig
-from megatron_async_rl.data import DataError, tokenizer_of
+from megatron_async_rl.data import DataError
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, evaluate, read_held_out
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
@@ -39,8 +39,9 @@ from megatron_async_rl.plan.layout import Device, device_of
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
-from megatron_async_rl.rollout.environments.conversation import follow_ups
-from megatron_async_rl.rollout.environments.protocol import EnvironmentRefused, load_factory
+from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
+from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer, tool_schemas
+from megatron_async_rl.rollout.environments.chat import follow_ups
 from megatron_async_rl.rollout.rewards.registry import RewardError
 from megatron_async_rl.rollout.scoring import require_rewards, reward_fields
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -213,7 +214,7 @@ def _held_out(
     try:
         require_rewards(rollout.reward)
         required = reward_fields(rollout.reward)
-        tokenizer = tokenizer_of(model, config.data)
+        tokenizer = prompt_tokenizer(model, config)
         if rollout.environment is not None:
             load_factory(rollout.environment)
             follow_ups(rollout.environment, tokenizer)
@@ -298,6 +299,7 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
             evaluations={one.name: one.sampling for one in job.sets},
             chat_template=job.data.chat_template,
             chat_template_options=job.data.chat_template_options,
+            tools=tool_schemas(rollout.environment),
             first_version=job.target.version,
         )
         for index in range(rollout.engines)

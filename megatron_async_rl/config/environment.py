@@ -12,6 +12,8 @@ from megatron_async_rl.config.settings_model import Strict
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import Config
 
+TOOLS = "tools"
+"""Name of the environment that calls functions for the model."""
 AGENTS = ("agent", "verifiers")
 """Names of the environments that ask the model by themselves, over an endpoint."""
 OWN_REWARD = "environment"
@@ -23,7 +25,8 @@ class EnvironmentConfig(Strict):
     bounds all turns of a sample together, the environment's tokens included."""
 
     name: str
-    """`module:factory`, whose result has reset(prompt) and step(response); `openenv`: an OpenEnv
+    """`module:factory`, whose result has reset(prompt) and step(response); `tools`: functions that
+    the model may call; `openenv`: an OpenEnv
     server; `verifiers`: an environment of that package; `agent`: a program or a function that is
     given the base URL of an OpenAI-compatible endpoint (docs/environments.md)."""
     settings: Mapping[str, Any] = {}
@@ -33,6 +36,13 @@ class EnvironmentConfig(Strict):
     also renders the prompts; `text`: as they are."""
     max_turns: PositiveInt = 8
     """Turns of the model in a sample."""
+    max_segments: PositiveInt = 1
+    """Sequences that a sample of `agent` or `verifiers` is made of. A call that does not go on where
+    the agent was (it has compacted its context, or begun a sub-agent) begins another one, of up to the
+    tokens of any sample; with as many as this it is refused."""
+    tool_parser: str = "hermes"
+    """vLLM's parser of the model's tool calls, by its name there, for `tools`, `agent` and
+    `verifiers`."""
     timeout_s: PositiveFloat = 60.0
     """Longest time of one reset or step, or of an agent's whole run; over it the environment's process is killed, and the
     sample counts as an error."""
@@ -54,6 +64,11 @@ def environment_conflicts(config: Config) -> Iterator[str]:
             " rollout.environment; name a reward, such as rollout.reward.name: math"
         )
     turns, limit_s = rollout.environment, config.watchdog.timeout_s
+    if turns is not None and turns.name not in AGENTS and turns.max_segments > 1:
+        yield (
+            f"rollout.environment.max_segments: {turns.max_segments} is of agents, and {turns.name}"
+            " answers every turn of one conversation; remove it"
+        )
     if turns is not None and turns.name not in AGENTS and turns.timeout_s >= limit_s:
         yield (
             f"rollout.environment.timeout_s: {turns.timeout_s:g} lets a tool take as long as"

@@ -265,11 +265,6 @@ def _routing(config: Config) -> Iterator[str]:
             f"policy.routing_replay: {replay} replays the experts of sampled responses, and"
             " objective.loss: sft learns from given ones; set it to none"
         )
-    elif replay == "rollout" and config.rollout is not None and config.rollout.environment:
-        yield (
-            "policy.routing_replay: rollout replays the experts of responses of one turn, and"
-            " rollout.environment makes several; set policy.routing_replay: proximal or none"
-        )
     elif replay == "proximal":
         if objective.proximal != "recompute" or objective.steps_per_batch == 1:
             yield (

@@ -303,6 +303,11 @@ class RolloutConfig(Strict):
     `max_num_batched_tokens: 16384`, handed on as they are. One that another key sets, or that would
     break the loading of weights or the log-probs, is refused with the reason."""
 
+    @property
+    def max_segments(self) -> int:
+        """Sequences of one sample."""
+        return 1 if self.environment is None else self.environment.max_segments
+
     @field_validator("vllm")
     @classmethod
     def _free_options(cls, vllm: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -59,12 +59,16 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(
-    model_dir: Path, template: str | None = None, options: Mapping[str, Any] | None = None
+    model_dir: Path,
+    template: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    tools: Sequence[Any] = (),
 ) -> Tokenizer:
-    """`template`: of chat prompts, null takes the model's; `options`: its variables. Raises
-    DataError if the directory has no tokenizer, or names no end-of-sequence token."""
+    """`template`: of chat prompts, null takes the model's; `options`: its variables; `tools`: schemas
+    of functions that every chat prompt names. Raises DataError if the directory has no tokenizer,
+    or names no end-of-sequence token."""
     model_dir = Path(model_dir)
-    chat = ChatTemplate(model_dir, template, options or {})
+    chat = ChatTemplate(model_dir, template, options or {}, tools)
     if (model_dir / "tokenizer.json").is_file():
         return JsonTokenizer(model_dir, chat)
     if (model_dir / "tokenizer.model").is_file():
@@ -77,17 +81,24 @@ def load_tokenizer(
     )
 
 
-def tokenizer_of(model_dir: Path, data: DataConfig) -> Tokenizer:
-    """With the chat template and the options that `data` names."""
-    return load_tokenizer(model_dir, data.chat_template, data.chat_template_options)
+def tokenizer_of(model_dir: Path, data: DataConfig, tools: Sequence[Any] = ()) -> Tokenizer:
+    """With the chat template and the options that `data` names, and `tools`."""
+    return load_tokenizer(model_dir, data.chat_template, data.chat_template_options, tools)
 
 
 class ChatTemplate:
     """A template and its options, on transformers' tokenizer of the model, which is loaded with
     the first message."""
 
-    def __init__(self, model_dir: Path, template: str | None, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        template: str | None,
+        options: Mapping[str, Any],
+        tools: Sequence[Any] = (),
+    ) -> None:
         self._dir = model_dir
+        self._tools = list(tools)
         self._template = template
         self._options = options
         self._tokenizer: Any = None
@@ -100,7 +111,7 @@ class ChatTemplate:
                 chat_template=self._template,
                 add_generation_prompt=answer,
                 tokenize=False,
-                **({} if tools is None else {"tools": tools}),
+                **({"tools": tools or self._tools} if tools or self._tools else {}),
                 **self._options,
             )
         )
@@ -128,7 +139,7 @@ class ChatTemplate:
 
     def _require_options(self, template: Any) -> None:
         """A template ignores what it does not read, and a user would not know."""
-        if not self._options or not isinstance(template, str):
+        if not (self._options or self._tools) or not isinstance(template, str):
             return
         from jinja2 import TemplateError, meta
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -140,6 +151,14 @@ class ChatTemplate:
             read = meta.find_undeclared_variables(environment.parse(template))
         except TemplateError:
             return  # in a dialect of transformers' own; rendering will say
+        if self._tools and "tools" not in read:
+            raise DataError(
+                self._dir,
+                None,
+                "has a chat template that does not read `tools`, so that the model would know of none",
+                "give data.chat_template one that does, or say in the prompts which tools there are,"
+                " as plain text",
+            )
         for name in self._options:
             if name not in read:
                 near = difflib.get_close_matches(name, sorted(read), n=1)

@@ -33,6 +33,7 @@ from megatron_async_rl.rollout.cluster import (
     software,
     visible_gpus,
 )
+from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer, tool_schemas
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import ray_get
@@ -88,7 +89,7 @@ class RolloutBatches:
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
         spec = controller_spec(config, device_type)
-        training = read_training(config.data, tokenizer_of(config.model.path, config.data))
+        training = read_training(config.data, prompt_tokenizer(config.model.path, config))
         log_too_long(training)
         source = PromptSource(
             training.prompts,
@@ -102,7 +103,7 @@ class RolloutBatches:
             {} if self._colocated else gpus,
             object_store_bytes(
                 config.flow.prompts_per_step * config.flow.group_size,
-                longest + config.rollout.sampling.max_tokens,
+                config.rollout.max_segments * (longest + config.rollout.sampling.max_tokens),
             ),
         )
         try:
@@ -244,6 +245,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
             log_dir=config.run.dir / "logs",
             chat_template=config.data.chat_template,
             chat_template_options=config.data.chat_template_options,
+            tools=tool_schemas(rollout.environment),
             run_dir=config.run.dir,
             evaluations=samplings,
             first_version=-1,
@@ -255,7 +257,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
     ]
     held_out: list[HeldOut] = []
     if sets:
-        tokenizer = tokenizer_of(config.model.path, config.data)
+        tokenizer = prompt_tokenizer(config.model.path, config)
         held_out = [read_held_out(config.data, one, tokenizer) for one in sets]
     return ControllerSpec(
         flow=config.flow,

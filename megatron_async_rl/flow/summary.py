@@ -45,7 +45,7 @@ def summarise(
     """
     lags = batch.version - batch.versions
     starts = batch.version - batch.start_versions
-    mixed = batch.start_versions != batch.versions[batch.starts[1:] - 1]
+    mixed = batch.start_versions != batch.last_versions
     metrics: dict[str, MetricValue] = {
         "reward/errors": int((~batch.valid).sum()),
         "response/length_mean": float(batch.lengths.mean()),

@@ -349,7 +349,8 @@ def shared_memory_notes(
     if machine.described or os.environ.get("RAY_ADDRESS"):
         return []
     responses = config.flow.prompts_per_step * config.flow.group_size
-    store = object_store_bytes(responses, longest)
+    segments = config.rollout.max_segments if config.rollout is not None else 1
+    store = object_store_bytes(responses, segments * longest)
     weights = 2 * shape.parameters * value_bytes(config)
     if weights + store <= machine.shared_memory:
         return []

@@ -139,7 +139,9 @@ def rank_memory(
     own = share if parallel.distributed_optimizer else trained
     prompts = -(-config.flow.prompts_per_step // config.objective.minibatches)
     samples = -(-prompts * config.flow.group_size // data_parallel)
-    tokens = -(-min(config.policy.tokens_per_micro_batch, samples * longest) // parallel.context)
+    segments = config.rollout.max_segments if config.rollout is not None else 1
+    most = samples * segments * longest
+    tokens = -(-min(config.policy.tokens_per_micro_batch, most) // parallel.context)
     chunk = (
         min(tokens, config.policy.logprob_chunk_tokens)
         * shape.vocabulary
@@ -168,10 +170,10 @@ def rank_memory(
         # One sequence at a time beside them; whole micro-batches (terms added to the loss, samples
         # behind an anomaly) only after that.
         accumulators = 2 * trained * FLOAT32
-        alone = of_layers(-(-longest // parallel.context), micro_batches=1)
+        alone = of_layers(-(-segments * longest // parallel.context), micro_batches=1)
         beside = max(alone, beside - accumulators)
     step = config.rollout.sampling.max_tokens if config.rollout is not None else longest
-    targets = TARGET_BYTES * samples * step
+    targets = TARGET_BYTES * samples * segments * step
     return RankMemory(
         stage=stage,
         parameters=(frozen + trained) * value_bytes(config),

@@ -17,7 +17,7 @@ from megatron_async_rl.config.engine_options import (
     unknown_option,
     vllm_arguments,
 )
-from megatron_async_rl.config.environment import AGENTS
+from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.sampling import EvalConfig, eval_sets
 from megatron_async_rl.config.schema import Config, RewardConfig
@@ -39,9 +39,10 @@ from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import Plan, make_plan
 from megatron_async_rl.plan.resume import checkpoint_problems
 from megatron_async_rl.report.run_data import read_run
-from megatron_async_rl.rollout.environments.conversation import follow_ups
+from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
+from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer
+from megatron_async_rl.rollout.environments.chat import follow_ups
 from megatron_async_rl.rollout.environments.pool import failures
-from megatron_async_rl.rollout.environments.protocol import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.rewards.registry import RewardError
 from megatron_async_rl.rollout.scoring import (
     Scorer,
@@ -74,7 +75,9 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
     lengths: Lengths | None = None
     if shape is not None and not problems:
         try:
-            tokenizer = tokenizer_of(config.model.path, config.data)
+            tokenizer = prompt_tokenizer(config.model.path, config)
+        except EnvironmentRefused:
+            tokenizer = tokenizer_of(config.model.path, config.data)  # below it is named
         except DataError as error:
             (elsewhere if machine.described else problems).append(_of_data("model.path", error))
     if shape is not None:
@@ -304,7 +307,10 @@ def _environment(
     try:
         load_factory(settings)
         if tokenizer is not None:
-            follow_ups(settings, tokenizer)
+            follow = follow_ups(settings, tokenizer)
+            if settings.name == TOOLS:
+                for found in read.values():  # what a tool answers is put behind a chat
+                    follow.opened(found.prompts[0], "0")
     except EnvironmentRefused as error:
         return [Problem(key=error.where, what=error.what, fix=error.fix)]
     except DataError as error:
@@ -316,8 +322,8 @@ def _environment(
         what = f"the chat template refuses a second turn: {error}"
         fix = "give data.chat_template another, or set rollout.environment.format: text"
         return [Problem(key="rollout.environment.format", what=what, fix=fix)]
-    if settings.name in AGENTS:
-        return []  # it would want a model to ask
+    if settings.name in (TOOLS, *AGENTS):
+        return []  # it would want a model that asks it, or whom it asks
     tried = {key: found.prompts[:TRIED_PROMPTS] for key, found in read.items()}
     return [
         Problem(

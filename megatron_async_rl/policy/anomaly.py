@@ -245,6 +245,7 @@ def _told(samples: RankBatch, row: int, *, whole: bool) -> dict[str, Any]:
         "prompt_ids": tokens[:prompt].tolist(),
         "response_ids": tokens[prompt:].tolist(),
         "loss_mask": samples.loss_mask[response].tolist(),
+        "segment_starts": samples.segment_starts[row].as_py(),
         "behavior_logprobs": samples.behavior_logprobs[response].tolist(),
         "versions": samples.versions[response].tolist(),
     }

@@ -4,12 +4,13 @@ Invariants:
 - the plan is a pure function of lengths and owners, computed alike on every rank;
 - every sample lies in exactly one micro-batch of exactly one data-parallel rank, whole; the
   context-parallel ranks of that rank hold a part of each row, and all of what is known of it;
-- a response's last token is a target only: it predicts nothing and is not fed to the model;
+- the last token of a segment is a target only: it predicts nothing and is not fed to the model. A
+  sample has one segment or several, each a sequence of its own;
 - every data-parallel rank runs the same number of micro-batches (an all-masked one fills up), since
   the collectives of the schedule and of the gradient reduction are counted by micro-batch; the
   interleaved pipeline schedule wants a multiple of the pipeline's size.
 
-How samples lie in the rows of a micro-batch is the sequence layout's (`sequence_layout.py`).
+How segments lie in the rows of a micro-batch is the sequence layout's (`sequence_layout.py`).
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class MicroBatch:
     position that predicts the response token, one before it. targets: [N] int64. sequence: [N]
     int64, the place in `samples` of the token's. versions: [N] int64. owned_tokens: [N] int64,
     places of these tokens among those of the samples that their owner has in the planned batch.
-    batch_samples: [S] int64, `samples`. packing: where samples begin and end in a row that has
-    several; null where a row is one. An all-masked micro-batch has samples == () and one token of
+    batch_samples: [S] int64, `samples`. packing: where segments begin and end in a row that has
+    several; null where a row is one. Nothing predicts the first token of a further segment: its
+    place in `rows` is that of the second, and nobody trains on it. An all-masked micro-batch has samples == () and one token of
     nobody, whose places are -1.
 
     Under context parallelism L is the length of this rank's part, `rows` is [n] and of its own
@@ -129,19 +131,22 @@ def plan_micro_batches(
     in_groups_of: the number of micro-batches of a rank is a multiple of it (the pipeline's size
     with virtual stages). Raises SampleTooLong.
     """
-    needed = np.maximum(batch.fed + 1, sequences.round_up(batch.fed))
+    fed, counts = _fed(batch, np.arange(len(batch)))
+    needed = np.maximum(batch.fed + 1, sequences.room(fed, counts))
     if (needed > budget).any():
         first = int(np.argmax(needed > budget))
         raise SampleTooLong(batch.ids[first].as_py(), int(needed[first]), budget)
 
     shares = [np.flatnonzero(batch.owner == rank) for rank in range(data_parallel)]
-    cuts = [sequences.cut(share, batch.fed, budget) for share in shares]
+    cuts = [sequences.cut(share, fed, counts, budget) for share in shares]
     rounds = -(-max(1, *(len(rank) for rank in cuts)) // in_groups_of)
     count = rounds * in_groups_of
     ranks = tuple(tuple(rank) + ((),) * (count - len(rank)) for rank in cuts)
 
     computed = sum(
-        math.prod(sequences.shape(batch.fed[list(rows)])) for rank in ranks for rows in rank
+        math.prod(sequences.shape(_fed(batch, np.array(rows, dtype=np.int64))[0]))
+        for rank in ranks
+        for rows in rank
     )
     return Plan(ranks, 1.0 - int(batch.fed.sum()) / computed)
 
@@ -165,7 +170,7 @@ def build_micro_batches(
     """Tensors of entries of a plan made with the same `batch` and `sequences`, uploaded together;
     the tokens of the samples are this rank's own."""
     arrays = [_arrays(batch, rows, sequences) for rows in cuts]
-    packings = [sequences.packing(batch.fed[list(rows)]) for rows in cuts]
+    packings = [sequences.packing(_fed(batch, np.array(rows, dtype=np.int64))[0]) for rows in cuts]
     host = {
         (number, name): torch.from_numpy(values)
         for number, own in enumerate(arrays)
@@ -196,7 +201,10 @@ def _arrays(
 ) -> dict[str, NDArray[Any]]:
     """The tensors of a micro-batch on the device, int64 and bool, by their names there."""
     chosen = np.array(rows, dtype=np.int64)
-    starts, fed, lengths = batch.token_starts[chosen], batch.fed[chosen], batch.lengths[chosen]
+    starts, prompts, lengths = (
+        each[chosen] for each in (batch.token_starts, batch.prompt_lengths, batch.lengths)
+    )
+    fed, counts = _fed(batch, chosen)
     if starts.min(initial=0) < 0:
         missing = batch.ids[int(chosen[starts.argmin()])].as_py()
         raise ValueError(
@@ -205,10 +213,12 @@ def _arrays(
 
     (count, length), line = sequences.shape(fed), sequences.starts(fed)
     tokens = np.zeros(count * length, dtype=np.int64)
-    tokens[spans(line, fed)] = batch.token_ids[spans(starts, fed)]
-    prompts = batch.prompt_lengths[chosen]
+    tokens[spans(line, fed)] = batch.token_ids[spans(_starts(starts, fed, counts), fed)]
+    # Of every token of the samples, the position before it in its segment.
+    before = np.maximum(spans(line - 1, fed + 1), np.repeat(line, fed + 1))
+    totals = prompts + lengths
     per_token: dict[str, NDArray[Any]] = {
-        "rows": spans(line + prompts - 1, lengths),
+        "rows": before[spans(np.cumsum(totals) - lengths, lengths)],
         "targets": batch.token_ids[spans(starts + prompts, lengths)],
         "sequence": np.repeat(np.arange(len(chosen)), lengths),
         "versions": batch.versions[spans(batch.starts[chosen], lengths)],
@@ -229,12 +239,29 @@ def _arrays(
     numbers = {name: values.astype(np.int64) for name, values in per_token.items()}
     marks = {"padding": ~_marked(line, fed, count * length)[own]}
     if batch.routed_experts is not None:
-        has = batch.routed[chosen]
+        has = np.repeat(batch.routed[chosen], counts)
         marks["routed"] = _marked(line[has], fed[has], count * length)[own]
     return {
         name: values.reshape(count, -1) if name in BY_ROW else values
         for name, values in (numbers | marks).items()
     }
+
+
+def _fed(
+    batch: RankBatch, samples: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[G] tokens that each segment of the samples feeds to the model, and [S] segments of each."""
+    tokens, counts = batch.segments(samples)
+    return tokens - 1, counts
+
+
+def _starts(
+    starts: NDArray[np.int64], fed: NDArray[np.int64], counts: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """[G]: where each segment begins among the tokens that the samples begin at `starts` of."""
+    tokens = fed + 1
+    before = np.cumsum(tokens) - tokens
+    return before + np.repeat(starts - before[np.cumsum(counts) - counts], counts)
 
 
 def _marked(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
@@ -251,10 +278,10 @@ def _routed_experts(
     if batch.routed_experts is None:
         return None
     chosen = np.array(rows, dtype=np.int64)
-    fed = batch.fed[chosen]
+    fed, counts = _fed(batch, chosen)
     count, length = sequences.shape(fed)
     found = np.zeros((count * length, batch.routed_experts.shape[1]), dtype=np.uint8)
-    read = spans(batch.token_starts[chosen], fed)
+    read = spans(_starts(batch.token_starts[chosen], fed, counts), fed)
     found[spans(sequences.starts(fed), fed)] = batch.routed_experts[read]
     return torch.from_numpy(found[sequences.own(fed)].reshape(count, -1, found.shape[1]))
 

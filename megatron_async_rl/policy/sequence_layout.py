@@ -1,15 +1,15 @@
-"""How samples lie in the rows of a micro-batch: one in each, padded (`Padded`), or all in one, end
-to end (`Packed`).
+"""How the segments of samples lie in the rows of a micro-batch: one in each, padded (`Padded`), or
+all in one, end to end (`Packed`).
 
 Invariants:
 - nobody else knows: planning, building and the attention of a micro-batch ask the layout, and what
   comes after the hidden states sees response tokens alone;
-- a sample is never cut, and no token sees one of another sample;
-- positions count from 0 in every sample;
+- a sample is never cut, nor are its segments parted; no token sees one of another segment;
+- positions count from 0 in every segment;
 - rows x length of a micro-batch never exceeds the token budget, and the length is a multiple of
   `multiple`, which sequence and context parallelism ask for;
-- context-parallel ranks cut each sample alike, so its length in a row is a multiple of its chunks;
-- what fills a row up comes after its last sample, so that no real token sees it (attention is
+- context-parallel ranks cut each segment alike, so its length in a row is a multiple of its chunks;
+- what fills a row up comes after its last segment, so that no real token sees it (attention is
   causal).
 """
 
@@ -38,8 +38,9 @@ cost."""
 
 @dataclass(frozen=True)
 class SequenceLayout(ABC):
-    """`fed` below: [S] int64, the tokens that each sample of a micro-batch feeds to the model, in
-    order; empty for a micro-batch of nobody, which is one row of `multiple` tokens.
+    """`fed` below: [G] int64, the tokens that each segment of a micro-batch feeds to the model, in
+    order; empty for a micro-batch of nobody, which is one row of `multiple` tokens. `counts`: [S]
+    int64, the segments of each sample.
 
     multiple: of a row's length, a multiple of `context.multiple`. context: this rank's place among
     those that share the rows; all else describes whole rows.
@@ -50,10 +51,18 @@ class SequenceLayout(ABC):
 
     @abstractmethod
     def cut(
-        self, share: NDArray[np.int64], fed: NDArray[np.int64], budget: int
+        self,
+        share: NDArray[np.int64],
+        fed: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        budget: int,
     ) -> list[tuple[int, ...]]:
-        """The samples `share` (indices into `fed`) as micro-batches, each longest first. Each of
+        """The samples `share` (indices into `counts`) as micro-batches, each longest first. Each of
         them alone fits into the budget."""
+
+    @abstractmethod
+    def room(self, fed: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[S]: tokens of a micro-batch of each sample alone."""
 
     @abstractmethod
     def shape(self, fed: NDArray[np.int64]) -> tuple[int, int]:
@@ -61,7 +70,7 @@ class SequenceLayout(ABC):
 
     @abstractmethod
     def starts(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[S]: where each sample begins in the flattened rows."""
+        """[G]: where each segment begins in the flattened rows."""
 
     @abstractmethod
     def lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -80,7 +89,7 @@ class SequenceLayout(ABC):
 
     def packing(self, fed: NDArray[np.int64]) -> PackedSequences | None:
         """The attention's boundaries within the row, on the host; null where a row is one
-        sample."""
+        segment."""
         return None
 
     def round_up(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -89,26 +98,37 @@ class SequenceLayout(ABC):
 
 @dataclass(frozen=True)
 class Padded(SequenceLayout):
-    """A row for each sample, right-padded to the longest of the micro-batch. Under the causal mask
+    """A row for each segment, right-padded to the longest of the micro-batch. Under the causal mask
     no real token can see the padding, so no attention mask is needed."""
 
     def cut(
-        self, share: NDArray[np.int64], fed: NDArray[np.int64], budget: int
+        self,
+        share: NDArray[np.int64],
+        fed: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        budget: int,
     ) -> list[tuple[int, ...]]:
         """On one CPU core a micro-batch takes by itself (however small it is: kernels are started,
         gradients are added up) as long as some 250 tokens do for a model of 0.3 million parameters,
         150 for one of 1 million, fewer for larger ones. So the cut is the cheapest at the first of
         MICRO_BATCH_COSTS, unless more than MAX_PADDING of it is padding; then at the next one. The
-        last bounds how many micro-batches a few samples are cut into.
+        last bounds how many micro-batches a few samples are cut into. A sample of several segments
+        is a micro-batch by itself.
         """
-        lengths = self.round_up(fed)
+        several = counts[share] > 1
+        share, alone = share[~several], share[several]
+        lengths = self.room(fed, counts)
         real, found = int(lengths[share].sum()), []
         for fixed in MICRO_BATCH_COSTS:
             found = cheapest_cut(share, lengths, budget, fixed)
             computed = sum(len(rows) * int(lengths[rows[0]]) for rows in found)
             if real >= (1.0 - MAX_PADDING) * computed:
                 break
-        return found
+        return found + [(int(row),) for row in alone]
+
+    def room(self, fed: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        longest: NDArray[np.int64] = np.maximum.reduceat(fed, np.cumsum(counts) - counts)
+        return counts * self.round_up(longest)
 
     def shape(self, fed: NDArray[np.int64]) -> tuple[int, int]:
         return max(1, len(fed)), int(self.round_up(fed).max(initial=self.multiple))
@@ -123,22 +143,31 @@ class Padded(SequenceLayout):
 
 @dataclass(frozen=True)
 class Packed(SequenceLayout):
-    """One row: the samples end to end, each filled up to a multiple of its chunks. What fills the
+    """One row: the segments end to end, each filled up to a multiple of its chunks. What fills the
     row up to `multiple` belongs to the last of them."""
 
     def cut(
-        self, share: NDArray[np.int64], fed: NDArray[np.int64], budget: int
+        self,
+        share: NDArray[np.int64],
+        fed: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        budget: int,
     ) -> list[tuple[int, ...]]:
         """As few micro-batches as the budget permits, of nearly equal numbers of tokens. Samples of
         one length stand together, which the attention computes at once."""
-        ordered = share[np.lexsort((share, -fed[share]))]
-        tokens, room = self._filled(fed[ordered]), budget // self.multiple * self.multiple
+        first = np.cumsum(counts) - counts
+        ordered = share[np.lexsort((share, -np.add.reduceat(fed, first)[share]))]
+        tokens = np.add.reduceat(self._filled(fed), first)[ordered]
+        room = budget // self.multiple * self.multiple
         count = -(-int(tokens.sum()) // room)
         while True:
             part = balanced(tokens, count)
             if np.bincount(part, tokens).max(initial=0) <= room:
                 return [tuple(ordered[part == number].tolist()) for number in range(count)]
             count += 1
+
+    def room(self, fed: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.round_up(np.add.reduceat(self._filled(fed), np.cumsum(counts) - counts))
 
     def shape(self, fed: NDArray[np.int64]) -> tuple[int, int]:
         return 1, int(self.lengths(fed).sum())

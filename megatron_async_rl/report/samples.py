@@ -147,7 +147,7 @@ def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
 
 def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
     """Plain JSON; numbers that are not finite as null."""
-    rewards = sample.step_rewards
+    rewards, segments = sample.step_rewards, sample.segment_starts
     return {
         "id": sample.id,
         "group": entry.group,
@@ -169,6 +169,7 @@ def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
         "behavior_logprobs": [_finite(one) for one in sample.behavior_logprobs.tolist()],
         "versions": sample.versions.tolist(),
         "loss_mask": sample.loss_mask.tolist(),
+        "segment_starts": None if segments is None else segments.tolist(),
         "engine": sample.engine,
         "started_at": sample.started_at,
         "finished_at": sample.finished_at,
@@ -330,7 +331,7 @@ def _facts(entry: Entry, sample: Sample) -> Iterator[str]:
     yield f"prompt {visible(sample.prompt.id)}"
     plural = "" if sample.length == 1 else "s"
     yield f"{sample.length} token{plural}, {sample.finish_reason}"
-    first, last = int(sample.versions[0]), int(sample.versions[-1])
+    first, last = sample.start_version, int(sample.versions.max())
     yield f"version {first}" if first == last else f"versions {first} to {last}"
     lag = _lag(entry, sample)
     if lag is not None:
@@ -343,7 +344,7 @@ def _lag(entry: Entry, sample: Sample) -> int | None:
     not."""
     if entry.state != "trained":
         return None
-    return entry.steps[0] - 1 - int(sample.versions[0])
+    return entry.steps[0] - 1 - sample.start_version
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

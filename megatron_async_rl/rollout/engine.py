@@ -30,8 +30,8 @@ import pickle
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_async_rl.config.environment import AGENTS
-from megatron_async_rl.data.tokenizer import load_tokenizer
+from megatron_async_rl.config.environment import AGENTS, TOOLS
+from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_async_rl.rollout.cluster import require_software
 from megatron_async_rl.rollout.engine_state import (
     BusyClock,
@@ -41,6 +41,7 @@ from megatron_async_rl.rollout.engine_state import (
     HealthCheck,
     WrongState,
 )
+from megatron_async_rl.rollout.environments.chat import ToolParser
 from megatron_async_rl.rollout.environments.conversation import Conversations, Player
 from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import Environments
@@ -126,11 +127,7 @@ class RolloutEngine:
         conversations: Player | None = None
         if self._environments is not None:
             await self._environments.ready()
-            if self._environments.settings.name in AGENTS:
-                conversations = self._agents = Agents(self._environments, tokenizer)
-                await self._agents.start()
-            else:
-                conversations = Conversations(self._environments, tokenizer)
+            conversations = await self._converse(self._environments, tokenizer)
         sampling = {
             name: sampling_parameters(spec.sampling(name), tokenizer.eos_ids)
             for name in (None, *spec.evaluations)
@@ -147,6 +144,17 @@ class RolloutEngine:
         )
         self._watch = asyncio.create_task(self._watch_vllm(self._responses))
         collect_rarely()
+
+    async def _converse(self, environments: Environments, tokenizer: Tokenizer) -> Player:
+        spec, settings = self.spec, environments.settings
+        if settings.name not in (TOOLS, *AGENTS):
+            return Conversations(environments, tokenizer)
+        parser = ToolParser(settings.tool_parser, spec.model_path, tokenizer.eos_ids, spec.tools)
+        if settings.name == TOOLS:
+            return Conversations(environments, tokenizer, parser)
+        self._agents = Agents(environments, tokenizer, parser)
+        await self._agents.start()
+        return self._agents
 
     async def submit(self, requests: Sequence[Request]) -> None:
         """Takes requests for one response each. Raises ValueError for one it works on already, or

@@ -56,7 +56,7 @@ from megatron_async_rl.rollout.continuation import (
     stopped_length,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
-from megatron_async_rl.rollout.environments.conversation import Player, Transcript, Turn
+from megatron_async_rl.rollout.environments.conversation import Asked, Player, Transcript, Turn
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import Context
 from megatron_async_rl.rollout.rewards.worker import Scored
@@ -80,6 +80,10 @@ class _Running:
     started_at: float = field(default_factory=time.time)
     in_vllm: str | None = None
     """vLLM's own id of the request, once it has it."""
+    given: int = 0
+    """Tokens that it was given last."""
+    read: int = 0
+    """How many of them have their experts recorded."""
     aborted: bool = False
     turn: asyncio.Future[tuple[PartialResponse, FinishReason]] | None = None
     """What is being sampled of a conversation."""
@@ -164,8 +168,12 @@ class Responses:
                 request, prefix = entry.request, entry.request.prefix
                 begun: list[int] = [] if prefix is None else prefix.response_ids.tolist()
                 most = self._spec.sampling(request.sampling).max_tokens
-                tokens = [*request.prompt.token_ids, *begun]
-                await self._hand_over(entry, tokens, len(begun), most - len(begun))
+                given = [*request.prompt.token_ids, *begun]
+                read = recorded_from(len(request.prompt.token_ids), prefix)
+                left = most - len(begun)
+                await self._hand_over(
+                    entry, Asked(ids=given, begun=len(begun), most=left, read=read)
+                )
 
     async def abort(self, ids: Sequence[str]) -> None:
         entries = [self._running[one] for one in ids if one in self._running]
@@ -189,24 +197,23 @@ class Responses:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _hand_over(self, entry: _Running, ids: Sequence[int], begun: int, most: int) -> None:
-        """Has vLLM sample at most `most` tokens after `ids`, of which the last `begun` are of the
-        response."""
+    async def _hand_over(self, entry: _Running, asked: Asked) -> None:
+        """Has vLLM sample."""
         request = entry.request
         parameters = self._sampling[
             request.sampling
         ].clone()  # shallow: `sampling_parameters` asks for it
-        parameters.seed = sample_seed(self._spec.seed, request.group, request.k, begun)
-        parameters.max_tokens = most
+        parameters.seed = sample_seed(self._spec.seed, request.group, request.k, asked.begun)
+        parameters.max_tokens = asked.most
+        entry.given, entry.read = len(asked.ids), asked.read
         if self._spec.records_experts:
-            prompt = len(request.prompt.token_ids)
             parameters.routed_experts_prompt_start = (
-                recorded_from(prompt, request.prefix) if self._records(request) else prompt
+                asked.read if self._records(request) else entry.given
             )
         self._numbered += 1
         try:
             answer = await self._llm.add_request(
-                f"{self._spec.index}-{self._numbered}", tokens_input(list(ids)), parameters
+                f"{self._spec.index}-{self._numbered}", tokens_input(list(asked.ids)), parameters
             )
         except Exception as error:
             self.reports.fail(error)
@@ -215,7 +222,7 @@ class Responses:
         entry.in_vllm = answer.request_id
         self._busy.begin()
         on_output(answer, lambda output: self._on_output(entry, output))
-        if entry.aborted:
+        if entry.aborted or (entry.turn is not None and entry.turn.cancelled()):
             await self._llm.abort(answer.request_id, internal=True)
 
     def _on_output(self, entry: _Running, output: Any) -> None:
@@ -268,8 +275,9 @@ class Responses:
                 tokens.response_ids.tolist(), entry.prefix_length, stop, self._tokenizer.decode
             )
             if stopped is not None:
-                prompt = len(request.prompt.token_ids)
-                self._sampled_all(entry, first(tokens, stopped, prompt), "stop")
+                # Of a turn there are the experts from `read` on, of others all.
+                before = entry.given - entry.prefix_length - (entry.read if entry.turn else 0)
+                self._sampled_all(entry, first(tokens, stopped, before), "stop")
                 return
 
         if entry.aborted and completion.finish_reason == "abort":
@@ -295,15 +303,34 @@ class Responses:
         try:
             error = await conversations.play(transcript, partial(self._turn, entry), most)
             entry.conversation = None  # from here on it just finishes
+            if entry.turn is not None and not entry.turn.done():
+                entry.turn.cancel()  # of an agent that is gone
+                if entry.in_vllm is not None:
+                    await self._llm.abort(entry.in_vllm, internal=True)
             scored = Scored(reward=0.0, error=error)
             if error is None:
-                reason: FinishReason = "length" if transcript.truncated else "stop"
                 scored = await self._scorer.score(
                     transcript.prompt,
                     transcript.last_turn,
-                    self._context(entry, transcript.tokens, reason),
+                    self._context(entry, transcript.tokens, transcript.reason),
                 )
-            self._finish_conversation(entry, transcript, scored)
+            if not transcript.turns:
+                transcript.give_up(self._tokenizer.eos_ids[0], self._version())
+            reward, steps = transcript.rewards(scored.reward)
+            if scored.error is None:
+                parts = {**transcript.measured, **(scored.parts or {})} or None
+                scored = replace(scored, reward=reward, parts=parts)
+            self._finish(
+                entry,
+                transcript.tokens,
+                transcript.reason,
+                transcript.text,
+                scored,
+                prompt=transcript.prompt,
+                mask=transcript.mask,
+                step_rewards=steps if scored.error is None else None,
+                segment_starts=transcript.segment_starts,
+            )
         except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
             self.reports.fail(error)
 
@@ -312,42 +339,13 @@ class Responses:
         if task.cancelled() and entry.aborted:
             self._abort(entry, None)
 
-    async def _turn(self, entry: _Running, ids: Sequence[int], begun: int, most: int) -> Turn:
-        """What the model says after `ids`."""
+    async def _turn(self, entry: _Running, asked: Asked) -> Turn:
         entry.turn = asyncio.get_running_loop().create_future()
         # An abort in between finds the request in vLLM, or sees to it that it is aborted there.
-        await asyncio.shield(self._spawn(self._hand_over(entry, ids, begun, most)))
+        await asyncio.shield(self._spawn(self._hand_over(entry, asked)))
         tokens, reason = await entry.turn
         return Turn(
             tokens=tokens, reason=reason, text=self._tokenizer.decode(tokens.response_ids.tolist())
-        )
-
-    def _finish_conversation(self, entry: _Running, transcript: Transcript, scored: Scored) -> None:
-        if not transcript.turns:
-            # It failed before the model's first turn; a sample holds at least one token.
-            self._finish(
-                entry,
-                PartialResponse(
-                    response_ids=np.array(self._tokenizer.eos_ids[:1], dtype=np.int32),
-                    behavior_logprobs=np.zeros(1, dtype=np.float32),
-                    versions=np.array([self._version()], dtype=np.int32),
-                ),
-                "stop",
-                transcript.text,
-                scored,
-                mask=np.zeros(1, dtype=np.uint8),
-            )
-            return
-        reward, steps = transcript.rewards(scored.reward)
-        self._finish(
-            entry,
-            transcript.tokens,
-            "length" if transcript.truncated else "stop",
-            transcript.text,
-            scored if scored.error is not None else replace(scored, reward=reward),
-            prompt=transcript.prompt,
-            mask=transcript.mask,
-            step_rewards=steps if scored.error is None else None,
         )
 
     def _records(self, request: Request) -> bool:
@@ -355,13 +353,11 @@ class Responses:
         return self._spec.records_experts and request.group >= 0
 
     def _routed_experts(self, entry: _Running, completion: CompletionOutput) -> bytes | None:
-        """Of the tokens from `recorded_from` on, without the last. Raises RuntimeError when vLLM did
-        not report them all."""
+        """Of the tokens from `read` on, without the last. Raises RuntimeError when vLLM did not
+        report them all."""
         if not self._records(entry.request):
             return None
-        prompt, prefix = len(entry.request.prompt.token_ids), entry.request.prefix
-        read = prompt + entry.prefix_length + len(completion.token_ids) - 1
-        wanted = read - recorded_from(prompt, prefix)
+        wanted = entry.given + len(completion.token_ids) - 1 - entry.read
         experts = completion.routed_experts
         if experts is None or len(experts) != wanted:
             found = 0 if experts is None else len(experts)
@@ -409,6 +405,7 @@ class Responses:
         prompt: Prompt | None = None,
         mask: NDArray[np.uint8] | None = None,
         step_rewards: NDArray[np.float32] | None = None,
+        segment_starts: NDArray[np.int32] | None = None,
     ) -> None:
         """`prompt`: where it is not just the request's. `mask`: null trains on every token."""
         length, request = len(tokens.response_ids), entry.request
@@ -421,6 +418,7 @@ class Responses:
             versions=tokens.versions,
             loss_mask=np.ones(length, dtype=np.uint8) if mask is None else mask,
             step_rewards=step_rewards,
+            segment_starts=segment_starts,
             routed_experts=tokens.routed_experts,
             text=text,
             finish_reason=reason,

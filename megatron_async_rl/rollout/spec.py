@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,8 @@ class EngineSpec:
     chat_template: str | None = None
     """Of chat prompts (`data`), by which an environment's messages are written; null: the model's."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the functions that training prompts name (the environment `tools`)."""
     run_dir: Path | None = None
     """The run in whose timeline the engine writes what it does; null: none."""
     first_version: int = 0

@@ -34,6 +34,7 @@ NUMERIC = pa.schema(
         pa.field("versions", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_mask", pa.list_(pa.uint8()), nullable=False),
         pa.field("step_rewards", pa.list_(pa.float32())),
+        pa.field("segment_starts", pa.list_(pa.int32())),
         pa.field("routed_experts", pa.large_binary()),
         pa.field("reward", pa.float64(), nullable=False),
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64())),
@@ -124,6 +125,7 @@ class SampleColumns:
         reward_parts: Mapping[str, float] | None = None,
         weight: float = 1.0,
         step_rewards: NDArray[np.float32] | None = None,
+        segment_starts: NDArray[np.int32] | None = None,
         routed_experts: bytes | None = None,
         engine: int = 0,
         started_at: float = 0.0,
@@ -144,6 +146,7 @@ class SampleColumns:
             step_rewards,
             prompt_length=len(prompt.token_ids),
             routed_experts=routed_experts,
+            segment_starts=segment_starts,
         )
         if prompt.id not in self._prompts or self._prompts[prompt.id][0] is not prompt:
             ids = np.array(prompt.token_ids, dtype=np.int32)
@@ -156,6 +159,7 @@ class SampleColumns:
             "response_ids": response_ids,
             **per_token,
             "step_rewards": step_rewards,
+            "segment_starts": segment_starts,
             "routed_experts": routed_experts,
             "reward": reward,
             "reward_parts": None if reward_parts is None else list(reward_parts.items()),
@@ -258,6 +262,7 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
             "versions",
             "loss_mask",
             "step_rewards",
+            "segment_starts",
         )
     }
     batch = with_experts(batch)
@@ -282,6 +287,7 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
                 versions=_present(arrays["versions"][row]),
                 loss_mask=_present(arrays["loss_mask"][row]),
                 step_rewards=arrays["step_rewards"][row],
+                segment_starts=arrays["segment_starts"][row],
                 routed_experts=plain["routed_experts"][row],
                 text=plain["text"][row],
                 finish_reason=plain["finish_reason"][row],

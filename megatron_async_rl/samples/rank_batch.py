@@ -55,7 +55,8 @@ class RankBatch:
 
     version: the weights that will be trained. ids: [S] strings. group, owner, prompt_lengths,
     lengths (response tokens): [S] int64. rewards, weights: [S] float64. reward_parts: [S], the
-    parts of a reward by their names, null where it has none. valid (the reward did not
+    parts of a reward by their names, null where it has none. segment_starts: [S], the response tokens
+    at which further segments of a sample begin, null where it has one. valid (the reward did not
     fail), sampled (not given data), truncated: [S] bool.
 
     behavior_logprobs: [N] float32. versions: [N] int32. loss_mask: [N] uint8. step_rewards: [N]
@@ -63,7 +64,7 @@ class RankBatch:
 
     token_ids: [P] int32, prompt and response of each own sample. token_starts: [S] int64, where a
     sample's begin; -1 for one of another rank. routed_experts: [P, bytes] uint8, of each own token
-    the row of types.py, 0 for a sample's last; None where no own sample has any. routed: [S] bool,
+    the row of types.py, 0 for a segment's last; None where no own sample has any. routed: [S] bool,
     own samples that have them.
     """
 
@@ -75,6 +76,7 @@ class RankBatch:
     lengths: NDArray[np.int64]
     rewards: NDArray[np.float64]
     reward_parts: pa.MapArray
+    segment_starts: pa.ListArray
     weights: NDArray[np.float64]
     valid: NDArray[np.bool_]
     sampled: NDArray[np.bool_]
@@ -98,21 +100,27 @@ class RankBatch:
             steps = np.zeros(len(behavior_logprobs), dtype=np.float32)
             steps[np.repeat(counts > 0, lengths)] = given
         token_ids, totals = flat(tokens.column("token_ids"))
+        rows = tokens.column("row").to_numpy()
         token_starts = np.full(numbers.num_rows, -1, dtype=np.int64)
-        token_starts[tokens.column("row").to_numpy()] = np.cumsum(totals) - totals
-        routed_experts, recorded = _routed_experts(tokens.column(ROUTED), totals)
+        token_starts[rows] = np.cumsum(totals) - totals
+        prompt_lengths = numbers.column("prompt_length").to_numpy().astype(np.int64)
+        own = numbers.column("segment_starts").take(pa.array(rows))
+        routed_experts, recorded = _routed_experts(
+            tokens.column(ROUTED), *segment_lengths(prompt_lengths[rows], totals, own)
+        )
         routed = np.zeros(numbers.num_rows, dtype=bool)
-        routed[tokens.column("row").to_numpy()] = recorded
+        routed[rows] = recorded
         reason = numbers.column("finish_reason")
         return cls(
             version=version,
             ids=numbers.column("id"),
             group=numbers.column("group").to_numpy(),
             owner=numbers.column("owner").to_numpy().astype(np.int64),
-            prompt_lengths=numbers.column("prompt_length").to_numpy().astype(np.int64),
+            prompt_lengths=prompt_lengths,
             lengths=lengths,
             rewards=numbers.column("reward").to_numpy(),
             reward_parts=numbers.column("reward_parts"),
+            segment_starts=numbers.column("segment_starts"),
             weights=numbers.column("weight").to_numpy(),
             valid=numbers.column("valid").to_numpy(zero_copy_only=False),
             sampled=pc.not_equal(reason, "given").to_numpy(zero_copy_only=False),
@@ -151,8 +159,16 @@ class RankBatch:
 
     @property
     def fed(self) -> NDArray[np.int64]:
-        """[S]: the tokens that go into the model: all but the last, which predicts nothing."""
-        return self.prompt_lengths + self.lengths - 1
+        """[S]: the tokens that go into the model: all but the last of each segment, which predicts
+        nothing."""
+        further = pc.fill_null(pc.list_value_length(self.segment_starts), 0).to_numpy()
+        return self.prompt_lengths + self.lengths - 1 - further
+
+    def segments(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`segment_lengths` of these samples."""
+        prompts = self.prompt_lengths[rows]
+        starts = self.segment_starts.take(pa.array(rows))
+        return segment_lengths(prompts, prompts + self.lengths[rows], starts)
 
     @cached_property
     def trained(self) -> NDArray[np.int64]:
@@ -161,23 +177,45 @@ class RankBatch:
 
     @property
     def start_versions(self) -> NDArray[np.int32]:
-        """[S]: the version that sampled the first token."""
-        return self.versions[self.starts[:-1]]
+        """[S]: the oldest version that sampled a token."""
+        return np.minimum.reduceat(self.versions, self.starts[:-1])
+
+    @property
+    def last_versions(self) -> NDArray[np.int32]:
+        """[S]: the newest version that sampled a token."""
+        return np.maximum.reduceat(self.versions, self.starts[:-1])
 
     def select(self, rows: NDArray[np.int64] | Sequence[int]) -> RankBatch:
         """These samples alone, in this order."""
         rows = np.asarray(rows, dtype=np.int64)
         tokens = spans(self.starts[rows], self.lengths[rows])
         per_token = {"behavior_logprobs", "versions", "loss_mask", "step_rewards"}
+        columns = ("ids", "reward_parts", "segment_starts")
         changed = {
             field.name: getattr(self, field.name)[tokens if field.name in per_token else rows]
             for field in dataclasses.fields(self)
-            if field.name not in ("version", "ids", "reward_parts", "token_ids", ROUTED)
+            if field.name not in ("version", "token_ids", ROUTED, *columns)
             and getattr(self, field.name) is not None
         }
-        for name in ("ids", "reward_parts"):
+        for name in columns:
             changed[name] = getattr(self, name).take(pa.array(rows))
         return dataclasses.replace(self, **changed)
+
+
+def segment_lengths(
+    prompts: NDArray[np.int64], totals: NDArray[np.int64], starts: pa.ListArray
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[G] tokens of each segment of S samples, sample after sample, and [S] segments of each. totals:
+    [S] tokens of prompt and response. starts: as `RankBatch.segment_starts`."""
+    further, more = flat(starts)
+    counts = more + 1
+    last = np.cumsum(counts) - 1
+    ends = np.empty(counts.sum(), dtype=np.int64)
+    ends[spans(last - more, more)] = further + np.repeat(prompts, more)
+    ends[last] = totals
+    lengths = np.diff(ends, prepend=0)
+    lengths[last - more] = ends[last - more]
+    return lengths, counts
 
 
 def numbers_of(samples: pa.RecordBatch, owner: NDArray[np.int64]) -> pa.RecordBatch:
@@ -211,22 +249,23 @@ def tokens_of(samples: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatc
 
 
 def _routed_experts(
-    column: pa.LargeBinaryArray, tokens: NDArray[np.int64]
+    column: pa.LargeBinaryArray, segments: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_]]:
-    """`RankBatch.routed_experts`, and which rows of the column have any. tokens: of each sample.
-    Raises ValueError where tokens have different numbers of bytes."""
+    """`RankBatch.routed_experts`, and which rows of the column have any. segments, counts: of these
+    samples, as `segment_lengths`. Raises ValueError where tokens have different numbers of bytes."""
     recorded = column.is_valid().to_numpy(zero_copy_only=False)
     if not recorded.any():
         return None, recorded
     sizes = pc.fill_null(pc.binary_length(column), 0).to_numpy()
-    widths = np.unique(sizes[recorded] / (tokens[recorded] - 1))
+    rows = np.add.reduceat(segments - 1, np.cumsum(counts) - counts)
+    widths = np.unique(sizes[recorded] / rows[recorded])
     if len(widths) != 1 or widths[0] != int(widths[0]):
         raise ValueError(f"routed experts of {widths.tolist()} bytes for a token: not of one model")
     known = column.drop_null()
     begin, end = known.offset, known.offset + len(known)
     offsets = np.frombuffer(known.buffers()[1], dtype=np.int64)[begin : end + 1]
     data = np.frombuffer(known.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]
-    found = np.zeros((int(tokens.sum()), int(widths[0])), dtype=np.uint8)
-    starts = np.cumsum(tokens) - tokens
-    found[spans(starts[recorded], tokens[recorded] - 1)] = data.reshape(-1, found.shape[1])
+    found = np.zeros((int(segments.sum()), int(widths[0])), dtype=np.uint8)
+    starts, has = np.cumsum(segments) - segments, np.repeat(recorded, counts)
+    found[spans(starts[has], segments[has] - 1)] = data.reshape(-1, found.shape[1])
     return found, recorded

@@ -70,8 +70,7 @@ def _report(finished: bytes, rest: bytes) -> EngineReport:
 
 class SampleRow:
     """One row of a record batch by SCHEMA. `length`: response tokens; `total_length`: with the
-    prompt's. `start_version`, `last_version`: of the first and the last response token; versions
-    never decrease along a response."""
+    prompt's. `start_version`, `last_version`: the oldest and the newest of its response tokens."""
 
     __slots__ = (
         "batch",
@@ -124,8 +123,8 @@ class SampleRow:
 def rows_of(batch: pa.RecordBatch) -> list[SampleRow]:
     """The rows of a record batch by SCHEMA, which they keep."""
     versions = batch.column("versions")
-    starts, tokens = versions.offsets.to_numpy(), versions.values.to_numpy()
-    lengths = np.diff(starts)
+    starts = versions.offsets.to_numpy()
+    tokens, lengths = versions.values.to_numpy()[: starts[-1]], np.diff(starts)
     totals = lengths + np.diff(batch.column("prompt_ids").offsets.to_numpy())
     columns = zip(
         batch.column("id").to_pylist(),
@@ -136,8 +135,10 @@ def rows_of(batch: pa.RecordBatch) -> list[SampleRow]:
         batch.column("finished_at").to_pylist(),
         lengths.tolist(),
         totals.tolist(),
-        tokens[starts[:-1]].tolist(),
-        tokens[starts[1:] - 1].tolist(),
+        *(
+            extreme.reduceat(tokens, starts[:-1]).tolist() if len(lengths) else []
+            for extreme in (np.minimum, np.maximum)
+        ),
         strict=True,
     )
     rows = []

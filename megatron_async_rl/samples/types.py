@@ -4,11 +4,13 @@ Invariants, checked on construction:
 - every response token has exactly one behaviour log-prob, one weight version and one mask value,
   and so has every token of a partial response;
 - step rewards, where there are any, are one per response token and sum to the reward;
-- weight versions never decrease along a response (engines only move forward);
+- a response is one segment, or several: each further one begins with a context of its own, which is
+  not trained on, and sees nothing of the tokens before it;
+- weight versions never decrease along a segment (engines only move forward);
 - a request is one response; its id, `<group>-<k>`, is the id of the sample that answers it.
 
 Routed experts, where an engine records them, are the experts that it chose for every token it read:
-of prompt and response without the last token, which no layer has seen. One row for each token, as
+of prompt and response without the last token of each segment, which no layer has seen. One row for each token, as
 bytes: [layers, experts per token] numbers of experts, uint8, or uint16 in a model of more than 256.
 """
 
@@ -51,6 +53,7 @@ def check_response(
     *,
     prompt_length: int,
     routed_experts: bytes | None,
+    segment_starts: NDArray[np.int32] | None = None,
 ) -> None:
     """Raises ValueError for a response that breaks an invariant. `per_token`: `versions` and the
     other arrays that have an entry per response token."""
@@ -62,12 +65,23 @@ def check_response(
             raise ValueError(
                 f"sample {name!r}: {key} has {len(values)} entries for {length} response tokens"
             )
+    starts = np.zeros(0, dtype=np.int32) if segment_starts is None else segment_starts
+    if segment_starts is not None and (
+        not len(starts)
+        or (np.diff(starts, prepend=0, append=length) <= 0).any()
+        or per_token["loss_mask"][starts].any()
+    ):
+        raise ValueError(
+            f"sample {name!r}: segments begin at {starts.tolist()} of {length} response tokens; they"
+            " must rise, lie within them and begin with a token that is not trained on"
+        )
     versions = per_token["versions"]
-    if (versions[1:] < versions[:-1]).any():
+    falls = np.flatnonzero(versions[1:] < versions[:-1]) + 1
+    if len(falls) and not np.isin(falls, starts).all():
         raise ValueError(
             f"sample {name!r}: weight versions decrease along the response: {versions.tolist()}"
         )
-    rows = prompt_length + length - 1
+    rows = prompt_length + length - 1 - len(starts)
     if routed_experts is not None and (not routed_experts or len(routed_experts) % rows):
         raise ValueError(
             f"sample {name!r}: {len(routed_experts)} bytes of routed experts are not one row for each"
@@ -113,6 +127,9 @@ class Sample:
     step_rewards: NDArray[np.float32] | None = None
     """Where the task rewards steps: the reward that came with each response token, [T]; sums to
     `reward`."""
+    segment_starts: NDArray[np.int32] | None = None
+    """Response tokens at which the second and every further segment begins, rising; null: there is
+    one."""
     routed_experts: bytes | None = None
     engine: int = 0
     started_at: float = 0.0
@@ -133,6 +150,7 @@ class Sample:
             self.step_rewards,
             prompt_length=len(self.prompt.token_ids),
             routed_experts=self.routed_experts,
+            segment_starts=self.segment_starts,
         )
 
     @property
@@ -147,7 +165,7 @@ class Sample:
 
     @property
     def start_version(self) -> int:
-        return int(self.versions[0])
+        return int(self.versions.min())
 
     @property
     def length(self) -> int:

@@ -38,6 +38,8 @@ def run(prompt: Prompt, base_url: str) -> float:
     fault = prompt.fields.get("fault")
     if fault == "silent":
         return 1.0
+    if fault in ("compacts", "compacts when full"):
+        return compacts(prompt.fields["question"], base_url, full=fault != "compacts")
     messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.fields["question"]}]
     body: dict[str, Any] = dict(prompt.fields.get("body", {}))
     while True:
@@ -48,9 +50,36 @@ def run(prompt: Prompt, base_url: str) -> float:
         if fault == "forgets":
             messages = [*messages[2:], {"role": "user", "content": "and now?"}]
             continue
+        if fault == "retools":
+            body["tools"] = [{"type": "function", "function": {"name": "plus"}}]
         if choice["finish_reason"] != "tool_calls":
             return float(choice["message"]["content"])
         (call,) = choice["message"]["tool_calls"]
         arguments = json.loads(call["function"]["arguments"])
         result = str(arguments["a"] * arguments["b"])
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+
+def compacts(question: str, base_url: str, *, full: bool) -> float:
+    """Has two threads. `full`: the second is begun once the first has no room."""
+    threads = [
+        [{"role": "user", "content": question}],
+        [{"role": "user", "content": "it was 42"}],
+    ]
+    for number, more in ((0, None), *([(0, "so?")] if full else []), (1, None)):
+        try:
+            say(threads[number], base_url, more)
+        except RuntimeError as error:
+            if not full or "context_length_exceeded" not in str(error):
+                raise
+    if not full:
+        say(threads[1], base_url, "sure?")
+        say(threads[0], base_url, "so?")
+    return 7.0
+
+
+def say(messages: list[dict[str, Any]], base_url: str, more: str | None) -> None:
+    if more is not None:
+        messages.append({"role": "user", "content": more})
+    answer = ask(base_url, messages=messages)
+    messages.append(answer["choices"][0]["message"])

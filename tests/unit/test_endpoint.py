@@ -1,80 +1,74 @@
-"""Agents at the OpenAI-compatible endpoint: a session is one sample, token by token."""
+"""Agents at the OpenAI-compatible endpoint: a session is one sample, token by token, of one segment or
+of several."""
 
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 
 from megatron_async_rl.config.environment import EnvironmentConfig
-from megatron_async_rl.rollout.environments.conversation import Transcript, Turn
-from megatron_async_rl.rollout.environments.endpoint import Agents, parsed
+from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory, tool_parsers
+from megatron_async_rl.rollout.environments.chat import ToolParser
+from megatron_async_rl.rollout.environments.conversation import Asked, Transcript, Turn
+from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import Environments
-from megatron_async_rl.rollout.environments.protocol import EnvironmentRefused, load_factory
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
+from tests.characters import characters, read
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 CALLED = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
 SAYS = [CALLED, "42"]
 FUNCTION = {"function": "tests.unit.agents:run"}
 
 
-class Characters:
-    """One token a character; <end> is token 1."""
-
-    eos_ids = (1,)
-
-    def render_chat(self, messages: Any, *, answer: bool, tools: Any = None) -> str:
-        said = jinja2.Template(TEMPLATE).render(messages=messages, add_generation_prompt=answer)
-        return f"{json.dumps(tools)}{said}" if tools else said
-
-    def encode_rendered(self, text: str) -> list[int]:
-        return [ord(one) for one in text.replace("<end>", "\x01")]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids)).replace("\x01", "")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of which only the tokenizer is there."""
+    folder = tmp_path_factory.mktemp("model")
+    characters(folder)
+    return folder
 
 
 def sampler(asked: list[list[int]]) -> Any:
-    async def sample(ids: Sequence[int], begun: int, most: int) -> Turn:
-        asked.append(list(ids))
+    async def sample(wanted: Asked) -> Turn:
+        asked.append(list(wanted.ids))
         whole = [*map(ord, SAYS[(len(asked) - 1) % 2]), 1]
+        sampled = whole[: wanted.most]
         tokens = PartialResponse(
-            response_ids=np.array(whole[:most], dtype=np.int32),
-            behavior_logprobs=np.full(min(most, len(whole)), -0.5, dtype=np.float32),
-            versions=np.full(min(most, len(whole)), len(asked), dtype=np.int32),
+            response_ids=np.array(sampled, dtype=np.int32),
+            behavior_logprobs=np.full(len(sampled), -0.5, dtype=np.float32),
+            versions=np.full(len(sampled), len(asked), dtype=np.int32),
         )
-        text = Characters().decode(whole[:most])
-        return Turn(tokens=tokens, text=text, reason="stop" if most >= len(whole) else "length")
+        text = read(one for one in sampled if one != 1)
+        return Turn(tokens=tokens, text=text, reason="stop" if sampled == whole else "length")
 
     return sample
 
 
 class Played:
-    def __init__(self, runner: asyncio.Runner) -> None:
+    def __init__(self, runner: asyncio.Runner, model: Path, **settings: Any) -> None:
         self.runner = runner
-        runner.run(self._start(FUNCTION))
+        runner.run(self._start(model, {"settings": FUNCTION, **settings}))
 
-    async def _start(self, settings: dict[str, Any]) -> None:
-        config = EnvironmentConfig(name="agent", settings=settings, processes=2)
+    async def _start(self, model: Path, settings: dict[str, Any]) -> None:
+        config = EnvironmentConfig(name="agent", processes=2, **settings)
         self.pool = Environments(config)
         self.pool.start()
-        tokenizer: Any = Characters()
-        self.agents = Agents(self.pool, tokenizer)
+        tokenizer = characters(model)
+        parser = ToolParser("hermes", model, tokenizer.eos_ids)
+        self.agents = Agents(self.pool, tokenizer, parser)
         await self.agents.start()
 
     def __call__(
-        self, max_tokens: int = 400, **fields: Any
+        self, max_tokens: int = 400, max_segments: int = 1, **fields: Any
     ) -> tuple[Transcript, str | None, list[list[int]]]:
+        update = {"max_segments": max_segments}
+        self.pool.settings = self.pool.settings.model_copy(update=update)
         asked: list[list[int]] = []
         prompt = Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields)
         transcript = Transcript(prompt)
@@ -87,9 +81,9 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def played() -> Iterator[Played]:
+def played(model: Path) -> Iterator[Played]:
     with asyncio.Runner() as runner:
-        played = Played(runner)
+        played = Played(runner, model)
         yield played
         runner.run(played.close())
 
@@ -101,8 +95,7 @@ def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, str
     transcript, error, asked = played(question="6 times 7?", body=body)
     assert error is None
     prompt, response = transcript.prompt.token_ids, transcript.tokens.response_ids.tolist()
-    text = "".join(map(chr, [*prompt, *response]))
-    assert text == (
+    assert read([*prompt, *response]) == (
         f"{json.dumps(tools)}<|user|>6 times 7?\x01\n<|assistant|>{CALLED}\x01"
         "\n<|tool|>42\x01\n<|assistant|>42\x01"
     )
@@ -118,19 +111,82 @@ def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, str
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"fault": "silent"}, "ended without a call"),
+        ({"fault": "silent"}, "ended without a turn of the model"),
         ({"fault": "forgets"}, r"does not repeat what was said before.*messages\[0\] differs"),
+        ({"fault": "retools"}, "it has other tools than the one before"),
         ({"body": {"n": 2}}, "n must be 1"),
+        ({"body": {"max_tokens": -1}}, "max_tokens must be a whole number above 0, not -1"),
+        ({"body": {"tools": ["times"]}}, "cannot be rendered: Tools should either be"),
+        ({"question": "?" * 500}, "the sample is at its limit, rollout.sampling.max_tokens: 400"),
         ({"question": ["?"]}, "content must be text"),
     ],
 )
 def test_a_call_that_makes_no_sample_costs_it_and_is_named(
     played: Played, fields: dict[str, Any], what: str
 ) -> None:
-    _, error, _ = played(**{"question": "?", **fields})
+    transcript, error, _ = played(**{"question": "?", **fields})
     assert error is not None
     with pytest.raises(ValueError, match=what):
         raise ValueError(error)
+    assert len(transcript.turns) == (fields.get("fault") in ("forgets", "retools"))
+
+
+def test_a_call_that_does_not_go_on_begins_a_segment_of_the_sample(played: Played) -> None:
+    """The agent asks, calls a tool, keeps nothing of it but a summary, and asks again twice; then it
+    goes on with its first thread."""
+    transcript, error, asked = played(question="6*7?", fault="compacts", max_segments=2)
+    assert error is None
+    first, second = transcript.segments
+    assert read(first.prompt.token_ids) == "<|user|>6*7?\x01\n<|assistant|>"
+    assert read(first.ids[len(first.prompt.token_ids) :]) == (
+        f"{CALLED}\x01\n<|user|>so?\x01\n<|assistant|>42\x01"
+    )
+    assert read(second.prompt.token_ids) == "<|user|>it was 42\x01\n<|assistant|>"
+    assert read(second.ids[len(second.prompt.token_ids) :]) == (
+        f"42\x01\n<|user|>sure?\x01\n<|assistant|>{CALLED}\x01"
+    )
+    # Every turn was sampled after just the tokens of its segment.
+    sampled = [turn.tokens.response_ids.tolist() for turn in transcript.turns]
+    assert [[*one, *two] for one, two in zip(asked, sampled, strict=True)] == [
+        first.ids[: len(asked[0]) + len(sampled[0])],
+        second.ids[: len(asked[1]) + len(sampled[1])],
+        second.ids,
+        first.ids,
+    ]
+
+    response, mask = transcript.tokens.response_ids, transcript.mask
+    assert transcript.segment_starts is not None
+    (start,) = transcript.segment_starts.tolist()
+    assert start == first.length
+    assert response.tolist() == [*first.ids[len(first.prompt.token_ids) :], *second.ids]
+    assert mask.sum() == sum(map(len, sampled))
+    context = slice(start, start + len(second.prompt.token_ids))
+    assert not mask[context].any()
+    versions = transcript.tokens.versions
+    assert set(versions[:start].tolist()) == {1, 4}
+    assert versions[start:].tolist() == sorted(versions[start:].tolist())
+    assert set(versions[context].tolist()) == {2}
+    reward, steps = transcript.rewards(0.0)
+    assert (reward, steps[-1], np.count_nonzero(steps)) == (7.0, 7.0, 1)
+    assert "[segment] <|user|>it was 42<end>" in transcript.text
+
+
+def test_a_segment_more_than_there_may_be_is_refused(played: Played) -> None:
+    _, error, _ = played(question="6*7?", fault="compacts", max_segments=1)
+    assert error is not None
+    assert "segment 2 of the sample; rollout.environment.max_segments: 1" in error
+
+
+def test_no_segment_is_longer_than_a_sample_of_the_run(played: Played) -> None:
+    """An agent whose first thread is full may go on with a shorter one."""
+    transcript, error, _ = played(
+        question="6*7?", fault="compacts when full", max_tokens=len(CALLED) + 1, max_segments=2
+    )
+    assert (error, transcript.reason) == (None, "stop")
+    asked = len(transcript.asked.token_ids)
+    for segment in transcript.segments:
+        assert len(segment.ids) <= asked + len(CALLED) + 1
+    assert len(transcript.segments) == 2
 
 
 def test_a_sample_that_has_no_room_for_another_call_is_cut_and_not_in_error(
@@ -143,7 +199,7 @@ def test_a_sample_that_has_no_room_for_another_call_is_cut_and_not_in_error(
         assert transcript.length <= most
 
 
-def test_a_program_is_an_agent_too(tmp_path: Path) -> None:
+def test_a_program_is_an_agent_too(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "agent.py"
     file.write_text(
         "import json, os, sys\n"
@@ -156,21 +212,46 @@ def test_a_program_is_an_agent_too(tmp_path: Path) -> None:
         "print(len(said['choices'][0]['message']['tool_calls']))\n"
     )
     with asyncio.Runner() as runner:
-        played = Played.__new__(Played)
-        played.runner = runner
-        runner.run(played._start({"command": [sys.executable, str(file)]}))
+        played = Played(runner, model, settings={"command": [sys.executable, str(file)]})
         transcript, error, _ = played(question="?")
         runner.run(played.close())
     assert error is None
     assert transcript.rewards(0.0)[0] == 1.0
 
 
-def test_what_is_no_call_stays_text() -> None:
-    assert parsed("the answer is 42") == ("the answer is 42", [])
-    assert parsed("<tool_call>{broken}</tool_call>") == ("<tool_call>{broken}</tool_call>", [])
-    content, calls = parsed(f"let me see {CALLED}{CALLED}")
-    assert (content, len(calls)) == ("let me see", 2)
-    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 6, "b": 7}
+def test_what_is_no_call_stays_text(model: Path) -> None:
+    parser = ToolParser("hermes", model, (1,))
+
+    def message(text: str) -> dict[str, Any]:
+        return parser.message([*map(ord, text), 1], text)
+
+    for text in ("the answer is 42", "<tool_call>{broken}</tool_call>"):
+        assert message(text) == {"role": "assistant", "content": text}
+    said = message(f"let me see {CALLED}{CALLED}")
+    assert said["content"] == "let me see "
+    assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [
+        {"a": 6, "b": 7}
+    ] * 2
+
+
+def test_tool_parsers_are_those_of_vllm_that_read_text(model: Path) -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    def reads(name: str) -> bool:
+        try:
+            parser = ToolParserManager.get_tool_parser(name)
+            parser.extract_tool_calls(parser.__new__(parser), "", None)
+        except NotImplementedError:
+            return False
+        except Exception:  # noqa: BLE001 - it would, of a model that has its tokens
+            return True
+        return True
+
+    assert [one for one in ToolParserManager.list_registered() if reads(one)] == [*tool_parsers()]
+    with pytest.raises(EnvironmentRefused, match="jamba does not go with this model"):
+        ToolParser("jamba", model, (1,))
+    with pytest.raises(EnvironmentRefused, match="no tool parser 'hermess'; did you mean 'hermes'"):
+        load_factory(EnvironmentConfig(name="agent", settings=FUNCTION, tool_parser="hermess"))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ import pytest
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
+from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText
 from megatron_async_rl.rollout.environments.conversation import (
-    ChatMessages,
+    Asked,
     Conversations,
-    PlainText,
     Transcript,
     Turn,
 )
@@ -26,7 +27,6 @@ from megatron_async_rl.rollout.environments.pool import (
     EnvironmentStartError,
     failures,
 )
-from megatron_async_rl.rollout.environments.protocol import EnvironmentRefused, load_factory
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 
@@ -60,9 +60,9 @@ class Sampler:
         self.asked: list[tuple[list[int], int, int]] = []
         self.length, self.told = 2, told
 
-    async def __call__(self, ids: Sequence[int], begun: int, most: int) -> Turn:
-        self.asked.append((list(ids), begun, most))
-        number, length = len(self.asked), min(self.length, most)
+    async def __call__(self, asked: Asked) -> Turn:
+        self.asked.append((list(asked.ids), asked.begun, asked.most))
+        number, length = len(self.asked), min(self.length, asked.most)
         self.told(number)
         tokens = PartialResponse(
             response_ids=np.array([10 * number, 0][:length], dtype=np.int32),

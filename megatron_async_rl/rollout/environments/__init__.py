@@ -1,5 +1,228 @@
-"""What answers the model's turns, and the conversations that come of it."""
+"""Environments: what answers the model's turns, so that another one follows. Their protocol, and how
+one is found by its name.
 
-from megatron_async_rl.rollout.environments.protocol import Environment, Step
+Invariants every environment keeps:
+- an object serves one sample; it lives in a process of its own from `reset` to the end;
+- a wrong or strange response is no failure: it is answered, and rewarded low. What raises costs its
+  sample.
+"""
 
-__all__ = ["Environment", "Step"]
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_async_rl.config.environment import AGENTS, TOOLS, EnvironmentConfig
+from megatron_async_rl.rollout.rewards.registry import RewardError, imported
+from megatron_async_rl.samples.types import Prompt
+
+KEY = "rollout.environment.name"
+PARSER_KEY = "rollout.environment.tool_parser"
+BUILT_IN = {
+    "tools": f"{__name__}.built_in:Tools",
+    "agent": f"{__name__}.built_in:Agent",
+    "verifiers": f"{__name__}.built_in:Verifiers",
+    "openenv": f"{__name__}.built_in:OpenEnv",
+}
+
+Message = Mapping[str, Any]
+"""A chat message: `role`, `content`, and whatever else the template reads."""
+Words = str | Sequence[Message]
+"""What an environment says: text (of the user's role), or chat messages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """The answer to one turn of the model.
+
+    `observation`: what it reads next; of no effect with `done`. `reward`: of this turn; a sample's
+    is their sum. `done`: the sample ends with this turn. `train`: false leaves the turn's tokens
+    out of the loss. `measured`: numbers by name, such as {"tool_errors": 1}, which are no reward:
+    their sums over a sample are shown with it and logged as `reward/part/NAME`.
+    """
+
+    observation: Words = ""
+    reward: float = 0.0
+    done: bool = False
+    train: bool = True
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """Both methods may be `async`; a method `close()`, where there is one, is called at the end."""
+
+    def reset(self, prompt: Prompt, /) -> Words | Awaitable[Words | None] | None:
+        """Begins; what it returns is put behind the prompt."""
+        ...
+
+    def step(self, response: str, /) -> Step | Awaitable[Step]:
+        """`response`: the text of the model's turn, without special tokens."""
+        ...
+
+
+class EnvironmentRefused(ValueError):
+    """An environment that cannot be loaded. `where`: the configuration's key."""
+
+    def __init__(self, where: str, what: str, fix: str) -> None:
+        super().__init__(where, what, fix)
+        self.where, self.what, self.fix = where, what, fix
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.fix}"
+
+
+def load_factory(settings: EnvironmentConfig) -> Callable[[], Environment]:
+    """A call makes the environment of one sample. Raises EnvironmentRefused."""
+    name = BUILT_IN.get(settings.name, settings.name)
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute or module_name.startswith("."):
+        nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        what = f"{name!r} is not module:factory"
+        fix = f"{hint}write for example my_game:Game, or one of {', '.join(BUILT_IN)}"
+        raise EnvironmentRefused(KEY, what, fix)
+    module = _import(module_name, name)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        what = f"module {module_name!r} has no {attribute!r} that can be called"
+        raise EnvironmentRefused(KEY, what, f"check the spelling in {name!r}")
+    _check_settings(factory, settings)
+    if settings.name in (TOOLS, *AGENTS):
+        require_tool_parser(settings.tool_parser)
+    if settings.name in BUILT_IN:
+        _try_settings(factory, settings)
+    else:
+        _check_methods(factory, name)
+
+    def make() -> Environment:
+        made: Environment = factory(**settings.settings)
+        return made
+
+    return make
+
+
+WHOLE = {"cohere_command3", "cohere_command4", "hf", "openai"}
+"""Tool parsers of vLLM that read no text: they are parts of its parsers of whole responses."""
+
+
+@cache
+def tool_parsers() -> tuple[str, ...]:
+    """Names of vLLM's tool parsers, as its package registers them: it is read, and not imported,
+    which would take seconds and set environment variables."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.submodule_search_locations
+    package = Path(found.submodule_search_locations[0], "tool_parsers", "__init__.py")
+    for statement in ast.parse(package.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            names = (key.value for key in statement.value.keys if isinstance(key, ast.Constant))
+            return tuple(sorted({str(name) for name in names} - WHOLE))
+    raise RuntimeError(f"{package} registers no tool parsers")
+
+
+def require_tool_parser(name: str) -> None:
+    """Raises EnvironmentRefused for a name that vLLM does not have."""
+    if name not in tool_parsers():
+        nearest = difflib.get_close_matches(name, tool_parsers(), n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise EnvironmentRefused(
+            PARSER_KEY,
+            f"vLLM has no tool parser {name!r}",
+            f"{hint}it has {', '.join(tool_parsers())}",
+        )
+
+
+def _import(module_name: str, name: str) -> Any:
+    try:
+        return imported(module_name, name, KEY.removesuffix(".name"))
+    except RewardError as error:
+        raise EnvironmentRefused(error.where, error.what, error.fix) from error
+
+
+def _check_settings(factory: Any, settings: EnvironmentConfig) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**settings.settings)
+    except TypeError as error:
+        raise EnvironmentRefused(
+            "rollout.environment.settings",
+            f"{settings.name} takes {signature}: {error}",
+            "give it the arguments that it takes",
+        ) from error
+
+
+def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
+    try:
+        factory(**settings.settings)
+    except RewardError as error:
+        raise EnvironmentRefused("rollout.environment.settings", error.what, error.fix) from error
+    except Exception as error:
+        raise EnvironmentRefused(
+            "rollout.environment.settings",
+            f"{type(error).__name__}: {error}",
+            "give it the settings that it takes (docs/environments.md)",
+        ) from error
+
+
+def _check_methods(factory: Any, name: str) -> None:
+    """Of a class; what a function returns is known once it is called."""
+    if not inspect.isclass(factory):
+        return
+    for method, takes in (("reset", "prompt"), ("step", "response")):
+        function = getattr(factory, method, None)
+        if not callable(function):
+            what = f"{name!r} has no method {method}({takes})"
+            raise EnvironmentRefused(KEY, what, f"write it: def {method}(self, {takes})")
+        try:
+            inspect.signature(function).bind(None, None)
+        except TypeError as error:
+            what = f"{method} of {name!r} takes {inspect.signature(function)}: {error}"
+            fix = f"write it as def {method}(self, {takes})"
+            raise EnvironmentRefused(KEY, what, fix) from error
+
+
+async def settled[Answer](answer: Answer | Awaitable[Answer]) -> Answer:
+    """What a method that may be `async` returns."""
+    if inspect.isawaitable(answer):
+        return await answer
+    return answer
+
+
+def checked_words(words: Any, source: str) -> Words:
+    """Raises TypeError for what is neither text nor a list of messages. `source`: who said it."""
+    if words is None:
+        return ""
+    if isinstance(words, str):
+        return words
+    if isinstance(words, Sequence) and all(
+        isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one
+        for one in words
+    ):
+        return [dict(one) for one in words]
+    shown = json.dumps(words, default=str)[:80]
+    raise TypeError(f"{source} must be text or a list of messages with role and content: {shown}")
+
+
+def checked_step(step: Any) -> dict[str, Any]:
+    """The fields of a step. Raises TypeError or ValueError for what is no step."""
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned a {type(step).__name__}, not a Step")
+    words = checked_words(step.observation, "the observation of a step")
+    reward = float(step.reward)
+    measured = {str(name): float(value) for name, value in step.measured.items()}
+    for name, value in {"the reward": reward, **measured}.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} of a step is {value}, not a finite number")
+    return asdict(step) | {"observation": words, "reward": reward, "measured": measured}

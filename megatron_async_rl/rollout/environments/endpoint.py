@@ -3,13 +3,16 @@
     process of the agent --POST {base_url}/chat/completions--> Agents --> the engine, turn by turn
           +---------------------- its reward ------------------> the sample
 
-A session is one sample: its base URL names it. The first call's messages become the prompt, and
-every later call must repeat what was said before and add to it, which is all that is rendered: so
-token in, token out holds as for any conversation (conversation.py).
+A session is one sample: its base URL names it. The first call's messages become the prompt. A call
+that repeats all that was said in a segment of the sample, and adds to it, goes on there: the addition
+alone is rendered, so token in, token out holds as for any conversation (conversation.py). Any other
+call (of an agent that has compacted its context, or has begun another) begins a segment, while there
+are fewer than `rollout.environment.max_segments`.
 
 Invariants:
 - the server runs on the engine's event loop and listens on this machine alone; a session's name
   cannot be guessed, and is unknown once its agent has ended;
+- the calls of a session are answered one after the other, whatever segment they belong to;
 - how responses are drawn is the run's affair (rollout.sampling): a call's temperature and the like
   are read over, and what would need more than one sample is refused.
 """
@@ -18,55 +21,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jinja2
 from aiohttp import web
 
-from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.rollout.environments.conversation import ChatMessages, Sample, Transcript
+from megatron_async_rl.rollout.environments import Message, Step
+from megatron_async_rl.rollout.environments.chat import ChatMessages, ToolParser
+from megatron_async_rl.rollout.environments.conversation import Sample, Segment, Transcript, Turn
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
-from megatron_async_rl.rollout.environments.protocol import Message, Step
 from megatron_async_rl.samples.types import Prompt
 
 MODEL = "policy"
 """Name of the model; a call may give any."""
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""A tool call in a response, as Hermes and Qwen write it: JSON with `name` and `arguments`."""
 
 
 class Refused(Exception):
     """A call that cannot be answered; the agent gets the text with status 400."""
-
-
-def parsed(text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """A response's content and its tool calls. A call that is no JSON object with a name stays
-    text."""
-    calls: list[dict[str, Any]] = []
-
-    def taken(match: re.Match[str]) -> str:
-        try:
-            said = json.loads(match[1])
-            name, arguments = said["name"], said.get("arguments", {})
-        except (ValueError, KeyError, TypeError):
-            return match[0]
-        given = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        calls.append(
-            {
-                "id": f"call_{secrets.token_hex(8)}",
-                "type": "function",
-                "function": {"name": str(name), "arguments": given},
-            }
-        )
-        return ""
-
-    content = CALL.sub(taken, text)
-    return (content.strip() or None) if calls else content, calls
 
 
 def _same(message: Message) -> tuple[Any, ...]:
@@ -78,24 +52,47 @@ def _same(message: Message) -> tuple[Any, ...]:
     return message.get("role"), message.get("content") or "", tuple(calls)
 
 
-class _Session:
-    def __init__(
-        self, transcript: Transcript, sample: Sample, max_tokens: int, max_turns: int
-    ) -> None:
-        self.transcript, self.sample = transcript, sample
-        self.max_tokens, self.max_turns = max_tokens, max_turns
+class _Thread(Segment):
+    """A segment, and the messages that were said in it."""
+
+    def __init__(self, prompt: Prompt, tools: Any) -> None:
+        super().__init__(prompt)
+        self.tools = tools
         self.said: list[Message] = []
-        self.tools: Any = None
+
+    def repeated(self, messages: Sequence[Message]) -> int:
+        """How many of its messages are the first of these."""
+        pairs = zip(self.said, messages, strict=False)
+        same = [_same(one) == _same(other) for one, other in pairs]
+        return (*same, False).index(False)
+
+    def goes_on(self, messages: Sequence[Message], tools: Any) -> bool:
+        return self.tools == tools and self.repeated(messages) == len(self.said) < len(messages)
+
+
+class _Session:
+    def __init__(self, transcript: Transcript, sample: Sample, max_tokens: int) -> None:
+        self.transcript, self.sample, self.max_tokens = transcript, sample, max_tokens
+        self.threads: list[_Thread] = []
         self.lock = asyncio.Lock()
-        self.refusal: str | None = None
+        self.refusal = ""
+        """The last one's reason."""
+
+    def explained(self, error: str) -> str:
+        """With the refusal that may be behind it."""
+        known = not self.refusal or self.refusal in error
+        return error if known else f"{error} (a call was refused: {self.refusal})"
 
 
 class Agents:
     """Used by one event loop. Call `start` first."""
 
-    def __init__(self, environments: Environments, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, environments: Environments, tokenizer: Tokenizer, parser: ToolParser
+    ) -> None:
         """Raises DataError where the chat template does not permit a second turn."""
         self._environments = environments
+        self._parser = parser
         self._tokenizer = tokenizer
         self._follow = ChatMessages(tokenizer)
         self._sessions: dict[str, _Session] = {}
@@ -117,29 +114,24 @@ class Agents:
 
     async def play(self, transcript: Transcript, sample: Sample, max_tokens: int) -> str | None:
         """Runs the agent, whose calls fill `transcript`; why it ended early, where it failed."""
-        most = self._environments.settings.max_turns
-        session, name = _Session(transcript, sample, max_tokens, most), secrets.token_urlsafe(16)
+        session, name = _Session(transcript, sample, max_tokens), secrets.token_urlsafe(16)
         process = None
         try:
             process = await self._environments.open()
             self._sessions[name] = session
-            reward = await process.run(transcript.prompt, f"{self._url}/session/{name}/v1")
+            reward = await process.run(transcript.asked, f"{self._url}/session/{name}/v1")
         except EnvironmentFailed as error:
             # An agent that is told that there is no room left may well raise.
-            if transcript.truncated:
+            if transcript.truncated and transcript.turns:
                 return None
-            return (
-                f"{error} (a call was refused: {session.refusal})"
-                if session.refusal
-                else str(error)
-            )
+            return session.explained(str(error))
         finally:
             self._sessions.pop(name, None)
             if process is not None:
                 await process.close()
         if not transcript.turns:
-            return "the agent ended without a call of the model"
-        transcript.take_step(Step(reward=reward, done=True))
+            return session.explained("the agent ended without a turn of the model")
+        transcript.segments[-1].take_step(Step(reward=reward, done=True))
         return None
 
     def _session(self, request: web.Request) -> _Session:
@@ -167,8 +159,6 @@ class Agents:
             return web.json_response(answer)
         except Refused as error:
             session.refusal = str(error)
-        except (DataError, jinja2.TemplateError) as error:
-            session.refusal = f"the messages cannot be rendered: {error}"
         except ValueError as error:
             session.refusal = f"the call is no JSON object: {error}"
         return web.json_response(
@@ -176,54 +166,80 @@ class Agents:
         )
 
     async def _answer(self, session: _Session, body: Any) -> dict[str, Any]:
-        messages = _checked(body)
-        transcript = session.transcript
-        if not transcript.turns:
-            self._open(session, messages, body.get("tools"))
+        messages, tools = _checked(body), body.get("tools")
+        transcript, limit = session.transcript, self._environments.settings.max_turns
+        going_on = [one for one in session.threads if one.goes_on(messages, tools)]
+        words: list[int] = []
+        if going_on:
+            thread = max(going_on, key=lambda one: len(one.said))
+            new = [dict(one) for one in messages[len(thread.said) :]]
+            sampled = thread.turns[-1].tokens.response_ids.tolist()
+            words = _rendered(self._follow.between, sampled, new)
+            thread.take_step(Step(observation=new))
         else:
-            self._continue(session, messages, body.get("tools"))
-        budget = session.max_tokens - max(0, transcript.opening) - transcript.length
-        if budget < 1 or len(transcript.turns) == session.max_turns:
+            thread = self._begun(session, messages, tools)
+        room = transcript.room(thread, session.max_tokens) - len(words)
+        if room < 1 or len(transcript.turns) == limit:
             transcript.truncated = True
-            transcript.drop_words()
-            limit = (
+            key = (
                 f"rollout.sampling.max_tokens: {session.max_tokens}"
-                if budget < 1
-                else f"rollout.environment.max_turns: {session.max_turns}"
+                if room < 1
+                else f"rollout.environment.max_turns: {limit}"
             )
-            raise Refused(f"context_length_exceeded: the sample is at its limit, {limit}")
-        asked = body.get("max_completion_tokens") or body.get("max_tokens") or budget
-        most = min(budget, int(asked))
-        turn = await session.sample(transcript.ids, transcript.length, most)
-        transcript.take_turn(turn)
-        if turn.reason == "length" and most == budget:
-            transcript.truncated = True
-        content, calls = parsed(turn.text)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            message["tool_calls"] = calls
-        session.said = [*messages, message]
+            raise Refused(f"context_length_exceeded: the sample is at its limit, {key}")
+        most = min(room, body.get("max_completion_tokens") or body.get("max_tokens") or room)
+        turn = await transcript.extend(thread, words, session.sample, most)
+        # An agent may go on with a shorter history where the one before was at its limit.
+        transcript.truncated = turn.reason == "length" and most == room
+        message = self._parser.message(turn.tokens.response_ids.tolist(), turn.text, tools)
+        if thread not in session.threads:
+            session.threads.append(thread)
+        thread.said = [*messages, message]
+        return self._completion(turn, message, len(thread.ids), bool(body.get("logprobs")))
+
+    def _begun(self, session: _Session, messages: Sequence[Message], tools: Any) -> _Thread:
+        """Raises Refused where the sample has as many segments as it may have."""
+        most = self._environments.settings.max_segments
+        if len(session.threads) == most:
+            nearest = max(session.threads, key=lambda one: one.repeated(messages))
+            where = nearest.repeated(messages)
+            what = (
+                "it has other tools than the one before"
+                if where == len(nearest.said) < len(messages)
+                else f"messages[{where}] differs, or nothing follows"
+            )
+            raise Refused(
+                f"the call does not repeat what was said before and add to it: {what}. It would begin"
+                f" segment {most + 1} of the sample; rollout.environment.max_segments: {most}"
+            )
+        text = _rendered(self._tokenizer.render_chat, messages, answer=True, tools=tools)
+        asked = session.transcript.asked
+        ids = tuple(self._tokenizer.encode_rendered(text))
+        return _Thread(Prompt(id=asked.id, text=text, token_ids=ids, fields=asked.fields), tools)
+
+    def _completion(
+        self, turn: Turn, message: Mapping[str, Any], total: int, logprobs: bool
+    ) -> dict[str, Any]:
+        """The answer. `total`: tokens of the segment."""
         choice: dict[str, Any] = {"index": 0, "message": message}
         choice["finish_reason"] = (
-            "length" if turn.reason == "length" else "tool_calls" if calls else "stop"
+            "length"
+            if turn.reason == "length"
+            else "tool_calls"
+            if "tool_calls" in message
+            else "stop"
         )
-        if body.get("logprobs"):
-            choice["logprobs"] = {
-                "content": [
-                    {
-                        "token": self._tokenizer.decode([token]),
-                        "logprob": logprob,
-                        "top_logprobs": [],
-                    }
-                    for token, logprob in zip(
-                        turn.tokens.response_ids.tolist(),
-                        turn.tokens.behavior_logprobs.tolist(),
-                        strict=True,
-                    )
-                ]
-            }
-        sampled = len(turn.tokens.response_ids)
-        before = len(transcript.ids) - sampled
+        tokens = turn.tokens
+        if logprobs:
+            pairs = zip(
+                tokens.response_ids.tolist(), tokens.behavior_logprobs.tolist(), strict=True
+            )
+            content = [
+                {"token": self._tokenizer.decode([one]), "logprob": logprob, "top_logprobs": []}
+                for one, logprob in pairs
+            ]
+            choice["logprobs"] = {"content": content}
+        sampled = len(tokens.response_ids)
         return {
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "object": "chat.completion",
@@ -231,36 +247,19 @@ class Agents:
             "model": MODEL,
             "choices": [choice],
             "usage": {
-                "prompt_tokens": before,
+                "prompt_tokens": total - sampled,
                 "completion_tokens": sampled,
-                "total_tokens": before + sampled,
+                "total_tokens": total,
             },
         }
 
-    def _open(self, session: _Session, messages: Sequence[Message], tools: Any) -> None:
-        text = self._tokenizer.render_chat(messages, answer=True, tools=tools)
-        old = session.transcript.prompt
-        ids = tuple(self._tokenizer.encode_rendered(text))
-        session.transcript.open(Prompt(id=old.id, text=text, token_ids=ids, fields=old.fields))
-        session.tools = tools
 
-    def _continue(self, session: _Session, messages: Sequence[Message], tools: Any) -> None:
-        said = session.said
-        same = [_same(one) == _same(other) for one, other in zip(said, messages, strict=False)]
-        if tools != session.tools:
-            raise Refused("the call has other tools than the one before, which is one sample's")
-        if len(messages) <= len(said) or not all(same):
-            where = same.index(False) if False in same else len(same)
-            raise Refused(
-                f"the call does not repeat what was said before and add to it: messages[{where}]"
-                " differs or nothing follows. One session is one sample"
-            )
-        transcript = session.transcript
-        new = [dict(one) for one in messages[len(said) :]]
-        sampled = transcript.turns[-1].tokens.response_ids.tolist()
-        ids = self._follow.between(sampled, new)
-        transcript.take_step(Step(observation=new))
-        transcript.take_words(ids)
+def _rendered[Result](render: Callable[..., Result], *messages: Any, **options: Any) -> Result:
+    """Raises Refused for whatever a template, which is a program, makes of an agent's messages."""
+    try:
+        return render(*messages, **options)
+    except Exception as error:
+        raise Refused(f"the messages cannot be rendered: {error}") from error
 
 
 async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
@@ -296,6 +295,9 @@ def _checked(body: Any) -> list[Message]:
         raise Refused("the call is no JSON object")
     if body.get("n") not in (None, 1):
         raise Refused("n must be 1: a session is one sample")
+    for key in ("max_tokens", "max_completion_tokens"):
+        if not isinstance(body.get(key) or 1, int) or (body.get(key) or 1) < 1:
+            raise Refused(f"{key} must be a whole number above 0, not {body[key]!r}")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages must be a list of messages")

@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.rollout.environments import Message, Step, Words
 from megatron_async_rl.rollout.environments.process import LENGTH, LONGEST, MAIN, framed
-from megatron_async_rl.rollout.environments.protocol import Message, Step, Words
 from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.processes import PARENT
@@ -186,7 +186,7 @@ class Conversing:
         words: str | Sequence[Message] = (await self._ask("reset", prompt, "reset"))["words"]
         return words
 
-    async def step(self, response: str) -> Step:
+    async def step(self, response: str | Message) -> Step:
         return Step(**await self._ask("step", response, "step"))
 
     async def run(self, prompt: Prompt, base_url: str) -> float:

@@ -32,7 +32,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_async_rl.config.environment import EnvironmentConfig
-from megatron_async_rl.rollout.environments.protocol import (
+from megatron_async_rl.rollout.environments import (
     Environment,
     checked_step,
     checked_words,

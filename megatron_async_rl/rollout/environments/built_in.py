@@ -1,0 +1,377 @@
+"""Environments by a name of their own: `tools`, functions that the model may call; `agent`, a program or
+a function that asks the model by itself; `verifiers` and `openenv`, environments of these packages,
+which are imported by who names them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import re
+import signal
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from megatron_async_rl.config.environment import TOOLS, EnvironmentConfig
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data.tokenizer import Tokenizer, tokenizer_of
+from megatron_async_rl.rollout.environments import Message, Step, load_factory, settled
+from megatron_async_rl.rollout.rewards.registry import imported
+from megatron_async_rl.samples.types import Prompt
+
+KEY = "unused"
+"""Clients want a key; the endpoint reads none."""
+SETTINGS = "rollout.environment.settings"
+
+# Functions that the model calls
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call, by its signature and docstring."""
+
+    function: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @cached_property
+    def arguments(self) -> TypeAdapter[dict[str, Any]]:
+        """Checks what a model gives. Raises ValueError for a parameter that it cannot give."""
+        said = _described(inspect.getdoc(self.function) or "")
+        types = typing.get_type_hints(self.function)
+        fields: dict[str, Any] = {}
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ValueError(
+                    f"{self.name}: a model gives arguments by name, and {name} has none"
+                )
+            if name not in types:
+                raise ValueError(f"{self.name}: the parameter {name} has no type annotation")
+            fields[name] = Annotated[types[name], Field(description=said.get(name))]
+            if parameter.default is not parameter.empty:
+                fields[name] = typing.NotRequired[fields[name]]
+        typed_dict: Any = typing.TypedDict
+        arguments = typed_dict(self.name, fields)
+        arguments.__pydantic_config__ = ConfigDict(extra="forbid")
+        return TypeAdapter(arguments)
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """As OpenAI and chat templates have it."""
+        parameters = _untitled(self.arguments.json_schema())
+        parameters.pop("additionalProperties", None)
+        text = (inspect.getdoc(self.function) or "").split("\n\n")[0]
+        function = {"name": self.name, "description": text, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+PARAMETER = re.compile(r"^\s+(\w+)(?: ?\(.*?\))?: +(.+)$")
+
+
+def _described(docstring: str) -> dict[str, str]:
+    """Parameters that the section `Args:` describes, each on a line `name: what it is`."""
+    section = re.split(r"^(?:Args|Arguments|Parameters):\s*$", docstring, flags=re.MULTILINE)
+    lines = section[1].splitlines() if len(section) > 1 else ()
+    return {match[1]: match[2] for line in lines if (match := PARAMETER.match(line))}
+
+
+def _untitled(schema: Any) -> Any:
+    """Without the titles that pydantic makes of names."""
+    if isinstance(schema, list):
+        return [_untitled(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _untitled(one) for name, one in value.items()}
+        if key in ("properties", "$defs")
+        else _untitled(value)
+        for key, value in schema.items()
+        if key != "title"
+    }
+
+
+class Tools:
+    """`functions`: the tools, `module:function` each, or a module, whose public functions they are;
+    one or a list. `timeout_s`: longest time of the calls of one turn together.
+
+    A turn without calls ends the sample. Whatever is wrong with a call is its answer, and counted.
+    """
+
+    def __init__(self, *, functions: str | Sequence[str], timeout_s: float = 10.0) -> None:
+        self._tools = _tools((functions,) if isinstance(functions, str) else tuple(functions))
+        self._timeout_s = timeout_s
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self._tools.values()]
+
+    def reset(self, prompt: Prompt) -> None:
+        """Nothing is said before the first turn."""
+
+    async def step(self, message: Message) -> Step:
+        """`message`: the model's, with its `tool_calls`."""
+        calls = message.get("tool_calls") or ()
+        measured = {"tool_calls": float(len(calls)), "tool_errors": 0.0}
+        answers = []
+        until = asyncio.get_running_loop().time() + self._timeout_s
+        for call in calls:
+            try:
+                text = await self._call(call["function"], until)
+            except Exception as error:  # noqa: BLE001 - the model reads it
+                text = f"error: {type(error).__name__}: {error}"
+                measured["tool_errors"] += 1
+            named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
+            answers.append({"role": "tool", **named, "content": text})
+        return Step(observation=answers, done=not calls, measured=measured)
+
+    async def _call(self, call: Mapping[str, Any], until: float) -> str:
+        tool = self._tools.get(call["name"])
+        if tool is None:
+            near = get_close_matches(call["name"], self._tools, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            there = ", ".join(self._tools)
+            raise LookupError(f"there is no tool {call['name']!r}; {hint}there is {there}")
+        try:
+            arguments = tool.arguments.validate_json(call["arguments"] or "{}")
+        except ValidationError as error:
+            faults = (
+                ": ".join([".".join(map(str, one["loc"])), one["msg"]]) for one in error.errors()
+            )
+            raise ValueError("; ".join(fault.removeprefix(": ") for fault in faults)) from None
+        left = until - asyncio.get_running_loop().time()
+        with _interrupted(max(left, 1e-6), self._timeout_s):
+            answer = tool.function(**arguments)
+        if inspect.isawaitable(answer):
+            try:
+                async with asyncio.timeout_at(until):
+                    answer = await answer
+            except TimeoutError:
+                raise _late(self._timeout_s) from None
+        return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+
+
+def _late(timeout_s: float) -> TimeoutError:
+    return TimeoutError(f"no answer within {timeout_s:g} s, in which a turn's calls must end")
+
+
+@contextmanager
+def _interrupted(left_s: float, timeout_s: float) -> Iterator[None]:
+    """Raises TimeoutError in the code within after `left_s` seconds. What holds it off (a call of C)
+    `rollout.environment.timeout_s` ends, with the process."""
+
+    def end(*_: Any) -> None:
+        raise _late(timeout_s)
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, left_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@cache
+def _tools(names: tuple[str, ...]) -> dict[str, Tool]:
+    """The functions by their names. Raises ValueError."""
+    found: dict[str, Tool] = {}
+    for name in names:
+        module_name, _, attribute = name.partition(":")
+        module = imported(module_name, name, SETTINGS)
+        functions = [
+            one
+            for each, one in vars(module).items()
+            if (each == attribute if attribute else _public(module, each, one))
+        ]
+        if not functions or not all(map(callable, functions)):
+            near = get_close_matches(attribute, vars(module), n=1)
+            hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+            what = f"function {attribute!r}" if attribute else "public function"
+            raise ValueError(f"module {module_name!r} has no {what}{hint}")
+        for function in functions:
+            tool = Tool(function)
+            if tool.name in found:
+                raise ValueError(f"two of the functions are named {tool.name}")
+            _ = tool.schema
+            found[tool.name] = tool
+    return found
+
+
+def _public(module: Any, name: str, value: Any) -> bool:
+    return (
+        inspect.isfunction(value)
+        and not name.startswith("_")
+        and value.__module__ == module.__name__
+    )
+
+
+def prompt_tokenizer(model: Path, config: Config) -> Tokenizer:
+    """As the prompts of `config` are rendered: with the functions that the model may call. Raises
+    DataError, EnvironmentRefused."""
+    turns = None if config.rollout is None else config.rollout.environment
+    return tokenizer_of(model, config.data, tool_schemas(turns))
+
+
+def tool_schemas(settings: EnvironmentConfig | None) -> list[dict[str, Any]]:
+    """JSON schemas of the functions that the model may call; none without the environment `tools`.
+    Raises EnvironmentRefused."""
+    if settings is None or settings.name != TOOLS:
+        return []
+    tools: Any = load_factory(settings)()
+    schemas: list[dict[str, Any]] = tools.schemas
+    return schemas
+
+
+# Agents
+
+
+class Agent:
+    """`function`: `module:function`, called as function(prompt, base_url), may be `async`.
+    `command`: program and arguments; it finds the prompt as JSON (`text`, `fields`) on standard
+    input, OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and ends with a line that is its
+    reward, a number."""
+
+    def __init__(self, *, function: str | None = None, command: Sequence[str] = ()) -> None:
+        if (function is None) == (not command):
+            raise ValueError("give either `function`, as module:function, or `command`, a list")
+        self._function = None
+        if function is not None:
+            module_name, _, attribute = function.partition(":")
+            self._function = getattr(imported(module_name, function, SETTINGS), attribute)
+        self._command = [command] if isinstance(command, str) else list(command)
+
+    async def run(self, prompt: Prompt, base_url: str) -> float:
+        """The reward."""
+        if self._function is not None:
+            return float(await settled(self._function(prompt, base_url)))
+        program = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY},
+        )
+        asked = json.dumps({"text": prompt.text, "fields": dict(prompt.fields)}).encode()
+        said, _ = await program.communicate(asked)
+        if program.returncode != 0:
+            raise RuntimeError(f"{self._command[0]} ended with code {program.returncode}")
+        lines = said.decode(errors="replace").strip().splitlines()
+        if not lines:
+            raise ValueError(f"{self._command[0]} wrote no reward, a number on its last line")
+        return float(lines[-1])
+
+
+LOCAL = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+"""Where `env` says nothing of its agent: on this machine, and nothing but the model and its tools."""
+
+
+class Verifiers:
+    """An environment of the package verifiers, version 1 of its interface, whose own harness asks the
+    model at the endpoint and whose own rewards are the sample's. `env`: its configuration, as
+    verifiers has it, such as `{taskset: {id: my_tasks}}`. `task`: column of the prompt with the
+    number of its task."""
+
+    def __init__(self, *, env: Mapping[str, Any], task: str = "task") -> None:
+        self._settings = json.dumps({"agent": LOCAL, **env})
+        self._task = task
+        _verifiers(self._settings)
+
+    async def run(self, prompt: Prompt, base_url: str) -> float:
+        """The reward of one episode. Raises RuntimeError for one that failed."""
+        library, environment, tasks = _verifiers(self._settings)
+        number = int(prompt.fields[self._task])
+        client = library.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
+        context = library.ModelContext(model="policy", client=client)
+        async with environment.serving():
+            episode = await environment.run_episode(tasks[number], context)
+        errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
+        if not episode.ok:
+            raise RuntimeError("; ".join(f"{one.type}: {one.message}" for one in errors))
+        return float(sum(trace.reward for trace in episode.traces))
+
+
+@cache
+def _verifiers(settings: str) -> tuple[Any, Any, list[Any]]:
+    """The library, the environment and its tasks, once for each process."""
+    library, loaders = _of_package("verifiers", "verifiers.v1", "verifiers.v1.utils.loaders")
+    environment = loaders.load_environment(loaders.resolve_env_config(json.loads(settings)))
+    return library, environment, list(environment.taskset.load())
+
+
+def _of_package(package: str, *modules: str) -> list[Any]:
+    try:
+        return [importlib.import_module(name) for name in modules]
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"it needs the package {package} ({error}); pip install {package}"
+        ) from error
+
+
+# A server
+
+
+class OpenEnv:
+    """A session of an OpenEnv server, by OpenEnv's own client. `url`: of the server. `action`: the
+    action's field that takes the response; null reads the response as JSON, the whole action.
+    `observation`: the observation's field that is shown; null shows all of it as JSON. `reset`:
+    columns of the prompt that the server's reset takes."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        action: str | None = "message",
+        observation: str | None = None,
+        reset: Sequence[str] = (),
+    ) -> None:
+        (client,) = _of_package("openenv-core", "openenv.core.generic_client")
+        self._client: Any = client.GenericEnvClient(base_url=url)
+        self._action, self._observation, self._reset = action, observation, tuple(reset)
+
+    async def reset(self, prompt: Prompt) -> str:
+        await self._client.connect()
+        result = await self._client.reset(**{name: prompt.fields[name] for name in self._reset})
+        return self._shown(result.observation)
+
+    async def step(self, response: str) -> Step:
+        """A response that is no JSON object, where one is wanted, is told so and rewarded 0."""
+        action: Any = {self._action: response}
+        if self._action is None:
+            try:
+                action = json.loads(response)
+            except ValueError as error:
+                return Step(observation=f"the action is no JSON: {error}")
+            if not isinstance(action, dict):
+                return Step(observation="the action is no JSON object")
+        result = await self._client.step(action)
+        return Step(
+            observation=self._shown(result.observation),
+            reward=float(result.reward or 0.0),
+            done=bool(result.done),
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _shown(self, observation: Any) -> str:
+        if self._observation is None:
+            return json.dumps(observation, ensure_ascii=False)
+        if not isinstance(observation, Mapping) or self._observation not in observation:
+            there = ", ".join(observation) if isinstance(observation, Mapping) else "no fields"
+            raise KeyError(
+                f"the observation has no {self._observation!r}, which"
+                f" rollout.environment.settings.observation names; it has {there}"
+            )
+        return str(observation[self._observation])

@@ -1,0 +1,49 @@
+"""A tokenizer of one token a character, whose number is the character's, on disk; `<end>` is token 1
+and ends a turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Of chats; what a tool is called with stands in no message of it."""
+
+
+def save_characters(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    letters = {chr(code): code for code in (10, *range(32, 127))}
+    end = {"id": 1, "content": "<end>", "special": True, "normalized": False}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [end],
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "[\\s\\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": {"<end>": 1, **letters}, "unk_token": "?"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def characters(directory: Path, template: str = TEMPLATE) -> Tokenizer:
+    return load_tokenizer(save_characters(directory), template)
+
+
+def read(ids: object) -> str:
+    """What stands there, `<end>` as \\x01."""
+    return "".join(map(chr, ids))  # type: ignore[arg-type, call-overload]
