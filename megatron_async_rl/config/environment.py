@@ -69,6 +69,11 @@ def environment_conflicts(config: Config) -> Iterator[str]:
             f"rollout.environment.max_segments: {turns.max_segments} is of agents, and {turns.name}"
             " answers every turn of one conversation; remove it"
         )
+    if turns is not None and turns.name in AGENTS and turns.format == "text":
+        yield (
+            f"rollout.environment.format: text has no use with {turns.name}, whose endpoint answers"
+            " chats; remove it"
+        )
     if turns is not None and turns.name not in AGENTS and turns.timeout_s >= limit_s:
         yield (
             f"rollout.environment.timeout_s: {turns.timeout_s:g} lets a tool take as long as"

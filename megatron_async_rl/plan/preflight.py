@@ -42,7 +42,7 @@ from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import follow_ups
-from megatron_async_rl.rollout.environments.pool import failures
+from megatron_async_rl.rollout.environments.conversation import failures
 from megatron_async_rl.rollout.rewards.registry import RewardError
 from megatron_async_rl.rollout.scoring import (
     Scorer,
@@ -304,6 +304,7 @@ def _environment(
     settings = None if config.rollout is None else config.rollout.environment
     if settings is None:
         return []
+    follow = None
     try:
         load_factory(settings)
         if tokenizer is not None:
@@ -325,13 +326,14 @@ def _environment(
     if settings.name in (TOOLS, *AGENTS):
         return []  # it would want a model that asks it, or whom it asks
     tried = {key: found.prompts[:TRIED_PROMPTS] for key, found in read.items()}
+    answers = failures(settings, tried, MADE_UP_RESPONSE, PATIENCE_S, follow)
     return [
         Problem(
             key="rollout.environment.name",
             what=f"{settings.name} failed on {error}",
             fix="correct the environment, or give every prompt the fields that it reads",
         )
-        for error in asyncio.run(failures(settings, tried, MADE_UP_RESPONSE, PATIENCE_S)).values()
+        for error in asyncio.run(answers).values()
     ]
 
 

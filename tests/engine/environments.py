@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ class Counting:
     async def reset(self, prompt: Prompt) -> str:
         self.fault = prompt.fields.get("fault")
         self.folder = Path(prompt.fields.get("folder", "."))
+        self.slow_to_close = bool(prompt.fields.get("slow_to_close"))
         if self.fault == "reset":
             raise KeyError("secret")
         return str(prompt.fields.get("opening", ""))
@@ -37,6 +40,17 @@ class Counting:
                     time.sleep(3600)
                 case "exits":
                     os._exit(3)
+                case "huge":
+                    return Step(reward=1e39)
+                case "parts":
+                    return Step(observation=[{"role": "tool", "content": [{"text": "w7"}]}])
+                case "unreadable":
+                    return Step(observation="what")
+                case "floods":
+                    return Step(observation="w7 " * 10_000)
+                case "leaves":
+                    leave(self.folder)
+                    time.sleep(3600)
                 case "waits":
                     (self.folder / "waiting").touch()
                     while not (self.folder / "go").exists():
@@ -47,6 +61,21 @@ class Counting:
             done=self.taken == self.turns,
             train=self.fault != "untrained" or self.taken != 1,
         )
+
+    async def close(self) -> None:
+        if self.slow_to_close:
+            await asyncio.sleep(3600)
+
+
+def leave(folder: Path) -> None:
+    """A process in a session of its own, which outlives what kills a group; its number is in
+    `left`."""
+    program = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(3600)"
+    left = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert left.stdout is not None
+    (folder / "left").write_bytes(left.stdout.readline())
 
 
 class Waiting:

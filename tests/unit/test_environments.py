@@ -2,6 +2,7 @@
 own, and what it costs when one of these misbehaves."""
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,22 +14,23 @@ import pytest
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
+from megatron_async_rl.rollout.environments import EnvironmentRefused, checked_words, load_factory
 from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText
 from megatron_async_rl.rollout.environments.conversation import (
     Asked,
     Conversations,
     Transcript,
     Turn,
+    failures,
 )
 from megatron_async_rl.rollout.environments.pool import (
     EnvironmentFailed,
     Environments,
     EnvironmentStartError,
-    failures,
 )
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
+from megatron_async_rl.watchdog.processes import condition
 
 COUNTING = "tests.engine.environments:Counting"
 
@@ -162,19 +164,23 @@ def test_a_turn_may_be_left_out_of_the_loss_by_its_environment(played: Played) -
 def test_an_environment_that_fails_in_any_way_costs_its_sample_and_disturbs_nobody(
     played: Played,
 ) -> None:
-    faults = ["reset", "raises", "nan", "none", "exits", None]
+    faults = ["reset", "raises", "nan", "none", "exits", "huge", "parts", "unreadable", None]
     found = played(*(prompt_of(fault=fault) for fault in faults))
     errors = [error for _, error, _ in found]
     assert errors == [
         "reset raised KeyError: 'secret'",
         "step raised KeyError: 'answer'",
-        "step raised ValueError: the reward of a step is nan, not a finite number",
+        "step raised ValueError: the reward of a step is nan, not a finite number of at most 1e+30",
         "step raised TypeError: step returned a NoneType, not a Step",
         "its process ended in step; see the engine's log",
+        "step raised ValueError: the reward of a step is 1e+39, not a finite number of at most 1e+30",
+        "step raised TypeError: the observation of a step must be text or a list of messages with"
+        ' role and content, both text: [{"role": "tool", "content": [{"text": "w7"}]}]',
+        "its words cannot be rendered: invalid literal for int() with base 10: 'hat'",
         None,
     ]
     # What was sampled until then is there, for the log.
-    assert [len(transcript.turns) for transcript, _, _ in found] == [0, 2, 2, 2, 2, 3]
+    assert [len(transcript.turns) for transcript, _, _ in found] == [0, 2, 2, 2, 2, 2, 2, 2, 3]
     ((transcript, error, _),) = played(prompt_of(fault="hangs"))
     assert error == "no answer to step within rollout.environment.timeout_s: 0.1"
     assert len(transcript.turns) == 2
@@ -218,6 +224,104 @@ def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> 
     assert played.runner.run(run()) == (4, True)
 
 
+def test_words_without_end_are_cut_off_before_they_are_tokenized(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenized: list[int] = []
+    encode = Words.encode
+
+    def counting(self: Words, text: str, **how: bool) -> list[int]:
+        tokenized.append(len(text))
+        return encode(self, text, **how)
+
+    monkeypatch.setattr(Words, "encode", counting)
+    ((transcript, error, _),) = played(prompt_of(fault="floods"))
+    assert (error, transcript.truncated, len(transcript.turns)) == (None, True, 2)
+    ((_, error, _),) = played(prompt_of(opening="w7 " * 10_000))
+    assert error is not None
+    assert "what reset returns is 30000 characters long" in error
+    assert max(tokenized) < 100
+
+
+def test_who_is_cancelled_while_an_environment_closes_leaves_its_room_and_does_not_wait(
+    played: Played,
+) -> None:
+    async def run() -> int:
+        pool = played.pool
+        environment = await pool.open()
+        await environment.reset(prompt_of(slow_to_close=True))
+        closing = asyncio.create_task(environment.close())
+        while environment._process is not None and not environment._busy:
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+
+        async def aborted() -> None:
+            other = await pool.open()
+            try:
+                await other.reset(prompt_of(slow_to_close=True))
+                await asyncio.Event().wait()
+            finally:
+                await other.close()
+
+        task = asyncio.create_task(aborted())
+        while len(pool._closing) < 1 or pool._room._value > 2:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        pool.settings = settings_of(timeout_s=0.1)  # of `close`, from here on for neither
+        ends = list(pool._closing)
+        for one in ends:
+            one.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+        return pool._room._value
+
+    played.pool.settings = settings_of()
+    assert played.runner.run(run()) == 4
+
+
+def test_all_that_an_environment_started_ends_with_it(played: Played, tmp_path: Path) -> None:
+    async def run() -> None:
+        environment = await played.pool.open()
+        await environment.reset(prompt_of(fault="leaves", folder=str(tmp_path)))
+        await environment.step("1")
+        hanging = asyncio.create_task(environment.step("2"))
+        while not (tmp_path / "left").exists() or not (tmp_path / "left").read_text():
+            await asyncio.sleep(0.01)
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        await environment.close()
+        while condition(int((tmp_path / "left").read_text())) is not None:
+            await asyncio.sleep(0.01)
+
+    played.pool.settings = settings_of()
+    played.runner.run(run())
+
+
+def test_no_order_to_the_process_that_forks_is_lost() -> None:
+    """However many it has not read yet."""
+
+    async def run() -> int:
+        pool = Environments(settings_of(processes=4))
+        pool.start()
+        await pool.ready()
+        assert pool._template is not None
+        pool._template.send_signal(signal.SIGSTOP)
+        for number in range(2000):
+            pool._order({"kill": number})
+        opening = asyncio.create_task(pool.open())
+        await asyncio.sleep(0)
+        waiting = len(pool._orders)
+        pool._template.send_signal(signal.SIGCONT)
+        environment = await opening
+        await environment.reset(prompt_of())
+        await environment.close()
+        pool.close()
+        return waiting
+
+    assert asyncio.run(run()) > 100
+
+
 @pytest.mark.parametrize(
     ("own", "where", "what"),
     [
@@ -248,6 +352,17 @@ def test_a_trial_says_what_fails_before_anything_starts() -> None:
     found = asyncio.run(failures(settings_of(), prompts, "0", 60.0))
     assert list(found) == ["data.train"]
     assert "reset raised KeyError: 'secret'" in found["data.train"]
+    follow = PlainText(Words())  # type: ignore[arg-type]
+    prompts = {"data.train": [prompt_of(opening="what")], "data.eval": [prompt_of(opening="w1")]}
+    found = asyncio.run(failures(settings_of(), prompts, "0", 60.0, follow))
+    assert list(found) == ["data.train"]
+    assert "its words cannot be rendered" in found["data.train"]
+
+
+def test_what_is_no_character_is_escaped() -> None:
+    assert checked_words("\udcff", "it") == "\\udcff"
+    said = [{"role": "tool", "content": "a\ud800"}]
+    assert checked_words(said, "it") == [{"role": "tool", "content": "a\\ud800"}]
 
 
 TEMPLATE = (

@@ -14,7 +14,6 @@ import difflib
 import importlib.util
 import inspect
 import json
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -33,6 +32,9 @@ BUILT_IN = {
     "verifiers": f"{__name__}.built_in:Verifiers",
     "openenv": f"{__name__}.built_in:OpenEnv",
 }
+
+LARGEST = 1e30
+"""Of a reward: a hundred million of them add up in float32."""
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and whatever else the template reads."""
@@ -201,18 +203,34 @@ async def settled[Answer](answer: Answer | Awaitable[Answer]) -> Answer:
 
 
 def checked_words(words: Any, source: str) -> Words:
-    """Raises TypeError for what is neither text nor a list of messages. `source`: who said it."""
+    """As text that has a form in UTF-8: what is no character (a byte of a shell's output) is
+    escaped. Raises TypeError for what is neither text nor a list of messages of text. `source`: who
+    said it."""
     if words is None:
         return ""
     if isinstance(words, str):
-        return words
+        return words.encode(errors="backslashreplace").decode()
     if isinstance(words, Sequence) and all(
-        isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one
+        isinstance(one, Mapping)
+        and isinstance(one.get("role"), str)
+        and isinstance(one.get("content"), str)
         for one in words
     ):
-        return [dict(one) for one in words]
+        return [
+            {**one, "content": one["content"].encode(errors="backslashreplace").decode()}
+            for one in words
+        ]
     shown = json.dumps(words, default=str)[:80]
-    raise TypeError(f"{source} must be text or a list of messages with role and content: {shown}")
+    raise TypeError(
+        f"{source} must be text or a list of messages with role and content, both text: {shown}"
+    )
+
+
+def require_finite(value: float, name: str) -> None:
+    """Raises ValueError for what is no number, or might have no place in float32 with others added
+    to it."""
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"{name} is {value}, not a finite number of at most {LARGEST:g}")
 
 
 def checked_step(step: Any) -> dict[str, Any]:
@@ -223,6 +241,5 @@ def checked_step(step: Any) -> dict[str, Any]:
     reward = float(step.reward)
     measured = {str(name): float(value) for name, value in step.measured.items()}
     for name, value in {"the reward": reward, **measured}.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name} of a step is {value}, not a finite number")
+        require_finite(value, f"{name} of a step")
     return asdict(step) | {"observation": words, "reward": reward, "measured": measured}

@@ -19,21 +19,25 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import Message, Step, Words
 from megatron_async_rl.rollout.environments.chat import FollowUps, ToolParser, follow_ups, shown
-from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
+from megatron_async_rl.rollout.environments.pool import (
+    EnvironmentFailed,
+    Environments,
+    EnvironmentStartError,
+)
 from megatron_async_rl.samples.types import FinishReason, PartialResponse, Prompt
 
 
@@ -276,11 +280,14 @@ async def converse(
     calls, for an environment that takes messages; null: it takes text."""
     prompt = transcript.asked
     opening = await environment.reset(prompt)
-    segment = Segment(follow.opened(prompt, opening) if opening else prompt)
+    begun = prompt
+    if opening and not too_long(opening, max_tokens):
+        begun = rendered(follow.opened, prompt, opening)
+    segment = Segment(begun)
     room = transcript.room(segment, max_tokens)
-    if room < 1:
+    if room < 1 or (opening and begun is prompt):
         raise EnvironmentFailed(
-            f"what reset returns is {max_tokens - room} tokens long, and"
+            f"what reset returns is {len(shown(opening))} characters long, and"
             f" rollout.sampling.max_tokens: {max_tokens} leaves no room for a turn"
         )
     words: list[int] = []
@@ -295,11 +302,33 @@ async def converse(
             transcript.truncated = True
         if step.done or transcript.truncated or len(transcript.turns) == max_turns:
             return
-        words = follow.between(ids, step.observation)
         room = transcript.room(segment, max_tokens)
+        if too_long(step.observation, room):
+            transcript.truncated = True
+            return
+        words = rendered(follow.between, ids, step.observation)
         if len(words) >= room:
             transcript.truncated = True
             return
+
+
+CHARACTERS_A_TOKEN = 64
+"""More than a tokenizer puts into one on average. Words of more are not tokenized to be counted, as
+every response of the engine would wait meanwhile."""
+
+
+def too_long(words: Words, room: int) -> bool:
+    """Whether the words take more than `room` tokens for certain."""
+    return len(shown(words)) > CHARACTERS_A_TOKEN * max(1, room)
+
+
+def rendered[Result](render: Callable[..., Result], *given: Any) -> Result:
+    """Raises EnvironmentFailed for whatever a template, which is a program, or a tokenizer makes of an
+    environment's words."""
+    try:
+        return render(*given)
+    except Exception as error:
+        raise EnvironmentFailed(f"its words cannot be rendered: {error}") from error
 
 
 class Player(Protocol):
@@ -336,9 +365,54 @@ class Conversations:
                 max_tokens=max_tokens,
                 parser=self._parser,
             )
-        except (EnvironmentFailed, DataError, jinja2.TemplateError) as error:
+        except EnvironmentFailed as error:
             return str(error)
         finally:
             if environment is not None:
                 await environment.close()
         return None
+
+
+async def failures(
+    settings: EnvironmentConfig,
+    prompts: Mapping[str, Sequence[Prompt]],
+    response: str,
+    patience_s: float,
+    follow: FollowUps | None = None,
+) -> dict[str, str]:
+    """Has the environment answer one turn, `response`, to the first of `prompts` that it can: why it
+    could to none, by their key. One that is slow is taken for able. `follow`: puts its words behind
+    the prompt and the turn, too."""
+    found: dict[str, str] = {}
+    pool = Environments(settings)
+    pool.start()
+    try:
+        await pool.ready()
+        for key, some in prompts.items():
+            error: str | None = None
+            for prompt in some:
+                environment = await pool.open()
+                try:
+                    async with asyncio.timeout(patience_s):
+                        opening = await environment.reset(prompt)
+                        answer = await environment.step(response)
+                    if follow is not None:
+                        if opening:
+                            rendered(follow.opened, prompt, opening)
+                        rendered(follow.between, (0,), answer.observation)
+                    error = None
+                except TimeoutError:
+                    error = None
+                except EnvironmentFailed as failed:
+                    error = error or f"the first prompts of {key}: {failed}"
+                finally:
+                    await environment.close()
+                if error is None:
+                    break
+            if error is not None:
+                found[key] = error
+    except (EnvironmentStartError, EnvironmentFailed) as failed:
+        found[""] = f"its import: {failed}"
+    finally:
+        pool.close()
+    return found

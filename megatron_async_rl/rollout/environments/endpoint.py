@@ -31,12 +31,23 @@ from aiohttp import web
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import Message, Step
 from megatron_async_rl.rollout.environments.chat import ChatMessages, ToolParser
-from megatron_async_rl.rollout.environments.conversation import Sample, Segment, Transcript, Turn
+from megatron_async_rl.rollout.environments.conversation import (
+    Asked,
+    Sample,
+    Segment,
+    Transcript,
+    Turn,
+    too_long,
+)
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.samples.types import Prompt
 
 MODEL = "policy"
 """Name of the model; a call may give any."""
+
+
+CLOSE_S = 0.5
+"""Longest time that a call may take to end with the engine."""
 
 
 class Refused(Exception):
@@ -72,11 +83,20 @@ class _Thread(Segment):
 
 class _Session:
     def __init__(self, transcript: Transcript, sample: Sample, max_tokens: int) -> None:
-        self.transcript, self.sample, self.max_tokens = transcript, sample, max_tokens
+        self.transcript, self._sample, self.max_tokens = transcript, sample, max_tokens
         self.threads: list[_Thread] = []
         self.lock = asyncio.Lock()
         self.refusal = ""
         """The last one's reason."""
+        self.ended = False
+
+    async def sample(self, asked: Asked) -> Turn:
+        """Raises Refused once the agent has ended: of a call that it gave up, nothing is in the
+        sample."""
+        turn = None if self.ended else await self._sample(asked)
+        if turn is None or self.ended:
+            raise Refused("the session's agent has ended")
+        return turn
 
     def explained(self, error: str) -> str:
         """With the refusal that may be behind it."""
@@ -103,7 +123,7 @@ class Agents:
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_post("/session/{name}/v1/chat/completions", self._complete)
         app.router.add_get("/session/{name}/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self._url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
@@ -127,6 +147,7 @@ class Agents:
             return session.explained(str(error))
         finally:
             self._sessions.pop(name, None)
+            session.ended = True
             if process is not None:
                 await process.close()
         if not transcript.turns:
@@ -174,19 +195,15 @@ class Agents:
             thread = max(going_on, key=lambda one: len(one.said))
             new = [dict(one) for one in messages[len(thread.said) :]]
             sampled = thread.turns[-1].tokens.response_ids.tolist()
+            if too_long(new, transcript.room(thread, session.max_tokens)):
+                raise self._full(session)
             words = _rendered(self._follow.between, sampled, new)
             thread.take_step(Step(observation=new))
         else:
             thread = self._begun(session, messages, tools)
         room = transcript.room(thread, session.max_tokens) - len(words)
         if room < 1 or len(transcript.turns) == limit:
-            transcript.truncated = True
-            key = (
-                f"rollout.sampling.max_tokens: {session.max_tokens}"
-                if room < 1
-                else f"rollout.environment.max_turns: {limit}"
-            )
-            raise Refused(f"context_length_exceeded: the sample is at its limit, {key}")
+            raise self._full(session, turns=room >= 1)
         most = min(room, body.get("max_completion_tokens") or body.get("max_tokens") or room)
         turn = await transcript.extend(thread, words, session.sample, most)
         # An agent may go on with a shorter history where the one before was at its limit.
@@ -196,6 +213,16 @@ class Agents:
             session.threads.append(thread)
         thread.said = [*messages, message]
         return self._completion(turn, message, len(thread.ids), bool(body.get("logprobs")))
+
+    def _full(self, session: _Session, *, turns: bool = False) -> Refused:
+        """`turns`: the limit that is met is theirs, and not of tokens."""
+        session.transcript.truncated = True
+        key = (
+            f"rollout.environment.max_turns: {self._environments.settings.max_turns}"
+            if turns
+            else f"rollout.sampling.max_tokens: {session.max_tokens}"
+        )
+        return Refused(f"context_length_exceeded: the sample is at its limit, {key}")
 
     def _begun(self, session: _Session, messages: Sequence[Message], tools: Any) -> _Thread:
         """Raises Refused where the sample has as many segments as it may have."""
@@ -212,8 +239,10 @@ class Agents:
                 f"the call does not repeat what was said before and add to it: {what}. It would begin"
                 f" segment {most + 1} of the sample; rollout.environment.max_segments: {most}"
             )
-        text = _rendered(self._tokenizer.render_chat, messages, answer=True, tools=tools)
         asked = session.transcript.asked
+        if too_long(messages, len(asked.token_ids) + session.max_tokens):
+            raise self._full(session)
+        text = _rendered(self._tokenizer.render_chat, messages, answer=True, tools=tools)
         ids = tuple(self._tokenizer.encode_rendered(text))
         return _Thread(Prompt(id=asked.id, text=text, token_ids=ids, fields=asked.fields), tools)
 

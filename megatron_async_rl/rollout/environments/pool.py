@@ -20,7 +20,9 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from megatron_async_rl.config.environment import EnvironmentConfig
@@ -59,6 +61,9 @@ class Environments:
         self._template: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._imported: asyncio.Task[None] | None = None
+        self._orders: deque[tuple[bytes, socket.socket | None]] = deque()
+        """Those that the template has not taken yet, with the sockets that they send."""
+        self._closing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Starts the process that imports the environment, while the engine starts."""
@@ -74,12 +79,12 @@ class Environments:
                 [sys.executable, "-c", MAIN, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, PARENT: str(os.getpid())},
+                env={**os.environ, **_without_proxy(), PARENT: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C is for the launcher to answer
             )
         finally:
             theirs.close()
-        self._control = ours
+        self._control, self._loop = ours, asyncio.get_running_loop()
         self._imported = asyncio.create_task(self._import(ours))
 
     async def _import(self, control: socket.socket) -> None:
@@ -102,7 +107,9 @@ class Environments:
 
     async def open(self) -> Conversing:
         """A process for one sample, once there is room. Raises EnvironmentFailed."""
-        await self._room.acquire()
+        name = f"room in the environment {self.settings.name} (rollout.environment.processes)"
+        with watch.doing("wait", name) if self._room.locked() else nullcontext():
+            await self._room.acquire()
         try:
             process = self._idle.pop() if self._idle else await self._fork()
             return Conversing(self, process)
@@ -117,32 +124,61 @@ class Environments:
         try:
             await self.ready()
             ours, theirs = socket.socketpair()
-            with theirs:
-                number = next(self._numbers)
-                self._order({"fork": number}, theirs)
+            number = next(self._numbers)
+            self._order({"fork": number}, theirs)
             reader, writer = await asyncio.open_connection(sock=ours)
         except (EnvironmentStartError, OSError) as error:
             raise EnvironmentFailed(f"no process for the environment: {error}") from error
         return _Process(number, reader, writer)
 
     def _order(self, order: dict[str, int], sent: socket.socket | None = None) -> None:
+        """Closes `sent`, of which the template gets a copy."""
+        self._orders.append((json.dumps(order).encode(), sent))
+        self._send_orders()
+
+    def _send_orders(self) -> None:
+        """As many as the template's socket takes now; the others once it takes more."""
         assert self._control is not None
-        descriptors = [] if sent is None else [sent.fileno()]
-        socket.send_fds(self._control, [json.dumps(order).encode()], descriptors)
+        while self._orders:
+            payload, sent = self._orders[0]
+            try:
+                descriptors = [] if sent is None else [sent.fileno()]
+                socket.send_fds(self._control, [payload], descriptors)
+            except BlockingIOError:
+                self._loop.add_writer(self._control, self._send_orders)
+                return
+            except OSError:  # the template is gone, and its forks with it
+                self._drop_orders()
+                return
+            self._orders.popleft()
+            if sent is not None:
+                sent.close()
+        self._loop.remove_writer(self._control)
+
+    def _drop_orders(self) -> None:
+        """Whoever waits for a process then finds its socket closed."""
+        if self._orders and self._control is not None:
+            self._loop.remove_writer(self._control)
+        for _, sent in self._orders:
+            if sent is not None:
+                sent.close()
+        self._orders.clear()
 
     def kill(self, process: _Process, *, show: bool) -> None:
         """`show`: it first writes into the engine's log where it stands."""
         process.writer.transport.abort()
-        try:
-            if show:
-                self._order({"show": process.number})
-                asyncio.get_running_loop().call_later(
-                    SHOW_S, lambda: self.kill(process, show=False)
-                )
-            else:
-                self._order({"kill": process.number})
-        except OSError:
-            pass  # the template is gone, and its forks with it
+        if self._control is None:
+            return
+        self._order({"show" if show else "kill": process.number})
+        if show:
+            asyncio.get_running_loop().call_later(SHOW_S, lambda: self.kill(process, show=False))
+
+    def closing(self, close: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Goes on whoever is cancelled meanwhile, up to the pool's own end."""
+        task = asyncio.create_task(close)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
 
     def give_back(self, process: _Process | None) -> None:
         """`process`: null where it was killed."""
@@ -154,11 +190,15 @@ class Environments:
         """Ends all processes."""
         if self._imported is not None:
             self._imported.cancel()
+        for task in self._closing:
+            task.cancel()
+        self._drop_orders()
         for process in self._idle:
             process.writer.transport.abort()
         self._idle.clear()
         if self._control is not None:
             self._control.close()  # which has the template kill its forks, with all they started
+            self._control = None
         if self._template is not None:
             try:
                 self._template.wait(EXIT_S)
@@ -194,19 +234,24 @@ class Conversing:
         return float((await self._ask("run", (prompt, base_url), "run"))["reward"])
 
     async def close(self) -> None:
-        """A process that is still busy is killed: whoever waited for it was cancelled."""
-        if self._busy:
-            self._end(show=False)
-        elif self._process is not None:
-            try:
+        """A process that is still busy is killed: whoever waited for it was cancelled. Whoever is
+        cancelled does not wait for the environment's own `close` either."""
+        closing = self._pool.closing(self._close())
+        task = asyncio.current_task()
+        if task is None or not task.cancelling():
+            await asyncio.shield(closing)
+
+    async def _close(self) -> None:
+        try:
+            if not self._busy and self._process is not None:
                 await self._ask("close", None, "close")
-            except EnvironmentFailed:
-                pass  # the sample has all it needs
-            finally:
-                if self._busy:
-                    self._end(show=False)
-        process, self._process = self._process, None
-        self._pool.give_back(process)
+        except EnvironmentFailed:
+            pass  # the sample has all it needs
+        finally:
+            if self._busy:
+                self._end(show=False)
+            process, self._process = self._process, None
+            self._pool.give_back(process)
 
     async def _ask(self, method: str, argument: Any, what: str) -> dict[str, Any]:
         process, settings = self._process, self._pool.settings
@@ -245,46 +290,15 @@ class Conversing:
         self._process, self._busy = None, False
 
 
+def _without_proxy() -> dict[str, str]:
+    """Environment variables that keep an agent's calls to its endpoint, on this machine, from a
+    proxy."""
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    names = ",".join(one for one in (known, "127.0.0.1", "localhost") if one)
+    return {"no_proxy": names, "NO_PROXY": names}
+
+
 async def _read(reader: asyncio.StreamReader) -> dict[str, Any]:
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     answer: dict[str, Any] = json.loads(await reader.readexactly(length))
     return answer
-
-
-async def failures(
-    settings: EnvironmentConfig,
-    prompts: Mapping[str, Sequence[Prompt]],
-    response: str,
-    patience_s: float,
-) -> dict[str, str]:
-    """Has the environment answer one turn, `response`, to the first of `prompts` that it can: why it
-    could to none, by their key. One that is slow is taken for able."""
-    found: dict[str, str] = {}
-    pool = Environments(settings)
-    pool.start()
-    try:
-        await pool.ready()
-        for key, some in prompts.items():
-            error: str | None = None
-            for prompt in some:
-                environment = await pool.open()
-                try:
-                    async with asyncio.timeout(patience_s):
-                        await environment.reset(prompt)
-                        await environment.step(response)
-                    error = None
-                except TimeoutError:
-                    error = None
-                except EnvironmentFailed as failed:
-                    error = error or f"the first prompts of {key}: {failed}"
-                finally:
-                    await environment.close()
-                if error is None:
-                    break
-            if error is not None:
-                found[key] = error
-    except (EnvironmentStartError, EnvironmentFailed) as failed:
-        found[""] = f"its import: {failed}"
-    finally:
-        pool.close()
-    return found

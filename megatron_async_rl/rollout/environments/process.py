@@ -1,14 +1,16 @@
 """The processes that environments live in: one that has imported the user's module, and copies of it
 (forks), each with one sample's environment at a time.
 
-    engine --fork, kill, show--> template --fork--> process of one environment
-       ^                                                 |
-       +---- requests and answers, a socket of its own --+
+    engine --fork, kill, show--> template --fork--> keeper --fork--> process of one environment
+       ^                                                                  |
+       +------------- requests and answers, a socket of its own ----------+
 
 Invariants:
 - the import is no sample's time, and a process costs milliseconds, not an import;
-- the template calls nothing of the user's after the import, so it always answers; it alone kills
-  its forks, with all they started, and knows which of them still are;
+- the template calls nothing of the user's after the import, so it always answers; it alone ends
+  keepers, and knows which of them still are;
+- a keeper adopts all that its environment started, in whatever session or group, and ends with none
+  of it left;
 - what a user's code prints goes where the engine's output goes, never into a socket; so does where
   it stands, on SIGUSR1, even while it holds the interpreter lock;
 - all end with the engine, and with the sockets.
@@ -19,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
-import math
 import os
 import pickle
 import resource
@@ -37,7 +38,14 @@ from megatron_async_rl.rollout.environments import (
     checked_step,
     checked_words,
     load_factory,
+    require_finite,
     settled,
+)
+from megatron_async_rl.rollout.rewards.sandbox_program import (
+    adopt_orphans,
+    end_descendants,
+    give_up,
+    wait_for,
 )
 from megatron_async_rl.watchdog.processes import die_with_parent
 
@@ -98,7 +106,7 @@ def _fork_when_asked(connection: socket.socket, factory: Factory, memory_mib: in
                 pid = os.fork()
                 if pid == 0:
                     connection.close()
-                    _live(descriptors[0], factory, memory_mib)
+                    _keep(descriptors[0], factory, memory_mib)
                 os.close(descriptors[0])
                 processes[order["fork"]] = pid
             elif "kill" in order and order["kill"] in processes:
@@ -111,12 +119,30 @@ def _fork_when_asked(connection: socket.socket, factory: Factory, memory_mib: in
 
 
 def _kill(pid: int) -> None:
-    """The process and all it started, which nobody has waited for yet: until then the number is
-    its own."""
-    for kill in (os.killpg, os.kill):  # a group of its own is the first thing that it makes
-        with suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
+    """The keeper with all it has, which nobody has waited for yet: until then the number is its
+    own."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
     os.waitpid(pid, 0)
+
+
+def _keep(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
+    """The keeper; does not return."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, give_up)
+        adopt_orphans()
+        die_with_parent(signal.SIGTERM)
+        environment = os.fork()
+        if environment == 0:
+            _live(descriptor, factory, memory_mib)
+        os.close(descriptor)
+        signal.signal(signal.SIGUSR1, lambda *_: os.kill(environment, signal.SIGUSR1))
+        wait_for(environment)
+        end_descendants()
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
@@ -124,6 +150,7 @@ def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent()
         faulthandler.register(signal.SIGUSR1, all_threads=False)
         if memory_mib is not None:
@@ -158,8 +185,7 @@ async def _answer(connection: socket.socket, factory: Factory) -> None:
             elif method == "run":
                 environment = factory()
                 reward = float(await environment.run(*argument))  # type: ignore[attr-defined]
-                if not math.isfinite(reward):
-                    raise ValueError(f"the reward is {reward}, not a finite number")
+                require_finite(reward, "the reward")
                 answer = {"reward": reward}
             elif method == "step":
                 assert environment is not None
