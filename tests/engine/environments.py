@@ -55,6 +55,19 @@ class Counting:
         )
 
 
+AGENT = {
+    "name": "agent",
+    "settings": {"function": "tests.engine.environments:agent"},
+    "timeout_s": 400,
+    "max_segments": 2,
+}
+WORDY = (
+    "{% for m in messages %}{{ 'w11' if m.role == 'assistant' else 'w9' }} {{ m.content }} w10 "
+    "{% endfor %}{% if add_generation_prompt %}w11 {% endif %}"
+)
+"""A chat template of words."""
+
+
 def agent(prompt: Prompt, base_url: str) -> float:
     """Three turns in a thread, the second one streamed, while new weights come before it; one turn in
     another thread, and a third thread that is one too many."""

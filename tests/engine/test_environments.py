@@ -1,29 +1,22 @@
 """Samples of several turns on a real engine that gets new weights, held against transformers."""
 
-import asyncio
 import itertools
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 
-from megatron_async_rl.config.environment import EnvironmentConfig
-from megatron_async_rl.data.tokenizer import load_tokenizer
-from megatron_async_rl.rollout.environments.chat import ToolParser
-from megatron_async_rl.rollout.environments.endpoint import Agents
-from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted
 from tests.engine.asking import abort, outcomes, sampled, submit
+from tests.engine.environments import AGENT, WORDY
 from tests.engine.reference import save_checkpoint
-from tests.engine.running import TOLERANCE, Engines, prompt_of, running
+from tests.engine.running import TOLERANCE, Engines, give_environment, prompt_of, running
 
 pytestmark = pytest.mark.engine
 
@@ -163,46 +156,12 @@ def test_an_environment_that_fails_costs_its_sample_and_is_shown_with_it(engines
     assert "KeyError: 'secret'" in engines.specs[0].reward_log.read_text()
 
 
-WORDY = (
-    "{% for m in messages %}{{ 'w11' if m.role == 'assistant' else 'w9' }} {{ m.content }} w10 "
-    "{% endfor %}{% if add_generation_prompt %}w11 {% endif %}"
-)
-
-
-def serve_agents(engine: Any) -> None:
-    """In the engine's process: its samples are agents' from here on."""
-
-    async def begin() -> None:
-        settings = EnvironmentConfig(
-            name="agent",
-            settings={"function": "tests.engine.environments:agent"},
-            timeout_s=400,
-            max_segments=2,
-        )
-        pool = Environments(settings)
-        pool.start()
-        await pool.ready()
-        tokenizer = load_tokenizer(engine.spec.model_path, WORDY)
-        parser = ToolParser("hermes", engine.spec.model_path, tokenizer.eos_ids)
-        engine._agents = Agents(pool, tokenizer, parser)
-        await engine._agents.start()
-        engine._responses._conversations = engine._agents
-
-    engine.beginning = asyncio.get_running_loop().create_task(begin())
-
-
-def serves_agents(engine: Any) -> bool:
-    return engine.beginning.done() and engine.beginning.result() is None
-
-
 def test_what_an_agents_openai_client_was_told_is_what_is_trained_over_an_update(
     engines: Engines, tmp_path: Path
 ) -> None:
     """The module's last test: it leaves the engine to agents."""
     (handle,) = engines.handles
-    ray.get(handle.__ray_call__.remote(serve_agents), timeout=400)
-    while not ray.get(handle.__ray_call__.remote(serves_agents), timeout=400):
-        time.sleep(0.01)
+    give_environment(handle, AGENT, template=WORDY)
 
     before = engines.version
     asked = engines.asked([prompt_of(5, 1, folder=str(tmp_path))], 1)
