@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from megatron_async_rl.samples.columns import batch_of, samples_of
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch, rows_of
 from megatron_async_rl.samples.types import Prompt, Sample
+
+PER_TOKEN = ("response_ids", "behavior_logprobs", "versions", "loss_mask")
 
 
 def columns(batch: TrainBatch) -> RankBatch:
@@ -46,6 +49,24 @@ def row(sample: Sample, group: int = 0) -> SampleRow:
     """The sample as the controller has it."""
     (only,) = rows_of(batch_of([sample], [group]))
     return only
+
+
+def joined(samples: Sequence[Sample]) -> Sample:
+    """One sample whose segments these are: the prompt of each but the first is a context."""
+    first, *others = samples
+    parts = [[getattr(first, name)] for name in PER_TOKEN]
+    starts = []
+    for other in others:
+        starts.append(sum(map(len, parts[0])))
+        ids = np.array(other.prompt.token_ids, dtype=np.int32)
+        nothing = np.zeros(len(ids), dtype=np.int32)
+        for part, name, context in zip(
+            parts, PER_TOKEN, (ids, nothing, nothing + other.start_version, nothing), strict=True
+        ):
+            own = getattr(other, name)
+            part += [context.astype(own.dtype), own]
+    values = dict(zip(PER_TOKEN, map(np.concatenate, parts), strict=True))
+    return replace(first, segment_starts=np.array(starts, dtype=np.int32), **values)
 
 
 def make_sample(

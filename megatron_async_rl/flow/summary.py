@@ -67,6 +67,9 @@ def summarise(
         before[batch.starts[:-1]] = 0
         metrics["response/turns_mean"] = float((batch.loss_mask > before).sum() / len(batch))
         metrics["response/environment_share"] = float(1.0 - batch.loss_mask.mean())
+    if batch.segment_starts.null_count < len(batch):
+        _, segments = batch.segments(np.arange(len(batch)))
+        metrics["response/segments_mean"] = float(segments.mean())
     if update_norm is not None:
         metrics["staleness/drift"] = int(starts.max()) * update_norm
 

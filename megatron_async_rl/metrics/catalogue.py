@@ -82,7 +82,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "reward/part/NAME": Metric(
                 "reward",
-                "With `rollout.reward.parts`: mean of the part of that name, before it is weighted.",
+                "Mean of what has that name: a part of `rollout.reward.parts`, before it is weighted, or a"
+                " number that the environment measured, such as `tool_errors`.",
             ),
         },
     ),
@@ -101,6 +102,10 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "turns",
                 "Where a sample has several, by `rollout.environment` or as given: those that are"
                 " trained on.",
+            ),
+            "response/segments_mean": Metric(
+                "segments",
+                "Where a sample has several, by `rollout.environment.max_segments`: sequences of each.",
             ),
             "response/environment_share": Metric(
                 "share",

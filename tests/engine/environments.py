@@ -1,11 +1,17 @@
-"""Environments of tests: one that counts its turns, and does what its prompt says."""
+"""Environments of tests: one that counts its turns, and does what its prompt says; and an agent with
+the client of OpenAI's package."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from openai import BadRequestError, OpenAI
 
 from megatron_async_rl.rollout.environments import Step
 from megatron_async_rl.samples import Prompt
@@ -76,6 +82,50 @@ def leave(folder: Path) -> None:
     )
     assert left.stdout is not None
     (folder / "left").write_bytes(left.stdout.readline())
+
+
+AGENT = {
+    "name": "agent",
+    "settings": {"function": "tests.engine.environments:agent"},
+    "timeout_s": 400,
+    "max_segments": 2,
+}
+WORDY = (
+    "{% for m in messages %}{{ 'w11' if m.role == 'assistant' else 'w9' }} {{ m.content }} w10 "
+    "{% endfor %}{% if add_generation_prompt %}w11 {% endif %}"
+)
+"""A chat template of words."""
+
+
+def agent(prompt: Prompt, base_url: str) -> float:
+    """Three turns in a thread, the second one streamed, while new weights come before it; one turn in
+    another thread, and a third thread that is one too many."""
+    folder, client = Path(prompt.fields["folder"]), OpenAI(base_url=base_url, api_key="unused")
+    assert [model.id for model in client.models.list()] == ["policy"]
+    create: Any = partial(client.chat.completions.create, model="policy", max_tokens=8)
+    messages: list[Any] = [{"role": "user", "content": "w5 w6"}]
+    told: list[Any] = []
+
+    answer = create(messages=messages, logprobs=True, temperature=0.1)
+    told.append([one.logprob for one in answer.choices[0].logprobs.content])
+    messages += [answer.choices[0].message, {"role": "user", "content": "w7 w8"}]
+
+    (folder / "waiting").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    chunks = list(create(messages=messages, stream=True, stream_options={"include_usage": True}))
+    told.append(chunks[-1].usage.completion_tokens)
+    said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "w7"}]
+
+    told.append(create(messages=messages).usage.completion_tokens)
+    told.append(create(messages=[{"role": "user", "content": "w5"}]).usage.completion_tokens)
+    try:
+        create(messages=[{"role": "user", "content": "w6"}])
+    except BadRequestError as error:
+        told.append(error.body["message"])
+    (folder / "told").write_text(json.dumps(told))
+    return 0.5
 
 
 class Waiting:

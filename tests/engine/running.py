@@ -4,6 +4,7 @@ checkpoints."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,9 +15,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.rollout.engine_process import start_engine
+from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.types import Request
@@ -197,6 +201,41 @@ def stop(handles: Sequence[Any]) -> None:
     ray.wait([handle.stop.remote() for handle in handles], num_returns=len(handles), timeout=60)
     for handle in handles:
         ray.kill(handle)
+
+
+def give_environment(handle: Any, settings: Mapping[str, Any], template: str | None = None) -> None:
+    """From here on the samples of a running engine, which is none of the fleet's, are this
+    environment's: an engine of its own would take as long as all its tests."""
+    ray_get(handle.__ray_call__.remote(_begin, settings, template), "an engine to be told", 400)
+    while not ray_get(handle.__ray_call__.remote(_has_begun), "an engine's environment", 400):
+        time.sleep(0.01)
+
+
+def take_environment(handle: Any) -> None:
+    """The engine's responses are one turn again."""
+    ray_get(handle.__ray_call__.remote(_end), "an engine to be told", 400)
+
+
+def _end(engine: Any) -> None:
+    engine._responses._conversations = None
+
+
+def _begin(engine: Any, settings: Mapping[str, Any], template: str | None) -> None:
+    """In the engine's process."""
+
+    async def begin() -> None:
+        environments = Environments(EnvironmentConfig.model_validate(settings))
+        environments.start()
+        await environments.ready()
+        tokenizer = load_tokenizer(engine.spec.model_path, template)
+        engine._responses._conversations = await engine._converse(environments, tokenizer)
+        engine._environments = environments
+
+    engine.beginning = asyncio.get_running_loop().create_task(begin())
+
+
+def _has_begun(engine: Any) -> bool:
+    return engine.beginning.done() and engine.beginning.result() is None
 
 
 def call(handle: Any, method: str, *arguments: Any) -> Any:

@@ -1,8 +1,10 @@
 """Samples of several turns on a real engine that gets new weights, held against transformers."""
 
 import itertools
+import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,9 @@ import torch
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted
 from tests.engine.asking import abort, outcomes, sampled, submit
+from tests.engine.environments import AGENT, WORDY
 from tests.engine.reference import save_checkpoint
-from tests.engine.running import TOLERANCE, Engines, prompt_of, running
+from tests.engine.running import TOLERANCE, Engines, give_environment, prompt_of, running
 
 pytestmark = pytest.mark.engine
 
@@ -45,6 +48,25 @@ def turns(sample: Sample) -> list[tuple[int, int]]:
     """Where what was sampled begins and ends, turn by turn."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], sample.loss_mask, [0]))))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def segments(sample: Sample) -> list[Sample]:
+    """Each as a sample of its own, whose prompt is the segment's context."""
+    if sample.segment_starts is None:
+        return [sample]
+    found, edges = [], [0, *sample.segment_starts.tolist(), sample.length]
+    for start, end in itertools.pairwise(edges):
+        prompt = sample.prompt
+        if start:
+            first = start + int(sample.loss_mask[start:end].argmax())
+            ids = tuple(sample.response_ids[start:first].tolist())
+            start, prompt = first, replace(prompt, token_ids=ids)
+        own = {
+            name: getattr(sample, name)[start:end]
+            for name in ("response_ids", "behavior_logprobs", "versions", "loss_mask")
+        }
+        found.append(replace(sample, prompt=prompt, segment_starts=None, step_rewards=None, **own))
+    return found
 
 
 def differs(engines: Engines, sample: Sample) -> float:
@@ -132,3 +154,36 @@ def test_an_environment_that_fails_costs_its_sample_and_is_shown_with_it(engines
     assert len(turns(raised)) == 2
     assert fine.valid
     assert "KeyError: 'secret'" in engines.specs[0].reward_log.read_text()
+
+
+def test_what_an_agents_openai_client_was_told_is_what_is_trained_over_an_update(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """The module's last test: it leaves the engine to agents."""
+    (handle,) = engines.handles
+    give_environment(handle, AGENT, template=WORDY)
+
+    before = engines.version
+    asked = engines.asked([prompt_of(5, 1, folder=str(tmp_path))], 1)
+    submit(handle, asked)
+    until(tmp_path / "waiting")
+    engines.publish(0)
+    (tmp_path / "go").touch()
+    (sample,) = outcomes(handle, [asked[0].id])
+    assert isinstance(sample, Sample)
+    assert (sample.reward, sample.reward_error) == (0.5, None)
+
+    first, second = segments(sample)
+    assert first.prompt.token_ids == (9, 5, 6, 10, 11)
+    assert second.prompt.token_ids == (9, 5, 10, 11)
+    logprobs, *counts, refused = json.loads((tmp_path / "told").read_text())
+    assert "segment 3 of the sample" in refused
+    spans = turns(first)
+    assert [end - start for start, end in spans + turns(second)] == [len(logprobs), *counts]
+    assert [first.versions[start] for start, _ in spans] == [before, before + 1, before + 1]
+    assert first.behavior_logprobs[: len(logprobs)].tolist() == pytest.approx(logprobs, abs=1e-6)
+    for segment in (first, second):
+        assert differs(engines, segment) < TOLERANCE
+    for words, (_, end), (start, _) in zip(([7, 8], [7]), spans, spans[1:], strict=False):
+        ended = [] if first.response_ids[end - 1] == 0 else [10]
+        assert first.response_ids[end:start].tolist() == [*ended, 9, *words, 10, 11]

@@ -14,8 +14,15 @@ import pytest
 from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted, PartialResponse
 from tests.engine.asking import abort, grown, outcomes, sampled, submit
+from tests.engine.environments import AGENT, WORDY
 from tests.engine.reference import save_checkpoint
-from tests.engine.running import Engines, prompt_of, running
+from tests.engine.running import (
+    Engines,
+    give_environment,
+    prompt_of,
+    running,
+    take_environment,
+)
 from tests.parallel.ranks import run_ranks
 
 pytestmark = pytest.mark.engine
@@ -76,6 +83,22 @@ def cut(engines: Engines, version: int | None = None) -> tuple[list, dict[str, P
     return [replace(one, prefix=prefixes[one.id]) for one in asked if one.id in prefixes], prefixes
 
 
+def of_several_turns(engines: Engines, folder: Path) -> list[Sample]:
+    """An agent's: each turn brings the experts of what was put behind the one before, and of its
+    second segment all."""
+    (handle,) = engines.handles
+    (folder / "go").touch()
+    give_environment(handle, AGENT, template=WORDY)
+    prompts = [prompt_of(20, seed, folder=str(folder)) for seed in range(8)]
+    samples = sampled(handle, engines.asked(prompts, 1))
+    take_environment(handle)
+    for sample in samples:
+        assert sample.valid
+        assert sample.segment_starts is not None
+        assert len(experts(sample)) == sample.total_length - 1 - len(sample.segment_starts)
+    return samples
+
+
 def test_the_engines_choice_replayed_brings_the_log_probs_together(
     engines: Engines, tmp_path: Path
 ) -> None:
@@ -84,14 +107,15 @@ def test_the_engines_choice_replayed_brings_the_log_probs_together(
     samples = [sample for group in groups for sample in group]
     rest, _ = cut(engines)
     samples += sampled(engines.handles[0], rest)
+    samples += of_several_turns(engines, tmp_path)
     (tmp_path / "samples").write_bytes(pickle.dumps(samples))
     arguments = [tmp_path / "samples", engines.checkpoints[0], tmp_path / "found"]
     run_ranks(1, "tests.engine.routing_program", arguments)
     found = pickle.loads((tmp_path / "found").read_bytes())
+    known = np.concatenate([sample.behavior_logprobs for sample in samples])
+    trained = np.concatenate([sample.loss_mask for sample in samples]) > 0
     apart = {
-        replay: np.abs(
-            np.concatenate(found[replay]) - np.concatenate([s.behavior_logprobs for s in samples])
-        )
+        replay: np.abs(np.concatenate(found[replay]) - known)[trained]
         for replay in ("none", "rollout")
     }
     # The figures of docs/models.md.

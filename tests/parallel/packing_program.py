@@ -7,14 +7,17 @@ Layouts named `mixture...` or `expert...` run the model with experts, the others
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import numpy as np
 
 from megatron_async_rl.config.objective import ObjectiveConfig, ValueConfig
 from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
 from tests.parallel.layouts import BLANK, replaced
+from tests.train_batches import joined, samples_in
 
 OBJECTIVES = {
     "gspo": ObjectiveConfig(loss="gspo"),
@@ -68,6 +71,13 @@ def among_others(rank: Rank, policy, name: str) -> dict:
     return {"own": [found[0] for found in scores], "others": [found[-1] for found in scores]}
 
 
+def paired(batch) -> TrainBatch:
+    """Samples of two segments, which are two of the batch each."""
+    alone = samples_in(scorable(batch))
+    pairs = [joined(pair) for pair in itertools.batched(alone, 2)]
+    return TrainBatch.of(batch.version, [[sample] for sample in pairs])
+
+
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
     mixture = output.stem.startswith(("mixture", "expert"))
@@ -95,6 +105,7 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
             for each in policy.batcher.of(received(policy, scorable(rank.batches[a])))[1]
         ],
         "among_others": among_others(rank, policy, a),
+        "joined_scores": policy.score(received(policy, paired(rank.batches[a]))),
         **{
             name: trained(name, "packed")
             for name in runs_of(output.stem, rank.layout.virtual_stages)
@@ -104,6 +115,7 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         results["padded"] = {name: trained(name, "padded") for name in runs_of(output.stem, 1)}
         padded = rank.policy(model)
         results["padded_scores"] = padded.score(received(padded, scorable(rank.batches[a])))
+        results["padded_joined_scores"] = padded.score(received(padded, paired(rank.batches[a])))
     if output.stem == "context":
         results["padded"] = {name: trained(name, "padded") for name in CONTEXT_PADDED_RUNS}
     steps = [results[name]["steps"] for name in runs_of(output.stem, rank.layout.virtual_stages)]

@@ -62,6 +62,22 @@ def test_scores_are_those_of_padded_rows(layout):
         np.testing.assert_allclose(found, expected, atol=3e-6)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_segment_scores_as_a_sample_of_its_own(layout):
+    found = results(layout)
+    samples = samples_in(layouts.batch("mixture_a" if layout in MIXTURES else "a"))
+    for name in {"joined_scores", "padded_joined_scores"} & found.keys():
+        alone = iter(zip(samples, found["scores"], strict=True))
+        for score in found[name]:
+            end = 0
+            while end < len(score):
+                sample, expected = next(alone)
+                start = end + (len(sample.prompt.token_ids) if end else 0)
+                end = start + sample.length
+                np.testing.assert_allclose(score[start:end], expected, atol=3e-6)
+        assert next(alone, None) is None
+
+
 @pytest.mark.parametrize("layout", DENSE)
 def test_scores_are_transformers_log_probs(layout):
     reference = layouts.reference_model("tied")

@@ -1,6 +1,8 @@
 """Agents of tests: what their prompt says they do at the endpoint."""
 
+import asyncio
 import json
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -83,3 +85,37 @@ def say(messages: list[dict[str, Any]], base_url: str, more: str | None) -> None
         messages.append({"role": "user", "content": more})
     answer = ask(base_url, messages=messages)
     messages.append(answer["choices"][0]["message"])
+
+
+# Tools
+
+
+def times(a: int, b: int = 2) -> int:
+    """Multiplies two numbers.
+
+    More on it.
+
+    Args:
+        a: The one.
+        b (int): The other.
+    """
+    if a == 13:
+        raise ZeroDivisionError("not thirteen")
+    return a * b
+
+
+async def looked_up(words: list[str]) -> dict[str, int]:
+    """Counts letters."""
+    await asyncio.sleep(0 if words else 3600)
+    return {word: len(word) for word in words}
+
+
+def sleeps() -> str:
+    """Never answers."""
+    time.sleep(3600)
+    return ""
+
+
+def untyped(a) -> str:  # type: ignore[no-untyped-def]
+    """Has a parameter without a type."""
+    return str(a)

@@ -10,7 +10,14 @@ from megatron_async_rl.objectives.targets import valid_samples
 from megatron_async_rl.policy.batches import _batch, _tensor, split
 from megatron_async_rl.samples.rank_batch import NOBODY, NUMBERS, TOKENS
 from megatron_async_rl.samples.rows import TrainBatch
-from tests.train_batches import columns, columns_of, groups_of, ragged_batch, samples_in
+from tests.train_batches import (
+    columns,
+    columns_of,
+    groups_of,
+    joined,
+    ragged_batch,
+    samples_in,
+)
 
 BATCH = ragged_batch()
 SAMPLES = list(samples_in(BATCH))
@@ -45,6 +52,28 @@ def test_ranks_have_all_numbers_and_the_tokens_of_their_own_samples_alone(data_p
             assert own_tokens(view, row) == [*sample.prompt.token_ids, *sample.response_ids]
     failed = [row for row, sample in enumerate(SAMPLES) if not sample.valid]
     assert np.flatnonzero(view.owner == NOBODY).tolist() == failed != []
+
+
+def test_a_rank_knows_the_segments_of_every_sample_and_the_experts_of_its_own():
+    pair, alone = SAMPLES[:2], SAMPLES[2]
+    rows = [sample.total_length - 1 for sample in (*pair, alone)]
+    together = dataclasses.replace(joined(pair), routed_experts=b"a" * rows[0] + b"b" * rows[1])
+    alone = dataclasses.replace(alone, routed_experts=b"c" * rows[2])
+    view = columns_of([alone, SAMPLES[3], together])
+    for chosen in (view, view.select([0, 1, 2])):
+        lengths, counts = chosen.segments(np.arange(3))
+        assert counts.tolist() == [1, 1, 2]
+        assert lengths.tolist() == [
+            sample.total_length for sample in (SAMPLES[2], SAMPLES[3], *pair)
+        ]
+        assert chosen.fed.tolist() == [rows[2], SAMPLES[3].total_length - 1, rows[0] + rows[1]]
+    assert view.start_versions.tolist() == [
+        one.versions.min() for one in (alone, SAMPLES[3], together)
+    ]
+    nothing = b"\0" * SAMPLES[3].total_length
+    expected = b"c" * rows[2] + b"\0" + nothing + b"a" * rows[0] + b"\0" + b"b" * rows[1] + b"\0"
+    assert view.routed_experts.tobytes() == expected
+    assert view.select([2]).segments(np.arange(1))[1].tolist() == [2]
 
 
 def test_nothing_that_is_sent_holds_text():

@@ -30,6 +30,17 @@ def sample(k: int, length: int, **changes: object) -> Sample:
     return Sample(**(values | changes))  # type: ignore[arg-type]
 
 
+def segmented(k: int, **changes: object) -> Sample:
+    """Of two segments: the second has a context of two tokens, and older weights began it."""
+    values: dict[str, object] = {
+        "versions": np.array([1, 2, 0, 0, 3], dtype=np.int32),
+        "loss_mask": np.array([1, 1, 0, 0, 1], dtype=np.uint8),
+        "segment_starts": np.array([2], dtype=np.int32),
+        "routed_experts": bytes(range(6)),  # of 3 tokens of the prompt and 5, the last ones' apart
+    }
+    return sample(k, 5, **(values | changes))
+
+
 def test_a_batch_and_its_samples_are_the_same_to_the_last_bit():
     steps = np.array([0.25, 0.5], dtype=np.float32)
     given = [
@@ -37,10 +48,11 @@ def test_a_batch_and_its_samples_are_the_same_to_the_last_bit():
         sample(1, 2, step_rewards=steps, reward=0.75, weight=0.5),
         sample(2, 1, reward=0.0, reward_error="no number", finish_reason="length"),
         sample(3, 2, routed_experts=bytes(range(24))),
+        segmented(4),
     ]
-    batch = batch_of(given, [3, 3, 4, 4])
+    batch = batch_of(given, [3, 3, 4, 4, 4])
     assert batch.schema == SCHEMA
-    assert batch.column("group").to_pylist() == [3, 3, 4, 4]
+    assert batch.column("group").to_pylist() == [3, 3, 4, 4, 4]
     for cut in (batch, pa.concat_batches([batch.slice(0, 1), batch.slice(1)])):
         for before, after in zip(given, samples_of(cut), strict=True):
             for name in vars(before):
@@ -56,6 +68,25 @@ def test_a_batch_and_its_samples_are_the_same_to_the_last_bit():
 def test_routed_experts_are_a_row_for_each_token_but_the_last(experts: bytes) -> None:
     with pytest.raises(ValueError, match="one row for each of its 4 tokens but the last"):
         sample(0, 2, routed_experts=experts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"segment_starts": None}, "weight versions decrease"),
+        ({"segment_starts": np.array([3], dtype=np.int32)}, "weight versions decrease"),
+        ({"segment_starts": np.array([1, 2], dtype=np.int32)}, "segments begin at"),
+        ({"segment_starts": np.array([2, 2], dtype=np.int32)}, "segments begin at"),
+        ({"segment_starts": np.array([2, 5], dtype=np.int32)}, "segments begin at"),
+        ({"segment_starts": np.array([0, 2], dtype=np.int32)}, "segments begin at"),
+        ({"segment_starts": np.zeros(0, dtype=np.int32)}, "segments begin at"),
+        ({"routed_experts": bytes(range(7))}, "one row for each of its 6 tokens"),
+    ],
+)
+def test_a_segment_begins_within_the_response_with_a_context(changes, said) -> None:
+    assert segmented(0).start_version == 0
+    with pytest.raises(ValueError, match=said):
+        segmented(0, **changes)
 
 
 def test_rows_in_the_middle_of_a_batch_are_read_from_their_own_place():

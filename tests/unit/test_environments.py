@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.rollout.environments import EnvironmentRefused, checked_words, load_factory
-from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText
+from megatron_async_rl.rollout.environments.built_in import Tools, prompt_tokenizer
+from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText, ToolParser
 from megatron_async_rl.rollout.environments.conversation import (
     Asked,
     Conversations,
@@ -31,12 +33,17 @@ from megatron_async_rl.rollout.environments.pool import (
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog.processes import condition
+from tests.characters import TEMPLATE, characters, read, save_characters
 
 COUNTING = "tests.engine.environments:Counting"
 
 
 def settings_of(**own: Any) -> EnvironmentConfig:
     return EnvironmentConfig(**{"name": COUNTING, "format": "text", **own})
+
+
+def tools(functions: Any, **own: Any) -> dict[str, Any]:
+    return {"name": "tools", "settings": {"functions": functions, **own}}
 
 
 def prompt_of(**fields: Any) -> Prompt:
@@ -335,6 +342,16 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
         ({"name": "no_such_game:Game"}, "name", "no module 'no_such_game'"),
         ({"name": "tests.engine.environments:Game"}, "name", "has no 'Game'"),
         ({"settings": {"turn": 3}}, "settings", "unexpected keyword argument 'turn'"),
+        (tools("tests.unit.agents:time"), "settings", "did you mean tests.unit.agents:times?"),
+        (tools("tests.unit.agents:untyped"), "settings", "parameter a has no type annotation"),
+        (
+            tools(["tests.unit.agents:times"] * 2),
+            "settings",
+            "two of the functions are named times",
+        ),
+        (tools("tests.unit.no_tools"), "settings", "no module 'tests.unit.no_tools'"),
+        (tools("tests.unit.agents:times", timeout_s=-1), "settings", "timeout_s: -1"),
+        (tools("tests.unit.agents:times", timeout_s=60), "settings.timeout_s", "is no less than"),
         ({"name": "pathlib:Path"}, "name", "has no method reset(prompt)"),
     ],
 )
@@ -365,55 +382,34 @@ def test_what_is_no_character_is_escaped() -> None:
     assert checked_words(said, "it") == [{"role": "tool", "content": "a\\ud800"}]
 
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 FORGETS = TEMPLATE.replace(
     "{% for m in messages %}", "{% for m in messages if m.role != 'assistant' %}"
 )
 
 
-class Characters:
-    """One token a character, and <end> one; chat by a jinja template."""
-
-    def __init__(self, template: str) -> None:
-        import jinja2
-
-        self._template = jinja2.Template(template)
-        self.eos_ids = (1,)
-
-    def render_chat(self, messages: Any, *, answer: bool) -> str:
-        return self._template.render(messages=messages, add_generation_prompt=answer)
-
-    def encode_rendered(self, text: str) -> list[int]:
-        return [ord(one) for one in text.replace("<end>", "\x01")]
-
-
-def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_end_twice() -> None:
-    tokenizer: Any = Characters(TEMPLATE)
+def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_end_twice(
+    tmp_path: Path,
+) -> None:
+    tokenizer = characters(tmp_path)
     chat = ChatMessages(tokenizer)
     next_turn = [ord(one) for one in "\n<|user|>higher\x01\n<|assistant|>"]
     assert chat.between([65, 1], "higher") == next_turn
     assert chat.between([65], "higher") == [1, *next_turn]
     tool = chat.between([65, 1], [{"role": "tool", "content": "21"}])
-    assert "".join(map(chr, tool)) == "\n<|tool|>21\x01\n<|assistant|>"
+    assert read(tool) == "\n<|tool|>21\x01\n<|assistant|>"
 
     prompt = tokenizer.render_chat([{"role": "user", "content": "Guess."}], answer=True)
     asked = Prompt(id="p", text=prompt, token_ids=tuple(tokenizer.encode_rendered(prompt)))
     opened = chat.opened(asked, "1 to 7")
-    assert "".join(map(chr, opened.token_ids)) == (
-        "<|user|>Guess.\x01\n<|user|>1 to 7\x01\n<|assistant|>"
-    )
+    assert read(opened.token_ids) == ("<|user|>Guess.\x01\n<|user|>1 to 7\x01\n<|assistant|>")
     plain = Prompt(id="p", text="Guess.", token_ids=(71,))
     with pytest.raises(DataError, match="does not end where the chat template"):
         chat.opened(plain, "1 to 7")
 
 
-def test_a_template_that_changes_what_was_said_before_is_refused() -> None:
-    tokenizer: Any = Characters(FORGETS)
+def test_a_template_that_changes_what_was_said_before_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="writes what is before a message in another way"):
-        ChatMessages(tokenizer)
+        ChatMessages(characters(tmp_path, FORGETS))
 
 
 def test_plain_words_follow_as_they_are() -> None:
@@ -499,6 +495,8 @@ def test_an_openenv_server_is_asked_turn_by_turn(
         ({"environment": {"name": COUNTING, "timeout_s": 600}}, "watchdog.timeout_s: 600"),
         ({"environment": {"name": COUNTING}}, None),
         ({"environment": {"name": "agent", "timeout_s": 1200}}, None),
+        ({"environment": {"name": "agent", "max_segments": 3}}, None),
+        ({"environment": {"name": COUNTING, "max_segments": 3}}, "max_segments: 3 is of agents"),
     ],
 )
 def test_a_run_without_a_reward_or_an_end_to_a_tool_is_refused(
@@ -516,3 +514,123 @@ def test_a_run_without_a_reward_or_an_end_to_a_tool_is_refused(
     else:
         with pytest.raises(ValueError, match=what):
             Config.model_validate(settings)
+
+
+def test_tools_are_described_by_their_signatures_and_docstrings() -> None:
+    (times,) = Tools(functions="tests.unit.agents:times").schemas
+    assert times == {
+        "type": "function",
+        "function": {
+            "name": "times",
+            "description": "Multiplies two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "The one."},
+                    "b": {"type": "integer", "description": "The other."},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+    module = Tools(functions="tests.engine.tools").schemas
+    assert [one["function"]["name"] for one in module] == ["add"]
+
+
+def test_whatever_is_wrong_with_a_call_is_the_tools_answer_and_counted() -> None:
+    names = ("times", "looked_up", "sleeps")
+    functions = [f"tests.unit.agents:{name}" for name in names]
+
+    def answered(*calls: tuple[str, str]) -> Any:
+        made = [
+            {"id": str(number), "function": {"name": name, "arguments": arguments}}
+            for number, (name, arguments) in enumerate(calls)
+        ]
+        message = {"role": "assistant", "tool_calls": made}
+        return asyncio.run(Tools(functions=functions, timeout_s=0.2).step(message))
+
+    step = answered(
+        ("times", '{"a": 6, "b": 7}'),
+        ("times", '{"a": "4"}'),
+        ("looked_up", '{"words": ["egg"]}'),
+        ("times", '{"a": 13}'),
+        ("times", '{"a": "many", "c": 1}'),
+        ("times", "{"),
+        ("time", "{}"),
+    )
+    assert (step.done, step.measured) == (False, {"tool_calls": 7, "tool_errors": 4})
+    assert [one["tool_call_id"] for one in step.observation] == list("0123456")
+    texts = [one["content"] for one in step.observation]
+    assert texts[:3] == ["42", "8", '{"egg": 3}']
+    said = zip(
+        texts[3:],
+        (
+            "error: ZeroDivisionError: not thirteen",
+            "c: Extra inputs are not permitted",
+            "Invalid JSON",
+            "there is no tool 'time'; did you mean times? there is times, looked_up, sleeps",
+        ),
+        strict=True,
+    )
+    assert all(what in text for text, what in said), texts
+    for late in (("sleeps", "{}"), ("looked_up", '{"words": []}')):
+        step = answered(late, ("times", '{"a": 1}'))
+        assert "no answer within 0.2 s" in step.observation[0]["content"]
+        assert step.measured["tool_errors"] >= 1
+    step = answered()
+    assert (step.done, step.measured) == (True, {"tool_calls": 0, "tool_errors": 0})
+
+
+def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
+    """The prompt names them, vLLM's parser reads the calls, and the answers are put behind them."""
+    tokenizer = characters(tmp_path)
+    settings = settings_of(**tools("tests.unit.agents:times"), format="chat")
+    schemas = Tools(functions="tests.unit.agents:times").schemas
+    says = ['<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>', "42"]
+
+    async def sample(asked: Asked) -> Turn:
+        text = says[asked.begun > 0]
+        ids = np.array([*map(ord, text), 1], dtype=np.int32)
+        zeros = np.zeros(len(ids))
+        tokens = PartialResponse(
+            response_ids=ids,
+            behavior_logprobs=zeros.astype(np.float32),
+            versions=zeros.astype(np.int32),
+        )
+        return Turn(tokens=tokens, text=text, reason="stop")
+
+    async def run() -> tuple[Transcript, str | None]:
+        pool = Environments(settings)
+        pool.start()
+        try:
+            parser = ToolParser("hermes", tmp_path, tokenizer.eos_ids, schemas)
+            conversations = Conversations(pool, tokenizer, parser)
+            transcript = Transcript(Prompt(id="p", text="", token_ids=(60,)))
+            return transcript, await conversations.play(transcript, sample, 400)
+        finally:
+            pool.close()
+
+    transcript, error = asyncio.run(run())
+    assert error is None
+    assert read(transcript.tokens.response_ids) == (
+        f"{says[0]}\x01\n<|tool|>42\x01\n<|assistant|>42\x01"
+    )
+    assert transcript.measured == {"tool_calls": 1, "tool_errors": 0}
+
+
+def test_prompts_name_the_tools_where_their_template_can(tmp_path: Path) -> None:
+    save_characters(tmp_path)
+
+    def asked(template: str, **own: Any) -> str:
+        config: Any = SimpleNamespace(
+            data=SimpleNamespace(chat_template=template, chat_template_options={}),
+            rollout=SimpleNamespace(environment=settings_of(**own)),
+        )
+        tokenizer = prompt_tokenizer(tmp_path, config)
+        return tokenizer.render_chat([{"role": "user", "content": "?"}], answer=True)
+
+    times = tools("tests.unit.agents:times")
+    assert '"name": "times"' in asked(TEMPLATE, **times)
+    assert '"name"' not in asked(TEMPLATE)
+    with pytest.raises(DataError, match="does not read `tools`"):
+        asked("{% for m in messages %}{{ m.content }}{% endfor %}", **times)

@@ -23,7 +23,14 @@ from megatron_async_rl.policy.sequence_layout import (
     Padded,
     cheapest_cut,
 )
-from tests.train_batches import columns_of, grouped, make_sample, ragged_batch, samples_in
+from tests.train_batches import (
+    columns_of,
+    grouped,
+    joined,
+    make_sample,
+    ragged_batch,
+    samples_in,
+)
 
 CPU = torch.device("cpu")
 SAMPLES = [
@@ -384,3 +391,36 @@ def test_a_rank_cannot_feed_tokens_that_another_one_has():
     with pytest.raises(ValueError, match=rf"{SAMPLES[others[0]].id}.*another data-parallel rank"):
         build_micro_batch(first, others, CPU)
     assert build_micro_batch(second, others, CPU).samples == others
+
+
+@pytest.mark.parametrize("layout", [Padded(2), Packed(2), Packed(4, Context(1, 2))])
+def test_a_segment_lies_in_a_micro_batch_as_a_sample_of_its_own(layout):
+    """Each trained token is predicted from the same token at the same position, and both cuts have
+    all of them."""
+    cuts = [slice(0, 1), slice(1, 4), slice(4, 6), slice(6, 12)]
+    alone = SAMPLES[:12]
+    together = [joined(alone[cut]) if cut.stop - cut.start > 1 else alone[0] for cut in cuts]
+
+    def predicted(samples):
+        plan, (view,) = planned(samples, budget=200, sequences=layout)
+        found = {}
+        for rows in plan.ranks[0]:
+            part = build_micro_batch(view, rows, CPU, layout)
+            places = np.arange(len(part.targets)) if part.places is None else part.places
+            before = part.tokens.flatten()[part.rows]
+            at = part.position_ids.flatten()[part.rows]
+            owners = part.batch_samples[part.sequence[places]]
+            numbers = view.starts[owners] + part.owned_tokens[places].numpy()
+            numbers = numbers - view.owned_starts[owners]
+            for number, *told in zip(numbers, before, at, part.targets[places], strict=True):
+                found[int(number)] = tuple(map(int, told))
+            if part.packing is not None:
+                ends = np.cumsum(layout.lengths(view.segments(np.array(rows))[0] - 1))
+                assert part.packing.cu_seqlens_q.tolist() == [0, *ends]
+        return [found.get(number) for number in np.flatnonzero(view.loss_mask)]
+
+    assert predicted(together) == predicted(alone)
+    longest = max(cuts, key=lambda cut: cut.stop - cut.start)
+    needed = sum(layout.round_up(np.array([one.total_length - 1]))[0] for one in alone[longest])
+    with pytest.raises(SampleTooLong):
+        planned(together, budget=needed - layout.multiple, sequences=layout)

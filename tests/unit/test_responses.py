@@ -20,6 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
+from megatron_async_rl.rollout.environments.conversation import Segment, Transcript
 from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -34,6 +35,7 @@ class FakeLLM:
     def __init__(self) -> None:
         self.collectors: list[RequestOutputCollector] = []
         self.parameters: list[SamplingParams] = []
+        self.aborted: list[str] = []
 
     async def add_request(
         self, name: str, prompt: Any, parameters: SamplingParams
@@ -43,6 +45,7 @@ class FakeLLM:
         return self.collectors[-1]
 
     async def abort(self, names: Any, internal: bool) -> None:
+        self.aborted += [names] if isinstance(names, str) else names
         for collector in self.collectors:
             if collector.request_id in names:
                 collector.put(output([5], reason="abort"))
@@ -65,8 +68,11 @@ def output(ids: list[int], reason: str = "stop", experts: Any = None) -> Request
     return RequestOutput("r", None, [1], None, [completion], True)
 
 
+PROMPT = Prompt(id="p", text="?", token_ids=(1,))
+
+
 def request(k: int, **fields: Any) -> Request:
-    return Request(group=4, k=k, prompt=Prompt(id="p", text="?", token_ids=(1,), fields=fields))
+    return Request(group=4, k=k, prompt=replace(PROMPT, fields=fields))
 
 
 def working(
@@ -218,9 +224,10 @@ def test_failed_rewards_are_written_down_and_on_a_full_disk_reported_all_the_sam
 
 def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_path: Path) -> None:
     class Talk:
-        async def play(self, transcript: Any, sample: Any, most: int) -> None:
-            transcript.take_turn(await sample([1, 2], 0, most))
-            transcript.take_turn(await sample(transcript.ids, transcript.length, most - 2))
+        async def play(self, transcript: Transcript, sample: Any, most: int) -> None:
+            segment = Segment(transcript.asked)
+            await transcript.extend(segment, [], sample, most)
+            await transcript.extend(segment, [], sample, most - 2)
 
     async def work(responses: Responses, llm: FakeLLM) -> None:
         talk: Any = Talk()
@@ -246,3 +253,63 @@ def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_pa
         assert responses.running == 0
 
     working(tmp_path, work)
+
+
+def test_a_turn_of_an_agent_that_is_gone_ends_and_costs_its_sample_alone(tmp_path: Path) -> None:
+    class Gone:
+        async def play(self, transcript: Transcript, sample: Any, most: int) -> str:
+            self.call = asyncio.create_task(
+                transcript.extend(Segment(transcript.asked), [], sample, most)
+            )
+            while not llms[0].collectors:
+                await asyncio.sleep(0)
+            return "the agent raised"
+
+    llms: list[FakeLLM] = []
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        llms.append(llm)
+        gone: Any = Gone()
+        responses._conversations = gone
+        responses._tokenizer.eos_ids = (9,)  # type: ignore[misc]
+        await responses.submit([request(0)])
+        (sample,) = samples_of((await responses.reports.take(60))[0])
+        assert (sample.reward_error, sample.response_ids.tolist()) == ("the agent raised", [9])
+        await asyncio.wait([gone.call])
+        assert gone.call.cancelled()
+        assert llm.aborted == [llm.collectors[0].request_id]  # and nobody waits for the answer
+        assert (await responses.reports.take(0.01))[0].num_rows == 0
+
+    working(tmp_path, work)
+
+
+def test_experts_of_several_turns_and_segments_are_one_row_for_each_token_that_was_read(
+    tmp_path: Path,
+) -> None:
+    class Talk:
+        async def play(self, transcript: Transcript, sample: Any, most: int) -> None:
+            first, other = Segment(transcript.asked), Segment(replace(PROMPT, token_ids=(2, 3)))
+            await transcript.extend(first, [], sample, most)
+            await transcript.extend(first, [6], sample, most)
+            await transcript.extend(other, [], sample, most)
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        talk: Any = Talk()
+        responses._conversations = talk
+        await responses.submit([request(0, answer="8")])
+        row = iter(range(100))
+        # Reads of the prompt and the first token; of the second, the word and the next; of a prompt.
+        for turn, (sampled, rows) in enumerate((([7, 7], 2), ([8], 2), ([8], 2))):
+            while len(llm.collectors) == turn:
+                await asyncio.sleep(0)
+            experts = np.array([next(row) for _ in range(rows)], np.uint8).reshape(rows, 1, 1)
+            llm.collectors[turn].put(output(sampled, experts=experts))
+        (sample,) = samples_of((await responses.reports.take(60))[0])
+        assert [one.routed_experts_prompt_start for one in llm.parameters] == [0, 2, 0]
+        assert sample.response_ids.tolist() == [7, 7, 6, 8, 2, 3, 8]
+        assert sample.segment_starts is not None
+        assert sample.segment_starts.tolist() == [4]
+        assert sample.routed_experts == bytes(range(6))
+        assert len({one.seed for one in llm.parameters}) == 3
+
+    working(tmp_path, work, records_experts=True)

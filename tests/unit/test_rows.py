@@ -6,7 +6,7 @@ import pytest
 from megatron_async_rl.samples.columns import NUMERIC, SCHEMA, batch_of, samples_of
 from megatron_async_rl.samples.rows import TrainBatch, gathered, rows_of
 from megatron_async_rl.samples.types import Prompt, Sample
-from tests.train_batches import make_sample, row
+from tests.train_batches import joined, make_sample, row
 
 PROMPTS = [Prompt(id=f"p{i}", text=f"{i}?", token_ids=(7,) * (i + 1)) for i in range(3)]
 
@@ -26,7 +26,7 @@ SAMPLES = [
     sample(0, 0, [1, 1, 2]),
     sample(1, 0, [3]),
     sample(1, 2, [2, 2]),
-    sample(2, 1, [0, 4]),
+    joined([sample(2, 1, [3, 4]), sample(2, 0, [0, 1])]),
 ]
 GROUPS = [0, 1, 1, 2]
 REPORTS = [
@@ -42,8 +42,8 @@ def test_a_row_says_what_its_sample_says() -> None:
             assert getattr(one, name) == getattr(expected, name), name
         assert one.prompt_id == expected.prompt.id
         assert (one.start_version, one.last_version) == (
-            expected.versions[0],
-            expected.versions[-1],
+            expected.versions.min(),
+            expected.versions.max(),
         )
         assert one.response_ids.tolist() == expected.response_ids.tolist()
         again = one.sample()

@@ -167,7 +167,7 @@ def _check_settings(factory: Any, settings: EnvironmentConfig) -> None:
 
 def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
     try:
-        factory(**settings.settings)
+        made = factory(**settings.settings)
     except RewardError as error:
         raise EnvironmentRefused("rollout.environment.settings", error.what, error.fix) from error
     except Exception as error:
@@ -176,6 +176,13 @@ def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
             f"{type(error).__name__}: {error}",
             "give it the settings that it takes (docs/environments.md)",
         ) from error
+    if getattr(made, "timeout_s", 0.0) >= settings.timeout_s:
+        raise EnvironmentRefused(
+            "rollout.environment.settings.timeout_s",
+            f"{made.timeout_s:g} s is no less than rollout.environment.timeout_s:"
+            f" {settings.timeout_s:g}, after which the sample is lost",
+            "lower the one or raise the other",
+        )
 
 
 def _check_methods(factory: Any, name: str) -> None:

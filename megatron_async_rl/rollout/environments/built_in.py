@@ -112,7 +112,9 @@ class Tools:
 
     def __init__(self, *, functions: str | Sequence[str], timeout_s: float = 10.0) -> None:
         self._tools = _tools((functions,) if isinstance(functions, str) else tuple(functions))
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s: {timeout_s} leaves the tools no time")
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -126,7 +128,7 @@ class Tools:
         calls = message.get("tool_calls") or ()
         measured = {"tool_calls": float(len(calls)), "tool_errors": 0.0}
         answers = []
-        until = asyncio.get_running_loop().time() + self._timeout_s
+        until = asyncio.get_running_loop().time() + self.timeout_s
         for call in calls:
             try:
                 text = await self._call(call["function"], until)
@@ -152,14 +154,14 @@ class Tools:
             )
             raise ValueError("; ".join(fault.removeprefix(": ") for fault in faults)) from None
         left = until - asyncio.get_running_loop().time()
-        with _interrupted(max(left, 1e-6), self._timeout_s):
+        with _interrupted(max(left, 1e-6), self.timeout_s):
             answer = tool.function(**arguments)
         if inspect.isawaitable(answer):
             try:
                 async with asyncio.timeout_at(until):
                     answer = await answer
             except TimeoutError:
-                raise _late(self._timeout_s) from None
+                raise _late(self.timeout_s) from None
         return answer if isinstance(answer, str) else json.dumps(answer, default=str)
 
 
@@ -197,7 +199,8 @@ def _tools(names: tuple[str, ...]) -> dict[str, Tool]:
             if (each == attribute if attribute else _public(module, each, one))
         ]
         if not functions or not all(map(callable, functions)):
-            near = get_close_matches(attribute, vars(module), n=1)
+            there = [each for each, one in vars(module).items() if callable(one)]
+            near = get_close_matches(attribute, there, n=1)
             hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
             what = f"function {attribute!r}" if attribute else "public function"
             raise ValueError(f"module {module_name!r} has no {what}{hint}")
