@@ -5,19 +5,20 @@ import json
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from typing import Any
 
 from megatron_async_rl.samples import Prompt
 
 
-def ask(base_url: str, **body: Any) -> dict[str, Any]:
+def ask(base_url: str, limit_s: float | None = None, **body: Any) -> dict[str, Any]:
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
         data=json.dumps({"model": "policy", **body}).encode(),
         headers={"Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request) as answer:
+        with urllib.request.urlopen(request, timeout=limit_s) as answer:
             text = answer.read().decode()
     except urllib.error.HTTPError as error:
         raise RuntimeError(json.loads(error.read())["error"]["message"]) from None
@@ -52,6 +53,11 @@ def run(prompt: Prompt, base_url: str) -> float:
         if fault == "forgets":
             messages = [*messages[2:], {"role": "user", "content": "and now?"}]
             continue
+        if fault == "gives up":
+            messages.append({"role": "user", "content": "and?"})
+            with suppress(TimeoutError):
+                ask(base_url, limit_s=0.1, messages=messages)
+            return 3.0
         if fault == "retools":
             body["tools"] = [{"type": "function", "function": {"name": "plus"}}]
         if choice["finish_reason"] != "tool_calls":

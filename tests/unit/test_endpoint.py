@@ -88,6 +88,49 @@ def played(model: Path) -> Iterator[Played]:
         runner.run(played.close())
 
 
+def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model: Path) -> None:
+    """It is answered after the agent has ended; another one never is."""
+
+    async def run(agents: Agents) -> Transcript:
+        begun: list[list[int]] = []
+        sample, asked, answered = sampler(begun), asyncio.Event(), asyncio.Event()
+
+        async def slowly(wanted: Asked) -> Turn:
+            if begun:
+                asked.set()
+                await answered.wait()
+            turn: Turn = await sample(wanted)
+            return turn
+
+        def prompt(**fields: Any) -> Prompt:
+            return Prompt(id="p", text="", token_ids=(9,) * 30, fields={"question": "?", **fields})
+
+        transcript = Transcript(prompt(fault="gives up"))
+        assert await agents.play(transcript, slowly, 400) is None
+        await asked.wait()
+        answered.set()
+        while len(begun) < 2:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        answered.clear()
+        asked.clear()
+        endless = asyncio.create_task(agents.play(Transcript(prompt()), slowly, 400))
+        await asked.wait()
+        await asyncio.wait_for(agents.close(), 30)
+        endless.cancel()
+        await asyncio.gather(endless, return_exceptions=True)
+        return transcript
+
+    with asyncio.Runner() as runner:
+        played = Played(runner, model)
+        transcript = runner.run(run(played.agents))
+        played.pool.close()
+    assert [turn.text for turn in transcript.turns] == [CALLED]
+    assert set(transcript.mask.tolist()) == {1}
+    assert transcript.rewards(0.0)[1].tolist()[-1] == 3.0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "times"}}]
