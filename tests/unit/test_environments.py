@@ -263,20 +263,21 @@ def test_who_is_cancelled_while_an_environment_closes_leaves_its_room_and_does_n
         closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)
 
+        opened = asyncio.Event()
+
         async def aborted() -> None:
             other = await pool.open()
             try:
                 await other.reset(prompt_of(slow_to_close=True))
+                opened.set()
                 await asyncio.Event().wait()
             finally:
                 await other.close()
 
         task = asyncio.create_task(aborted())
-        while len(pool._closing) < 1 or pool._room._value > 2:
-            await asyncio.sleep(0)
+        await opened.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        pool.settings = settings_of(timeout_s=0.1)  # of `close`, from here on for neither
         ends = list(pool._closing)
         for one in ends:
             one.cancel()
