@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,8 @@ class Columns:
     answer: str | None = None
     messages: str | None = None
     system_prompt: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further ones, with the value that each row has in them."""
 
 
 class FileConfig(Strict):
@@ -47,6 +49,9 @@ class FileConfig(Strict):
     """Null: data.messages_key, unless prompt_key is given here."""
     system_prompt: str | None = None
     """Null: data.system_prompt."""
+    fields: Mapping[str, Any] = {}
+    """Columns that each of its rows is given, such as `{kind: math}`: for rewards, and for the
+    `where` of a part of the reward."""
 
     @model_validator(mode="after")
     def _one_column(self) -> FileConfig:
@@ -148,4 +153,5 @@ class DataConfig(Strict):
             system_prompt=(
                 self.system_prompt if file.system_prompt is None else file.system_prompt
             ),
+            fields=file.fields,
         )

@@ -19,6 +19,15 @@ from megatron_async_rl.samples.types import Prompt
 
 _log = logging.getLogger(__name__)
 
+Required = Callable[[Mapping[str, Any]], Sequence[str] | None]
+"""Called with the columns of a row: further ones that it must have; null where no part of the reward
+is for it."""
+
+
+def nothing_more(row: Mapping[str, Any]) -> Sequence[str]:
+    return ()
+
+
 SYNONYMS = {
     "prompt": ("question", "problem", "instruction", "query", "input", "text", "messages"),
     "messages": ("conversations", "conversation", "prompt"),
@@ -64,7 +73,7 @@ def read_training(
     data: DataConfig,
     tokenizer: Tokenizer,
     *,
-    required: Sequence[str] = (),
+    required: Required = nothing_more,
     room: int | None = None,
     limit: int | None = None,
     supervised: bool = False,
@@ -96,7 +105,7 @@ def read_set(
     file: FileConfig,
     tokenizer: Tokenizer,
     *,
-    required: Sequence[str] = (),
+    required: Required = nothing_more,
     room: int | None = None,
     limit: int | None = None,
     supervised: bool = False,
@@ -112,7 +121,7 @@ def read_set(
         file.path,
         tokenizer,
         columns,
-        required=tuple(required),
+        required=required,
         room=room,
         longest=data.max_prompt_tokens,
         limit=limit,
@@ -140,7 +149,12 @@ def read_prompts(
     fault and fix, also for a prompt above `max_prompt_tokens`.
     """
     prompts, _ = _read(
-        path, tokenizer, Columns(), required=required, room=max_prompt_tokens, limit=limit
+        path,
+        tokenizer,
+        Columns(),
+        required=lambda row: required,
+        room=max_prompt_tokens,
+        limit=limit,
     )
     return prompts
 
@@ -150,7 +164,7 @@ def _read(
     tokenizer: Tokenizer,
     columns: Columns,
     *,
-    required: tuple[str, ...],
+    required: Required,
     room: int | None = None,
     longest: int | None = None,
     limit: int | None = None,
@@ -163,11 +177,12 @@ def _read(
     field = "response" if supervised else "answer"
     conversations = supervised and columns.messages is not None
     if supervised and not conversations:
-        required = (*required, "response")
+        required = lambda row: ("response",)  # noqa: E731 - supervised data has no reward
     if conversations and columns.answer is not None:
         what = f"is read as conversations, and data.answer_key: {columns.answer} names answers"
         raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
-    rows = list(_checked(read_rows(path, limit), columns, field, required))
+    given_fields = _with_fields(read_rows(path, limit), columns)
+    rows = list(_checked(given_fields, columns, field, required))
     if not rows:
         fix = 'write one JSON object per line, such as {"prompt": "1+1="}'
         raise DataError(path, None, "holds no prompts", fix)
@@ -252,16 +267,36 @@ def _is_text(value: str) -> bool:
     return True
 
 
+def _with_fields(rows: Iterator[Row], columns: Columns) -> Iterator[Row]:
+    """The rows with the columns that the configuration gives all of them."""
+    for file, place, values in rows:
+        for name, value in columns.fields.items():
+            if name in values and values[name] != value:
+                what = f"has a column `{name}` of its own: {values[name]!r:.80}"
+                fix = f"remove `{name}` from the `fields` of this file, or give it another name"
+                raise DataError(file, place, what, fix)
+        yield file, place, {**values, **columns.fields}
+
+
 def _checked(
-    rows: Iterator[Row], columns: Columns, field: str, required: Sequence[str]
+    rows: Iterator[Row], columns: Columns, field: str, required: Required
 ) -> Iterator[Row]:
     """The rows, each with the columns that are read of it."""
     prompt = columns.messages or columns.prompt
-    wanted = {("messages" if columns.messages else "prompt"): prompt}
+    always = {("messages" if columns.messages else "prompt"): prompt}
     if columns.answer is not None:
-        wanted[field] = columns.answer
-    wanted |= {name: name for name in required if name not in wanted and name != "prompt"}
+        always[field] = columns.answer
     for file, place, values in rows:
+        more = required(values)
+        if more is None:
+            raise DataError(
+                file,
+                place,
+                "is of no part of the reward: none has a `where` that it meets",
+                "give a part of rollout.reward.parts a `where` for it, or none; `fields` of its"
+                " source gives every row of a file a column",
+            )
+        wanted = always | {n: n for n in more if n not in always and n != "prompt"}
         for role, column in wanted.items():
             if column not in values:
                 raise _missing(file, place, role, column, list(values))

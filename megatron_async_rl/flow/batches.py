@@ -270,7 +270,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
         ),
         timeout_s=config.watchdog.timeout_s,
         start_timeout_s=rollout.start_timeout_s,
-        on_reward_error=rollout.reward.on_error,
+        reward=rollout.reward,
         steps=config.run.steps,
         fresh_steps=config.fresh_steps,
         seed=config.run.seed,

@@ -3,6 +3,7 @@ that Python can import, the working directory included.
 
     def score(prompt, response) -> float
     def score(prompts, responses) -> list[float]         what waits, in one call
+    def score(prompt, responses) -> list[float]          all responses to a prompt (`per: group`)
     async def score(...)                                 many calls at a time
     def score(prompt, response, *, finish_reason, mine)  context, and settings of its own
 
@@ -36,6 +37,8 @@ BUILT_IN = ("arithmetic", "countdown", "math", "code", "http", "judge", "environ
 KEY = "rollout.reward"
 BATCHED = ["prompts", "responses"]
 """Names of the parameters of a reward that takes lists."""
+OF_GROUPS = ["prompt", "responses"]
+"""Names of the parameters of a reward that takes all responses to a prompt."""
 
 
 class Reward(Protocol):
@@ -119,7 +122,13 @@ class BoundReward:
     context: tuple[str, ...] = ()
     """The names of CONTEXT that it takes."""
     batched: bool = False
+    of_groups: bool = False
     asynchronous: bool = False
+
+    @property
+    def of_several(self) -> bool:
+        """It takes a list of responses and returns one of numbers."""
+        return self.batched or self.of_groups
 
     def arguments(self, items: list[Item], timeout_s: float) -> tuple[list[Any], dict[str, Any]]:
         """Of one call: of all `items`, or of the only one."""
@@ -128,14 +137,13 @@ class BoundReward:
             if name == "timeout_s":
                 return timeout_s
             every = [getattr(item.context, name) for item in items]
-            return every if self.batched else every[0]
+            return every if self.of_several else every[0]
 
+        prompts, responses = [item.prompt for item in items], [item.response for item in items]
         positional: list[Any] = [
-            [item.prompt for item in items],
-            [item.response for item in items],
+            prompts if self.batched else prompts[0],
+            responses if self.of_several else responses[0],
         ]
-        if not self.batched:
-            positional = [every[0] for every in positional]
         return positional, dict(self.settings) | {name: values(name) for name in self.context}
 
 
@@ -299,6 +307,7 @@ def _bind(
         settings=_typed(function, settings, key),
         context=tuple(one for one in others if one in CONTEXT and one not in settings),
         batched=first == BATCHED,
+        of_groups=first == OF_GROUPS,
         asynchronous=asynchronous,
     )
 

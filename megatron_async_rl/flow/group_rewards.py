@@ -1,0 +1,90 @@
+"""Rewards of whole groups: a part of the reward that is called `per: group` takes all responses to a
+prompt at once, so it is called here, where a group comes together, and not where each is sampled.
+
+    engine: parts per response --sample--> controller or evaluation: parts per group --> reward
+
+Invariants:
+- a group is scored once it has all its responses, and each response gets the sum of both kinds of
+  parts;
+- a response that failed before is not shown to the reward, and keeps its error; the others are, in
+  the order in which they were asked;
+- what the reward does costs the group its reward, not the run: the processes are those of
+  rollout/scoring.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.rollout.rewards.registry import Context, Item
+from megatron_async_rl.rollout.scoring import FailureLog, Scorer
+from megatron_async_rl.samples.rows import SampleRow, rescored
+from megatron_async_rl.samples.types import Prompt, Sample
+
+LOG = "controller.reward_errors.jsonl"
+
+
+class GroupRewards:
+    """Used by one event loop. Call `start` first. `log_dir`: of the failures; null: none is
+    written."""
+
+    def __init__(self, settings: RewardConfig, log_dir: Path | None) -> None:
+        self._scorer = Scorer(settings, "group")
+        self._alone = settings.name is not None
+        self._failures = FailureLog(None if log_dir is None else log_dir / LOG)
+
+    @property
+    def any(self) -> bool:
+        """Whether the reward has such a part."""
+        return bool(self._scorer.pools)
+
+    async def start(self) -> None:
+        """Returns when each can score. Raises WorkerStartError."""
+        self._scorer.start()
+        await self._scorer.ready()
+
+    def close(self) -> None:
+        """Ends the processes; what is still waited for is cancelled."""
+        self._scorer.close()
+
+    async def of(
+        self, prompt: Prompt, samples: Sequence[SampleRow], *, held_out: bool = False
+    ) -> list[SampleRow]:
+        """The samples of a group with their rewards, in their order."""
+        rows = [row for row in samples if row.valid]
+        if not rows or not self._scorer.scores(prompt):
+            return list(samples)
+        shown = [row.sample() for row in rows]
+        items = [Item(prompt, one.text, _context(one, held_out)) for one in shown]
+        scored = await self._scorer.score_all(items)
+        for one, result in zip(shown, scored, strict=True):
+            if result.error is not None:
+                self._failures.add(one.id, prompt, one.text, result.error)
+        changed = rescored(
+            rows,
+            [
+                0.0 if one.error is not None else row.reward + one.reward
+                for row, one in zip(rows, scored, strict=True)
+            ],
+            [
+                None
+                if self._alone or one.error is not None
+                else {**(row.reward_parts or {}), **(one.parts or {})}
+                for row, one in zip(rows, scored, strict=True)
+            ],
+            [one.error for one in scored],
+        )
+        new = {row.id: row for row in changed}
+        return [new.get(row.id, row) for row in samples]
+
+
+def _context(sample: Sample, held_out: bool) -> Context:
+    return Context(
+        finish_reason=sample.finish_reason,
+        tokens=sample.length,
+        seconds=sample.finished_at - sample.started_at,
+        version=int(sample.versions[-1]),
+        held_out=held_out,
+    )
