@@ -144,15 +144,11 @@ class GroupTable:
         waits = entry is not None and not entry.open and entry.finished is None
         return entry.group() if entry is not None and waits else None
 
-    def on_scored(self, group: int, samples: Sequence[SampleRow]) -> bool:
-        """Takes in the responses of a group with their rewards; false where it has been dropped
-        meanwhile."""
-        entry = self._waiting.get(group)
-        if entry is None:
-            return False
+    def on_scored(self, group: int, samples: Sequence[SampleRow]) -> None:
+        """Takes in the responses of a group that was unscored, with their rewards."""
+        entry = self._waiting[group]
         entry.samples = list(samples)
         self._finish(entry)
-        return True
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
         """The request to ask in place of one that was aborted: it goes on after the tokens that it

@@ -175,10 +175,9 @@ class Scheduler:
         """`group`, where it has all its responses and waits for its reward."""
         return self._table.unscored(group)
 
-    def on_scored(self, group: int, samples: Sequence[SampleRow]) -> bool:
-        """Takes in the samples of a group with their rewards; false where it has been dropped
-        meanwhile."""
-        return self._table.on_scored(group, samples)
+    def on_scored(self, group: int, samples: Sequence[SampleRow]) -> None:
+        """Takes in the samples of a group that was unscored, with their rewards."""
+        self._table.on_scored(group, samples)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
         """The request to ask in place of one that its engine stopped, and that goes on."""

@@ -259,10 +259,9 @@ def test_a_group_that_is_dropped_before_its_reward_is_counted_and_says_so(tmp_pa
         assert controller._failure is None, "its reward comes too late, and nobody minds"
         await controller.close()
 
-        loaded = {
-            entry.id: (entry.state, one)
-            for entry, one in load(tmp_path, list(read_entries(tmp_path)))
-        }
+        entries = list(read_entries(tmp_path))
+        assert len(entries) == len({entry.id for entry in entries}), "each is logged once"
+        loaded = {entry.id: (entry.state, one) for entry, one in load(tmp_path, entries)}
         state, sample = loaded["0-1"]
         assert (state, sample.reward, sample.valid) == ("dropped", 0.0, False)
         assert sample.reward_error == "its group was dropped before it had its reward"

@@ -574,6 +574,11 @@ def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> N
     ]
     assert [rest[0].reward, rest[1].reward, rest[4].reward] == [1.5] * 3, "each tried again alone"
 
+    async def fine(scorer: Scorer) -> list[Scored]:
+        return list(await asyncio.gather(*(scorer.score(prompt(), one) for one in ("", "a", "b"))))
+
+    assert [one.reward for one in scored_by(settings, fine)] == [1.0, 2.0, 2.0]
+
 
 def test_calls_of_an_async_reward_are_under_way_together(module: str) -> None:
     async def work(scorer: Scorer) -> list[Scored]:
