@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.rollout import rewards
 from megatron_async_rl.rollout.rewards import registry
-from megatron_async_rl.rollout.rewards.countdown import evaluate
+from megatron_async_rl.rollout.rewards.answers import evaluate
 from megatron_async_rl.rollout.rewards.registry import (
     Context,
     Item,
@@ -150,16 +150,16 @@ def test_rewards_name_the_keys_they_read() -> None:
     assert required_fields("my_rewards:score") == ()
 
 
-def test_a_built_in_reward_is_one_file_and_one_name(
+def test_a_built_in_reward_is_one_entry_and_one_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "palindrome.py").write_text(
         "from megatron_async_rl.rollout.rewards.registry import BuiltInReward\n"
         "def palindrome(prompt, response): return float(response == response[::-1])\n"
-        "REWARD = BuiltInReward(function=palindrome, required_fields=('word',))\n"
+        "REWARDS = {'palindrome': BuiltInReward(function=palindrome, required_fields=('word',))}\n"
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
-    monkeypatch.setattr(registry, "BUILT_IN", (*registry.BUILT_IN, "palindrome"))
+    monkeypatch.setattr(registry, "BUILT_IN", registry.BUILT_IN | {"palindrome": "palindrome"})
     assert load_reward("palindrome").function(prompt(), "abba") == 1.0
     assert required_fields("palindrome") == ("word",)
     with pytest.raises(RewardError, match="did you mean 'palindrome'"):

@@ -23,7 +23,7 @@ import uvloop
 from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.flow.group_rewards import LOG, GroupRewards
 from megatron_async_rl.rollout import reward_process
-from megatron_async_rl.rollout.rewards import math
+from megatron_async_rl.rollout.rewards.answers import REWARDS as ANSWERS
 from megatron_async_rl.rollout.rewards.registry import Context, RewardError
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import (
@@ -513,8 +513,8 @@ def test_math_calls_a_response_that_computes_for_ever_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No error: its prompt is sound."""
-    assert math.REWARD.cpu_limit_s == 5.0
-    monkeypatch.setattr(math, "REWARD", replace(math.REWARD, cpu_limit_s=1.5))
+    assert ANSWERS["math"].cpu_limit_s == 5.0
+    monkeypatch.setitem(ANSWERS, "math", replace(ANSWERS["math"], cpu_limit_s=1.5))
     asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
 
     async def work(scorer: Scorer) -> list[Scored]:

@@ -13,7 +13,8 @@ Invariants every reward keeps:
 - it keeps nothing between calls that a later call needs: it is called in several processes, and a
   process that hangs or dies is replaced.
 
-A new built-in reward is one file here that defines `REWARD`, and its name in `BUILT_IN`.
+A new built-in reward is a function here, an entry of its module's `REWARDS`, and its name in
+`BUILT_IN`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,16 @@ from typing import Any, Protocol
 
 from megatron_async_rl.samples.types import FinishReason, Prompt
 
-BUILT_IN = ("arithmetic", "countdown", "math", "code", "http", "judge", "environment")
-"""Each is the module of this package with that name."""
+BUILT_IN = {
+    "arithmetic": "answers",
+    "countdown": "answers",
+    "math": "answers",
+    "code": "code",
+    "http": "servers",
+    "judge": "servers",
+    "environment": "answers",
+}
+"""Each with the module of this package whose `REWARDS` has it."""
 
 KEY = "rollout.reward"
 BATCHED = ["prompts", "responses"]
@@ -150,7 +159,8 @@ class BoundReward:
 def built_in(name: str) -> BuiltInReward | None:
     if name not in BUILT_IN:
         return None
-    found: BuiltInReward = importlib.import_module(f"{__package__}.{name}").REWARD
+    module = importlib.import_module(f"{__package__}.{BUILT_IN[name]}")
+    found: BuiltInReward = module.REWARDS[name]
     return found
 
 
