@@ -111,6 +111,10 @@ class DataConfig(Strict):
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are left out, and counted in the plan and the log; null: a prompt that leaves
     no room for a response is an error."""
+    max_tokens: PositiveInt | None = None
+    """With `loss: sft`: rows that have more tokens, prompt, response and its end together, are left
+    out, and counted in the plan and the log; null: a row that the model or a micro-batch does not
+    take is an error."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> DataConfig:

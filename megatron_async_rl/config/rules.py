@@ -182,6 +182,11 @@ def run_conflicts(config: Config) -> Iterator[str]:
             yield "objective.loss: sft needs flow.group_size: 1 and flow.async_ratio: 0"
     elif config.rollout is None:
         yield f"objective.loss: {loss.name} learns from sampled responses: add `rollout`"
+    elif config.data.max_tokens is not None:
+        yield (
+            f"data.max_tokens: {config.data.max_tokens} is for given responses (objective.loss:"
+            " sft); set data.max_prompt_tokens and rollout.sampling.max_tokens"
+        )
     if flow.group_size == 1 and advantage.needs_group:
         yield (
             f"objective.advantage: {advantage.name} compares the responses of a group:"

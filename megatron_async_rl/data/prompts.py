@@ -40,7 +40,7 @@ SYNONYMS = {
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One source of a mixture: how many prompts it has, and its weight. `too_long`: rows above
-    data.max_prompt_tokens, which are not among them."""
+    data.max_prompt_tokens or data.max_tokens, which are not among them."""
 
     label: str = ""
     count: int
@@ -63,7 +63,7 @@ class PromptSet:
 def log_too_long(data: PromptSet) -> None:
     if data.too_long:
         _log.warning(
-            "%d prompts above data.max_prompt_tokens are left out, %d stay",
+            "%d rows above data.max_prompt_tokens or data.max_tokens are left out, %d stay",
             data.too_long,
             len(data.prompts),
         )

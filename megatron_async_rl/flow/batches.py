@@ -18,6 +18,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import (
     PromptSource,
     SupervisedSource,
+    fitting,
     log_too_long,
     read_training,
     tokenizer_of,
@@ -171,7 +172,8 @@ class GivenResponses:
 
     def __init__(self, config: Config, position: DataState | None) -> None:
         tokenizer = tokenizer_of(config.model.path, config.data)
-        given = read_training(config.data, tokenizer, supervised=True)
+        read = read_training(config.data, tokenizer, supervised=True)
+        given = fitting(read, tokenizer, config.data.max_tokens)
         log_too_long(given)
         self._stop = config.run.dir / watch.STOP
         self._source = SupervisedSource(

@@ -26,6 +26,7 @@ from megatron_async_rl.data import (
     PromptSet,
     SupervisedSource,
     Tokenizer,
+    fitting,
     read_set,
     tokenizer_of,
 )
@@ -155,7 +156,8 @@ def _read(
     if config.rollout is not None:
         required = reward_fields(config.rollout.reward)
         return read_set(data, one.file, tokenizer, required=required, room=one.room, limit=limit)
-    found = read_set(data, one.file, tokenizer, limit=limit, supervised=True)
+    read = read_set(data, one.file, tokenizer, limit=limit, supervised=True)
+    found = fitting(read, tokenizer, data.max_tokens)
     budget, multiple = config.policy.tokens_per_micro_batch, config.policy.row_multiple
     # The last token is not fed, and rows are rounded up.
     most = min(shape.context, budget, budget // multiple * multiple + 1)
@@ -184,10 +186,15 @@ def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
 
 
 def _too_long(config: Config, read: Mapping[str, PromptSet]) -> list[str]:
-    """Notes on the prompts that data.max_prompt_tokens leaves out."""
+    """Notes on the rows that are left out for their length."""
+    limits = {
+        f"data.{name}: {most}"
+        for name in ("max_prompt_tokens", "max_tokens")
+        if (most := getattr(config.data, name)) is not None
+    }
     return [
-        f"{found.too_long} of {found.too_long + len(found.prompts)} prompts read of {key} are above"
-        f" data.max_prompt_tokens: {config.data.max_prompt_tokens} and left out"
+        f"{found.too_long} of {found.too_long + len(found.prompts)} rows read of {key} are above"
+        f" {' or '.join(sorted(limits, reverse=True))} and left out"
         for key, found in read.items()
         if found.too_long
     ]

@@ -3,6 +3,7 @@ engine starts."""
 
 import asyncio
 import re
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,6 @@ def test_the_examples_of_the_page_are_rewards_that_work(
     assert scored == [0.98, 1.0, 0.25]
     patient = call_async(load_reward("more_rewards:patient"), [item], 1.0)
     assert asyncio.run(patient)[0].reward == 1.0
+    group = [replace(item, response=one) for one in ("a cat", "a dog", "a cat")]
+    unlike = call(load_reward("group_rewards:unlike"), group, 1.0)
+    assert [one.reward for one in unlike] == [0.5, 1.0, 0.5]
