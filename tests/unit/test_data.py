@@ -202,8 +202,8 @@ def test_given_rows_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> 
     sources = [{"path": tmp_path / name, "weight": 2} for name in ("a.jsonl", "b.jsonl")]
     config = DataConfig.model_validate({"sources": sources, "max_prompt_tokens": 8})
     whole = read_training(config, Bytes(), supervised=True)
-    found = fitting(whole, Bytes(), 5)
-    assert [one.text for one in found.prompts] == ["a", "aa", "a"], "its end counts: 2 + 2 + 1"
+    found = fitting(whole, Bytes(), 6)
+    assert [one.text for one in found.prompts] == ["a", "aa", "a"], "(1 + 2) + 2 + 1"
     assert [(part.count, part.too_long, part.weight) for part in found.parts] == [
         (2, 2, 2),
         (1, 0, 2),
@@ -215,7 +215,7 @@ def test_given_rows_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> 
         prompts_per_step=3,
         seed=0,
         shuffle=False,
-        max_context=5,
+        max_context=6,
         parts=found.parts,
     ).next_batch(0)
     assert sorted(len(one.response_ids) for one in samples_in(batch)) == [2, 2, 3]

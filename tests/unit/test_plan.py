@@ -1112,8 +1112,7 @@ def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, mo
     data.write_text(data.read_text() + '{"prompt": "3+3="}\n')
     (problem,) = plan(file, reward).problems
     assert "train.jsonl:8: is of no part of the reward" in problem.what
-    (problem,) = plan(file, reward.replace("per: group, ", "")).problems
-    assert problem.key == "rollout.reward.parts.unlike.per"
+    assert "rollout.reward.parts.unlike.per" in keys(plan(file, reward.replace("per: group, ", "")))
 
 
 def test_a_plan_is_not_kept_waiting_by_a_reward_that_may_be_slow(file, monkeypatch):
