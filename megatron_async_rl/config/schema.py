@@ -428,6 +428,9 @@ class SamplesConfig(Strict):
     """Room for it, compressed; the oldest samples go first. 0 logs none."""
     segment_mib: PositiveInt = 64
     """A new file is begun at this size; at most half of keep_mib."""
+    experts: bool = False
+    """With policy.routing_replay: rollout: keep the experts that the engines chose, too. They are
+    nearly all of a mixture's log, and without them no step can be computed again from it."""
 
     @model_validator(mode="after")
     def _at_least_two_segments(self) -> SamplesConfig:
