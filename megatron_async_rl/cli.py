@@ -184,7 +184,7 @@ def init(
     reward: Annotated[
         str,
         typer.Option(
-            prompt="Reward: arithmetic, countdown, math, or module:function",
+            prompt="Reward: arithmetic, countdown, math, code, or module:function",
             help="A built-in reward, or module:function.",
         ),
     ] = "math",
