@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megatron_async_rl.config.settings_model import Strict, TextOrFile
+from megatron_async_rl.config.settings_model import OnlyJson, Strict, TextOrFile
 
 Column = Annotated[str, Field(min_length=1)]
 
@@ -49,7 +49,7 @@ class FileConfig(Strict):
     """Null: data.messages_key, unless prompt_key is given here."""
     system_prompt: str | None = None
     """Null: data.system_prompt."""
-    fields: Mapping[str, Any] = {}
+    fields: Annotated[Mapping[str, Any], OnlyJson] = {}
     """Columns that each of its rows is given, such as `{kind: math}`: for rewards, and for the
     `where` of a part of the reward."""
 

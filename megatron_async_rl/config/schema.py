@@ -32,7 +32,7 @@ from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.rules import run_conflicts
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, SamplingConfig, eval_sets
-from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.config.settings_model import OnlyJson, Strict
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -208,7 +208,7 @@ class RewardPart(Strict):
     """As `rollout.reward.settings`."""
     per: Literal["response", "group"] = "response"
     """As `rollout.reward.per`."""
-    where: Mapping[str, Any] = {}
+    where: Annotated[Mapping[str, Any], OnlyJson] = {}
     """Of which prompts it is a part, by their columns: `{kind: math}`, or one of several,
     `{kind: [math, physics]}`. Empty: of all. `fields` of a source or a held-out set gives all of a
     file's rows a column."""

@@ -20,8 +20,8 @@ from megatron_async_rl.samples.types import Prompt
 _log = logging.getLogger(__name__)
 
 Required = Callable[[Mapping[str, Any]], Sequence[str] | None]
-"""Called with the columns of a row: further ones that it must have; null where no part of the reward
-is for it."""
+"""Called with the fields of a row's prompt: further columns that it must have; null where no part of
+the reward is for it."""
 
 
 def nothing_more(row: Mapping[str, Any]) -> Sequence[str]:
@@ -217,8 +217,7 @@ def _read(
                 f"leave such prompts out (data.max_prompt_tokens={room}), or leave them more room:"
                 " raise rollout.max_context or lower rollout.sampling.max_tokens",
             )
-        taken = (columns.messages or columns.prompt, "id")
-        fields = {key: value for key, value in values.items() if key not in taken}
+        fields = _fields(values, columns)
         if columns.answer is not None:
             fields[field] = values[columns.answer]
         if given is not None:
@@ -267,6 +266,12 @@ def _is_text(value: str) -> bool:
     return True
 
 
+def _fields(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """The columns of a row that become fields of its prompt under their own names."""
+    taken = (columns.messages or columns.prompt, "id")
+    return {key: value for key, value in values.items() if key not in taken}
+
+
 def _with_fields(rows: Iterator[Row], columns: Columns) -> Iterator[Row]:
     """The rows with the columns that the configuration gives all of them."""
     for file, place, values in rows:
@@ -287,7 +292,10 @@ def _checked(
     if columns.answer is not None:
         always[field] = columns.answer
     for file, place, values in rows:
-        more = required(values)
+        fields = _fields(values, columns)
+        if columns.answer in values:
+            fields[field] = values[columns.answer]
+        more = required(fields)
         if more is None:
             raise DataError(
                 file,

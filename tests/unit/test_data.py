@@ -247,6 +247,13 @@ def test_a_file_may_be_given_columns_and_its_rows_need_what_their_reward_reads(
         {"answer": "1"},
         {"kind": "x"},
     ]
+    seen: list[Any] = []
+    read_with(lambda row: seen.append(row) or (), prompt_key="prompt", answer_key="prompt")
+    assert [sorted(row) for row in seen] == [["kind"], ["answer"], ["answer", "kind"]], (
+        "just what the prompts have as fields"
+    )
+    with pytest.raises(ValueError, match="holds what JSON does not"):
+        read_with(nothing_more, fields={"day": datetime(2026, 1, 2)})
     with pytest.raises(DataError, match=r"a.jsonl:2: has no `tests`"):
         read_with(needed)
     with pytest.raises(DataError, match=r"a.jsonl:1: is of no part of the reward"):
