@@ -198,15 +198,15 @@ def test_prompts_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> Non
 def test_given_rows_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "a" * n, "response": "b" * n} for n in (1, 9, 2, 3)]
     as_jsonl(tmp_path / "a.jsonl", rows)
-    as_jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "response": "b"}])
+    as_jsonl(tmp_path / "b.jsonl", [{"prompt": "b" * n, "response": "b"} for n in (5, 1)])
     sources = [{"path": tmp_path / name, "weight": 2} for name in ("a.jsonl", "b.jsonl")]
     config = DataConfig.model_validate({"sources": sources, "max_prompt_tokens": 8})
     whole = read_training(config, Bytes(), supervised=True)
     found = fitting(whole, Bytes(), 6)
-    assert [one.text for one in found.prompts] == ["a", "aa", "a"], "(1 + 2) + 2 + 1"
+    assert [one.text for one in found.prompts] == ["a", "aa", "b"], "(1 + 2) + 2 + 1"
     assert [(part.count, part.too_long, part.weight) for part in found.parts] == [
         (2, 2, 2),
-        (1, 0, 2),
+        (1, 1, 2),
     ]
     assert fitting(whole, Bytes(), None) is whole
     batch = SupervisedSource(
