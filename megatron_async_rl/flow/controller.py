@@ -95,9 +95,6 @@ class Controller(Listener):
             on_dropped=self._on_dropped,
             scored_whole=self._rewards.any,
         )
-        self._scoring = set[asyncio.Task[None]]()
-        self._scored_at = 0.0
-        """When a group last got its reward; monotonic seconds."""
         self._sample_log = SampleLog()
         self._resumed: Mapping[str, Any] = {}
         self._left_behind = EMPTY
@@ -228,7 +225,7 @@ class Controller(Listener):
                     return self._batch(groups, version)
             self._progress.clear()
             left = (
-                max(waited_from, self._fleet.requests.moved_at, self._scored_at)
+                max(waited_from, self._fleet.requests.moved_at, self._rewards.moved_at)
                 + self._spec.timeout_s
                 - time.monotonic()
             )
@@ -282,26 +279,20 @@ class Controller(Listener):
         """Has a group scored that has all its responses and waits for its reward."""
         group = self._scheduler.unscored(index)
         if group is not None:
-            task = asyncio.create_task(self._score_group(group), name=f"reward of group {index}")
-            self._scoring.add(task)
-            task.add_done_callback(self._scoring.discard)
+            self._rewards.begin(group, self._on_scored, self.on_error)
 
-    async def _score_group(self, group: Group) -> None:
-        try:
-            samples = await self._rewards.of(group.prompt, group.samples)
-            self._scored_at = time.monotonic()
-            failed_before = {one.id for one in group.samples if not one.valid}
-            failed = [one for one in samples if not one.valid and one.id not in failed_before]
-            self._counts.responses["reward_errors"] += len(failed)
-            for sample in failed:
-                self._on_failed_reward(sample)
-            if self._scheduler.unscored(group.index) is not None:
-                for sample in samples:
-                    self._sample_log.finished(sample)
-                self._scheduler.on_scored(group.index, samples)
-            self._go_on()
-        except Exception as error:  # noqa: BLE001 - a mistake of ours must end the run, not a task
-            self.on_error(error)
+    def _on_scored(self, group: Group, samples: Sequence[SampleRow]) -> None:
+        """The group may have been dropped meanwhile."""
+        failed_before = {one.id for one in group.samples if not one.valid}
+        failed = [one for one in samples if not one.valid and one.id not in failed_before]
+        self._counts.responses["reward_errors"] += len(failed)
+        for sample in failed:
+            self._on_failed_reward(sample)
+        if self._scheduler.unscored(group.index) is not None:
+            for sample in samples:
+                self._sample_log.finished(sample)
+            self._scheduler.on_scored(group.index, samples)
+        self._go_on()
 
     def _on_failed_reward(self, sample: SampleRow) -> None:
         failed = sample.sample()
@@ -463,16 +454,16 @@ class Controller(Listener):
             f" {one.in_flight} in flight"
             for index, one in enumerate(stats["engines"])
         )
+        scoring = self._rewards.waiting
+        unscored = f" {scoring} groups wait for their reward," if scoring else ""
         return (
             f"version {stats['version']}, {stats['waiting']} waiting, {stats['buffer']} ready,"
-            f" the oldest for {stats['oldest_in_flight_s']:.0f} s; {engines}"
+            f"{unscored} the oldest for {stats['oldest_in_flight_s']:.0f} s; {engines}"
         )
 
     async def close(self) -> None:
         """Ends the engines, the relays and the sample log. `state()` still has what they had not
         answered."""
-        for task in self._scoring:
-            task.cancel()
         self._rewards.close()
         await self._fleet.close(STOP_ENGINES_S)
         await self._relays.close(STOP_RELAYS_S)

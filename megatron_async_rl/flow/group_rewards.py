@@ -14,15 +14,19 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.flow.buffer import Group
 from megatron_async_rl.rollout.rewards.registry import Context, Item
 from megatron_async_rl.rollout.scoring import FailureLog, Scorer
 from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Prompt, Sample
 
+Done = Callable[[Group, list[SampleRow]], None]
 LOG = "controller.reward_errors.jsonl"
 
 
@@ -33,6 +37,9 @@ class GroupRewards:
     def __init__(self, settings: RewardConfig, log_dir: Path | None) -> None:
         self._scorer = Scorer(settings, "group")
         self._alone = settings.name is not None
+        self._tasks = set[asyncio.Task[None]]()
+        self.moved_at = 0.0
+        """When a group last got its reward; monotonic seconds."""
         self._failures = FailureLog(None if log_dir is None else log_dir / LOG)
 
     @property
@@ -47,7 +54,31 @@ class GroupRewards:
 
     def close(self) -> None:
         """Ends the processes; what is still waited for is cancelled."""
+        for task in self._tasks:
+            task.cancel()
         self._scorer.close()
+
+    @property
+    def waiting(self) -> int:
+        """Groups that wait for their reward."""
+        return len(self._tasks)
+
+    def begin(self, group: Group, done: Done, fail: Callable[[BaseException], None]) -> None:
+        """Has `group` scored, then calls `done` with its samples; `fail` for a mistake of ours, which
+        must end the run, not a task."""
+        task = asyncio.create_task(
+            self._score(group, done, fail), name=f"reward of group {group.index}"
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _score(self, group: Group, done: Done, fail: Callable[[BaseException], None]) -> None:
+        try:
+            samples = await self.of(group.prompt, group.samples)
+            self.moved_at = time.monotonic()
+            done(group, samples)
+        except Exception as error:  # noqa: BLE001 - the controller raises it
+            fail(error)
 
     async def of(
         self, prompt: Prompt, samples: Sequence[SampleRow], *, held_out: bool = False

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from megatron_async_rl.config.schema import FlowConfig, RewardConfig
 from megatron_async_rl.data import PromptSource
@@ -54,22 +54,20 @@ def expected_prompts(count: int) -> list[str]:
     return [reference.next().id for _ in range(count)]
 
 
-class WholeRewards:
+class WholeRewards(GroupRewards):
     """Ten more for every response of a group, `delay(samples)` seconds after it is whole, or
     `error(sample)`; `seen`: the samples of each call."""
-
-    any = True
 
     def __init__(
         self,
         delay: Callable[[Sequence[SampleRow]], float] = lambda samples: 0.0,
         error: Callable[[SampleRow], str | None] = lambda sample: None,
     ) -> None:
+        super().__init__(RewardConfig(name="its:own", per="group"), None)
         self.delay, self.error = delay, error
         self.seen: list[list[str]] = []
 
     async def start(self) -> None: ...
-    def close(self) -> None: ...
     async def of(
         self, prompt: Prompt, samples: Sequence[SampleRow], *, held_out: bool = False
     ) -> list[SampleRow]:
@@ -107,7 +105,7 @@ def controller_of(
     )
     controller = Controller(source(), spec, launch)
     if whole is not None:
-        controller._rewards = cast(GroupRewards, whole)
+        controller._rewards = whole
     return controller
 
 

@@ -293,6 +293,7 @@ def test_a_batch_that_waits_for_the_reward_of_a_group_says_so() -> None:
         controller = await begin([FakeEngine()], flow(1), whole=slow, timeout_s=2.0)
         with pytest.raises(BatchTimeout, match=r"s, waits for its reward \(per: group\)"):
             await controller.next_batch(0)
+        assert "0 ready, 2 groups wait for their reward, the oldest" in controller._describe()
         await controller.close()
 
     run(body)
