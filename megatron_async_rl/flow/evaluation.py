@@ -228,10 +228,8 @@ async def evaluate(
 ) -> EvalResult:
     """The responses to every prompt of `sets`, from engines that hold `version`; the result is that
     of the first, and has the others'. `timeout_s`: longest time in which no response grows; a long
-    evaluation that moves is not late.
-    `rewards`: of whole groups, where there are any. `on_progress`: prompts answered, and tokens
-    sampled, so far. `on_answers`: all of them, at the
-    end.
+    evaluation that moves is not late. `rewards`: of whole groups. `on_progress`: prompts answered,
+    and tokens sampled, so far. `on_answers`: all of them, at the end.
 
     Raises EngineFailed, RequestGivenUp, RewardFailed (with `on_reward_error: stop`), BatchTimeout,
     WeightsMoved, and ValueError without prompts.
