@@ -263,8 +263,9 @@ def _broken_torch(found: str, path: str) -> Finding:
 def _new_torch(path: str) -> str:
     (torch,) = (part for part in PARTS if part.distribution == "torch")
     source = "https://download.pytorch.org/whl/" + ("cpu" if path == "cpu" else "cu130")
+    alone = "--no-deps " if path == "cpu" else ""  # a CUDA build loads libraries of its own
     pin = f"torch=={torch.version}"
-    return f"pip install --force-reinstall --no-deps --index-url {source} '{pin}'"
+    return f"pip install --force-reinstall {alone}--index-url {source} '{pin}'"
 
 
 def _torch_says(answer: str, path: str) -> tuple[list[Finding], str | None]:
@@ -277,54 +278,30 @@ def _torch_says(answer: str, path: str) -> tuple[list[Finding], str | None]:
         "nvidia-smi   # no driver: install one that has this CUDA; and unset CUDA_VISIBLE_DEVICES"
     )
     anew = _new_torch(path)
-
-    def state(there: str, needed: bool) -> State:
-        return "ok" if there == "True" else "missing" if needed else "note"
-
-    states: list[Finding] = [
-        Finding(
-            "CUDA",
-            state(available, wanted),
-            cuda,
-            "GPU training and rollout",
-            "" if available == "True" or not wanted else anew if built == "none" else driver,
-        ),
-        Finding(
-            "gloo",
-            state(gloo, True),
-            gloo,
-            "collectives of ranks on the CPU",
-            "" if gloo == "True" else anew,
-        ),
-        Finding(
-            "NCCL",
-            state(nccl, wanted),
-            nccl,
-            "collectives of ranks on GPUs",
-            "" if nccl == "True" or not wanted else anew,
-        ),
-        Finding(
-            "torch CPU code",
-            "ok" if "AVX" in capability else "note",
-            capability,
-            "vector instructions torch uses here",
-        ),
+    of_cuda, of_gpus = (anew if built == "none" else driver, anew) if wanted else ("", "")
+    ranks = "collectives of ranks on"
+    findings = [
+        _look("CUDA", available == "True", cuda, "GPU training and rollout", of_cuda, wanted),
+        _look("gloo", gloo == "True", gloo, f"{ranks} the CPU", anew, True),
+        _look("NCCL", nccl == "True", nccl, f"{ranks} GPUs", of_gpus, wanted),
+        _look("torch CPU code", "AVX" in capability, capability, "its vector instructions here"),
     ]
-    return states, None if built == "none" else built
+    return findings, None if built == "none" else built
+
+
+def _look(
+    part: str, fine: bool, found: str, advice: str, fix: str = "", needed: bool = False
+) -> Finding:
+    """`fix`: where it is not fine."""
+    state: State = "ok" if fine else "missing" if needed else "note"
+    return Finding(part, state, found, advice, "" if fine else fix)
 
 
 def _gpus(machine: Machine) -> Finding:
-    if not machine.gpus:
-        return Finding(
-            "GPUs",
-            "note",
-            "none shown",
-            "the CPU path runs; a GPU brings models of real size",
-            "where there is one: nvidia-smi; unset CUDA_VISIBLE_DEVICES; docker run --gpus all",
-        )
-    return Finding(
-        "GPUs", "ok", ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in machine.gpus)
-    )
+    shown = ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in machine.gpus)
+    advice = "" if shown else "the CPU path runs; a GPU brings models of real size"
+    fix = "where there is one: nvidia-smi; unset CUDA_VISIBLE_DEVICES; docker run --gpus all"
+    return _look("GPUs", bool(shown), shown or "none shown", advice, fix)
 
 
 def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
@@ -337,56 +314,39 @@ def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
     advice = "policy.fp8.recipe; needs Transformer Engine"
     if why := engine_obstacle(machine.transformer_engine):
         advice += f": {why}"
-    fix = "" if having else "leave policy.fp8 out: null"
     found = ", ".join(having) or "none"
-    return [Finding("FP8 recipes", "ok" if having else "note", found, advice, fix)]
+    return [_look("FP8 recipes", bool(having), found, advice, "leave policy.fp8 out: null")]
 
 
 def _machine(machine: Machine) -> list[Finding]:
     flags = _cpu_flags()
     avx512, bf16, amx = "avx512f" in flags, "avx512_bf16" in flags, "amx_tile" in flags
-    shared = machine.shared_memory >= LEAST_SHARED_MEMORY
+    cores, memory, shared = machine.cores, machine.memory, machine.shared_memory
+    sharing = "" if cores >= 2 else "a rank and an engine share one core"
+    alone = "policy.parallel.ranks: 1 and rollout.engines: 1"
+    carries = f"carries weights to engines; {size(LEAST_SHARED_MEMORY)} at least"
+    remount = "sudo mount -o remount,size=8G /dev/shm   # in a container: docker run --shm-size=8g"
+    bits = "AMX" if amx else "AVX-512" if bf16 else "no"
+    float32 = "model.dtype: float32, which is faster here"
     return [
-        Finding(
-            "cores",
-            "ok" if machine.cores >= 2 else "note",
-            str(machine.cores),
-            "a rank and an engine share one core" if machine.cores < 2 else "",
-            "policy.parallel.ranks: 1 and rollout.engines: 1" if machine.cores < 2 else "",
-        ),
-        Finding(
+        _look("cores", cores >= 2, str(cores), sharing, alone),
+        _look(
             "memory",
-            "ok" if machine.memory >= LEAST_MEMORY else "note",
-            size(machine.memory),
+            memory >= LEAST_MEMORY,
+            size(memory),
             "the demo wants about 6 GiB",
-            "" if machine.memory >= LEAST_MEMORY else "rollout.kv_cache_gib: 0.25, one engine",
+            "rollout.kv_cache_gib: 0.25, one engine",
         ),
-        Finding(
+        _look(
             "shared memory",
-            "ok" if shared else "missing",
-            f"{size(machine.shared_memory)} free in /dev/shm",
-            (
-                "carries weights to engines"
-                if shared
-                else f"carries weights to engines, and wants {size(LEAST_SHARED_MEMORY)}"
-            ),
-            ""
-            if shared
-            else "sudo mount -o remount,size=8G /dev/shm   # in a container: docker run --shm-size=8g",
+            shared >= LEAST_SHARED_MEMORY,
+            f"{size(shared)} free in /dev/shm",
+            carries,
+            remount,
+            True,
         ),
-        Finding(
-            "AVX-512",
-            "ok" if avx512 else "note",
-            "yes" if avx512 else "no",
-            "faster engines on the CPU",
-        ),
-        Finding(
-            "bfloat16 on the CPU",
-            "ok" if bf16 or amx else "note",
-            "AMX" if amx else "AVX-512" if bf16 else "no",
-            "products of bfloat16 models",
-            "" if bf16 or amx else "model.dtype: float32, which is faster here",
-        ),
+        _look("AVX-512", avx512, "yes" if avx512 else "no", "faster engines on the CPU"),
+        _look("bfloat16 on the CPU", bf16 or amx, bits, "products of bfloat16 models", float32),
     ]
 
 
