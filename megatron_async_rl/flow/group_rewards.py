@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.flow.buffer import Group
 from megatron_async_rl.rollout.rewards.registry import Context, Item
-from megatron_async_rl.rollout.scoring import FailureLog, Scorer
+from megatron_async_rl.rollout.rewards.worker import Scored
+from megatron_async_rl.rollout.scoring import FailureLog, Scorer, weighted
 from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Prompt, Sample
 
@@ -36,7 +37,7 @@ class GroupRewards:
 
     def __init__(self, settings: RewardConfig, log_dir: Path | None) -> None:
         self._scorer = Scorer(settings, "group")
-        self._alone = settings.name is not None
+        self._rewards = settings.rewards
         self._tasks = set[asyncio.Task[None]]()
         self.moved_at = 0.0
         """When a group last got its reward; monotonic seconds."""
@@ -93,22 +94,21 @@ class GroupRewards:
         for one, result in zip(shown, scored, strict=True):
             if result.error is not None:
                 self._failures.add(one.id, prompt, one.text, result.error)
-        changed = rescored(
-            rows,
-            [
-                0.0 if one.error is not None else row.reward + one.reward
-                for row, one in zip(rows, scored, strict=True)
-            ],
-            [
-                None
-                if self._alone or one.error is not None
-                else {**(row.reward_parts or {}), **(one.parts or {})}
-                for row, one in zip(rows, scored, strict=True)
-            ],
-            [one.error for one in scored],
-        )
-        new = {row.id: row for row in changed}
+        pairs = [self._whole(row, one) for row, one in zip(rows, scored, strict=True)]
+        rewards, parts = zip(*pairs, strict=True)
+        new = {one.id: one for one in rescored(rows, rewards, parts, [s.error for s in scored])}
         return [new.get(row.id, row) for row in samples]
+
+    def _whole(self, row: SampleRow, scored: Scored) -> tuple[float, Mapping[str, float] | None]:
+        """The reward of a sample, and its parts. What came from an environment stays."""
+        if scored.error is not None:
+            return 0.0, None
+        before = row.reward_parts or {}
+        if scored.parts is None:  # the only reward, which has no name
+            return row.reward + scored.reward, before or None
+        parts = {**before, **scored.parts}
+        others = row.reward - weighted(self._rewards, before)
+        return others + weighted(self._rewards, parts), parts
 
 
 def _context(sample: Sample, held_out: bool) -> Context:

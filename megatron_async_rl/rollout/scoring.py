@@ -83,6 +83,13 @@ def _key(part: str | None) -> str:
     return KEY if part is None else f"{KEY}.parts.{part}"
 
 
+def weighted(rewards: Mapping[str | None, RewardPart], parts: Mapping[str, float]) -> float:
+    """The sum of `parts` times their weights; those that `rewards` does not have are only shown."""
+    return sum(
+        part.weight * parts[n] for n, part in rewards.items() if n is not None and n in parts
+    )
+
+
 class FailureLog:
     """JSONL, one object per failed reward, with the response it failed on. `path`: null keeps
     nothing."""
@@ -260,9 +267,10 @@ class Scorer:
         self, settings: RewardConfig, per: Literal["response", "group"] = "response"
     ) -> None:
         self.per = per
+        self._rewards = settings.rewards
         self._parts: dict[str | None, tuple[RewardPart, Inline | Pool]] = {
             name: (part, _rewarding(settings, name, part))
-            for name, part in settings.rewards.items()
+            for name, part in self._rewards.items()
             if part.per == per
         }
         self.pools = [pool for _, pool in self._parts.values() if isinstance(pool, Pool)]
@@ -326,7 +334,7 @@ class Scorer:
             return Scored(reward=0.0, error="; ".join(errors), timed_out=timed_out)
 
         parts = {str(name): one.reward for name, one in scored.items()}
-        total = sum(self._parts[name][0].weight * one.reward for name, one in scored.items())
+        total = weighted(self._rewards, parts)
         if not math.isfinite(total):
             return Scored(reward=0.0, error=f"the weighted sum of {parts} is {total}")
         return Scored(reward=total, parts=parts)

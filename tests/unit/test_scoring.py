@@ -665,14 +665,19 @@ def test_a_part_is_asked_about_the_prompts_that_it_is_for(module: str) -> None:
     assert reward_fields(only)({"kind": "words"}) is None
 
 
-def group_of(*texts: str, **changes: Any) -> list[SampleRow]:
-    """Responses to one prompt, whose reward so far is 0.5."""
+RIGHT = {"right": 0.5}
+
+
+def group_of(
+    *texts: str, given: float = 0.0, parts: dict[str, float] = RIGHT, **changes: Any
+) -> list[SampleRow]:
+    """Responses to one prompt, whose reward so far is 0.5, and what an environment has given."""
     return [
         row(
             replace(
-                make_sample(prompt(), f"7-{k}", [1, 2], reward=0.5, reward_error=error),
+                make_sample(prompt(), f"7-{k}", [1, 2], reward=0.5 + given, reward_error=error),
                 text=text,
-                reward_parts=None if error else {"right": 0.5},
+                reward_parts=None if error else parts,
                 **changes,
             ),
             7,
@@ -704,6 +709,8 @@ def test_a_reward_per_group_takes_all_its_responses_at_once(module: str, tmp_pat
     found = grouped_by(settings, group_of("a", "failed", "b", "nan", step_rewards=steps), tmp_path)
     assert [one.id for one in found] == ["7-0", "7-1", "7-2", "7-3"]
     assert [one.reward for one in found] == [0.5 + 1.5, 0.5, 0.5 + 6.5, 0.0]
+    (more,) = grouped_by(settings, group_of("a", given=2.0), tmp_path)
+    assert more.reward == 2.5 + 0.5, "what an environment gave is kept"
     assert [one.reward_parts for one in found] == [
         {"right": 0.5, "relative": 3.0},
         None,
@@ -725,7 +732,7 @@ def test_a_group_whose_reward_raises_has_none(module: str, tmp_path: Path) -> No
     settings = RewardConfig(name=f"{module}:relative", per="group", workers=1, timeout_s=300)
     found = grouped_by(settings, group_of("a", "bad"), tmp_path)
     assert [one.reward_error for one in found] == ["ValueError: a bad one"] * 2
-    (right, _) = grouped_by(settings, group_of("a", "b"), tmp_path)
+    (right, _) = grouped_by(settings, group_of("a", "b", parts={}), tmp_path)
     assert (right.reward, right.reward_parts) == (0.5 + 2.0, None)
 
 
