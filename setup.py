@@ -47,6 +47,7 @@ setup(
         "math-verify>=0.9,<1",
         "matplotlib>=3.10,<4",
         "numpy>=2.0,<3",
+        "packaging>=24,<27",
         "prometheus_client>=0.21,<1",
         "psutil>=6,<8",
         "pyarrow>=19",

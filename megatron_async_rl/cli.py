@@ -184,7 +184,7 @@ def init(
     reward: Annotated[
         str,
         typer.Option(
-            prompt="Reward: arithmetic, countdown, math, or module:function",
+            prompt="Reward: arithmetic, countdown, math, code, or module:function",
             help="A built-in reward, or module:function.",
         ),
     ] = "math",
@@ -548,16 +548,22 @@ def doctor(
             "--models", help="List the model families instead: what each may have, what is refused."
         ),
     ] = False,
+    fix_hints: Annotated[
+        bool,
+        typer.Option("--fix-hints", help="Add a command or a setting that mends what is not well."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All findings, as JSON.")] = False,
 ) -> None:
     """Check this installation and say what each missing part would bring; exit code 1 if a needed
     one is missing."""
-    from megatron_async_rl.plan.doctor import examine, show, show_families
-
     if models:
+        from megatron_async_rl.plan.model_table import show_families
+
         show_families(console())
         return
-    findings = examine()
-    raise typer.Exit(show(findings, console()))
+    from megatron_async_rl.plan.doctor import examine, show
+
+    raise typer.Exit(show(examine(), console(), fix_hints=fix_hints, as_json=as_json))
 
 
 def _show_version(wanted: bool) -> None:

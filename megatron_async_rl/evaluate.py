@@ -33,6 +33,7 @@ from megatron_async_rl.data import DataError
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, evaluate, read_held_out
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
+from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.plan.batch import context_limit
 from megatron_async_rl.plan.layout import Device, device_of
@@ -332,17 +333,20 @@ async def _evaluate(
             restarts_per_hour=0,
         ),
     )
+    rewards = GroupRewards(rollout.reward, specs[0].log_dir)
     try:
-        await fleet.started()
+        await asyncio.gather(fleet.started(), rewards.start())
         return await evaluate(
             fleet.requests,
             job.held_out,
             job.target.version,
             job.timeout_s,
             on_reward_error=rollout.reward.on_error,
+            rewards=rewards,
             on_progress=on_progress,
         )
     finally:
+        rewards.close()
         await fleet.close(STOP_ENGINES_S)
 
 

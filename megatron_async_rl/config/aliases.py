@@ -69,6 +69,12 @@ _GRAMMAR = Alias(
 )
 _DTYPE = Alias(keys=("model.dtype",))
 _REWARD = Alias(keys=("rollout.reward.name",), note="a built-in one or module:function")
+_ENVIRONMENT = Alias(keys=("rollout.environment",), note="module:factory, or an adapter")
+_TURNS = Alias(keys=("rollout.environment.max_turns",))
+_GROUP_REWARD = Alias(
+    keys=("rollout.reward.per",),
+    note="group, and a function(prompt, responses) that returns a number for each",
+)
 _EXPERT_TENSOR = Alias(
     keys=("policy.parallel.expert",),
     note=(
@@ -189,6 +195,27 @@ ALIASES = {
     "reward_fn": _REWARD,
     "reward_funcs": _REWARD,
     "reward_function": _REWARD,
+    "custom_reward_function": _REWARD,
+    "custom_rm_path": _REWARD,
+    "rm_type": _REWARD,
+    "rm_url": Alias(keys=("rollout.reward.settings",), note="url, with `rollout.reward.name` http"),
+    "reward_weights": Alias(
+        keys=("rollout.reward.parts.NAME.weight",), note="each part has a name of your own"
+    ),
+    "reward_fn_key": Alias(
+        keys=("rollout.reward.parts.NAME.where",), note="columns, and the values they have"
+    ),
+    "group_rm": _GROUP_REWARD,
+    "environment_factory": _ENVIRONMENT,
+    "rollout_func": _ENVIRONMENT,
+    "multi_turn": _ENVIRONMENT,
+    "custom_generate_function_path": _ENVIRONMENT,
+    "max_assistant_turns": _TURNS,
+    "max_tool_calling_iterations": _TURNS,
+    "tool_config_path": Alias(
+        keys=("rollout.environment.settings",), note="an environment brings its own tools"
+    ),
+    "filter_overlong_prompts": Alias(keys=("data.max_prompt_tokens",)),
     # Machines.
     "num_gpus": _RANKS,
     "n_gpus_per_node": _RANKS,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megatron_async_rl.config.settings_model import Strict, TextOrFile
+from megatron_async_rl.config.settings_model import OnlyJson, Strict, TextOrFile
 
 Column = Annotated[str, Field(min_length=1)]
 
@@ -32,6 +32,8 @@ class Columns:
     answer: str | None = None
     messages: str | None = None
     system_prompt: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further ones, with the value that each row has in them."""
 
 
 class FileConfig(Strict):
@@ -47,6 +49,9 @@ class FileConfig(Strict):
     """Null: data.messages_key, unless prompt_key is given here."""
     system_prompt: str | None = None
     """Null: data.system_prompt."""
+    fields: Annotated[Mapping[str, Any], OnlyJson] = {}
+    """Columns that each of its rows is given, such as `{kind: math}`: for rewards, and for the
+    `where` of a part of the reward."""
 
     @model_validator(mode="after")
     def _one_column(self) -> FileConfig:
@@ -106,6 +111,10 @@ class DataConfig(Strict):
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are left out, and counted in the plan and the log; null: a prompt that leaves
     no room for a response is an error."""
+    max_tokens: PositiveInt | None = None
+    """With `loss: sft`: rows that have more tokens, prompt, response and its end together, are left
+    out, and counted in the plan and the log; null: a row that the model or a micro-batch does not
+    take is an error."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> DataConfig:
@@ -148,4 +157,5 @@ class DataConfig(Strict):
             system_prompt=(
                 self.system_prompt if file.system_prompt is None else file.system_prompt
             ),
+            fields=file.fields,
         )

@@ -190,6 +190,11 @@ class EvalConfig(Strict):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"eval.sets: two are called {twice[0]}; give each a name of its own")
+        if "part" in names:
+            raise ValueError(
+                "eval.sets: none can be called `part`: `eval/part/NAME` is the mean of a part of the"
+                " reward"
+            )
         return self
 
 

@@ -32,7 +32,7 @@ from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.rules import run_conflicts
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, SamplingConfig, eval_sets
-from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.config.settings_model import OnlyJson, Strict
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -206,6 +206,20 @@ class RewardPart(Strict):
     """The response's reward is the sum of its parts times their weights; 0 only shows the part."""
     settings: Mapping[str, Any] = {}
     """As `rollout.reward.settings`."""
+    per: Literal["response", "group"] = "response"
+    """As `rollout.reward.per`."""
+    where: Annotated[Mapping[str, Any], OnlyJson] = {}
+    """Of which prompts it is a part, by their columns: `{kind: math}`, or one of several,
+    `{kind: [math, physics]}`. Empty: of all. `fields` of a source or a held-out set gives all of a
+    file's rows a column."""
+
+    def applies(self, fields: Mapping[str, Any]) -> bool:
+        """`fields`: those of a prompt."""
+        return all(
+            name in fields
+            and (fields[name] in value if isinstance(value, list) else fields[name] == value)
+            for name, value in self.where.items()
+        )
 
 
 class RewardConfig(Strict):
@@ -220,6 +234,9 @@ class RewardConfig(Strict):
     function of your own, those that it takes beside prompt and response."""
     parts: Mapping[str, RewardPart] = {}
     """Several rewards by a name of your own, in the place of `name`: each with a weight."""
+    per: Literal["response", "group"] = "response"
+    """`group`: called once for all responses to a prompt, function(prompt, responses) -> a number
+    for each, when the last of them has come. The controller calls it, on its machine."""
     on_error: Literal["drop", "stop"] = "drop"
     """A reward that raises or is not finite: `drop` logs, counts and leaves the sample out of
     training; `stop` ends the run."""
@@ -227,8 +244,8 @@ class RewardConfig(Strict):
     """Longest time for one call of one reward; over it the response counts as an error. The process
     of a plain function is killed; the call of an `async` one is cancelled."""
     workers: PositiveInt = 4
-    """Most processes of each engine that call a reward; they start when responses wait. The
-    built-in `arithmetic` and `countdown` need none."""
+    """Most processes of each engine that call a reward, and of the controller for one `per: group`;
+    they start when responses wait. The built-in `arithmetic` and `countdown` need none."""
     concurrency: PositiveInt = 64
     """Calls of an `async` reward, such as `http` and `judge`, that each process has under way."""
     batch: PositiveInt = 32
@@ -246,6 +263,8 @@ class RewardConfig(Strict):
             )
         if self.parts and self.settings:
             raise ValueError("`settings` belongs to `name`; each of `parts` has its own")
+        if self.parts and self.per == "group":
+            raise ValueError("`per` belongs to `name`; each of `parts` has its own")
         for part in self.parts:
             if not re.fullmatch(r"[A-Za-z][\w-]*", part):
                 raise ValueError(
@@ -259,7 +278,7 @@ class RewardConfig(Strict):
         """The parts by their names; one reward alone has none."""
         if self.name is None:
             return {name: part for name, part in self.parts.items()}  # noqa: C416
-        return {None: RewardPart(name=self.name, settings=self.settings)}
+        return {None: RewardPart(name=self.name, settings=self.settings, per=self.per)}
 
 
 class RolloutConfig(Strict):
@@ -414,6 +433,9 @@ class SamplesConfig(Strict):
     """Room for it, compressed; the oldest samples go first. 0 logs none."""
     segment_mib: PositiveInt = 64
     """A new file is begun at this size; at most half of keep_mib."""
+    experts: bool = False
+    """With policy.routing_replay: rollout: keep the experts that the engines chose, too. They are
+    nearly all of a mixture's log, and without them no step can be computed again from it."""
 
     @model_validator(mode="after")
     def _at_least_two_segments(self) -> SamplesConfig:

@@ -11,13 +11,26 @@ before: it may import torch, which the built-in settings do not.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, WrapValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, WrapValidator
+
+
+def _as_json(values: Any) -> Any:
+    try:
+        json.dumps(values, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"holds what JSON does not ({error}): put dates in quotes") from None
+    return values
+
+
+OnlyJson = AfterValidator(_as_json)
+"""Of values that go into samples, or are compared with theirs."""
 
 
 class Strict(BaseModel):

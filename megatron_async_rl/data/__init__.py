@@ -9,7 +9,7 @@ from megatron_async_rl.data.prompts import (
     read_set,
     read_training,
 )
-from megatron_async_rl.data.source import PromptSource, SupervisedSource
+from megatron_async_rl.data.source import PromptSource, SupervisedSource, fitting
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "PromptSource",
     "SupervisedSource",
     "Tokenizer",
+    "fitting",
     "load_tokenizer",
     "log_too_long",
     "read_prompts",

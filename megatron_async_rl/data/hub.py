@@ -6,11 +6,14 @@ Invariants:
   local paths alone;
 - the local path is a folder of the hub's cache that names the commit, and it is what stands in
   RUN/config.yaml: a run that goes on reads the bytes it began with, also when the name has moved;
-- without a network, or with HF_HUB_OFFLINE, the cache answers.
+- without a network, or with HF_HUB_OFFLINE, the cache answers, and one that lacks a file is refused:
+  the hub's client compares it with the commit's list of files where the cache has one, and data
+  in numbered pieces says itself how many there are.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import re
 from collections.abc import Mapping
@@ -32,6 +35,8 @@ NAME = re.compile(
 SNAPSHOT = re.compile(
     r"(?P<kind>models|datasets)--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<commit>[0-9a-f]{40})"
 )
+PIECE = re.compile(r"(?P<before>.*-)\d+-of-(?P<of>\d+)(?P<after>\..+)")
+"""The name of one of so many files, as the hub's libraries write them."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS = "*.safetensors"
@@ -182,7 +187,29 @@ def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool =
     place = Path(folder) / name.path
     if not place.exists() and not glob.glob(str(place)):
         raise UserError.of(key, f"{name.id} has no {name.path}", _name_a_file(name))
+    missing = _missing_pieces(Path(folder), name.path)
+    if missing:
+        what = f"lacks {len(missing)} pieces, such as {missing[0]}"
+        raise UserError.of(key, f"{name} {what}", _fetch_it(name))
     return place
+
+
+def _missing_pieces(folder: Path, wanted: str) -> list[str]:
+    """Files that `wanted`, a file, folder or pattern in `folder`, asks for and that are not there,
+    by the names of their neighbours."""
+    inside = glob.glob(str(folder / wanted)) + glob.glob(str(folder / wanted / "*"))
+    there = {str(Path(one).relative_to(folder)) for one in inside}
+    sets = {(f["before"], f["of"], f["after"]) for one in there if (f := PIECE.fullmatch(one))}
+    every = {
+        f"{before}{number:0{len(of)}}-of-{of}{after}"
+        for before, of, after in sets
+        for number in range(int(of))
+    }
+    return sorted(
+        one
+        for one in every - there
+        if fnmatch.fnmatch(one, wanted) or fnmatch.fnmatch(one, f"{wanted}/*")
+    )
 
 
 def _explained(name: HubName, error: Exception) -> tuple[str, str]:
@@ -206,15 +233,21 @@ def _explained(name: HubName, error: Exception) -> tuple[str, str]:
         return f"{name} is no name on a hub: {_first_line(error)}", "write hf://OWNER/NAME"
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{where} cannot be reached"
-        kind = "--repo-type dataset " if name.is_data else ""
-        revision = f" --revision {name.revision}" if name.revision else ""
         return (
             f"{name} is not whole in the cache ({constants.HF_HUB_CACHE}), and {why}",
-            f"where there is a network, `hf download {kind}{name.id}{revision}` with this HF_HOME,"
-            " or name a local folder",
+            _fetch_it(name),
         )
     cause = f"{type(error).__name__}: {_first_line(error)}"
     return f"{name} cannot be fetched: {cause}", "try again, or name a local folder"
+
+
+def _fetch_it(name: HubName) -> str:
+    kind = "--repo-type dataset " if name.is_data else ""
+    revision = f" --revision {name.revision}" if name.revision else ""
+    return (
+        f"where there is a network, `hf download {kind}{name.id}{revision}` with this HF_HOME,"
+        " or name a local folder"
+    )
 
 
 def _first_line(error: Exception) -> str:

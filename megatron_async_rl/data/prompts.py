@@ -19,6 +19,15 @@ from megatron_async_rl.samples.types import Prompt
 
 _log = logging.getLogger(__name__)
 
+Required = Callable[[Mapping[str, Any]], Sequence[str] | None]
+"""Called with the fields of a row's prompt: further columns that it must have; null where no part of
+the reward is for it."""
+
+
+def nothing_more(row: Mapping[str, Any]) -> Sequence[str]:
+    return ()
+
+
 SYNONYMS = {
     "prompt": ("question", "problem", "instruction", "query", "input", "text", "messages"),
     "messages": ("conversations", "conversation", "prompt"),
@@ -31,7 +40,7 @@ SYNONYMS = {
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One source of a mixture: how many prompts it has, and its weight. `too_long`: rows above
-    data.max_prompt_tokens, which are not among them."""
+    data.max_prompt_tokens or data.max_tokens, which are not among them."""
 
     label: str = ""
     count: int
@@ -54,7 +63,7 @@ class PromptSet:
 def log_too_long(data: PromptSet) -> None:
     if data.too_long:
         _log.warning(
-            "%d prompts above data.max_prompt_tokens are left out, %d stay",
+            "%d rows above data.max_prompt_tokens or data.max_tokens are left out, %d stay",
             data.too_long,
             len(data.prompts),
         )
@@ -64,7 +73,7 @@ def read_training(
     data: DataConfig,
     tokenizer: Tokenizer,
     *,
-    required: Sequence[str] = (),
+    required: Required = nothing_more,
     room: int | None = None,
     limit: int | None = None,
     supervised: bool = False,
@@ -96,7 +105,7 @@ def read_set(
     file: FileConfig,
     tokenizer: Tokenizer,
     *,
-    required: Sequence[str] = (),
+    required: Required = nothing_more,
     room: int | None = None,
     limit: int | None = None,
     supervised: bool = False,
@@ -112,7 +121,7 @@ def read_set(
         file.path,
         tokenizer,
         columns,
-        required=tuple(required),
+        required=required,
         room=room,
         longest=data.max_prompt_tokens,
         limit=limit,
@@ -140,7 +149,12 @@ def read_prompts(
     fault and fix, also for a prompt above `max_prompt_tokens`.
     """
     prompts, _ = _read(
-        path, tokenizer, Columns(), required=required, room=max_prompt_tokens, limit=limit
+        path,
+        tokenizer,
+        Columns(),
+        required=lambda row: required,
+        room=max_prompt_tokens,
+        limit=limit,
     )
     return prompts
 
@@ -150,7 +164,7 @@ def _read(
     tokenizer: Tokenizer,
     columns: Columns,
     *,
-    required: tuple[str, ...],
+    required: Required,
     room: int | None = None,
     longest: int | None = None,
     limit: int | None = None,
@@ -163,11 +177,12 @@ def _read(
     field = "response" if supervised else "answer"
     conversations = supervised and columns.messages is not None
     if supervised and not conversations:
-        required = (*required, "response")
+        required = lambda row: ("response",)  # noqa: E731 - supervised data has no reward
     if conversations and columns.answer is not None:
         what = f"is read as conversations, and data.answer_key: {columns.answer} names answers"
         raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
-    rows = list(_checked(read_rows(path, limit), columns, field, required))
+    given_fields = _with_fields(read_rows(path, limit), columns)
+    rows = list(_checked(given_fields, columns, field, required))
     if not rows:
         fix = 'write one JSON object per line, such as {"prompt": "1+1="}'
         raise DataError(path, None, "holds no prompts", fix)
@@ -202,8 +217,7 @@ def _read(
                 f"leave such prompts out (data.max_prompt_tokens={room}), or leave them more room:"
                 " raise rollout.max_context or lower rollout.sampling.max_tokens",
             )
-        taken = (columns.messages or columns.prompt, "id")
-        fields = {key: value for key, value in values.items() if key not in taken}
+        fields = _fields(values, columns)
         if columns.answer is not None:
             fields[field] = values[columns.answer]
         if given is not None:
@@ -252,16 +266,45 @@ def _is_text(value: str) -> bool:
     return True
 
 
+def _fields(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """The columns of a row that become fields of its prompt under their own names."""
+    taken = (columns.messages or columns.prompt, "id")
+    return {key: value for key, value in values.items() if key not in taken}
+
+
+def _with_fields(rows: Iterator[Row], columns: Columns) -> Iterator[Row]:
+    """The rows with the columns that the configuration gives all of them."""
+    for file, place, values in rows:
+        for name, value in columns.fields.items():
+            if name in values and values[name] != value:
+                what = f"has a column `{name}` of its own: {values[name]!r:.80}"
+                fix = f"remove `{name}` from the `fields` of this file, or give it another name"
+                raise DataError(file, place, what, fix)
+        yield file, place, {**values, **columns.fields}
+
+
 def _checked(
-    rows: Iterator[Row], columns: Columns, field: str, required: Sequence[str]
+    rows: Iterator[Row], columns: Columns, field: str, required: Required
 ) -> Iterator[Row]:
     """The rows, each with the columns that are read of it."""
     prompt = columns.messages or columns.prompt
-    wanted = {("messages" if columns.messages else "prompt"): prompt}
+    always = {("messages" if columns.messages else "prompt"): prompt}
     if columns.answer is not None:
-        wanted[field] = columns.answer
-    wanted |= {name: name for name in required if name not in wanted and name != "prompt"}
+        always[field] = columns.answer
     for file, place, values in rows:
+        fields = _fields(values, columns)
+        if columns.answer in values:
+            fields[field] = values[columns.answer]
+        more = required(fields)
+        if more is None:
+            raise DataError(
+                file,
+                place,
+                "is of no part of the reward: none has a `where` that it meets",
+                "give a part of rollout.reward.parts a `where` for it, or none; `fields` of its"
+                " source gives every row of a file a column",
+            )
+        wanted = always | {n: n for n in more if n not in always and n != "prompt"}
         for role, column in wanted.items():
             if column not in values:
                 raise _missing(file, place, role, column, list(values))

@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.conversation import Conversation
-from megatron_async_rl.data.prompts import Part
+from megatron_async_rl.data.prompts import Part, PromptSet
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt, Sample
@@ -151,6 +151,36 @@ class PromptSource:
         self._order.load_state(state)
 
 
+def fitting(rows: PromptSet, tokenizer: Tokenizer, longest: int | None) -> PromptSet:
+    """Rows of given responses, tokenized, without those that have more than `longest` tokens, which
+    are counted with the others that were too long. Raises DataError where none is left, and as
+    SupervisedSource."""
+    if longest is None:
+        return rows
+    given = _given(rows.prompts, tokenizer)
+    fits = [
+        len(prompt.token_ids) + len(one.ids) <= longest
+        for prompt, one in zip(rows.prompts, given, strict=True)
+    ]
+    kept = tuple(
+        replace(prompt, fields={**prompt.fields, "response": one})
+        for prompt, one, fit in zip(rows.prompts, given, fits, strict=True)
+        if fit
+    )
+    parts, start = [], 0
+    for part in rows.parts:
+        stay = sum(fits[start : start + part.count])
+        if not stay:
+            what = f"has no row of at most {longest} tokens: all {part.count} are longer"
+            raise DataError(
+                part.label or "the data", None, what, "raise data.max_tokens, or leave it out"
+            )
+        left_out = part.too_long + part.count - stay
+        parts.append(replace(part, count=stay, too_long=left_out))
+        start += part.count
+    return PromptSet(prompts=kept, parts=tuple(parts))
+
+
 class SupervisedSource:
     """Endless batches of `prompts_per_step` given responses, with a resumable position.
 
@@ -185,9 +215,9 @@ class SupervisedSource:
                 raise DataError(
                     prompt.id,
                     None,
-                    f"prompt and response have {total} tokens together, the model takes"
-                    f" {max_context}",
-                    "shorten the line or remove it",
+                    f"prompt and response have {total} tokens together, and {max_context} fit the"
+                    " model and a micro-batch",
+                    f"leave such rows out (data.max_tokens={max_context}), or shorten this one",
                 )
         self._order = Mixture(parts or [Part(count=len(prompts))], seed=seed, shuffle=shuffle)
         self._consumed = 0

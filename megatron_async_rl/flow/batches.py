@@ -18,6 +18,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import (
     PromptSource,
     SupervisedSource,
+    fitting,
     log_too_long,
     read_training,
     tokenizer_of,
@@ -172,7 +173,8 @@ class GivenResponses:
 
     def __init__(self, config: Config, position: DataState | None) -> None:
         tokenizer = tokenizer_of(config.model.path, config.data)
-        given = read_training(config.data, tokenizer, supervised=True)
+        read = read_training(config.data, tokenizer, supervised=True)
+        given = fitting(read, tokenizer, config.data.max_tokens)
         log_too_long(given)
         self._stop = config.run.dir / watch.STOP
         self._source = SupervisedSource(
@@ -272,7 +274,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
         ),
         timeout_s=config.watchdog.timeout_s,
         start_timeout_s=rollout.start_timeout_s,
-        on_reward_error=rollout.reward.on_error,
+        reward=rollout.reward,
         steps=config.run.steps,
         fresh_steps=config.fresh_steps,
         seed=config.run.seed,

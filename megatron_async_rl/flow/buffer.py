@@ -46,7 +46,7 @@ class GroupState:
     """Under which it was admitted."""
     deadline: int
     open: dict[str, Request]
-    """Requests that are not answered, by id."""
+    """Requests that are not answered, by id; none while a whole group waits for its reward."""
     samples: list[SampleRow] = field(default_factory=list)
     finished: int | None = None
     dropped: str = ""
@@ -139,7 +139,7 @@ def _fits(group: GroupState, size: int) -> bool:
     have = len(group.samples)
     if group.finished is not None:
         return have == size
-    return have < size == have + len(group.open)
+    return have <= size == have + len(group.open)
 
 
 def _versions(group: GroupState, now: int) -> set[int]:

@@ -19,7 +19,8 @@ Invariants:
 - what is decided is decided by the scheduler (scheduler.py); which engines there are and what each
   holds is known to the fleet (fleet.py), what it works on to the fleet's requests (requests.py);
   here they are put together;
-- a sample is taken in at one place, `on_sample`;
+- a sample is taken in at one place, `on_sample`; with a reward per group it is logged, and its
+  group finished, once that is there (`_score`);
 - `state()` has the prompts that are admitted and not consumed, and what there already is of their
   responses: a resume goes on with them and asks for the rest again, so nothing is lost and nothing
   made twice;
@@ -51,6 +52,7 @@ from megatron_async_rl.flow.errors import (
 )
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet
+from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.relays import NoRelays, Relays, relays_of
 from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
@@ -83,12 +85,15 @@ class Controller(Listener):
         self._source = source
         self._spec = spec
         self._launch = launch
+        log_dir = None if spec.run_dir is None else spec.run_dir / "logs"
+        self._rewards = GroupRewards(spec.reward, log_dir)
         self._scheduler = Scheduler(
             spec.flow,
             steps=spec.steps,
             fresh_steps=spec.fresh_steps,
             seed=spec.seed,
             on_dropped=self._on_dropped,
+            scored_whole=self._rewards.any,
         )
         self._sample_log = SampleLog()
         self._resumed: Mapping[str, Any] = {}
@@ -120,7 +125,7 @@ class Controller(Listener):
             evaluators_from=len(spec.engines) - spec.evaluators,
         )
         self._relays = relays_of(spec, self._fleet, self)
-        await self._fleet.started()
+        await asyncio.gather(self._fleet.started(), self._rewards.start())
         collect_rarely()
 
     def _begin_process(self, run_dir: Path) -> None:
@@ -174,6 +179,7 @@ class Controller(Listener):
         self._sample_log.begin(int(self._resumed.get("sample_log", 0)))
         for index, _ in self._scheduler.running():
             self._ages.begin(index)
+            self._score(index)
         for request, admitted_under in again:
             self._fleet.requests.put([request], admitted_under)
 
@@ -219,7 +225,7 @@ class Controller(Listener):
                     return self._batch(groups, version)
             self._progress.clear()
             left = (
-                max(waited_from, self._fleet.requests.moved_at)
+                max(waited_from, self._fleet.requests.moved_at, self._rewards.moved_at)
                 + self._spec.timeout_s
                 - time.monotonic()
             )
@@ -249,6 +255,7 @@ class Controller(Listener):
                 prompt=prompt.id,
                 seconds=self._ages.of(index),
                 engines=self._fleet.requests.holders(index),
+                unscored=self._scheduler.unscored(index) is not None,
             )
             for index, prompt in self._scheduler.running()
         ]
@@ -259,21 +266,48 @@ class Controller(Listener):
 
     def on_sample(self, sample: SampleRow, request: Request) -> None:
         self._counts.add(sample, request)
-        self._sample_log.finished(sample)
+        if not self._rewards.any:
+            self._sample_log.finished(sample)
         if not sample.valid:
-            failed = sample.sample()
-            log.warning(
-                "reward failed on sample %s: %s; response %r",
-                failed.id,
-                failed.reward_error,
-                failed.text[:200],
-            )
-            if self._spec.on_reward_error == "stop":
-                self.on_error(reward_failed([sample]))
+            self._on_failed_reward(sample)
         self._scheduler.on_sample(sample, request.group)
+        if self._rewards.any:
+            self._score(request.group)
         self._go_on()
 
-    def _on_dropped(self, sample: SampleRow, reason: str) -> None:
+    def _score(self, index: int) -> None:
+        """Has a group scored that has all its responses and waits for its reward."""
+        group = self._scheduler.unscored(index)
+        if group is not None:
+            self._rewards.begin(group, self._on_scored, self.on_error)
+
+    def _on_scored(self, group: Group, samples: Sequence[SampleRow]) -> None:
+        """The group may have been dropped meanwhile."""
+        failed_before = {one.id for one in group.samples if not one.valid}
+        failed = [one for one in samples if not one.valid and one.id not in failed_before]
+        self._counts.responses["reward_errors"] += len(failed)
+        for sample in failed:
+            self._on_failed_reward(sample)
+        if self._scheduler.unscored(group.index) is not None:
+            for sample in samples:
+                self._sample_log.finished(sample)
+            self._scheduler.on_scored(group.index, samples)
+        self._go_on()
+
+    def _on_failed_reward(self, sample: SampleRow) -> None:
+        failed = sample.sample()
+        log.warning(
+            "reward failed on sample %s: %s; response %r",
+            failed.id,
+            failed.reward_error,
+            failed.text[:200],
+        )
+        if self._spec.reward.on_error == "stop":
+            self.on_error(reward_failed([sample]))
+
+    def _on_dropped(self, sample: SampleRow, reason: str, finished: bool) -> None:
+        if self._rewards.any and not finished:
+            self._sample_log.finished(sample)
         self._sample_log.dropped(sample, self._scheduler.next_step + 1, reason)
 
     def on_abort(self, aborted: Aborted, request: Request) -> Request:
@@ -348,7 +382,8 @@ class Controller(Listener):
                         self._spec.held_out,
                         version,
                         self._spec.timeout_s,
-                        on_reward_error=self._spec.on_reward_error,
+                        on_reward_error=self._spec.reward.on_error,
+                        rewards=self._rewards,
                         on_answers=lambda answers: self._sample_log.evaluated(answers, version),
                     )
         except (EngineFailed, RequestGivenUp) as error:
@@ -419,14 +454,17 @@ class Controller(Listener):
             f" {one.in_flight} in flight"
             for index, one in enumerate(stats["engines"])
         )
+        scoring = self._rewards.waiting
+        unscored = f" {scoring} groups wait for their reward," if scoring else ""
         return (
             f"version {stats['version']}, {stats['waiting']} waiting, {stats['buffer']} ready,"
-            f" the oldest for {stats['oldest_in_flight_s']:.0f} s; {engines}"
+            f"{unscored} the oldest for {stats['oldest_in_flight_s']:.0f} s; {engines}"
         )
 
     async def close(self) -> None:
         """Ends the engines, the relays and the sample log. `state()` still has what they had not
         answered."""
+        self._rewards.close()
         await self._fleet.close(STOP_ENGINES_S)
         await self._relays.close(STOP_RELAYS_S)
         await asyncio.to_thread(self._sample_log.close)

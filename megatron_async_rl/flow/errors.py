@@ -53,16 +53,19 @@ class RequestGivenUp(FlowError):
 
 @dataclass(frozen=True, kw_only=True)
 class LateGroup:
-    """A group that keeps a batch waiting. `engines`: that hold requests of it."""
+    """A group that keeps a batch waiting. `engines`: that hold requests of it. `unscored`: it has
+    all its responses, and waits for its reward."""
 
     index: int
     prompt: str
     seconds: float
     engines: Sequence[int]
+    unscored: bool = False
 
     def __str__(self) -> str:
         where = ", ".join(f"engine {one}" for one in self.engines) or "no engine yet"
-        return f"group {self.index} (prompt {self.prompt}): {self.seconds:.1f} s, on {where}"
+        where = "waits for its reward (per: group)" if self.unscored else f"on {where}"
+        return f"group {self.index} (prompt {self.prompt}): {self.seconds:.1f} s, {where}"
 
 
 def batch_timeout(
@@ -110,5 +113,5 @@ def require_a_reward(samples: Sequence[SampleRow], step: int) -> None:
         f"the reward failed on all {len(samples)} responses of the batch for step"
         f" {step}:\n{''.join(shown)}"
         "  fix: correct the reward, or the data it reads; every failure is in"
-        " RUN/logs/engine-*.reward_errors.jsonl"
+        " RUN/logs/*.reward_errors.jsonl"
     )

@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, Protocol
@@ -23,7 +23,9 @@ from typing import Any, Literal, Protocol
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.sampling import EvalSet
 from megatron_async_rl.data import Tokenizer, log_too_long, read_set
+from megatron_async_rl.data.prompts import Required, nothing_more
 from megatron_async_rl.flow.errors import BatchTimeout, FlowError, reward_failed
+from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Prompt, Request
 
@@ -66,7 +68,7 @@ def read_held_out(
     chosen: EvalSet,
     tokenizer: Tokenizer,
     *,
-    required: Sequence[str] = (),
+    required: Required = nothing_more,
     room: int | None = None,
 ) -> HeldOut:
     """A set with its prompts, as an evaluation takes it. Raises DataError."""
@@ -111,6 +113,8 @@ class EvalResult:
     tokens: int
     reward_errors: int
     seconds: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """With `rollout.reward.parts`: each part's mean, as `mean_reward`, before it is weighted."""
     name: str = ""
     others: tuple[EvalResult, ...] = ()
     """Of the sets after the first, which this is."""
@@ -125,6 +129,7 @@ class EvalResult:
             "version": self.version,
             **({"set": self.name} if self.name else {}),
             "mean_reward": _finite(self.mean_reward),
+            **({"parts": dict(self.parts)} if self.parts else {}),
             "pass_at": {str(k): value for k, value in self.pass_at.items()},
             "prompts": self.prompts,
             "samples": self.samples,
@@ -192,8 +197,22 @@ def summarise_evaluation(
         tokens=sum(sample.length for sample in every),
         reward_errors=sum(not sample.valid for sample in every),
         seconds=seconds,
+        parts=_part_means(answers),
         name=name,
     )
+
+
+def _part_means(answers: Answers) -> dict[str, float]:
+    """Means over the prompts that have the part of their responses' means."""
+    means: dict[str, list[float]] = {}
+    for _, samples in answers:
+        of_prompt: dict[str, list[float]] = {}
+        for sample in samples:
+            for name, value in (sample.reward_parts or {}).items() if sample.valid else ():
+                of_prompt.setdefault(name, []).append(value)
+        for name, values in of_prompt.items():
+            means.setdefault(name, []).append(sum(values) / len(values))
+    return {name: sum(values) / len(values) for name, values in means.items()}
 
 
 async def evaluate(
@@ -203,14 +222,14 @@ async def evaluate(
     timeout_s: float,
     *,
     on_reward_error: Literal["drop", "stop"],
+    rewards: GroupRewards | None = None,
     on_progress: Callable[[int, int], None] = lambda prompts, tokens: None,
     on_answers: Callable[[Answers], None] = lambda answers: None,
 ) -> EvalResult:
     """The responses to every prompt of `sets`, from engines that hold `version`; the result is that
     of the first, and has the others'. `timeout_s`: longest time in which no response grows; a long
-    evaluation that moves is not late.
-    `on_progress`: prompts answered, and tokens sampled, so far. `on_answers`: all of them, at the
-    end.
+    evaluation that moves is not late. `rewards`: of whole groups. `on_progress`: prompts answered,
+    and tokens sampled, so far. `on_answers`: all of them, at the end.
 
     Raises EngineFailed, RequestGivenUp, RewardFailed (with `on_reward_error: stop`), BatchTimeout,
     WeightsMoved, and ValueError without prompts.
@@ -226,9 +245,8 @@ async def evaluate(
         requests = [
             Request(group=-1 - index, k=k, prompt=prompt, sampling=one.name) for k in range(one.n)
         ]
-        tasks.append(
-            asyncio.create_task(fleet.run(requests, version), name=f"held-out prompt {prompt.id}")
-        )
+        answer = _answer(fleet, prompt, requests, version, rewards)
+        tasks.append(asyncio.create_task(answer, name=f"held-out prompt {prompt.id}"))
         tasks[-1].add_done_callback(partial(_tell, finished, index))
     try:
         tokens = 0
@@ -262,6 +280,17 @@ async def evaluate(
         for one in sets
     )
     return replace(first, others=tuple(others))
+
+
+async def _answer(
+    fleet: Runner,
+    prompt: Prompt,
+    requests: Sequence[Request],
+    version: int,
+    rewards: GroupRewards | None,
+) -> list[SampleRow]:
+    samples = await fleet.run(requests, version)
+    return samples if rewards is None else await rewards.of(prompt, samples, held_out=True)
 
 
 async def _next_answered(finished: asyncio.Queue[int], fleet: Runner, timeout_s: float) -> int:
@@ -317,6 +346,10 @@ def _passed(name: str, result: EvalResult) -> dict[str, float]:
     return {name.replace("@k", f"@{k}"): value for k, value in result.pass_at.items()}
 
 
+def _parts(name: str, result: EvalResult) -> dict[str, float]:
+    return {name.replace("NAME", part): mean for part, mean in result.parts.items()}
+
+
 class EvalSchedule:
     """Which versions are evaluated during a run, and what is kept of each.
 
@@ -359,6 +392,7 @@ class EvalSchedule:
             "eval/version": result.version,
             "eval/seconds": result.seconds,
             **_passed("eval/pass@k", result),
+            **_parts("eval/part/NAME", result),
         }
         for one in (result, *result.others):
             if one.name:
@@ -366,6 +400,7 @@ class EvalSchedule:
                     "eval/SET/mean": one.mean_reward,
                     "eval/SET/truncated": one.truncated,
                     **_passed("eval/SET/pass@k", one),
+                    **_parts("eval/SET/part/NAME", one),
                 }
                 found |= {name.replace("SET", one.name, 1): of_set[name] for name in of_set}
         return found

@@ -4,6 +4,9 @@
     enter --> running --on_sample--> finished --consume--> trained
                  +---------------------+---------drop----> dropped, with a reason
 
+With a reward that is called per group (`scored_whole`) a group that has all its responses is still
+running; it finishes with `on_scored`.
+
 Invariants:
 - every group that entered is waiting (running or finished), consumed, or dropped with a reason:
   `counts` balance at any time;
@@ -18,12 +21,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.buffer import Buffer, GroupState, snapshot
-from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.flow.buffer import Buffer, Group, GroupState, snapshot
+from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Aborted, Request
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,9 @@ DROPPED = ("dropped_equal", "dropped_late", "dropped_failed")
 engines."""
 
 COUNTED = ("admitted", "consumed", *DROPPED, "asked", "aborted", "given_up", "replayed")
+
+OnDropped = Callable[[SampleRow, str, bool], None]
+"""Told of each response that will not train: the reason, and whether its group had finished."""
 
 PATIENCE = 10
 """Counted by the groups kept, not consumed: far ahead of the trainer, many batches are made before
@@ -66,14 +72,28 @@ class DynamicSampling:
         return False
 
 
+def unrewarded(samples: Sequence[SampleRow]) -> list[SampleRow]:
+    """Samples of a group that never got the reward of a whole one; those that had failed before
+    keep their error."""
+    why = "its group was dropped before it had its reward"
+    failed = [row for row in samples if not row.valid]
+    left = [row for row in samples if row.valid]
+    count = len(left)
+    return failed + (rescored(left, [0.0] * count, [None] * count, [why] * count) if left else [])
+
+
 class GroupTable:
     """Groups in the order in which they entered. `counts`: see Scheduler.counts."""
 
     def __init__(
-        self, flow: FlowConfig, on_dropped: Callable[[SampleRow, str], None] = lambda *_: None
+        self,
+        flow: FlowConfig,
+        on_dropped: OnDropped = lambda *_: None,
+        *,
+        scored_whole: bool = False,
     ) -> None:
-        """`on_dropped`: told of each finished response that will not train, with the reason."""
         self._on_dropped = on_dropped
+        self._scored_whole = scored_whole
         self._group_size = flow.group_size
         self._dynamic = DynamicSampling(flow.prompts_per_step) if flow.dynamic_sampling else None
         self._waiting: dict[int, GroupState] = {}
@@ -114,10 +134,21 @@ class GroupTable:
         entry = self._close(sample.id, group)
         entry.samples.append(sample)
         if entry.dropped:
-            self._dropped.append(sample)
-            self._on_dropped(sample, entry.dropped)
-        elif len(entry.samples) == self._group_size:
+            self._put_away(entry, [sample])
+        elif len(entry.samples) == self._group_size and not self._scored_whole:
             self._finish(entry)
+
+    def unscored(self, group: int) -> Group | None:
+        """`group`, where it has all its responses and waits for its reward."""
+        entry = self._waiting.get(group)
+        waits = entry is not None and not entry.open and entry.finished is None
+        return entry.group() if entry is not None and waits else None
+
+    def on_scored(self, group: int, samples: Sequence[SampleRow]) -> None:
+        """Takes in the responses of a group that was unscored, with their rewards."""
+        entry = self._waiting[group]
+        entry.samples = list(samples)
+        self._finish(entry)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
         """The request to ask in place of one that was aborted: it goes on after the tokens that it
@@ -168,9 +199,16 @@ class GroupTable:
         entry.dropped = reason.removeprefix("dropped_")
         self._leave(entry)
         self.counts[reason] += 1
-        self._dropped += entry.samples
-        for sample in entry.samples:
-            self._on_dropped(sample, entry.dropped)
+        self._put_away(entry, entry.samples)
+
+    def _put_away(self, entry: GroupState, samples: Sequence[SampleRow]) -> None:
+        """Samples of a group that is dropped."""
+        finished = entry.finished is not None
+        if self._scored_whole and not finished:
+            samples = unrewarded(samples)
+        self._dropped += samples
+        for sample in samples:
+            self._on_dropped(sample, entry.dropped, finished)
 
     def consume(self, entries: Collection[GroupState]) -> None:
         """Finished groups train."""

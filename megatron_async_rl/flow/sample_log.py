@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from megatron_async_rl.config.schema import SamplesConfig
-from megatron_async_rl.samples.columns import LOGGED
+from megatron_async_rl.samples.columns import LOGGED, SCHEMA
 from megatron_async_rl.samples.rows import SampleRow, gathered
 from megatron_async_rl.samples.segments import (
     FOLDER,
@@ -99,6 +99,7 @@ class SampleLogWriter(SampleLog):
         self._run_dir, self._folder = run_dir, run_dir / FOLDER
         self._keep = settings.keep_mib * 2**20
         self._segment_size = settings.segment_mib * 2**20
+        self._schema = SCHEMA if settings.experts else LOGGED
         self._queue: deque[Item] = deque()
         self._wake, self._closing = threading.Event(), False
         self._thread = threading.Thread(target=self._write_on, name="sample log", daemon=True)
@@ -265,7 +266,7 @@ class SampleLogWriter(SampleLog):
             for table in ("samples", "outcomes"):
                 path_of(self._folder, table, old[0]).unlink(missing_ok=True)
             del sizes[old.pop(0)]
-        return _Segment(self._folder, old[-1] + 1 if old else 0)
+        return _Segment(self._folder, old[-1] + 1 if old else 0, self._schema)
 
     def _failed(self, error: Exception, lost: int) -> None:
         """Leaves what was begun as it is: readers stop where it is cut."""
@@ -299,17 +300,18 @@ def open_sample_log(run_dir: Path, settings: SamplesConfig) -> SampleLog:
 class _Segment:
     """The two files that are being written."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, schema: pa.Schema) -> None:
         self.number = number
+        self._schema = schema
         self._paths = [path_of(folder, "samples", number), path_of(folder, "outcomes", number)]
         self._files: list[pa.OSFile] = []
         self._writers: list[pa.ipc.RecordBatchStreamWriter] = []
         self._holds_rows = False
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         try:
-            for path, schema in zip(self._paths, (LOGGED, OUTCOMES), strict=True):
+            for path, columns in zip(self._paths, (schema, OUTCOMES), strict=True):
                 self._files.append(pa.OSFile(str(path), "wb"))
-                self._writers.append(pa.ipc.new_stream(self._files[-1], schema, options=options))
+                self._writers.append(pa.ipc.new_stream(self._files[-1], columns, options=options))
         except OSError:
             self.abandon()
             raise
@@ -325,7 +327,7 @@ class _Segment:
     ) -> None:
         of_samples, of_outcomes = self._writers
         if samples:
-            of_samples.write_batch(gathered(samples, schema=LOGGED))
+            of_samples.write_batch(gathered(samples, schema=self._schema))
         if outcomes:
             columns = zip(OUTCOMES, zip(*outcomes, strict=True), strict=True)
             arrays = [pa.array(values, type=field.type) for field, values in columns]

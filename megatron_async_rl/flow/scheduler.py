@@ -25,7 +25,7 @@ from dataclasses import replace
 from megatron_async_rl.config.flow import ExactLag, Replay, Windowed
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group, GroupState, restorable
-from megatron_async_rl.flow.group_table import GroupTable
+from megatron_async_rl.flow.group_table import GroupTable, OnDropped
 from megatron_async_rl.flow.selection import ReplayStore, oldest_first, windowed
 from megatron_async_rl.flow.staleness import admitted_limit, check_lags, deadline
 from megatron_async_rl.samples.rows import SampleRow
@@ -38,7 +38,8 @@ Place = tuple[int, Prompt]
 class Scheduler:
     """`steps`: optimizer steps of the whole run, so that nothing is admitted that no step will
     consume; null admits without end. `fresh_steps`: the run's first steps that are synchronous
-    whatever `flow.async_ratio` says. `seed`: of replay."""
+    whatever `flow.async_ratio` says. `seed`: of replay. `scored_whole`: a group finishes once it
+    has a reward of its own (`on_scored`), after its last response."""
 
     def __init__(
         self,
@@ -47,7 +48,8 @@ class Scheduler:
         steps: int | None = None,
         fresh_steps: int = 0,
         seed: int = 0,
-        on_dropped: Callable[[SampleRow, str], None] = lambda *_: None,
+        on_dropped: OnDropped = lambda *_: None,
+        scored_whole: bool = False,
     ) -> None:
         self._flow = flow
         self._steps = steps
@@ -56,7 +58,7 @@ class Scheduler:
         self._version: int | None = None
         self._next_index = 0
         self._pending: deque[Place] = deque()
-        self._table = GroupTable(flow, on_dropped)
+        self._table = GroupTable(flow, on_dropped, scored_whole=scored_whole)
         self._limit = 0
         self._worth_at = 0
         """Groups that have to have finished, in all, before another attempt to select a batch can
@@ -168,6 +170,14 @@ class Scheduler:
     def on_sample(self, sample: SampleRow, group: int) -> None:
         """Takes in a response of `group`."""
         self._table.on_sample(sample, group)
+
+    def unscored(self, group: int) -> Group | None:
+        """`group`, where it has all its responses and waits for its reward."""
+        return self._table.unscored(group)
+
+    def on_scored(self, group: int, samples: Sequence[SampleRow]) -> None:
+        """Takes in the samples of a group that was unscored, with their rewards."""
+        self._table.on_scored(group, samples)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
         """The request to ask in place of one that its engine stopped, and that goes on."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from megatron_async_rl.config.schema import FlowConfig, SamplesConfig
+from megatron_async_rl.config.environment import OWN_REWARD
+from megatron_async_rl.config.schema import FlowConfig, RewardConfig, SamplesConfig
 from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.summary import MetricValue
@@ -56,7 +57,7 @@ class ControllerSpec:
     fleet: FleetSettings = field(default_factory=FleetSettings)
     timeout_s: float = 600.0
     start_timeout_s: float = 600.0
-    on_reward_error: Literal["drop", "stop"] = "drop"
+    reward: RewardConfig = field(default_factory=lambda: RewardConfig(name=OWN_REWARD))
     steps: int | None = None
     fresh_steps: int = 0
     seed: int = 0

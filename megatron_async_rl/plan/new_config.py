@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_async_rl.config.load import load
@@ -17,6 +17,7 @@ from megatron_async_rl.data.hub import located
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward
 
 TENSOR = (1, 2, 4, 8)
 PROMPTS, GROUP, STEPS = 32, 8, 200
@@ -96,9 +97,29 @@ def write_config(answers: Answers, out: Path) -> None:
         if not faults:
             out.write_text(text)
             return
-        if not any(fault.key.startswith(("policy", "rollout")) for fault in faults):
-            raise ConfigError(f"{out} was not written", faults)  # no layout would mend it
+        others = [one for one in faults if one.key.startswith(("data", "rollout.reward"))]
+        if others or not any(one.key.startswith(("policy", "rollout")) for one in faults):
+            # No layout would mend it.
+            raise ConfigError(f"{out} was not written", [_by_option(one) for one in faults])
     raise ConfigError(f"{out} was not written: no layout fits", faults)
+
+
+def _by_option(fault: Problem) -> Problem:
+    """With the options that name a column."""
+    for key, option in (
+        ("data.prompt_key=", "--prompt-key "),
+        ("data.answer_key=", "--answer-key "),
+    ):
+        fault = replace(fault, fix=fault.fix.replace(key, option))
+    return fault
+
+
+def _takes_groups(reward: str) -> bool:
+    """False, too, for one that cannot be loaded: the plan says why."""
+    try:
+        return load_reward(reward).of_groups
+    except RewardError:
+        return False
 
 
 def _faults(text: str, answers: Answers, out: Path) -> list[Problem]:
@@ -161,6 +182,7 @@ def _text(answers: Answers, out: Path, policy: str, rollout: str, longest: int) 
     folder = out.resolve().parent
     prompts, group = (PROMPTS, GROUP) if answers.gpus else (8, 8)
     tokens = min(1024 if answers.gpus else 64, longest)
+    per = ", per: group" if _takes_groups(answers.reward) else ""
     place = f"--gpus {answers.gpus} --gpu-memory {answers.gpu_memory_gib:g}" if answers.gpus else ""
     return f"""# {answers.style.capitalize()}: {meaning}.
 #   mar plan {f"{out.name} {place}".strip()}
@@ -173,7 +195,7 @@ data:
 {answers.columns}  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
 {method.format(prompts=prompts, group=group)}rollout:
 {rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
-  reward: {{name: "{answers.reward}"}}
+  reward: {{name: "{answers.reward}"{per}}}
 policy:
 {policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}
 """

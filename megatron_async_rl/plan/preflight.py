@@ -26,6 +26,7 @@ from megatron_async_rl.data import (
     PromptSet,
     SupervisedSource,
     Tokenizer,
+    fitting,
     read_set,
     tokenizer_of,
 )
@@ -43,7 +44,7 @@ from megatron_async_rl.rollout.environments import EnvironmentRefused, load_fact
 from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import follow_ups
 from megatron_async_rl.rollout.environments.conversation import failures
-from megatron_async_rl.rollout.rewards.registry import RewardError
+from megatron_async_rl.rollout.rewards.registry import Item, RewardError
 from megatron_async_rl.rollout.scoring import (
     Scorer,
     WorkerStartError,
@@ -158,7 +159,8 @@ def _read(
     if config.rollout is not None:
         required = reward_fields(config.rollout.reward)
         return read_set(data, one.file, tokenizer, required=required, room=one.room, limit=limit)
-    found = read_set(data, one.file, tokenizer, limit=limit, supervised=True)
+    read = read_set(data, one.file, tokenizer, limit=limit, supervised=True)
+    found = fitting(read, tokenizer, data.max_tokens)
     budget, multiple = config.policy.tokens_per_micro_batch, config.policy.row_multiple
     # The last token is not fed, and rows are rounded up.
     most = min(shape.context, budget, budget // multiple * multiple + 1)
@@ -187,10 +189,15 @@ def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
 
 
 def _too_long(config: Config, read: Mapping[str, PromptSet]) -> list[str]:
-    """Notes on the prompts that data.max_prompt_tokens leaves out."""
+    """Notes on the rows that are left out for their length."""
+    limits = {
+        f"data.{name}: {most}"
+        for name in ("max_prompt_tokens", "max_tokens")
+        if (most := getattr(config.data, name)) is not None
+    }
     return [
-        f"{found.too_long} of {found.too_long + len(found.prompts)} prompts read of {key} are above"
-        f" data.max_prompt_tokens: {config.data.max_prompt_tokens} and left out"
+        f"{found.too_long} of {found.too_long + len(found.prompts)} rows read of {key} are above"
+        f" {' or '.join(sorted(limits, reverse=True))} and left out"
         for key, found in read.items()
         if found.too_long
     ]
@@ -248,14 +255,22 @@ def _reward(config: Config, read: Mapping[str, PromptSet]) -> list[Problem]:
 
 
 async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """As the engines score: in a process with a hard limit, unless the reward is trivial."""
+    """As the run scores: in a process with a hard limit, unless the reward is trivial."""
     found = []
-    scorer = Scorer(settings)
+    scorer, of_groups = Scorer(settings), Scorer(settings, "group")
     scorer.start()
+    of_groups.start()
     try:
         await scorer.ready()
-        for key, found_in in read.items():
-            error = await _first_error(scorer, found_in.prompts[:TRIED_PROMPTS])
+        await of_groups.ready()
+        tried = [
+            (key, one, prompts)
+            for key, found_in in read.items()
+            for prompts in _of_each_reward(settings, found_in.prompts)
+            for one in (scorer, of_groups)
+        ]
+        for key, one, prompts in tried:
+            error = await _first_error(one, prompts)
             if error is not None:
                 name = "a part" if settings.name is None else settings.name
                 what = f"{name} failed on a made-up response, {MADE_UP_RESPONSE!r}, to"
@@ -272,7 +287,19 @@ async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) 
         found.append(Problem(key=_named(settings), what=str(error), fix=fix))
     finally:
         scorer.close()
+        of_groups.close()
     return found
+
+
+def _of_each_reward(settings: RewardConfig, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+    """The first few prompts of those that have the same parts of the reward, for each such set."""
+    first: dict[tuple[str | None, ...], list[Prompt]] = {}
+    for prompt in prompts:
+        parts = tuple(n for n, part in settings.rewards.items() if part.applies(prompt.fields))
+        of_these = first.setdefault(parts, [])
+        if len(of_these) < TRIED_PROMPTS:
+            of_these.append(prompt)
+    return list(first.values())
 
 
 def _named(settings: RewardConfig) -> str:
@@ -285,8 +312,11 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
     happens."""
     first = None
     for prompt in prompts:
+        if not scorer.scores(prompt):
+            return None
+        items = [Item(prompt, MADE_UP_RESPONSE)] * (2 if scorer.per == "group" else 1)
         try:
-            scored = await asyncio.wait_for(scorer.score(prompt, MADE_UP_RESPONSE), PATIENCE_S)
+            scored, *_ = await asyncio.wait_for(scorer.score_all(items), PATIENCE_S)
         except TimeoutError:
             return None  # slow, which rollout.reward.timeout_s allows: nothing is known of it
         if scored.error is None:

@@ -236,6 +236,7 @@ def _evaluation_facts(result: Mapping[str, Any]) -> list[tuple[str, str | Text]]
     failed = f", {result['reward_errors']} rewards failed" if result["reward_errors"] else ""
     return [
         ("mean reward", Text(f"{math.nan if mean is None else mean:.4f}", style="bold")),
+        *((f"  {name}", f"{value:.4f}") for name, value in result.get("parts", {}).items()),
         *((f"pass@{k}", f"{value:.4f}") for k, value in result["pass_at"].items()),
         ("responses", f"{result['samples']} to {result['prompts']} prompts{failed}"),
         ("truncated", f"{result['truncated']:.1%}"),

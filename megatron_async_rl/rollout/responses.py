@@ -29,7 +29,6 @@ rewards (`scoring.py`) and environments (`environments/pool.py`) have one.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
@@ -60,7 +59,7 @@ from megatron_async_rl.rollout.environments.conversation import Asked, Player, T
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import Context
 from megatron_async_rl.rollout.rewards.worker import Scored
-from megatron_async_rl.rollout.scoring import Scorer
+from megatron_async_rl.rollout.scoring import FailureLog, Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.types import (
     Aborted,
@@ -126,7 +125,7 @@ class Responses:
         self._tasks: set[asyncio.Task[None]] = set()
         """Conversations, and responses that are being scored."""
         self._numbered = 0
-        self._log_failed = False
+        self._failures = FailureLog(spec.reward_log)
         self.reports = ReportQueue()
         self.tokens = 0
         """Response tokens of finished samples, prefixes included."""
@@ -431,7 +430,7 @@ class Responses:
         )
         self.tokens += length
         if scored.error is not None:
-            self._record_failure(request, text, scored.error)
+            self._failures.add(request.id, request.prompt, text, scored.error)
         self._running.pop(request.id, None)
         self.reports.tell()
 
@@ -439,22 +438,6 @@ class Responses:
         self._running.pop(entry.request.id, None)
         self.reports.aborted.append(Aborted(id=entry.request.id, partial=partial))
         self.reports.tell()
-
-    def _record_failure(self, request: Request, text: str, error: str) -> None:
-        line = {
-            "sample": request.id,
-            "prompt": request.prompt.id,
-            "text": request.prompt.text,
-            "response": text,
-            "error": error,
-        }
-        try:
-            with open(self._spec.reward_log, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        except OSError as error:
-            if not self._log_failed:
-                _log.warning("a failed reward was not written to its file: %s", error)
-            self._log_failed = True
 
 
 def token_versions(completion: CompletionOutput) -> NDArray[np.int32]:

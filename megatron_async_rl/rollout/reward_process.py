@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol, cast
 
 import psutil
@@ -50,18 +51,22 @@ SHOW_S = 0.2
 
 
 class Job:
-    """A response that waits for its reward. `alone`: it is a suspect, so no other may be in the
-    process with it."""
+    """A response that waits for its reward, or a group of them. `alone`: it is a suspect, so no
+    other may be in the process with it."""
 
-    def __init__(self, item: Item) -> None:
-        self.item = item
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.items = items
         self.alone = False
-        self.result: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[Sequence[Scored]] = asyncio.get_running_loop().create_future()
 
-    def finish(self, scored: Scored) -> None:
+    def finish(self, scored: Sequence[Scored]) -> None:
         if not self.result.done():
             self.result.set_result(scored)
             watch.progress("rewards")
+
+    def fail(self, scored: Scored) -> None:
+        """All of them got no reward, for one reason."""
+        self.finish([scored] * len(self.items))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +168,9 @@ class RewardProcess(asyncio.Protocol):
 
     def take(self, jobs: Sequence[Job]) -> None:
         assert self._transport is not None
-        first = jobs[0].item.prompt.id
-        others = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+        items = [item for job in jobs for item in job.items]
+        first = items[0].prompt.id
+        others = f" and {len(items) - 1} more" if len(items) > 1 else ""
         timeout_s, cpu_limit_s = self.called.timeout_s, self.called.cpu_limit_s
         activity = watch.doing(
             "work",
@@ -180,7 +186,7 @@ class RewardProcess(asyncio.Protocol):
             call.cpu_limit_s = self._cpu_s() + cpu_limit_s
             timeout_s = min(timeout_s, cpu_limit_s)
         self._set_timer(self._numbered, timeout_s)
-        self._transport.write(encode_call(self._numbered, [job.item for job in jobs]))
+        self._transport.write(encode_call(self._numbered, items))
 
     def close(self) -> None:
         for call in self.calls.values():
@@ -224,8 +230,9 @@ class RewardProcess(asyncio.Protocol):
         else:
             jobs = self._done(message["call"])
             if "scored" in message:
-                for job, (reward, error) in zip(jobs, message["scored"], strict=True):
-                    job.finish(Scored(reward=reward, error=error))
+                scored = (Scored(reward=reward, error=error) for reward, error in message["scored"])
+                for job in jobs:
+                    job.finish(list(islice(scored, len(job.items))))
             elif "cancelled" in message:
                 self._fail(jobs, self.called.timed_out)
             else:
@@ -287,7 +294,7 @@ class RewardProcess(asyncio.Protocol):
 
     def _fail(self, jobs: Sequence[Job], scored: Scored) -> None:
         if len(jobs) == 1:
-            jobs[0].finish(scored)
+            jobs[0].fail(scored)
         else:
             self._owner.suspect(jobs)
 

@@ -3,9 +3,12 @@
     response -> Scorer -+-> Pool of part "correct" -> RewardProcess ...
                         +-> Pool of part "style"   -> RewardProcess ...
 
+An engine has a Scorer of the parts that are called per response. The controller has one of those
+called per group, which takes all responses to a prompt once they are there.
+
 Invariants:
-- the reward of a response is the sum of its parts times their weights; one part that fails, fails
-  the response, and is named;
+- the reward of a response is the sum of those parts that are of its prompt, times their weights;
+  one part that fails, fails the response, and is named;
 - a response that makes a process die or a call of several fail costs itself alone: the others that
   were worked on are tried again, one by one;
 - a process that ends is replaced;
@@ -18,9 +21,14 @@ first one with the engine.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
 
 from megatron_async_rl.config.schema import RewardConfig, RewardPart
 from megatron_async_rl.rollout.reward_process import START_S, Called, Job, RewardProcess
@@ -29,6 +37,7 @@ from megatron_async_rl.rollout.rewards.registry import (
     NOTHING_KNOWN,
     Context,
     Item,
+    RewardError,
     built_in,
     load_reward,
     required_fields,
@@ -36,6 +45,8 @@ from megatron_async_rl.rollout.rewards.registry import (
 from megatron_async_rl.rollout.rewards.worker import CallFailed, Scored, call
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.watchdog import watch
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerStartError(RuntimeError):
@@ -45,21 +56,66 @@ class WorkerStartError(RuntimeError):
 def require_rewards(settings: RewardConfig) -> None:
     """Loads every reward into this process. Raises RewardError, naming the key."""
     for name, part in settings.rewards.items():
-        load_reward(part.name, part.settings, _key(name))
+        key = _key(name)
+        loaded = load_reward(part.name, part.settings, key)
+        if loaded.of_groups and part.per != "group":
+            what = f"{part.name!r} takes (prompt, responses), all responses to a prompt"
+            raise RewardError(f"{key}.per", what, f"set {key}.per: group")
+        if part.per == "group" and not loaded.of_groups:
+            what = f"{part.name!r} does not take all responses to a prompt"
+            fix = "name a function(prompt, responses) with these names, or leave `per` out"
+            raise RewardError(f"{key}.per", what, fix)
 
 
-def reward_fields(settings: RewardConfig) -> tuple[str, ...]:
-    """Keys that every row of the data needs for the rewards, beside `prompt`."""
-    fields = [
-        field
-        for one in settings.rewards.values()
-        for field in required_fields(one.name, one.settings)
-    ]
-    return tuple(dict.fromkeys(fields))
+def reward_fields(settings: RewardConfig) -> Callable[[Mapping[str, Any]], tuple[str, ...] | None]:
+    """Called with the columns of a row: those that it needs for its rewards, beside `prompt`; null
+    where no part of the reward is for it."""
+    parts = [(one, required_fields(one.name, one.settings)) for one in settings.rewards.values()]
+
+    def needed(row: Mapping[str, Any]) -> tuple[str, ...] | None:
+        every = [fields for part, fields in parts if part.applies(row)]
+        return tuple(dict.fromkeys(chain.from_iterable(every))) if every else None
+
+    return needed
 
 
 def _key(part: str | None) -> str:
     return KEY if part is None else f"{KEY}.parts.{part}"
+
+
+def weighted(rewards: Mapping[str | None, RewardPart], parts: Mapping[str, float]) -> float:
+    """The sum of `parts` times their weights; those that `rewards` does not have are only shown."""
+    return sum(
+        part.weight * parts[n] for n, part in rewards.items() if n is not None and n in parts
+    )
+
+
+class FailureLog:
+    """JSONL, one object per failed reward, with the response it failed on. `path`: null keeps
+    nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._warned = False
+
+    def add(self, sample: str, prompt: Prompt, response: str, error: str) -> None:
+        """Costs its line, and no more, where the file cannot be written."""
+        if self._path is None:
+            return
+        line = {
+            "sample": sample,
+            "prompt": prompt.id,
+            "text": prompt.text,
+            "response": response,
+            "error": error,
+        }
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        except OSError as failure:
+            if not self._warned:
+                _log.warning("a failed reward was not written to its file: %s", failure)
+            self._warned = True
 
 
 class Inline:
@@ -75,8 +131,8 @@ class Inline:
             return Scored(reward=0.0, error=str(error))
         return scored
 
-    async def ask(self, item: Item) -> Scored:
-        return self.score(item)
+    async def ask(self, items: Sequence[Item]) -> Sequence[Scored]:
+        return [self.score(item) for item in items]
 
 
 class Pool:
@@ -103,8 +159,9 @@ class Pool:
         with watch.doing("wait", f"the reward {self.called.name} to be imported", START_S):
             await self._first
 
-    async def ask(self, item: Item) -> Scored:
-        job = Job(item)
+    async def ask(self, items: Sequence[Item]) -> Sequence[Scored]:
+        """Of one response, or of all that one call is to take."""
+        job = Job(items)
         self._waiting.append(job)
         self._dispatch()
         return await job.result
@@ -180,7 +237,7 @@ class Pool:
         if not self.processes:
             for waiting in (self._suspects, self._waiting):
                 while waiting:
-                    waiting.popleft().finish(Scored(reward=0.0, error=reason))
+                    waiting.popleft().fail(Scored(reward=0.0, error=reason))
 
 
 def _rewarding(settings: RewardConfig, name: str | None, part: RewardPart) -> Inline | Pool:
@@ -203,12 +260,18 @@ def _rewarding(settings: RewardConfig, name: str | None, part: RewardPart) -> In
 
 
 class Scorer:
-    """Used by one event loop. Call `start` first."""
+    """The parts of the reward that are called `per` response, or group. Used by one event loop. Call
+    `start` first."""
 
-    def __init__(self, settings: RewardConfig) -> None:
-        self._parts: dict[str | None, tuple[float, Inline | Pool]] = {
-            name: (part.weight, _rewarding(settings, name, part))
-            for name, part in settings.rewards.items()
+    def __init__(
+        self, settings: RewardConfig, per: Literal["response", "group"] = "response"
+    ) -> None:
+        self.per = per
+        self._rewards = settings.rewards
+        self._parts: dict[str | None, tuple[RewardPart, Inline | Pool]] = {
+            name: (part, _rewarding(settings, name, part))
+            for name, part in self._rewards.items()
+            if part.per == per
         }
         self.pools = [pool for _, pool in self._parts.values() if isinstance(pool, Pool)]
         self.inline = not self.pools
@@ -228,37 +291,50 @@ class Scorer:
     ) -> Scored:
         """At once; of rewards that are `inline`."""
         item = Item(prompt, response, context)
-        every = [one for _, one in self._parts.values() if isinstance(one, Inline)]
-        return self._sum([one.score(item) for one in every])
+        every = self._parts_of(prompt)
+        return self._sum({name: one.score(item) for name, one in every if isinstance(one, Inline)})
 
     async def score(
         self, prompt: Prompt, response: str, context: Context = NOTHING_KNOWN
     ) -> Scored:
         """Never raises for what the reward does: an exception, a value that is not a finite number,
         a time-out and the end of its process are errors of the response."""
-        item = Item(prompt, response, context)
-        asked = [one.ask(item) for _, one in self._parts.values()]
-        return self._sum([await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked))
+        (scored,) = await self.score_all([Item(prompt, response, context)])
+        return scored
+
+    async def score_all(self, items: Sequence[Item]) -> list[Scored]:
+        """As `score`, of responses to one prompt that every part takes in one call."""
+        parts = self._parts_of(items[0].prompt)
+        asked = [one.ask(items) for _, one in parts]
+        every = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+        names = [name for name, _ in parts]
+        return [
+            self._sum({name: one[place] for name, one in zip(names, every, strict=True)})
+            for place in range(len(items))
+        ]
+
+    def scores(self, prompt: Prompt) -> bool:
+        """Whether any part is for `prompt`."""
+        return bool(self._parts_of(prompt))
 
     def close(self) -> None:
         """Ends the processes; scores that are still waited for are cancelled."""
         for pool in self.pools:
             pool.close()
 
-    def _sum(self, scored: Sequence[Scored]) -> Scored:
-        if None in self._parts:
-            return scored[0]
-        errors = [
-            f"{name}: {one.error}"
-            for name, one in zip(self._parts, scored, strict=True)
-            if one.error is not None
-        ]
+    def _parts_of(self, prompt: Prompt) -> list[tuple[str | None, Inline | Pool]]:
+        return [(n, one) for n, (part, one) in self._parts.items() if part.applies(prompt.fields)]
+
+    def _sum(self, scored: Mapping[str | None, Scored]) -> Scored:
+        if None in scored:
+            return scored[None]
+        errors = [f"{name}: {one.error}" for name, one in scored.items() if one.error is not None]
         if errors:
-            timed_out = any(one.timed_out for one in scored)
+            timed_out = any(one.timed_out for one in scored.values())
             return Scored(reward=0.0, error="; ".join(errors), timed_out=timed_out)
 
-        parts = {str(name): one.reward for name, one in zip(self._parts, scored, strict=True)}
-        total = sum(weight * parts[str(name)] for name, (weight, _) in self._parts.items())
+        parts = {str(name): one.reward for name, one in scored.items()}
+        total = weighted(self._rewards, parts)
         if not math.isfinite(total):
             return Scored(reward=0.0, error=f"the weighted sum of {parts} is {total}")
         return Scored(reward=total, parts=parts)

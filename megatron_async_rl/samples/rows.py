@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ from megatron_async_rl.samples.columns import (
     batch_of,
     flat,
     from_stream,
+    list_array,
+    rows_of_lists,
     samples_of,
 )
 from megatron_async_rl.samples.types import Aborted, Sample
@@ -113,6 +115,12 @@ class SampleRow:
         (sample,) = samples_of(self.batch.slice(self.row, 1))
         return sample
 
+    @property
+    def reward_parts(self) -> dict[str, float] | None:
+        """A sample's `reward_parts`."""
+        parts = self.batch.column("reward_parts")[self.row].as_py()
+        return None if parts is None else dict(parts)
+
     def renamed(self, name: str) -> SampleRow:
         """The same row under the id `name`."""
         other = copy.copy(self)
@@ -177,6 +185,37 @@ def gathered(
     if groups is not None:
         columns["group"] = pa.array(groups, type=pa.int64())
     return pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
+
+
+def rescored(
+    rows: Sequence[SampleRow],
+    rewards: Sequence[float],
+    parts: Sequence[Mapping[str, float] | None],
+    errors: Sequence[str | None],
+) -> list[SampleRow]:
+    """The rows with these rewards in the place of theirs. Where a sample has step rewards, the
+    difference comes with its last token; one with an error has none."""
+    steps: list[NDArray[np.float32] | None] = []
+    batch = gathered(rows)
+    for row, reward, error, old in zip(
+        rows, rewards, errors, rows_of_lists(batch.column("step_rewards")), strict=True
+    ):
+        new = None if old is None or error is not None else old.copy()
+        if new is not None:
+            new[-1] += reward - row.reward
+        steps.append(new)
+    changed = {
+        "step_rewards": list_array(steps, SCHEMA.field("step_rewards").type),
+        "reward": pa.array(rewards, pa.float64()),
+        "reward_parts": pa.array(
+            [None if one is None else list(one.items()) for one in parts],
+            SCHEMA.field("reward_parts").type,
+        ),
+        "reward_error": pa.array(errors, pa.string()),
+        "valid": pa.array([error is None for error in errors], pa.bool_()),
+    }
+    columns = [changed.get(name, batch.column(name)) for name in SCHEMA.names]
+    return rows_of(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
 
 
 def _rows_of_one(rows: Sequence[SampleRow]) -> pa.RecordBatch:

@@ -1,6 +1,6 @@
 """The sample log on disk, `RUN/samples/`, and how to read it.
 
-    samples-000007.arrows     finished samples, one row each (columns.LOGGED)
+    samples-000007.arrows     finished samples, one row each (columns.LOGGED; SCHEMA with experts)
     outcomes-000007.arrows    what became of samples (OUTCOMES)
 
 Invariants:
@@ -25,7 +25,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-from megatron_async_rl.samples.columns import LOGGED, samples_of
+from megatron_async_rl.samples.columns import LOGGED, ROUTED, SCHEMA, samples_of, with_experts
 from megatron_async_rl.samples.types import Sample
 
 FOLDER = "samples"
@@ -174,7 +174,11 @@ def read_table(run_dir: Path, table: Literal["samples", "outcomes"]) -> pa.Table
         for segment in segments_in(folder)
         for batch in read_batches(path_of(folder, table, segment))
     ]
-    return pa.Table.from_batches(batches, schema=LOGGED if table == "samples" else OUTCOMES)
+    if table == "outcomes":
+        return pa.Table.from_batches(batches, schema=OUTCOMES)
+    if any(ROUTED in batch.schema.names for batch in batches):
+        return pa.Table.from_batches([with_experts(batch) for batch in batches], schema=SCHEMA)
+    return pa.Table.from_batches(batches, schema=LOGGED)
 
 
 def _read_some(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -197,7 +201,8 @@ def _schema(path: Path, source: pa.MemoryMappedFile) -> pa.Schema:
         raise SegmentBroken(path, "is not an Arrow stream")
     source.seek(0)
     schema = pa.ipc.read_schema(source)
-    if not schema.equals(LOGGED if path.name.startswith("samples") else OUTCOMES):
+    known = (LOGGED, SCHEMA) if path.name.startswith("samples") else (OUTCOMES,)
+    if not any(schema.equals(one) for one in known):
         raise SegmentBroken(path, f"has other columns than a log: {', '.join(schema.names)}")
     return schema
 

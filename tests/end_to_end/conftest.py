@@ -51,6 +51,11 @@ def flaky(prompt, response):
     return float(response.strip() == prompt.fields["answer"]) + 0.1 * len(response)
 
 
+def unlike(prompt, responses):
+    """The share of a group's responses that are not like this one."""
+    return [1 - responses.count(one) / len(responses) for one in responses]
+
+
 def until_broken(prompt, response):
     if (HERE / "broken").exists():
         raise ValueError("it is broken")
@@ -74,13 +79,21 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.fixture(scope="session")
 def interrupted(workspace: Workspace) -> dict[str, object]:
-    """A run at async_ratio 2 with a reward that fails now and then, stopped by Ctrl-C on the way
-    and started again."""
+    """A run at async_ratio 2 with a reward that fails now and then and one of whole groups, stopped
+    by Ctrl-C on the way and started again."""
     config = workspace.config(
         "loop",
         run={"dir": "runs/loop", "steps": LOOP_STEPS},
         flow={"async_ratio": 2},
-        rollout={"reward": {"name": "flaky_reward:flaky", "on_error": "drop"}},
+        rollout={
+            "reward": {
+                "parts": {
+                    "right": {"name": "flaky_reward:flaky"},
+                    "unlike": {"name": "flaky_reward:unlike", "per": "group", "weight": 0.1},
+                },
+                "on_error": "drop",
+            }
+        },
         data={"eval": "few.jsonl"},
         eval={"samples_per_prompt": 2},
     )

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_async_rl.metrics.timeline import read_timeline
+from megatron_async_rl.samples import Sample
+from megatron_async_rl.samples.segments import load, read_entries
 from tests.end_to_end.conftest import LOOP_STEPS as STEPS
 from tests.end_to_end.conftest import SYNCHRONOUS_STEPS
 from tests.end_to_end.workspace import Workspace
@@ -83,6 +85,30 @@ def test_failing_rewards_are_counted_and_logged_with_their_sample_and_the_run_go
     assert any("three is not supported" in error["error"] for error in errors)
     assert any("nan" in error["error"] for error in errors)
     assert all(error["response"] is not None and error["prompt"] for error in errors)
+
+
+def test_the_reward_of_a_group_is_that_of_all_its_responses_over_stop_and_resume(
+    interrupted: dict[str, object],
+) -> None:
+    run = Path(str(interrupted["run"]))
+    trained = [entry for entry in read_entries(run) if entry.state == "trained"]
+    groups: dict[int, list[Sample]] = {}
+    for entry, sample in load(run, trained):
+        groups.setdefault(entry.group, []).append(sample)
+    assert len(groups) == STEPS * PROMPTS_PER_STEP
+    for samples in groups.values():
+        texts = [sample.text for sample in samples if sample.valid]
+        for sample in samples:
+            if sample.valid:
+                parts = sample.reward_parts
+                assert parts is not None
+                assert parts["unlike"] == 1 - texts.count(sample.text) / len(texts)
+                assert sample.reward == parts["right"] + 0.1 * parts["unlike"]
+    assert any(0 < row["reward/part/unlike"] < 1 for row in interrupted["rows"])  # type: ignore[attr-defined]
+    evaluated = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
+    assert set(evaluated["parts"]) == {"right", "unlike"}
+    total = evaluated["parts"]["right"] + 0.1 * evaluated["parts"]["unlike"]
+    assert evaluated["mean_reward"] == pytest.approx(total)
 
 
 def test_the_run_ends_with_accuracies_and_a_report(interrupted: dict[str, object]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_async_rl.config.sampling import SamplingConfig
-from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
+from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig
 from megatron_async_rl.data import PromptSource, load_tokenizer, read_prompts
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.errors import EngineFailed
@@ -143,7 +143,7 @@ def test_the_controller_feeds_batches_while_engines_join_leave_and_die(
         engines=[replace(specs[0], log_dir=run_dir / "logs")],
         fleet=FleetSettings(restarts_per_hour=0, unresponsive_s=300.0),
         timeout_s=600.0,
-        on_reward_error="stop",
+        reward=RewardConfig(name="arithmetic", on_error="stop"),
         held_out=[HeldOut(prompts=held_out, n=4)],
         run_dir=run_dir,
     )

@@ -6,17 +6,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.config.schema import FlowConfig, RewardConfig
 from megatron_async_rl.data import PromptSource
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
+from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.spec import ControllerSpec, DataState
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.columns import rows_of_lists
-from megatron_async_rl.samples.rows import TrainBatch
+from megatron_async_rl.samples.rows import SampleRow, TrainBatch, rescored
 from tests.unit import virtual_time
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, specs
 
@@ -53,10 +54,43 @@ def expected_prompts(count: int) -> list[str]:
     return [reference.next().id for _ in range(count)]
 
 
+class WholeRewards(GroupRewards):
+    """Ten more for every response of a group, `delay(samples)` seconds after it is whole, or
+    `error(sample)`; `seen`: the samples of each call."""
+
+    def __init__(
+        self,
+        delay: Callable[[Sequence[SampleRow]], float] = lambda samples: 0.0,
+        error: Callable[[SampleRow], str | None] = lambda sample: None,
+    ) -> None:
+        super().__init__(RewardConfig(name="its:own", per="group"), None)
+        self.delay, self.error = delay, error
+        self.seen: list[list[str]] = []
+
+    async def start(self) -> None: ...
+    async def of(
+        self, prompt: Prompt, samples: Sequence[SampleRow], *, held_out: bool = False
+    ) -> list[SampleRow]:
+        self.seen.append([sample.id for sample in samples])
+        assert {sample.prompt_id for sample in samples} == {prompt.id}
+        await asyncio.sleep(self.delay(samples))
+        return rescored(
+            samples,
+            [sample.reward + 10 for sample in samples],
+            [{"whole": 10.0}] * len(samples),
+            [self.error(sample) for sample in samples],
+        )
+
+
 def controller_of(
-    engines: Sequence[FakeEngine] | FakeLaunch, flow: FlowConfig, **settings: Any
+    engines: Sequence[FakeEngine] | FakeLaunch,
+    flow: FlowConfig,
+    *,
+    whole: WholeRewards | None = None,
+    on_error: Literal["drop", "stop"] = "drop",
+    **settings: Any,
 ) -> Controller:
-    """`settings`: of ControllerSpec and FleetSettings."""
+    """`settings`: of ControllerSpec and FleetSettings. `whole`: the reward is one per group."""
     launch = engines if isinstance(engines, FakeLaunch) else FakeLaunch(engines)
     fleet = {name: settings.pop(name) for name in OF_THE_FLEET & settings.keys()}
     spec = ControllerSpec(
@@ -64,9 +98,15 @@ def controller_of(
         engines=specs(len(launch.engines)),
         fleet=FleetSettings(**fleet),
         held_out=[HeldOut(prompts=PROMPTS, n=2, pass_at=(1, 2))],
+        reward=RewardConfig(
+            name="its:own", per="group" if whole else "response", on_error=on_error
+        ),
         **settings,
     )
-    return Controller(source(), spec, launch)
+    controller = Controller(source(), spec, launch)
+    if whole is not None:
+        controller._rewards = whole
+    return controller
 
 
 async def begin(

@@ -42,3 +42,15 @@ def test_a_command_is_one_file_and_one_line() -> None:
 def test_what_a_user_got_wrong_ends_any_command_with_its_screen_and_code_2() -> None:
     done = CliRunner().invoke(cli.app, ["greet", "nobody"])
     assert (done.exit_code, done.output) == (2, "NAME\n  is nobody\n  fix: name somebody\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("mar do", "doctor"), ("mar doctor --fix", "--fix-hints"), ("mar eval --", "--config")],
+)
+def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    done = CliRunner().invoke(
+        cli.app, env={"_MAR_COMPLETE": "complete_bash", **words}, prog_name="mar"
+    )
+    assert completed in done.output.split()

@@ -6,7 +6,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from megatron_async_rl.samples.columns import NUMERIC, SCHEMA, SampleColumns, batch_of, samples_of
+from megatron_async_rl.samples.columns import (
+    NUMERIC,
+    SCHEMA,
+    SampleColumns,
+    as_stream,
+    batch_of,
+    from_stream,
+    samples_of,
+)
 from megatron_async_rl.samples.types import Prompt, Sample
 
 PROMPT = Prompt(id="p0", text="1+1=", token_ids=(5, 6, 7), fields={"answer": "2", "tags": [1]})
@@ -48,11 +56,14 @@ def test_a_batch_and_its_samples_are_the_same_to_the_last_bit():
         sample(1, 2, step_rewards=steps, reward=0.75, weight=0.5),
         sample(2, 1, reward=0.0, reward_error="no number", finish_reason="length"),
         sample(3, 2, routed_experts=bytes(range(24))),
-        segmented(4),
+        sample(4, 1, reward_parts={"right": 1.0, "style": 0.1 + 0.2}),
+        sample(5, 1, reward_parts={}),
+        segmented(6),
     ]
-    batch = batch_of(given, [3, 3, 4, 4, 4])
+    batch = batch_of(given, [3, 3, 4, 4, 4, 4, 4])
     assert batch.schema == SCHEMA
-    assert batch.column("group").to_pylist() == [3, 3, 4, 4, 4]
+    assert batch.column("group").to_pylist() == [3, 3, 4, 4, 4, 4, 4]
+    assert samples_of(from_stream(as_stream(batch)))[4].reward_parts == given[4].reward_parts
     for cut in (batch, pa.concat_batches([batch.slice(0, 1), batch.slice(1)])):
         for before, after in zip(given, samples_of(cut), strict=True):
             for name in vars(before):
@@ -110,12 +121,13 @@ def test_rows_gathered_one_by_one_are_the_batch_of_their_samples() -> None:
         sample(0, 4),
         sample(1, 2, step_rewards=np.array([0.25, 0.5], dtype=np.float32), reward=0.75),
         sample(2, 1, reward=0.0, reward_error="no number", finish_reason="length", weight=0.5),
+        sample(3, 1, reward_parts={"right": 1.0, "style": 0.5}),
     ]
     columns = SampleColumns()
-    for group, each in zip((3, 3, 4), given, strict=True):
+    for group, each in zip((3, 3, 4, 4), given, strict=True):
         appended(columns, each, group)
-    assert len(columns) == 3
-    assert columns.take() == batch_of(given, [3, 3, 4])
+    assert len(columns) == 4
+    assert columns.take() == batch_of(given, [3, 3, 4, 4])
 
 
 def test_two_prompts_of_one_id_keep_each_its_own_tokens() -> None:

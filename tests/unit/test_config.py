@@ -251,6 +251,13 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("controls=[gac, gac]", "config", "each at most once", "change one"),
         ("objective.loss=sft", "objective", "set advantage: none", "change one"),
         ("objective={loss: sft, advantage: none}", "config", "remove `rollout`", "change one"),
+        ("data.max_tokens=9", "config", "is for given responses", "change one"),
+        (
+            "rollout.reward={name: 'm:f', per: group, timeout_s: 600}",
+            "config",
+            "lets the reward of a group take as long as watchdog.timeout_s: 600",
+            "change one",
+        ),
     ],
 )
 def test_a_wrong_value_says_what_was_given_and_what_is_expected(file, override, key, what, fix):

@@ -7,6 +7,7 @@ import asyncio
 import math
 import pickle
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 from megatron_async_rl.flow.errors import BatchTimeout, EngineFailed, RewardFailed
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.staleness import StalenessViolated
+from megatron_async_rl.report.samples import load, read_entries
 from tests.unit.fake_engine import FakeEngine, manifest
 from tests.unit.flow_setup import (
+    WholeRewards,
     begin,
     expected_prompts,
     flow,
@@ -207,19 +210,91 @@ def test_a_failed_reward_is_counted_and_passed_on_or_stops_the_run_as_configured
     async def body() -> None:
         engine = FakeEngine()
         engine.reward = lambda request: None if request.id == "1-1" else 1.0
-        dropping = await begin([engine], flow(), on_reward_error="drop")
+        dropping = await begin([engine], flow(), on_error="drop")
         batch = (await dropping.next_batch(0)).batch
         assert [sample.id for sample in samples_in(batch) if not sample.valid] == ["1-1"]
         assert dropping.stats()["reward_errors"] == 1
         await dropping.close()
         other = FakeEngine()
         other.reward = engine.reward
-        stopping = await begin([other], flow(), on_reward_error="stop")
+        stopping = await begin([other], flow(), on_error="stop")
         with pytest.raises(
             RewardFailed, match="the reward failed on sample 1-1: ValueError: no idea"
         ):
             await stopping.next_batch(0)
         await stopping.close()
+
+    run(body)
+
+
+def test_a_group_trains_with_the_reward_of_the_whole(tmp_path: Path) -> None:
+    async def body() -> None:
+        whole = WholeRewards(lambda samples: 0.5 if samples[0].id == "0-0" else 0.0)
+        engine = FakeEngine(lambda request: 0.01 * (2 - request.k))
+        controller = await begin([engine], flow(), whole=whole, run_dir=tmp_path)
+        handout = await controller.next_batch(0)
+        assert handout is not None
+        found = [(one.id, one.reward) for one in samples_in(handout.batch)]
+        assert found == [(f"{group}-{k}", k + 10.0) for group in range(3) for k in range(2)]
+        assert all(one == sorted(one) and len(one) == 2 for one in whole.seen), "asked in order"
+        assert handout.batch.samples.column("reward_parts").to_pylist() == [[("whole", 10.0)]] * 6
+        await controller.close()
+
+        logged = {one.id: one for _, one in load(tmp_path, list(read_entries(tmp_path)))}
+        assert [logged[name].reward for name, _ in found] == [reward for _, reward in found]
+
+    run(body)
+
+
+def test_a_group_that_is_dropped_before_its_reward_is_counted_and_says_so(tmp_path: Path) -> None:
+    async def body() -> None:
+        slow = WholeRewards(lambda samples: 60.0 if samples[0].id == "0-0" else 0.0)
+        settings = flow(2, 1.0, late="drop", selection="windowed")
+        controller = await begin([FakeEngine()], settings, whole=slow, run_dir=tmp_path)
+        groups = await train(controller, 0, 2)
+        assert 0 not in [group.index for group in groups]
+        assert controller.stats()["dropped_late"] == 1
+        assert controller.stats()["reward_errors"] == 0, "no reward failed"
+        await asyncio.sleep(120)
+        assert controller._failure is None, "its reward comes too late, and nobody minds"
+        await controller.close()
+
+        entries = list(read_entries(tmp_path))
+        assert len(entries) == len({entry.id for entry in entries}), "each is logged once"
+        loaded = {entry.id: (entry.state, one) for entry, one in load(tmp_path, entries)}
+        state, sample = loaded["0-1"]
+        assert (state, sample.reward, sample.valid) == ("dropped", 0.0, False)
+        assert sample.reward_error == "its group was dropped before it had its reward"
+
+    run(body)
+
+
+def test_a_reward_of_the_whole_that_fails_costs_its_samples_or_the_run() -> None:
+    def failing() -> WholeRewards:
+        return WholeRewards(error=lambda sample: "no idea" if sample.id == "1-1" else None)
+
+    async def body() -> None:
+        dropping = await begin([FakeEngine()], flow(), whole=failing())
+        batch = (await dropping.next_batch(0)).batch
+        assert [sample.id for sample in samples_in(batch) if not sample.valid] == ["1-1"]
+        assert dropping.stats()["reward_errors"] == 1
+        await dropping.close()
+        stopping = await begin([FakeEngine()], flow(), whole=failing(), on_error="stop")
+        with pytest.raises(RewardFailed, match="the reward failed on sample 1-1: no idea"):
+            await stopping.next_batch(0)
+        await stopping.close()
+
+    run(body)
+
+
+def test_a_batch_that_waits_for_the_reward_of_a_group_says_so() -> None:
+    async def body() -> None:
+        slow = WholeRewards(lambda samples: 900.0)
+        controller = await begin([FakeEngine()], flow(1), whole=slow, timeout_s=2.0)
+        with pytest.raises(BatchTimeout, match=r"s, waits for its reward \(per: group\)"):
+            await controller.next_batch(0)
+        assert "0 ready, 2 groups wait for their reward, the oldest" in controller._describe()
+        await controller.close()
 
     run(body)
 
@@ -230,7 +305,7 @@ def test_a_batch_in_which_every_reward_failed_ends_the_run_with_the_first_errors
     async def body() -> None:
         engine = FakeEngine()
         engine.reward = lambda request: 1.0 if request.id == "1-1" else None
-        controller = await begin([engine], flow(), on_reward_error="drop")
+        controller = await begin([engine], flow(), on_error="drop")
         handout = await controller.next_batch(0)
         assert handout is not None
         assert [sample.id for sample in samples_in(handout.batch) if sample.valid] == ["1-1"]

@@ -21,6 +21,7 @@ from megatron_async_rl.watchdog.watch import STOP
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.flow_setup import (
     TrainedGroup,
+    WholeRewards,
     begin,
     controller_of,
     expected_prompts,
@@ -39,11 +40,13 @@ from tests.unit.flow_setup import (
     stops=st.lists(st.integers(0, 4), min_size=1, max_size=4),
     ratio=st.sampled_from([0.0, 0.5, 2.0]),
     keeps=st.booleans(),
+    of_groups=st.booleans(),
 )
 def test_stopping_and_resuming_anywhere_loses_nothing_and_repeats_nothing(
-    seed: int, stops: list[int], ratio: float, keeps: bool
+    seed: int, stops: list[int], ratio: float, keeps: bool, of_groups: bool
 ) -> None:
-    """`keeps`: the checkpoint has its buffer."""
+    """`keeps`: the checkpoint has its buffer. `of_groups`: the reward is one per group, and takes
+    its time."""
 
     async def body() -> None:
         chance = random.Random(seed)
@@ -52,7 +55,8 @@ def test_stopping_and_resuming_anywhere_loses_nothing_and_repeats_nothing(
         consumed: list[TrainedGroup] = []
         for steps in stops:
             engine = FakeEngine(lambda request: chance.choice([0.0, 0.001]))
-            controller = controller_of([engine], flow(3, ratio))
+            whole = WholeRewards(lambda samples: chance.choice([0.0, 0.003]))
+            controller = controller_of([engine], flow(3, ratio), whole=whole if of_groups else None)
             await controller.start(saved)
             if saved is not None:
                 again = await controller.state()
@@ -75,6 +79,8 @@ def test_stopping_and_resuming_anywhere_loses_nothing_and_repeats_nothing(
         assert saved.state["consumed"] == 3 * version
         assert [group.index for group in consumed] == list(range(3 * version))
         assert [group.prompt.id for group in consumed] == expected_prompts(3 * version)
+        rewards = [[sample.reward for sample in group.samples] for group in consumed]
+        assert rewards == [[10.0, 11.0] if of_groups else [0.0, 1.0]] * len(consumed)
 
     run(body)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -22,10 +22,11 @@ from megatron_async_rl.data import (
     PromptSet,
     PromptSource,
     SupervisedSource,
+    fitting,
     read_training,
 )
 from megatron_async_rl.data.conversation import Conversation
-from megatron_async_rl.data.prompts import Part
+from megatron_async_rl.data.prompts import Part, nothing_more
 from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import ChatTemplate
 from tests.train_batches import samples_in
@@ -192,6 +193,73 @@ def test_prompts_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> Non
     assert ([one.text for one in found.prompts], found.too_long) == (["a", "aa"], 2)
     with pytest.raises(DataError, match="no prompt of at most 1 tokens: all 4 are longer"):
         read(tmp_path, max_prompt_tokens=1)
+
+
+def test_given_rows_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * n, "response": "b" * n} for n in (1, 9, 2, 3)]
+    as_jsonl(tmp_path / "a.jsonl", rows)
+    as_jsonl(tmp_path / "b.jsonl", [{"prompt": "b" * n, "response": "b"} for n in (5, 1)])
+    sources = [{"path": tmp_path / name, "weight": 2} for name in ("a.jsonl", "b.jsonl")]
+    config = DataConfig.model_validate({"sources": sources, "max_prompt_tokens": 8})
+    whole = read_training(config, Bytes(), supervised=True)
+    found = fitting(whole, Bytes(), 6)
+    assert [one.text for one in found.prompts] == ["a", "aa", "b"], "(1 + 2) + 2 + 1"
+    assert [(part.count, part.too_long, part.weight) for part in found.parts] == [
+        (2, 2, 2),
+        (1, 1, 2),
+    ]
+    assert fitting(whole, Bytes(), None) is whole
+    batch = SupervisedSource(
+        found.prompts,
+        Bytes(),
+        prompts_per_step=3,
+        seed=0,
+        shuffle=False,
+        max_context=6,
+        parts=found.parts,
+    ).next_batch(0)
+    assert sorted(len(one.response_ids) for one in samples_in(batch)) == [2, 2, 3]
+    with pytest.raises(DataError, match="a: has no row of at most 2 tokens: all 3 are longer"):
+        fitting(whole, Bytes(), 2)
+
+
+def test_a_file_may_be_given_columns_and_its_rows_need_what_their_reward_reads(
+    tmp_path: Path,
+) -> None:
+    as_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b", "kind": "x"}])
+    as_jsonl(tmp_path / "b.jsonl", [{"prompt": "c"}])
+    sources = [
+        {"path": tmp_path / "b.jsonl", "fields": {"kind": "code"}},
+        {"path": tmp_path / "a.jsonl"},
+    ]
+
+    def needed(row: Mapping[str, Any]) -> tuple[str, ...] | None:
+        return {"code": (), "x": ("tests",), "math": ("answer",)}.get(row.get("kind", "math"))
+
+    def read_with(required: Any, **changes: Any) -> PromptSet:
+        files = [sources[0], sources[1] | changes]
+        return read_training(
+            DataConfig.model_validate({"sources": files}), Bytes(), required=required
+        )
+
+    assert [dict(one.fields) for one in read_with(nothing_more).prompts] == [
+        {"kind": "code"},
+        {"answer": "1"},
+        {"kind": "x"},
+    ]
+    seen: list[Any] = []
+    read_with(lambda row: seen.append(row) or (), prompt_key="prompt", answer_key="prompt")
+    assert [sorted(row) for row in seen] == [["kind"], ["answer"], ["answer", "kind"]], (
+        "just what the prompts have as fields"
+    )
+    with pytest.raises(ValueError, match="holds what JSON does not"):
+        read_with(nothing_more, fields={"day": datetime(2026, 1, 2)})
+    with pytest.raises(DataError, match=r"a.jsonl:2: has no `tests`"):
+        read_with(needed)
+    with pytest.raises(DataError, match=r"a.jsonl:1: is of no part of the reward"):
+        read_with(lambda row: () if row.get("kind") == "code" else None)
+    with pytest.raises(DataError, match=r"a.jsonl:2: has a column `kind` of its own: 'x'"):
+        read_with(nothing_more, fields={"kind": "math"})
 
 
 # Mixtures

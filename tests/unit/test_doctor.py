@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import sys
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from megatron_async_rl.plan import doctor
+from megatron_async_rl.plan import doctor, model_table
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
 from megatron_async_rl.policy.supported import EXPECTED, FAMILIES, REFUSED, unsupported
+from megatron_async_rl.rollout.rewards.sandbox import SandboxError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LAPTOP = Machine(cores=2, memory=16 * GIB, shared_memory=2 * GIB, gpus=())
@@ -77,6 +80,98 @@ def test_another_version_of_a_needed_part_fails(monkeypatch):
     assert states(LAPTOP)["torch"] == "ok"
 
 
+def test_another_version_in_the_range_that_the_package_asks_for_is_a_note(monkeypatch):
+    asked = ["torch<2.14,>=2.13; extra == 'cpu'", "torch<9; extra == 'gpu'", "numpy"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
+    install(monkeypatch, **TRIED | {"torch": "2.13.1+cpu"})
+    assert states(LAPTOP)["torch"] == "note"
+    assert exit_code(LAPTOP) == 0
+    install(monkeypatch, **TRIED | {"torch": "2.14.0"})
+    assert states(LAPTOP)["torch"] == "missing"
+    assert states(NODE)["torch"] == "note"
+
+
+WORN = Machine(cores=1, memory=2 * GIB, shared_memory=64 * 2**20, gpus=())
+WORN_NODE = Machine(
+    cores=1,
+    memory=2 * GIB,
+    shared_memory=64 * 2**20,
+    gpus=(Gpu("old", 80 * GIB, capability=(7, 0)),),
+)
+NOTHING_MENDS = {
+    "a processor without": {"AVX-512", "torch CPU code"},
+    "a host without a GPU": {"transformer-engine-torch", "apex", "CUDA", "NCCL"},
+}
+
+
+@pytest.fixture
+def worn_out(monkeypatch):
+    """Nothing is as it should be."""
+
+    def refused(source: str) -> None:
+        raise SandboxError("no namespaces")
+
+    install(monkeypatch)
+    monkeypatch.setattr(sys, "version_info", (3, 11, 2))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    monkeypatch.setattr(doctor, "_cpu_flags", set)
+    monkeypatch.setattr(doctor, "run", refused)
+    answer = "none|False|False|False|DEFAULT"
+    monkeypatch.setattr(doctor, "_torch", lambda path: doctor._torch_says(answer, path))
+
+
+@pytest.mark.parametrize("machine", [WORN, WORN_NODE], ids=["cpu", "gpu"])
+def test_whatever_is_not_well_has_a_hint_that_mends_it(machine, worn_out):
+    findings = doctor.examine(machine)
+    assert {one.part for one in findings if one.state == "ok"} <= {"GPUs"}
+    without = {one.part for one in findings if one.state != "ok" and not one.fix}
+    assert without == NOTHING_MENDS["a processor without"] | (
+        set() if machine.gpus else NOTHING_MENDS["a host without a GPU"]
+    )
+    assert all(one.advice or one.found for one in findings)
+
+    console = Console(width=140, record=True, file=StringIO())
+    assert doctor.show(findings, console, fix_hints=True) == 1
+    told = console.export_text()
+    assert all(f"    {one.fix}\n" in told for one in findings if one.fix)
+    missing = [one for one in findings if one.state == "missing"]
+    assert all(f"\n{one.part}: {one.advice}\n" in told for one in missing)
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+def test_the_hint_for_a_part_is_that_of_the_way_it_was_installed(checkout, worn_out, monkeypatch):
+    monkeypatch.setattr(doctor, "CHECKOUT", checkout)
+    fixes = {one.part: one.fix for one in doctor.examine(WORN)}
+    anew = f"make -C {doctor.ROOT} setup"
+    alone = f"pip install --extra-index-url {doctor.WHEELS}/cpu 'ray=={TRIED['ray']}'"
+    assert fixes["ray"] == (anew if checkout else alone)
+    on_gpu = {one.part: one.fix for one in doctor.examine(WORN_NODE)}
+    assert on_gpu["vllm"] == f"pip install 'vllm=={TRIED['vllm']}'", "the lock is the CPU's"
+    assert ("-e" in fixes["engine plugin"]) == checkout
+
+
+def test_findings_are_json_for_programs():
+    console = Console(file=StringIO())
+    assert doctor.show(doctor.examine(WORN), console, as_json=True) == 1
+    (memory,) = [one for one in json.loads(console.file.getvalue()) if one["part"] == "memory"]
+    assert memory["state"] == "note"
+    assert memory["fix"].startswith("rollout.kv_cache_gib")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("user/max_user_namespaces", "0", "sudo sysctl -w user.max_user_namespaces=16384"),
+        ("user/max_user_namespaces", "9", "docker run --security-opt seccomp=unconfined"),
+    ],
+)
+def test_the_setting_that_forbids_namespaces_is_named(tmp_path, monkeypatch, name, value, hint):
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(f"{value}\n")
+    monkeypatch.setattr(doctor, "KERNEL", tmp_path)
+    assert hint in doctor._allow_namespaces()
+
+
 def test_a_small_shared_memory_fails_since_it_carries_the_weights():
     small = Machine(cores=2, memory=16 * GIB, shared_memory=64 * 2**20, gpus=())
     assert states(small)["shared memory"] == "missing"
@@ -93,7 +188,7 @@ def test_the_tried_versions_are_those_of_the_lock():
 
 def test_the_models_are_told_on_one_screen_from_what_refuses_them():
     console = Console(width=100, record=True, file=StringIO())
-    doctor.show_families(console)
+    model_table.show_families(console)
     lines = console.export_text().splitlines()
     assert "\n".join(line.rstrip() for line in lines) in (DOCS / "models.md").read_text()
     assert len(lines) <= 50

@@ -195,12 +195,16 @@ def test_what_was_found_is_shown_with_its_speed_also_when_every_reward_failed(
         "reward_errors": 8,
     }
     show_evaluation(
-        {"mean_reward": None, "pass_at": {"1": 0.5}, **counts}, "RUN/eval_8.json", console
+        {"mean_reward": None, "parts": {"style": 0.25}, "pass_at": {"1": 0.5}, **counts},
+        "RUN/eval_8.json",
+        console,
     )
     shown = console.export_text()
     for words in (
         "sampled 2 of 2 prompts",
         "nan",
+        "style",
+        "0.2500",
         "pass@1",
         "0.5000",
         "8 to 2 prompts, 8 rewards failed",

@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ from megatron_async_rl.flow.evaluation import (
     pass_at_k,
     summarise_evaluation,
 )
-from megatron_async_rl.metrics.catalogue import find_metric
+from megatron_async_rl.metrics.catalogue import METRICS, find_metric
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog, read_evaluations
 from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Request
 from tests.train_batches import row
 from tests.unit import virtual_time
+from tests.unit.flow_setup import WholeRewards
 
 PROMPTS = [Prompt(id=f"p{i}", text=str(i), token_ids=(i,)) for i in range(4)]
 
@@ -245,6 +247,36 @@ def test_a_failed_reward_is_counted_or_ends_it_as_configured() -> None:
     assert evaluated(fleet, on_reward_error="drop").reward_errors == 1
     with pytest.raises(RewardFailed, match="the reward failed on sample -2-1: ValueError: no idea"):
         evaluated(fleet, on_reward_error="stop")
+
+
+def test_a_reward_per_group_has_the_responses_to_a_prompt_and_each_part_its_mean() -> None:
+    whole = WholeRewards(error=lambda sample: "no idea" if sample.id == "-1-1" else None)
+    result = evaluated(Fleet(), rewards=whole)
+    assert whole.seen == [[f"{-1 - i}-0", f"{-1 - i}-1"] for i in range(4)]
+    assert result.mean_reward == (10.0 + 3 * 10.5) / 4
+    assert result.parts == {"whole": 10.0}
+    assert result.reward_errors == 1
+    assert result.as_json()["parts"] == {"whole": 10.0}
+
+
+def test_a_part_s_mean_is_over_the_prompts_that_have_it() -> None:
+    given = answers([1.0, 1.0, None], [0.0], [0.0])
+    parts = [
+        [{"right": 1.0}, {"right": 0.0}, {"right": 9.0}],
+        [{"right": 0.0, "short": 1.0}],
+        [None],
+    ]
+    for (_, samples), values in zip(given, parts, strict=True):
+        samples[:] = [
+            rescored([one], [one.reward], [value], [None if one.valid else "it failed"])[0]
+            for one, value in zip(samples, values, strict=True)
+        ]
+    result = summarise_evaluation(given, version=3, seconds=1.0, pass_at=(1,), pass_reward=1.0)
+    assert result.parts == {"right": 0.25, "short": 1.0}
+    found = EvalSchedule(every=0, steps=1, means={}).record(replace(result, name="held"))
+    assert (found["eval/part/right"], found["eval/held/part/short"]) == (0.25, 1.0)
+    assert all(find_metric(name) is not None for name in found)
+    assert find_metric("eval/part/mean") is METRICS["eval/part/NAME"]
 
 
 def test_each_set_is_asked_with_its_own_sampling_and_counted_by_itself() -> None:

@@ -153,6 +153,23 @@ def test_a_hub_that_cannot_be_reached_is_told_from_one_that_is_switched_off(
     )
 
 
+@pytest.mark.parametrize("named", ["data", "data/train-*.parquet", "*/train-0000[01]-of-*"])
+def test_data_that_is_partly_in_the_cache_is_refused(
+    tmp_path: Path, cache: Path, named: str
+) -> None:
+    folder = cached(cache, "datasets", OLD) / "data"
+    folder.mkdir()
+    write_prompts(folder / "train-00000-of-00003.parquet")
+    write_prompts(folder / "test-00000-of-00001.parquet")
+    config = run_of(tmp_path, f"data.train=hf://datasets/me/tiny/{named}")
+    said = refusal(config)
+    assert ("lacks 1" if "01" in named else "lacks 2") in said
+    assert "such as data/train-00001-of-00003.parquet" in said
+    assert "`hf download --repo-type dataset me/tiny` with this HF_HOME" in said
+    one = "data.train=hf://datasets/me/tiny/data/train-00000-of-00003.parquet"
+    assert located(run_of(tmp_path, one))[0].data.train.name == "train-00000-of-00003.parquet"
+
+
 def test_a_commit_whose_folder_is_gone_is_named(cache: Path) -> None:
     gone = cache / "models--me--tiny" / "snapshots" / OLD
     _, (problem,) = read_model(gone)
@@ -244,6 +261,17 @@ def test_a_model_is_fetched_once_with_what_is_read_of_it(tmp_path: Path, hub: Hu
     assert read_model(trained.model.path)[1] == []
     assert hub.fetched[2:] == ["model.safetensors"]
     assert name_of(trained.model.path) == f"hf://me/tiny@{OLD}"
+
+
+def test_a_cache_that_lost_a_file_is_not_taken_for_the_whole_model(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_of(tmp_path, "model.path=hf://me/tiny")
+    found, _ = located(config)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert located(config)[0].model.path == found.model.path
+    (found.model.path / "tokenizer.json").unlink()
+    assert "hf://me/tiny is not whole in the cache" in refusal(config)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,37 @@ def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path)
     assert not (tmp_path / "run.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("reward", "column", "words"),
+    [
+        ("mathh", "prompt", ("rollout.reward.name", "did you mean 'math'?")),
+        ("arithmetic", "question", ("data.train", "--prompt-key question")),
+    ],
+)
+def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, reward, column, words):
+    data = tmp_path / "data.jsonl"
+    data.write_text(f'{{"{column}": "1+1=", "answer": "2"}}\n')
+    options = ["--model", write_model(tmp_path), "--data", data, "--reward", reward]
+    code, told = run("init", tmp_path / "run.yaml", *options, "--gpus", "0", "--style", "clipped")
+    assert code == 2
+    assert "no layout fits" not in told
+    for word in words:
+        assert word in told
+
+
+def test_a_reward_of_whole_groups_is_written_as_one(tmp_path, monkeypatch):
+    (tmp_path / "asked_rewards.py").write_text(
+        "def unlike(prompt, responses):\n    return [0.0] * len(responses)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    data = write_prompts(tmp_path / "data.jsonl")
+    options = ["--model", write_model(tmp_path), "--data", data, "--reward", "asked_rewards:unlike"]
+    out = tmp_path / "run.yaml"
+    code, told = run("init", out, *options, "--gpus", "0", "--style", "clipped")
+    assert code == 0, told
+    assert load(out).rollout.reward.per == "group"
+
+
 def test_what_is_not_given_as_an_option_is_asked_for(tmp_path):
     out, model = tmp_path / "run.yaml", write_model(tmp_path)
     data = write_prompts(tmp_path / "data.jsonl")

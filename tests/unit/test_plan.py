@@ -466,7 +466,16 @@ def test_a_supervised_run_needs_responses_that_fit(file):
         "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}",
     )
     assert plan(file, *supervised).problems == ()
-    assert keys(plan(file, *supervised, "policy.tokens_per_micro_batch=4")) == ["data.train"]
+    (problem,) = plan(file, *supervised, "policy.tokens_per_micro_batch=5").problems
+    assert problem.key == "data.train"
+    assert problem.fix.startswith("leave such rows out (data.max_tokens=5)")
+    (file.parent / "train.jsonl").write_text(
+        '{"prompt": "1+1=", "response": "2"}\n{"prompt": "2+2=", "response": "22222"}\n'
+    )
+    left_out = plan(file, *supervised, "data.max_tokens=6")
+    assert left_out.problems == ()
+    note = "1 of 2 rows read of data.train are above data.max_tokens: 6 and left out"
+    assert note in left_out.warnings
     (file.parent / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     (problem,) = plan(file, *supervised).problems
     assert "response" in problem.what
@@ -1054,6 +1063,7 @@ def never_answers(prompt, response):
     while True: time.sleep(1)
 def fails_on_the_first(prompt, response): return 1 / int(prompt.fields["answer"])
 def fine(prompt, response): return len(response)
+def of_groups(prompt, responses): return [len(one) / len(prompt.fields["wanted"]) for one in responses]
 """
 
 
@@ -1076,6 +1086,33 @@ def test_a_reward_that_fails_on_a_made_up_response_is_found_before_the_run(
     assert problem.key == "rollout.reward.name"
     assert words in problem.what
     assert "of data.train" in problem.what
+
+
+def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, monkeypatch):
+    """The rows of the second kind are behind the first few that are tried."""
+    (file.parent / "probed_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(file.parent)
+    monkeypatch.setattr("megatron_async_rl.plan.preflight.PATIENCE_S", 600.0)
+    rows = [{"prompt": "1+1=", "answer": "2", "kind": "sum"}] * 5
+    rows += [{"prompt": "2+2=", "kind": "word", "wanted": "x"}] * 2
+    data = file.parent / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts = (
+        "sums: {name: arithmetic, where: {kind: sum}},"
+        " unlike: {name: 'probed_rewards:of_groups', per: group, where: {kind: word}}"
+    )
+    reward = f"rollout.reward={{parts: {{{parts}}}}}"
+    assert plan(file, reward).problems == ()
+
+    data.write_text(data.read_text().replace("wanted", "given"))
+    (problem,) = plan(file, reward).problems
+    assert problem.key == "rollout.reward.parts"
+    assert "to the first prompts of data.train: unlike: KeyError: 'wanted'" in problem.what
+
+    data.write_text(data.read_text() + '{"prompt": "3+3="}\n')
+    (problem,) = plan(file, reward).problems
+    assert "train.jsonl:8: is of no part of the reward" in problem.what
+    assert "rollout.reward.parts.unlike.per" in keys(plan(file, reward.replace("per: group, ", "")))
 
 
 def test_a_plan_is_not_kept_waiting_by_a_reward_that_may_be_slow(file, monkeypatch):

@@ -233,7 +233,7 @@ def test_a_supervised_source_resumes_where_it_was() -> None:
         ({"response": 3}, "`response` is 3"),
         ({"response": "a", "weight": -1}, "`weight` is -1"),
         ({"response": "a", "weight": "heavy"}, "`weight` is 'heavy'"),
-        ({"response": "abcd"}, "6 tokens together, the model takes 4"),
+        ({"response": "abcd"}, "6 tokens together, and 4 fit the model and a micro-batch"),
     ],
 )
 def test_a_bad_given_response_is_refused_with_its_line(

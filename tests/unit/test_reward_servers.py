@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from megatron_async_rl.config.schema import RewardConfig
-from megatron_async_rl.rollout.rewards import http as http_module
+from megatron_async_rl.rollout.rewards import servers
 from megatron_async_rl.rollout.rewards.registry import Context, Item, load_reward
 from megatron_async_rl.rollout.rewards.worker import CallFailed, Scored, call_async
 from megatron_async_rl.rollout.scoring import Scorer
@@ -45,8 +45,8 @@ async def asked(name: str, settings: dict[str, Any], timeout_s: float = 60.0) ->
     except CallFailed as error:
         return Scored(reward=0.0, error=str(error))
     finally:
-        await http_module._session().close()
-        http_module._sessions.clear()
+        await servers._session().close()
+        servers._sessions.clear()
     return scored
 
 

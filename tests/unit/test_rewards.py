@@ -3,6 +3,7 @@ engine starts."""
 
 import asyncio
 import re
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.rollout import rewards
 from megatron_async_rl.rollout.rewards import registry
-from megatron_async_rl.rollout.rewards.countdown import evaluate
+from megatron_async_rl.rollout.rewards.answers import evaluate
 from megatron_async_rl.rollout.rewards.registry import (
     Context,
     Item,
@@ -150,16 +151,16 @@ def test_rewards_name_the_keys_they_read() -> None:
     assert required_fields("my_rewards:score") == ()
 
 
-def test_a_built_in_reward_is_one_file_and_one_name(
+def test_a_built_in_reward_is_one_entry_and_one_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "palindrome.py").write_text(
         "from megatron_async_rl.rollout.rewards.registry import BuiltInReward\n"
         "def palindrome(prompt, response): return float(response == response[::-1])\n"
-        "REWARD = BuiltInReward(function=palindrome, required_fields=('word',))\n"
+        "REWARDS = {'palindrome': BuiltInReward(function=palindrome, required_fields=('word',))}\n"
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
-    monkeypatch.setattr(registry, "BUILT_IN", (*registry.BUILT_IN, "palindrome"))
+    monkeypatch.setattr(registry, "BUILT_IN", registry.BUILT_IN | {"palindrome": "palindrome"})
     assert load_reward("palindrome").function(prompt(), "abba") == 1.0
     assert required_fields("palindrome") == ("word",)
     with pytest.raises(RewardError, match="did you mean 'palindrome'"):
@@ -299,6 +300,7 @@ def test_a_judge_reads_the_fields_that_its_template_names() -> None:
         ({"name": "math", "parts": {"a": {"name": "math"}}}, "needs either `name`"),
         ({"parts": {"a/b": {"name": "math"}}}, "'a/b' cannot be the name of a part"),
         ({"parts": {"a": {"name": "math"}}, "settings": {"x": 1}}, "each of `parts` has its own"),
+        ({"parts": {"a": {"name": "math"}}, "per": "group"}, "each of `parts` has its own"),
     ],
 )
 def test_parts_that_say_too_much_or_too_little_are_refused(
@@ -324,3 +326,6 @@ def test_the_examples_of_the_page_are_rewards_that_work(
     assert scored == [0.98, 1.0, 0.25]
     patient = call_async(load_reward("more_rewards:patient"), [item], 1.0)
     assert asyncio.run(patient)[0].reward == 1.0
+    group = [replace(item, response=one) for one in ("a cat", "a dog", "a cat")]
+    unlike = call(load_reward("group_rewards:unlike"), group, 1.0)
+    assert [one.reward for one in unlike] == [0.5, 1.0, 0.5]

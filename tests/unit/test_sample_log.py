@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
@@ -23,12 +24,14 @@ from megatron_async_rl.flow import sample_log
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.sample_log import SampleLog, SampleLogWriter, open_sample_log
 from megatron_async_rl.flow.spec import DataState
+from megatron_async_rl.samples.columns import NUMERIC, batch_of
 from megatron_async_rl.samples.segments import (
     FOLDER,
     load,
     path_of,
     read_batches,
     read_entries,
+    read_table,
     segments_in,
 )
 from megatron_async_rl.samples.types import Prompt, Sample
@@ -263,6 +266,54 @@ def test_through_a_crash_each_step_has_what_its_trainer_got(tmp_path: Path, rati
     assert logged == {one: (step,) for one, step in expected.items()}
     if ratio <= 1:  # else the checkpoint's buffer has all that the two steps need
         assert any(entry.state == "repeated" for entry in read_entries(tmp_path))
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_the_batch_of_a_step_is_in_the_log_to_the_last_bit(tmp_path: Path, experts: bool) -> None:
+    """But for the experts, where the log is not told to keep them."""
+
+    def altered(sample: Sample) -> Sample:
+        bits = np.random.default_rng([sample.prompt.token_ids[0], len(sample.id)])
+        length = sample.length
+        return replace(
+            sample,
+            finished_at=float(next(CLOCK)),
+            behavior_logprobs=-bits.random(length, dtype=np.float32),
+            reward=float(bits.random()),
+            reward_parts={"right": float(bits.random())},
+            routed_experts=bits.bytes(6 * (sample.total_length - 1)),
+        )
+
+    async def body() -> None:
+        engine = FakeEngine(lambda request: 0.001 * (request.k + request.group % 3))
+        engine.alter = altered
+        controller = controller_of([engine], flow(3, 1.0))
+        controller._sample_log = open_sample_log(tmp_path, SamplesConfig(experts=experts))
+        await controller.start()
+        await stage(controller, 0)
+        for version in range(2):
+            handout = await controller.next_batch(version)
+            assert handout is not None
+            handed[version + 1] = handout.batch.samples
+            await stage(controller, version + 1)
+        await controller.close()
+
+    handed: dict[int, pa.RecordBatch] = {}
+    run(body)
+    for step, batch in handed.items():
+        again = batch_of_step(tmp_path, step, batch.column("group").to_pylist())
+        assert (again == batch) == experts
+        place = batch.schema.get_field_index("routed_experts")
+        assert again.remove_column(place) == batch.remove_column(place)
+
+
+def batch_of_step(run_dir: Path, step: int, groups: list[int]) -> pa.RecordBatch:
+    """As docs/samples.md says."""
+    outcomes = read_table(run_dir, "outcomes").sort_by("seq").to_pylist()
+    keys = [(o["id"], o["finished_at"]) for o in outcomes if o["step"] == step]
+    every = [e for e in read_entries(run_dir) if (e.id, e.finished_at) in keys]
+    found = {(e.id, e.finished_at): sample for e, sample in load(run_dir, every)}
+    return batch_of([found[one] for one in keys], groups, NUMERIC)
 
 
 def test_what_the_scheduler_drops_is_logged_with_its_reason(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Scoring in processes: whatever a reward does costs its own response, never the engine."""
 
 import asyncio
+import json
 import os
 import select
 import signal
@@ -14,17 +15,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import uvloop
 
 from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.flow.group_rewards import LOG, GroupRewards
 from megatron_async_rl.rollout import reward_process
-from megatron_async_rl.rollout.rewards import math
-from megatron_async_rl.rollout.rewards.registry import Context
+from megatron_async_rl.rollout.rewards.answers import REWARDS as ANSWERS
+from megatron_async_rl.rollout.rewards.registry import Context, RewardError
 from megatron_async_rl.rollout.rewards.worker import Scored
-from megatron_async_rl.rollout.scoring import Scorer, WorkerStartError
-from megatron_async_rl.samples import Prompt
+from megatron_async_rl.rollout.scoring import (
+    Scorer,
+    WorkerStartError,
+    require_rewards,
+    reward_fields,
+)
+from megatron_async_rl.samples import Prompt, Sample
+from megatron_async_rl.samples.rows import SampleRow
+from tests.train_batches import make_sample, row
 
 BACKTRACKS = "a" * 40 + "b"
 
@@ -84,6 +94,13 @@ def of_lists(prompts, responses, *, finish_reason):
     if "die" in responses:
         os._exit(3)
     return [len(responses) + 0.5 * (reason == "length") for reason in finish_reason]
+
+def relative(prompt, responses, *, tokens, held_out):
+    if "bad" in responses:
+        raise ValueError("a bad one")
+    assert isinstance(prompt.fields, dict) and len(tokens) == len(responses) == len(held_out)
+    return [float("nan") if one == "nan" else 10.0 * place + len(responses)
+            for place, one in enumerate(responses)]
 
 WAITING = []
 
@@ -496,8 +513,8 @@ def test_math_calls_a_response_that_computes_for_ever_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No error: its prompt is sound."""
-    assert math.REWARD.cpu_limit_s == 5.0
-    monkeypatch.setattr(math, "REWARD", replace(math.REWARD, cpu_limit_s=1.5))
+    assert ANSWERS["math"].cpu_limit_s == 5.0
+    monkeypatch.setitem(ANSWERS, "math", replace(ANSWERS["math"], cpu_limit_s=1.5))
     asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
 
     async def work(scorer: Scorer) -> list[Scored]:
@@ -556,6 +573,11 @@ def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> N
         None,
     ]
     assert [rest[0].reward, rest[1].reward, rest[4].reward] == [1.5] * 3, "each tried again alone"
+
+    async def fine(scorer: Scorer) -> list[Scored]:
+        return list(await asyncio.gather(*(scorer.score(prompt(), one) for one in ("", "a", "b"))))
+
+    assert [one.reward for one in scored_by(settings, fine)] == [1.0, 2.0, 2.0]
 
 
 def test_calls_of_an_async_reward_are_under_way_together(module: str) -> None:
@@ -619,3 +641,113 @@ def test_a_reward_of_parts_is_their_weighted_sum_and_names_the_one_that_fails(mo
     assert right == Scored(reward=2.0, parts={"right": 1.0, "length": 2.0, "shown": 1.0})
     assert failed.error == "length: the reward is nan, not a finite number"
     assert str(twice.error).startswith("right: RewardError: prompt p7: `answer` is None")
+
+
+def test_a_part_is_asked_about_the_prompts_that_it_is_for(module: str) -> None:
+    parts = {
+        "right": {"name": "arithmetic", "where": {"kind": ["sums", "products"]}},
+        "long": {"name": f"{module}:score", "where": {"kind": "words"}},
+        "shown": {"name": f"{module}:meet", "weight": 0},
+    }
+    settings = RewardConfig(parts=parts, workers=1, timeout_s=300)
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        asked = [prompt(kind="products", answer="46"), prompt(kind="words")]
+        return [await scorer.score(one, "46") for one in asked]
+
+    of_sums, of_words = scored_by(settings, work)
+    assert of_sums == Scored(reward=1.0, parts={"right": 1.0, "shown": 1.0})
+    assert of_words == Scored(reward=2.0, parts={"long": 2.0, "shown": 1.0})
+    needed = reward_fields(settings)
+    assert needed({"kind": "sums"}) == ("answer",)
+    assert needed({"kind": "words"}) == ()
+    only = RewardConfig(parts={"right": parts["right"]})
+    assert reward_fields(only)({"kind": "words"}) is None
+
+
+RIGHT = {"right": 0.5}
+
+
+def group_of(
+    *texts: str, given: float = 0.0, parts: dict[str, float] = RIGHT, **changes: Any
+) -> list[SampleRow]:
+    """Responses to one prompt, whose reward so far is 0.5, and what an environment has given."""
+    return [
+        row(
+            replace(
+                make_sample(prompt(), f"7-{k}", [1, 2], reward=0.5 + given, reward_error=error),
+                text=text,
+                reward_parts=None if error else parts,
+                **changes,
+            ),
+            7,
+        )
+        for k, text in enumerate(texts)
+        for error in ("it failed before" if text == "failed" else None,)
+    ]
+
+
+def grouped_by(settings: RewardConfig, samples: list[SampleRow], log_dir: Path) -> list[Sample]:
+    async def run() -> list[Sample]:
+        rewards = GroupRewards(settings, log_dir)
+        try:
+            await rewards.start()
+            return [one.sample() for one in await rewards.of(prompt(), samples)]
+        finally:
+            rewards.close()
+
+    return asyncio.run(run())
+
+
+def test_a_reward_per_group_takes_all_its_responses_at_once(module: str, tmp_path: Path) -> None:
+    parts = {
+        "right": {"name": "arithmetic"},
+        "relative": {"name": f"{module}:relative", "per": "group", "weight": 0.5},
+    }
+    settings = RewardConfig(parts=parts, workers=1, timeout_s=300)
+    steps = np.array([0.25, 0.25], dtype=np.float32)
+    found = grouped_by(settings, group_of("a", "failed", "b", "nan", step_rewards=steps), tmp_path)
+    assert [one.id for one in found] == ["7-0", "7-1", "7-2", "7-3"]
+    assert [one.reward for one in found] == [0.5 + 1.5, 0.5, 0.5 + 6.5, 0.0]
+    (more,) = grouped_by(settings, group_of("a", given=2.0), tmp_path)
+    assert more.reward == 2.5 + 0.5, "what an environment gave is kept"
+    assert [one.reward_parts for one in found] == [
+        {"right": 0.5, "relative": 3.0},
+        None,
+        {"right": 0.5, "relative": 13.0},
+        None,
+    ], "one that failed before was not among the three"
+    assert [one.reward_error for one in found] == [
+        None,
+        "it failed before",
+        None,
+        "relative: the reward is nan, not a finite number",
+    ]
+    assert found[2].step_rewards.tolist() == [0.25, 0.25 + 6.5]
+    (line,) = (tmp_path / LOG).read_text().splitlines()
+    assert json.loads(line)["response"] == "nan"
+
+
+def test_a_group_whose_reward_raises_has_none(module: str, tmp_path: Path) -> None:
+    settings = RewardConfig(name=f"{module}:relative", per="group", workers=1, timeout_s=300)
+    found = grouped_by(settings, group_of("a", "bad"), tmp_path)
+    assert [one.reward_error for one in found] == ["ValueError: a bad one"] * 2
+    (right, _) = grouped_by(settings, group_of("a", "b", parts={}), tmp_path)
+    assert (right.reward, right.reward_parts) == (0.5 + 2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "per", "said"),
+    [
+        ("relative", "response", "takes (prompt, responses), all responses to a prompt; set"),
+        ("of_lists", "group", "does not take all responses to a prompt; name a function(prompt,"),
+    ],
+)
+def test_what_a_reward_takes_and_what_it_is_called_for_agree(
+    module: str, function: str, per: Any, said: str
+) -> None:
+    settings = RewardConfig(parts={"mine": {"name": f"{module}:{function}", "per": per}})
+    with pytest.raises(RewardError) as caught:
+        require_rewards(settings)
+    assert caught.value.where == "rollout.reward.parts.mine.per"
+    assert said in str(caught.value)

@@ -1,1 +1,1 @@
-"""Rewards, a file each. `registry.py` finds one by its name and says what a reward is."""
+"""Rewards. `registry.py` finds one by its name and says what a reward is."""

@@ -146,4 +146,4 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
         ) from error
 
 
-REWARD = BuiltInReward(function=code, required_fields=("tests",), check=_check)
+REWARDS = {"code": BuiltInReward(function=code, required_fields=("tests",), check=_check)}

@@ -3,6 +3,7 @@ that Python can import, the working directory included.
 
     def score(prompt, response) -> float
     def score(prompts, responses) -> list[float]         what waits, in one call
+    def score(prompt, responses) -> list[float]          all responses to a prompt (`per: group`)
     async def score(...)                                 many calls at a time
     def score(prompt, response, *, finish_reason, mine)  context, and settings of its own
 
@@ -12,7 +13,8 @@ Invariants every reward keeps:
 - it keeps nothing between calls that a later call needs: it is called in several processes, and a
   process that hangs or dies is replaced.
 
-A new built-in reward is one file here that defines `REWARD`, and its name in `BUILT_IN`.
+A new built-in reward is a function here, an entry of its module's `REWARDS`, and its name in
+`BUILT_IN`.
 """
 
 from __future__ import annotations
@@ -30,12 +32,22 @@ from typing import Any, Protocol
 
 from megatron_async_rl.samples.types import FinishReason, Prompt
 
-BUILT_IN = ("arithmetic", "countdown", "math", "code", "http", "judge", "environment")
-"""Each is the module of this package with that name."""
+BUILT_IN = {
+    "arithmetic": "answers",
+    "countdown": "answers",
+    "math": "answers",
+    "code": "code",
+    "http": "servers",
+    "judge": "servers",
+    "environment": "answers",
+}
+"""Each with the module of this package whose `REWARDS` has it."""
 
 KEY = "rollout.reward"
 BATCHED = ["prompts", "responses"]
 """Names of the parameters of a reward that takes lists."""
+OF_GROUPS = ["prompt", "responses"]
+"""Names of the parameters of a reward that takes all responses to a prompt."""
 
 
 class Reward(Protocol):
@@ -119,7 +131,13 @@ class BoundReward:
     context: tuple[str, ...] = ()
     """The names of CONTEXT that it takes."""
     batched: bool = False
+    of_groups: bool = False
     asynchronous: bool = False
+
+    @property
+    def of_several(self) -> bool:
+        """It takes a list of responses and returns one of numbers."""
+        return self.batched or self.of_groups
 
     def arguments(self, items: list[Item], timeout_s: float) -> tuple[list[Any], dict[str, Any]]:
         """Of one call: of all `items`, or of the only one."""
@@ -128,21 +146,21 @@ class BoundReward:
             if name == "timeout_s":
                 return timeout_s
             every = [getattr(item.context, name) for item in items]
-            return every if self.batched else every[0]
+            return every if self.of_several else every[0]
 
+        prompts, responses = [item.prompt for item in items], [item.response for item in items]
         positional: list[Any] = [
-            [item.prompt for item in items],
-            [item.response for item in items],
+            prompts if self.batched else prompts[0],
+            responses if self.of_several else responses[0],
         ]
-        if not self.batched:
-            positional = [every[0] for every in positional]
         return positional, dict(self.settings) | {name: values(name) for name in self.context}
 
 
 def built_in(name: str) -> BuiltInReward | None:
     if name not in BUILT_IN:
         return None
-    found: BuiltInReward = importlib.import_module(f"{__package__}.{name}").REWARD
+    module = importlib.import_module(f"{__package__}.{BUILT_IN[name]}")
+    found: BuiltInReward = module.REWARDS[name]
     return found
 
 
@@ -299,6 +317,7 @@ def _bind(
         settings=_typed(function, settings, key),
         context=tuple(one for one in others if one in CONTEXT and one not in settings),
         batched=first == BATCHED,
+        of_groups=first == OF_GROUPS,
         asynchronous=asynchronous,
     )
 

@@ -82,7 +82,7 @@ async def call_async(reward: BoundReward, items: list[Item], timeout_s: float) -
 
 
 def _scored(reward: BoundReward, items: Sequence[Item], returned: Any) -> list[Scored]:
-    if not reward.batched:
+    if not reward.of_several:
         return [_one(returned)]
     values = list(returned)
     if len(values) != len(items):

@@ -1,0 +1,54 @@
+"""The families of models that can be trained (`mar doctor --models`), from the table that `mar plan` and
+the ranks refuse by (policy/supported.py)."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_async_rl.policy.supported import EXPECTED, FAMILIES, REFUSED, Family
+
+
+def show_families(console: Console) -> None:
+    """Prints the families and what each may have, the keys of config.json that are bound in all or
+    in one of them, and the families that are refused by name."""
+    families = _table("model_type", "models", "sliding_window", "rope_type", "biases", "experts")
+    for family in FAMILIES.values():
+        families.add_row(
+            f"[bold]{family.model_type}[/]",
+            family.models,
+            family.window,
+            ", ".join(family.ropes),
+            family.biases,
+            "every layer" if family.mixture else "none",
+        )
+    console.print(families)
+
+    bound = _table("only", "config.json")
+    bound.add_row(
+        "every family", "; ".join(_words(key, words) for key, (_, words) in EXPECTED.items())
+    )
+    for family in FAMILIES.values():
+        if family.only:
+            bound.add_row(family.model_type, _bound(family))
+    console.print(bound)
+
+    refused = _table("refused", "why")
+    for model_type, why in REFUSED.items():
+        refused.add_row(model_type, why)
+    console.print(refused)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _bound(family: Family) -> str:
+    return "; ".join(_words(key, words) for key, (_, words) in family.only.items())
+
+
+def _words(key: str, words: str) -> str:
+    return f"{key} {words}" if ":" in words else f"{key}: {words}"
