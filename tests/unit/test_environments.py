@@ -161,6 +161,12 @@ def test_a_sample_ends_with_a_turn_where_turns_or_tokens_run_out(played: Played)
     assert "no room for a turn" in error
 
 
+def test_words_that_the_tokenizer_cannot_read_cost_their_sample(played: Played) -> None:
+    ((_, error, _),) = played(prompt_of(opening="hello"))
+    assert error is not None
+    assert error.startswith("its words cannot be put behind a turn: invalid literal")
+
+
 def test_a_turn_may_be_left_out_of_the_loss_by_its_environment(played: Played) -> None:
     ((transcript, _, _),) = played(prompt_of(fault="untrained"), max_turns=2)
     assert transcript.mask.tolist() == [0, 0, 0, 0, 1, 1]

@@ -23,13 +23,11 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import Message, Step, Words
 from megatron_async_rl.rollout.environments.chat import FollowUps, ToolParser, follow_ups, shown
@@ -276,7 +274,7 @@ async def converse(
     calls, for an environment that takes messages; null: it takes text."""
     prompt = transcript.asked
     opening = await environment.reset(prompt)
-    segment = Segment(follow.opened(prompt, opening) if opening else prompt)
+    segment = Segment(_behind(follow.opened, prompt, opening) if opening else prompt)
     room = transcript.room(segment, max_tokens)
     if room < 1:
         raise EnvironmentFailed(
@@ -295,11 +293,20 @@ async def converse(
             transcript.truncated = True
         if step.done or transcript.truncated or len(transcript.turns) == max_turns:
             return
-        words = follow.between(ids, step.observation)
+        words = _behind(follow.between, ids, step.observation)
         room = transcript.room(segment, max_tokens)
         if len(words) >= room:
             transcript.truncated = True
             return
+
+
+def _behind[Result](put: Callable[..., Result], before: Any, words: Words) -> Result:
+    """Raises EnvironmentFailed for words that cannot be read: a template is a program, and a
+    tokenizer may know no token for a character."""
+    try:
+        return put(before, words)
+    except Exception as error:
+        raise EnvironmentFailed(f"its words cannot be put behind a turn: {error}") from error
 
 
 class Player(Protocol):
@@ -336,7 +343,7 @@ class Conversations:
                 max_tokens=max_tokens,
                 parser=self._parser,
             )
-        except (EnvironmentFailed, DataError, jinja2.TemplateError) as error:
+        except EnvironmentFailed as error:
             return str(error)
         finally:
             if environment is not None:

@@ -213,8 +213,8 @@ class Agents:
                 f" segment {most + 1} of the sample; rollout.environment.max_segments: {most}"
             )
         text = _rendered(self._tokenizer.render_chat, messages, answer=True, tools=tools)
+        ids = tuple(_rendered(self._tokenizer.encode_rendered, text))
         asked = session.transcript.asked
-        ids = tuple(self._tokenizer.encode_rendered(text))
         return _Thread(Prompt(id=asked.id, text=text, token_ids=ids, fields=asked.fields), tools)
 
     def _completion(
