@@ -18,10 +18,10 @@ from megatron_async_rl.rollout.environments import EnvironmentRefused, load_fact
 from megatron_async_rl.rollout.environments.built_in import Tools, prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText, ToolParser
 from megatron_async_rl.rollout.environments.conversation import (
-    Asked,
     Conversations,
     Transcript,
     Turn,
+    TurnRequest,
 )
 from megatron_async_rl.rollout.environments.pool import (
     EnvironmentFailed,
@@ -67,7 +67,7 @@ class Sampler:
         self.asked: list[tuple[list[int], int, int]] = []
         self.length, self.told = 2, told
 
-    async def __call__(self, asked: Asked) -> Turn:
+    async def __call__(self, asked: TurnRequest) -> Turn:
         self.asked.append((list(asked.ids), asked.begun, asked.most))
         number, length = len(self.asked), min(self.length, asked.most)
         self.told(number)
@@ -388,6 +388,8 @@ def test_an_openenv_server_is_asked_turn_by_turn(
         ({"environment": {"name": "agent", "timeout_s": 1200}}, None),
         ({"environment": {"name": "agent", "max_segments": 3}}, None),
         ({"environment": {"name": COUNTING, "max_segments": 3}}, "max_segments: 3 is of agents"),
+        ({"environment": tools("my_tools")}, "tools rewards nothing by itself"),
+        ({"environment": tools("my_tools"), "reward": {"name": "math"}}, None),
     ],
 )
 def test_a_run_without_a_reward_or_an_end_to_a_tool_is_refused(
@@ -479,7 +481,7 @@ def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
     schemas = Tools(functions="tests.unit.agents:times").schemas
     says = ['<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>', "42"]
 
-    async def sample(asked: Asked) -> Turn:
+    async def sample(asked: TurnRequest) -> Turn:
         text = says[asked.begun > 0]
         ids = np.array([*map(ord, text), 1], dtype=np.int32)
         zeros = np.zeros(len(ids))

@@ -31,7 +31,12 @@ from aiohttp import web
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import Message, Step
 from megatron_async_rl.rollout.environments.chat import ChatMessages, ToolParser
-from megatron_async_rl.rollout.environments.conversation import Sample, Segment, Transcript, Turn
+from megatron_async_rl.rollout.environments.conversation import (
+    SampleTurn,
+    Segment,
+    Transcript,
+    Turn,
+)
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.samples.types import Prompt
 
@@ -71,7 +76,7 @@ class _Thread(Segment):
 
 
 class _Session:
-    def __init__(self, transcript: Transcript, sample: Sample, max_tokens: int) -> None:
+    def __init__(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> None:
         self.transcript, self.sample, self.max_tokens = transcript, sample, max_tokens
         self.threads: list[_Thread] = []
         self.lock = asyncio.Lock()
@@ -112,7 +117,7 @@ class Agents:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def play(self, transcript: Transcript, sample: Sample, max_tokens: int) -> str | None:
+    async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
         """Runs the agent, whose calls fill `transcript`; why it ended early, where it failed."""
         session, name = _Session(transcript, sample, max_tokens), secrets.token_urlsafe(16)
         process = None
@@ -168,10 +173,9 @@ class Agents:
     async def _answer(self, session: _Session, body: Any) -> dict[str, Any]:
         messages, tools = _checked(body), body.get("tools")
         transcript, limit = session.transcript, self._environments.settings.max_turns
-        going_on = [one for one in session.threads if one.goes_on(messages, tools)]
+        thread = next((one for one in session.threads if one.goes_on(messages, tools)), None)
         words: list[int] = []
-        if going_on:
-            thread = max(going_on, key=lambda one: len(one.said))
+        if thread is not None:
             new = [dict(one) for one in messages[len(thread.said) :]]
             sampled = thread.turns[-1].tokens.response_ids.tolist()
             words = _rendered(self._follow.between, sampled, new)
