@@ -20,7 +20,8 @@ import runpy
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CHARACTERS = "0123456789*=[]"
+CHARACTERS = "".join(map(chr, range(32, 127)))
+"""Those of what is wrong with a call, too."""
 EVAL_PRODUCTS = 256
 
 
@@ -30,8 +31,9 @@ def write_data(folder: Path, seed: int) -> None:
     held_out, known = products[:EVAL_PRODUCTS], products[EVAL_PRODUCTS:]
     given = []
     for a, b in known:
-        given.append({"prompt": f"{a}*{b}=", "response": f"[{a}*{b}]"})
-        given.append({"prompt": f"{a}*{b}=[{a}*{b}]{a * b}=", "response": str(a * b)})
+        asked, call = f"{a}*{b}=", f"[times(a={a},b={b})]"
+        given.append({"prompt": asked, "response": call})
+        given.append({"prompt": f"{asked}{call}{a * b}=", "response": str(a * b)})
     _write_lines(folder / "sft.jsonl", given)
     for name, some in (("train", known), ("eval", held_out)):
         rows = [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in some]

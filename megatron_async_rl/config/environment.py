@@ -64,6 +64,11 @@ def environment_conflicts(config: Config) -> Iterator[str]:
             " rollout.environment; name a reward, such as rollout.reward.name: math"
         )
     turns, limit_s = rollout.environment, config.watchdog.timeout_s
+    if turns is not None and turns.name == TOOLS and rollout.reward.name == OWN_REWARD:
+        yield (
+            "rollout.reward is missing, and the environment tools rewards nothing by itself; name the"
+            " reward of the last turn, such as rollout.reward.name: math"
+        )
     if turns is not None and turns.name not in AGENTS and turns.max_segments > 1:
         yield (
             f"rollout.environment.max_segments: {turns.max_segments} is of agents, and {turns.name}"

@@ -55,7 +55,12 @@ from megatron_async_rl.rollout.continuation import (
     stopped_length,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
-from megatron_async_rl.rollout.environments.conversation import Asked, Player, Transcript, Turn
+from megatron_async_rl.rollout.environments.conversation import (
+    Player,
+    Transcript,
+    Turn,
+    TurnRequest,
+)
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import Context
 from megatron_async_rl.rollout.rewards.worker import Scored
@@ -171,7 +176,7 @@ class Responses:
                 read = recorded_from(len(request.prompt.token_ids), prefix)
                 left = most - len(begun)
                 await self._hand_over(
-                    entry, Asked(ids=given, begun=len(begun), most=left, read=read)
+                    entry, TurnRequest(ids=given, begun=len(begun), most=left, read=read)
                 )
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -196,7 +201,7 @@ class Responses:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _hand_over(self, entry: _Running, asked: Asked) -> None:
+    async def _hand_over(self, entry: _Running, asked: TurnRequest) -> None:
         """Has vLLM sample."""
         request = entry.request
         parameters = self._sampling[
@@ -338,7 +343,7 @@ class Responses:
         if task.cancelled() and entry.aborted:
             self._abort(entry, None)
 
-    async def _turn(self, entry: _Running, asked: Asked) -> Turn:
+    async def _turn(self, entry: _Running, asked: TurnRequest) -> Turn:
         entry.turn = asyncio.get_running_loop().create_future()
         # An abort in between finds the request in vLLM, or sees to it that it is aborted there.
         await asyncio.shield(self._spawn(self._hand_over(entry, asked)))

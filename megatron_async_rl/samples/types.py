@@ -68,12 +68,13 @@ def check_response(
     starts = np.zeros(0, dtype=np.int32) if segment_starts is None else segment_starts
     if segment_starts is not None and (
         not len(starts)
-        or (np.diff(starts, prepend=0, append=length) <= 0).any()
+        or (np.diff(starts, prepend=0) < 1).any()
+        or (np.diff(starts, append=length) < 2).any()
         or per_token["loss_mask"][starts].any()
     ):
         raise ValueError(
             f"sample {name!r}: segments begin at {starts.tolist()} of {length} response tokens; they"
-            " must rise, lie within them and begin with a token that is not trained on"
+            " must rise, lie within them and have a token that is not trained on before others"
         )
     versions = per_token["versions"]
     falls = np.flatnonzero(versions[1:] < versions[:-1]) + 1

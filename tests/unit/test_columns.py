@@ -88,6 +88,7 @@ def test_routed_experts_are_a_row_for_each_token_but_the_last(experts: bytes) ->
         ({"segment_starts": np.array([3], dtype=np.int32)}, "weight versions decrease"),
         ({"segment_starts": np.array([1, 2], dtype=np.int32)}, "segments begin at"),
         ({"segment_starts": np.array([2, 2], dtype=np.int32)}, "segments begin at"),
+        ({"segment_starts": np.array([2, 3], dtype=np.int32)}, "segments begin at"),
         ({"segment_starts": np.array([2, 5], dtype=np.int32)}, "segments begin at"),
         ({"segment_starts": np.array([0, 2], dtype=np.int32)}, "segments begin at"),
         ({"segment_starts": np.zeros(0, dtype=np.int32)}, "segments begin at"),

@@ -14,7 +14,7 @@ import pytest
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory, tool_parsers
 from megatron_async_rl.rollout.environments.chat import ToolParser
-from megatron_async_rl.rollout.environments.conversation import Asked, Transcript, Turn
+from megatron_async_rl.rollout.environments.conversation import Transcript, Turn, TurnRequest
 from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.samples import Prompt
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sampler(asked: list[list[int]]) -> Any:
-    async def sample(wanted: Asked) -> Turn:
+    async def sample(wanted: TurnRequest) -> Turn:
         asked.append(list(wanted.ids))
         whole = [*map(ord, SAYS[(len(asked) - 1) % 2]), 1]
         sampled = whole[: wanted.most]
@@ -95,7 +95,7 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
         begun: list[list[int]] = []
         sample, asked, answered = sampler(begun), asyncio.Event(), asyncio.Event()
 
-        async def slowly(wanted: Asked) -> Turn:
+        async def slowly(wanted: TurnRequest) -> Turn:
             if begun:
                 asked.set()
                 await answered.wait()

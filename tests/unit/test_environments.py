@@ -19,10 +19,10 @@ from megatron_async_rl.rollout.environments import EnvironmentRefused, checked_w
 from megatron_async_rl.rollout.environments.built_in import Tools, prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText, ToolParser
 from megatron_async_rl.rollout.environments.conversation import (
-    Asked,
     Conversations,
     Transcript,
     Turn,
+    TurnRequest,
     failures,
 )
 from megatron_async_rl.rollout.environments.pool import (
@@ -69,7 +69,7 @@ class Sampler:
         self.asked: list[tuple[list[int], int, int]] = []
         self.length, self.told = 2, told
 
-    async def __call__(self, asked: Asked) -> Turn:
+    async def __call__(self, asked: TurnRequest) -> Turn:
         self.asked.append((list(asked.ids), asked.begun, asked.most))
         number, length = len(self.asked), min(self.length, asked.most)
         self.told(number)
@@ -163,6 +163,12 @@ def test_a_sample_ends_with_a_turn_where_turns_or_tokens_run_out(played: Played)
     assert "no room for a turn" in error
 
 
+def test_words_that_the_tokenizer_cannot_read_cost_their_sample(played: Played) -> None:
+    ((_, error, _),) = played(prompt_of(opening="hello"))
+    assert error is not None
+    assert error.startswith("its words cannot be put behind a turn: invalid literal")
+
+
 def test_a_turn_may_be_left_out_of_the_loss_by_its_environment(played: Played) -> None:
     ((transcript, _, _),) = played(prompt_of(fault="untrained"), max_turns=2)
     assert transcript.mask.tolist() == [0, 0, 0, 0, 1, 1]
@@ -183,7 +189,7 @@ def test_an_environment_that_fails_in_any_way_costs_its_sample_and_disturbs_nobo
         "step raised ValueError: the reward of a step is 1e+39, not a finite number of at most 1e+30",
         "step raised TypeError: the observation of a step must be text or a list of messages with"
         ' role and content, both text: [{"role": "tool", "content": [{"text": "w7"}]}]',
-        "its words cannot be rendered: invalid literal for int() with base 10: 'hat'",
+        "its words cannot be put behind a turn: invalid literal for int() with base 10: 'hat'",
         None,
     ]
     # What was sampled until then is there, for the log.
@@ -374,7 +380,7 @@ def test_a_trial_says_what_fails_before_anything_starts() -> None:
     prompts = {"data.train": [prompt_of(opening="what")], "data.eval": [prompt_of(opening="w1")]}
     found = asyncio.run(failures(settings_of(), prompts, "0", 60.0, follow))
     assert list(found) == ["data.train"]
-    assert "its words cannot be rendered" in found["data.train"]
+    assert "its words cannot be put behind a turn" in found["data.train"]
 
 
 def test_what_is_no_character_is_escaped() -> None:
@@ -498,6 +504,8 @@ def test_an_openenv_server_is_asked_turn_by_turn(
         ({"environment": {"name": "agent", "timeout_s": 1200}}, None),
         ({"environment": {"name": "agent", "max_segments": 3}}, None),
         ({"environment": {"name": COUNTING, "max_segments": 3}}, "max_segments: 3 is of agents"),
+        ({"environment": tools("my_tools")}, "tools rewards nothing by itself"),
+        ({"environment": tools("my_tools"), "reward": {"name": "math"}}, None),
     ],
 )
 def test_a_run_without_a_reward_or_an_end_to_a_tool_is_refused(
@@ -589,7 +597,7 @@ def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
     schemas = Tools(functions="tests.unit.agents:times").schemas
     says = ['<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>', "42"]
 
-    async def sample(asked: Asked) -> Turn:
+    async def sample(asked: TurnRequest) -> Turn:
         text = says[asked.begun > 0]
         ids = np.array([*map(ord, text), 1], dtype=np.int32)
         zeros = np.zeros(len(ids))

@@ -22,7 +22,15 @@ from megatron_async_rl.flow.summary import (
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import PartialResponse, Request
-from tests.train_batches import columns, make_sample, ragged_batch, rewards_batch, row, samples_in
+from tests.train_batches import (
+    columns,
+    joined,
+    make_sample,
+    ragged_batch,
+    rewards_batch,
+    row,
+    samples_in,
+)
 
 FRESH = EngineCounts(alive=True, version=3, in_flight=5, tokens=1000, busy_s=40.0, restarts=0)
 
@@ -127,6 +135,19 @@ def test_turns_are_counted_where_tokens_of_environments_stand_between_them() -> 
     assert seen["response/environment_share"] == pytest.approx(4 / 12)
     single = summarise(columns(TrainBatch.of(0, [samples[2:]])), 0)
     assert "response/turns_mean" not in single
+
+
+def test_segments_are_counted_where_a_sample_has_several() -> None:
+    prompt = Prompt(id="p", text="", token_ids=(1, 2))
+    alone = [make_sample(prompt, f"0-{k}", [5, 5], versions=[k, k]) for k in range(3)]
+    batch = TrainBatch.of(3, [[joined(list(reversed(alone))), alone[0]]])
+    seen = summarise(columns(batch), 3)
+    assert seen["response/segments_mean"] == (3 + 1) / 2
+    assert seen["response/turns_mean"] == (3 + 1) / 2
+    # The oldest and the newest of its versions, wherever they stand.
+    assert (seen["response/mixed_versions"], seen["lag/start_max"]) == (0.5, 3)
+    single = summarise(columns(TrainBatch.of(0, [alone[:1]])), 0)
+    assert "response/segments_mean" not in single
 
 
 def test_a_group_whose_rewards_all_failed_teaches_nothing_either() -> None:

@@ -415,6 +415,34 @@ def test_the_token_budget_must_hold_the_longest_prompt_and_response(file):
     assert plan(file, fits).problems == ()
 
 
+def test_agents_and_tools_that_cannot_be_are_named_before_anything_starts(file):
+    """As are fewer tokens than all segments of a sample have."""
+    agent = {"name": "agent", "settings": {"function": "tests.unit.agents:run"}, "max_segments": 3}
+    tools = {"name": "tools", "settings": {"functions": "tests.unit.agents:times"}}
+    needed = 3 * (4 + 8)
+
+    def planned(environment, *more):
+        return plan(file, f"rollout.environment={json.dumps(environment)}", *more).problems
+
+    template = (
+        "{% if tools %}{% endif %}{% for m in messages %}{{ '+' if m.role == 'assistant' else '' }}"
+        "{{ m.content }}={% endfor %}{% if add_generation_prompt %}+{% endif %}"
+    )
+    (file.parent / "model" / "chat_template.jinja").write_text(template)
+
+    assert planned(agent, f"policy.tokens_per_micro_batch={needed}") == ()
+    (few,) = planned(agent, f"policy.tokens_per_micro_batch={needed - 1}")
+    assert few.key == "policy.tokens_per_micro_batch"
+    assert "in 3 rollout.environment.max_segments" in few.what
+    for environment in (agent, tools):
+        (other,) = planned(environment | {"tool_parser": "qwen3_jsn"})
+        assert other.key == "rollout.environment.tool_parser"
+        assert "did you mean 'qwen3_json'" in other.fix
+    (plain,) = planned(tools)  # prompts are text, which names no tools
+    assert plain.key == "rollout.environment.format"
+    assert "set data.as_chat: true" in plain.fix
+
+
 def test_context_parallel_ranks_are_shown_and_share_a_samples_memory(file):
     sizes = ["ranks=4", "tensor=2", "context=2"]
     planned = plan(file, *(f"policy.parallel.{size}" for size in sizes))

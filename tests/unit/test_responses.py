@@ -292,6 +292,7 @@ def test_experts_of_several_turns_and_segments_are_one_row_for_each_token_that_w
             await transcript.extend(first, [], sample, most)
             await transcript.extend(first, [6], sample, most)
             await transcript.extend(other, [], sample, most)
+            transcript.measured.update({"tool_errors": 2.0})
 
     async def work(responses: Responses, llm: FakeLLM) -> None:
         talk: Any = Talk()
@@ -310,6 +311,7 @@ def test_experts_of_several_turns_and_segments_are_one_row_for_each_token_that_w
         assert sample.segment_starts is not None
         assert sample.segment_starts.tolist() == [4]
         assert sample.routed_experts == bytes(range(6))
+        assert sample.reward_parts == {"tool_errors": 2.0}
         assert len({one.seed for one in llm.parameters}) == 3
 
     working(tmp_path, work, records_experts=True)

@@ -52,7 +52,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class TurnRequest:
     """A turn to be sampled. `ids`: what the model reads. `begun`: tokens of the sample so far, which
     no other turn of it has. `most`: tokens of the turn. `read`: how many of `ids` have their experts
     recorded."""
@@ -63,7 +63,7 @@ class Asked:
     read: int = 0
 
 
-Sample = Callable[[Asked], Awaitable[Turn]]
+SampleTurn = Callable[[TurnRequest], Awaitable[Turn]]
 
 
 class Talker(Protocol):
@@ -160,14 +160,14 @@ class Transcript:
         return max_tokens - max(0, opening) - segment.length
 
     async def extend(
-        self, segment: Segment, words: Sequence[int], sample: Sample, most: int
+        self, segment: Segment, words: Sequence[int], sample: SampleTurn, most: int
     ) -> Turn:
         """Has the segment's next turn sampled, of at most `most` tokens."""
         further = segment not in self.segments
         context = len(segment.prompt.token_ids) if further and self.segments else 0
         begun = self.length + context + len(words)
         turn = await sample(
-            Asked(ids=[*segment.ids, *words], begun=begun, most=most, read=segment.read)
+            TurnRequest(ids=[*segment.ids, *words], begun=begun, most=most, read=segment.read)
         )
         if further:
             self.segments.append(segment)
@@ -269,7 +269,7 @@ class Transcript:
 async def converse(
     transcript: Transcript,
     environment: Talker,
-    sample: Sample,
+    sample: SampleTurn,
     follow: FollowUps,
     *,
     max_turns: int,
@@ -328,13 +328,13 @@ def rendered[Result](render: Callable[..., Result], *given: Any) -> Result:
     try:
         return render(*given)
     except Exception as error:
-        raise EnvironmentFailed(f"its words cannot be rendered: {error}") from error
+        raise EnvironmentFailed(f"its words cannot be put behind a turn: {error}") from error
 
 
 class Player(Protocol):
     """Makes a sample of several turns."""
 
-    async def play(self, transcript: Transcript, sample: Sample, max_tokens: int) -> str | None:
+    async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
         """Fills `transcript`; why it ended early, where the environment failed."""
         ...
 
@@ -351,7 +351,7 @@ class Conversations:
         self._follow = follow_ups(environments.settings, tokenizer)
         self._parser = parser
 
-    async def play(self, transcript: Transcript, sample: Sample, max_tokens: int) -> str | None:
+    async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
         """Fills `transcript`; why it ended early, where the environment failed."""
         environment = None
         try:

@@ -32,11 +32,11 @@ from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import Message, Step
 from megatron_async_rl.rollout.environments.chat import ChatMessages, ToolParser
 from megatron_async_rl.rollout.environments.conversation import (
-    Asked,
-    Sample,
+    SampleTurn,
     Segment,
     Transcript,
     Turn,
+    TurnRequest,
     too_long,
 )
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
@@ -82,7 +82,7 @@ class _Thread(Segment):
 
 
 class _Session:
-    def __init__(self, transcript: Transcript, sample: Sample, max_tokens: int) -> None:
+    def __init__(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> None:
         self.transcript, self._sample, self.max_tokens = transcript, sample, max_tokens
         self.threads: list[_Thread] = []
         self.lock = asyncio.Lock()
@@ -90,7 +90,7 @@ class _Session:
         """The last one's reason."""
         self.ended = False
 
-    async def sample(self, asked: Asked) -> Turn:
+    async def sample(self, asked: TurnRequest) -> Turn:
         """Raises Refused once the agent has ended: of a call that it gave up, nothing is in the
         sample."""
         turn = None if self.ended else await self._sample(asked)
@@ -132,7 +132,7 @@ class Agents:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def play(self, transcript: Transcript, sample: Sample, max_tokens: int) -> str | None:
+    async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
         """Runs the agent, whose calls fill `transcript`; why it ended early, where it failed."""
         session, name = _Session(transcript, sample, max_tokens), secrets.token_urlsafe(16)
         process = None
@@ -189,10 +189,9 @@ class Agents:
     async def _answer(self, session: _Session, body: Any) -> dict[str, Any]:
         messages, tools = _checked(body), body.get("tools")
         transcript, limit = session.transcript, self._environments.settings.max_turns
-        going_on = [one for one in session.threads if one.goes_on(messages, tools)]
+        thread = next((one for one in session.threads if one.goes_on(messages, tools)), None)
         words: list[int] = []
-        if going_on:
-            thread = max(going_on, key=lambda one: len(one.said))
+        if thread is not None:
             new = [dict(one) for one in messages[len(thread.said) :]]
             sampled = thread.turns[-1].tokens.response_ids.tolist()
             if too_long(new, transcript.room(thread, session.max_tokens)):
@@ -243,7 +242,7 @@ class Agents:
         if too_long(messages, len(asked.token_ids) + session.max_tokens):
             raise self._full(session)
         text = _rendered(self._tokenizer.render_chat, messages, answer=True, tools=tools)
-        ids = tuple(self._tokenizer.encode_rendered(text))
+        ids = tuple(_rendered(self._tokenizer.encode_rendered, text))
         return _Thread(Prompt(id=asked.id, text=text, token_ids=ids, fields=asked.fields), tools)
 
     def _completion(
