@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,15 +23,23 @@ from rich.table import Table
 
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.problem import ConfigError, UserError
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.schema import Config, RolloutConfig
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import described_machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.report.time_panels import PREDICTED, SIMULATION
 from megatron_async_rl.simulate.calibrate import calibrate
-from megatron_async_rl.simulate.hardware import Hardware, best_bucket, lengths_of, rates_of
-from megatron_async_rl.simulate.model import Lengths, Outcome, Rates, simulate
+from megatron_async_rl.simulate.model import Outcome, simulate
+from megatron_async_rl.simulate.rates import (
+    Hardware,
+    Lengths,
+    Rates,
+    best_bucket,
+    lengths_of,
+    rates_of,
+)
 
 RATIOS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 SAMPLES, ENGINES, LEAST_ENGINES = 512, 8, 4
@@ -43,21 +51,8 @@ SPLITS = 4
 HALVES = {
     "trainer": ("train_s", "train_token_s"),
     "engines": ("decode", "prompt_s"),
-    "publishing": ("publish_s", "send_s", "begin_s", "load_s"),
+    "publishing": ("publish_s", "send_s", "load_s"),
 }
-COLUMNS = (
-    *(
-        "GPUs",
-        "prompts",
-        "async ratio",
-        "ranks",
-        "engines",
-        "bucket MiB",
-        "step s",
-        "tokens a second",
-    ),
-    *("trainer busy", "engines busy", "mean lag", "binds"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,23 +60,37 @@ class Choice:
     """A config that was simulated. `binds`: by how much a step would be shorter if a part took half
     as long, the part first that binds most; empty where that was not asked."""
 
-    gpus: int
-    prompts: int
-    async_ratio: float
-    ranks: int
-    engines: int
-    bucket_mib: int
+    config: Config
     outcome: Outcome
     binds: str = ""
 
+    @property
+    def gpus(self) -> int:
+        return gpus_of(self.config)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of each GPU."""
+        return self.outcome.tokens_per_s / self.gpus
+
     def cells(self) -> list[str]:
-        outcome = self.outcome
-        return [
-            *(f"{self.gpus:,}", f"{self.prompts:,}", f"{self.async_ratio:g}", f"{self.ranks:,}"),
-            *(f"{self.engines:,}", str(self.bucket_mib), f"{outcome.step_s:.3g}"),
-            *(f"{outcome.tokens_per_s:,.0f}", f"{outcome.trainer_busy:.0%}"),
-            *(f"{outcome.engine_busy:.0%}", f"{outcome.lag_mean:.2f}", self.binds),
-        ]
+        return [write(self) for write in COLUMNS.values()]
+
+
+COLUMNS: dict[str, Callable[[Choice], str]] = {
+    "GPUs": lambda one: f"{one.gpus:,}",
+    "prompts": lambda one: f"{one.config.flow.prompts_per_step:,}",
+    "async ratio": lambda one: f"{one.config.flow.async_ratio:g}",
+    "ranks": lambda one: f"{one.config.policy.parallel.ranks:,}",
+    "engines": lambda one: f"{engines_of(one.config).engines:,}",
+    "bucket MiB": lambda one: str(one.config.weights.bucket_mib),
+    "step s": lambda one: f"{one.outcome.step_s:.3g}",
+    "tokens a second": lambda one: f"{one.outcome.tokens_per_s:,.0f}",
+    "trainer busy": lambda one: f"{one.outcome.trainer_busy:.0%}",
+    "engines busy": lambda one: f"{one.outcome.engine_busy:.0%}",
+    "mean lag": lambda one: f"{one.outcome.lag_mean:.2f}",
+    "binds": lambda one: one.binds,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +105,7 @@ class Trial:
 
     def outcome(self, **rates: Any) -> Outcome:
         """`rates`: other ones."""
-        rollout, flow = self.config.rollout, self.config.flow
-        assert rollout is not None
+        flow, rollout = self.config.flow, engines_of(self.config)
         used = replace(self.rates, **rates)
         engines, prompts = part_of(flow.prompts_per_step, flow.group_size, rollout.engines)
         whole = flow.prompts_per_step / prompts
@@ -113,22 +121,13 @@ class Trial:
         return replace(outcome, tokens_per_s=whole * outcome.tokens_per_s)
 
     def choice(self, *, explain: bool) -> Choice:
-        config, outcome, gains = self.config, self.outcome(), {}
-        assert config.rollout is not None
+        outcome, gains = self.outcome(), dict[str, float]()
         for part, names in HALVES.items() if explain else ():
             half = {name: _half(getattr(self.rates, name)) for name in names}
-            gains[part] = 1 - self.outcome(**half).step_s / outcome.step_s
+            gains[part] = max(0.0, 1 - self.outcome(**half).step_s / outcome.step_s)
         order = sorted(gains, key=lambda part: -gains[part])
-        return Choice(
-            gpus=gpus_of(config),
-            prompts=config.flow.prompts_per_step,
-            async_ratio=config.flow.async_ratio,
-            ranks=config.policy.parallel.ranks,
-            engines=config.rollout.engines,
-            bucket_mib=config.weights.bucket_mib,
-            outcome=outcome,
-            binds=", ".join(f"{part} {max(0.0, gains[part]):.0%}" for part in order),
-        )
+        binds = ", ".join(f"{part} {gains[part]:.0%}" for part in order)
+        return Choice(config=self.config, outcome=outcome, binds=binds)
 
 
 def _half(value: Any) -> Any:
@@ -168,10 +167,15 @@ def ahead(config: Config, ratio: float) -> Config:
     return changed(config, "flow", async_ratio=ratio)
 
 
+def engines_of(config: Config) -> RolloutConfig:
+    assert config.rollout is not None, "refused before"
+    return config.rollout
+
+
 def gpus_of(config: Config) -> int:
     """That trainer and engines have."""
-    assert config.rollout is not None
-    return config.policy.parallel.ranks + config.rollout.engines * config.rollout.tensor
+    rollout = engines_of(config)
+    return config.policy.parallel.ranks + rollout.engines * rollout.tensor
 
 
 def predict_from_run(
@@ -182,27 +186,27 @@ def predict_from_run(
     seed: int,
     console: Console,
 ) -> None:
-    """Raises UserError."""
-    _require_engines(config)
+    """Of several `ratios` the first run keeps the curves, for `mar report`. Raises UserError."""
+    _require_simulable(config)
     machine = this_machine()
     on_cpu = device_of(config, machine) == "cpu"
     calibration = calibrate(runs, machine.cores if on_cpu else None)
     problems = preflight(config, all_data=False, machine=machine).problems
     if problems:
         raise ConfigError("cannot run", problems)
-    rates = calibration.rates_of(config)
+    rates, lengths = calibration.rates_of(config), calibration.lengths
     _print(console, calibration.in_words())
-    trials = [
-        Trial(
-            config=ahead(config, ratio),
-            rates=rates,
-            lengths=calibration.lengths,
-            steps=steps,
-            seed=seed,
-        )
-        for ratio in ratios or [config.flow.async_ratio]
+    chosen = [
+        Trial(config=at, rates=rates, lengths=lengths, steps=steps, seed=seed).choice(explain=True)
+        for at in (ahead(config, ratio) for ratio in ratios or [config.flow.async_ratio])
     ]
-    show([trial.choice(explain=True) for trial in trials], console)
+    show(chosen, console)
+    if len(chosen) > 1:
+        outcomes = {one.config.flow.async_ratio: one.outcome for one in chosen}
+        curves = {name: [getattr(one, name) for one in outcomes.values()] for name in PREDICTED}
+        text = json.dumps({"async_ratio": list(outcomes), **curves})
+        (runs[0] / SIMULATION).write_text(text + "\n", encoding="utf-8")
+        _print(console, f"{runs[0] / SIMULATION}: `mar report` draws it")
 
 
 def predict_from_hardware(
@@ -218,7 +222,7 @@ def predict_from_hardware(
     out: Path | None,
 ) -> None:
     """Raises UserError."""
-    _require_engines(config)
+    _require_simulable(config)
     if config.policy.device == "cpu":
         what = "cpu, and no speed is assumed of a CPU"
         raise UserError.of("policy.device", what, "name a run whose rates to take: --from RUN")
@@ -226,20 +230,28 @@ def predict_from_hardware(
     if shape is None:
         raise UserError(str(config.model.path), problems)
     _print(console, f"assumed, nothing of it measured: {hardware}")
-    if not gpus:
+
+    def trial(config: Config) -> Trial:
         require_plan(config, shape, hardware)
-        trials = [
-            _trial(ahead(config, ratio), shape, hardware, steps, seed)
-            for ratio in ratios or [config.flow.async_ratio]
-        ]
-        show([trial.choice(explain=True) for trial in trials], console)
+        lengths = lengths_of(config, hardware, seed)
+        rates = rates_of(config, shape, hardware, lengths)
+        return Trial(config=config, rates=rates, lengths=lengths, steps=steps, seed=seed)
+
+    if not gpus:
+        wanted = [ahead(config, ratio) for ratio in ratios or [config.flow.async_ratio]]
+        show([trial(one).choice(explain=True) for one in wanted], console)
         return
     tried, chosen = [], []
     for count in gpus:
         prompts = config.flow.prompts_per_step * (count / gpus_of(config) if grow else 1)
         sized = changed(config, "flow", prompts_per_step=max(1, round(prompts)))
-        trials = _trials(sized, shape, hardware, ratios or RATIOS, count, steps, seed)
-        tried.append([trial.choice(explain=False) for trial in trials])
+        likely = likely_splits(splits(sized, shape, hardware, count), trial, hardware)
+        trials = [
+            replace(one, config=ahead(one.config, ratio))
+            for one in likely
+            for ratio in ratios or RATIOS
+        ]
+        tried.append([one.choice(explain=False) for one in trials])
         chosen.append(trials[tried[-1].index(best(tried[-1]))].choice(explain=True))
     show(chosen, console)
     if out is not None:
@@ -247,7 +259,7 @@ def predict_from_hardware(
             _print(console, str(path))
 
 
-def _require_engines(config: Config) -> None:
+def _require_simulable(config: Config) -> None:
     if config.rollout is None:
         what = "a supervised run has no engines, and nothing to simulate"
         raise UserError.of("rollout", what, "name a config that samples")
@@ -267,62 +279,51 @@ def require_plan(config: Config, shape: ModelShape, hardware: Hardware) -> None:
         raise ConfigError("cannot run", problems)
 
 
-def _trial(config: Config, shape: ModelShape, hardware: Hardware, steps: int, seed: int) -> Trial:
-    lengths = lengths_of(config, hardware, seed)
-    rates = rates_of(config, shape, hardware, lengths)
-    return Trial(config=config, rates=rates, lengths=lengths, steps=steps, seed=seed)
-
-
-def _trials(
-    config: Config,
-    shape: ModelShape,
-    hardware: Hardware,
-    ratios: Sequence[float],
-    gpus: int,
-    steps: int,
-    seed: int,
-) -> list[Trial]:
-    """Each ratio on the divisions of `gpus` whose slowest part, the trainer, the engines or the
-    carrier, is the fastest. Raises UserError where no division can run."""
-    rollout, parallel, flow = config.rollout, config.policy.parallel, config.flow
-    assert rollout is not None
-    samples, cell = flow.prompts_per_step * flow.group_size, parallel.replica_ranks
-    found: list[tuple[float, Trial]] = []
-    problem = UserError.of(
-        "--gpus", f"{gpus} are too few for {cell} ranks and an engine", "add some"
-    )
+def splits(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> Iterator[Config]:
+    """The divisions of `gpus` in which the batch divides over the data-parallel ranks, each with its
+    best bucket. Raises UserError where there are too few."""
+    rollout, parallel, flow = engines_of(config), config.policy.parallel, config.flow
+    cell = parallel.replica_ranks
+    if gpus < cell + rollout.tensor:
+        what = f"{gpus} are too few for {cell} ranks and an engine"
+        raise UserError.of("--gpus", what, "add some")
     for data in range(1, (gpus - rollout.tensor) // cell + 1):
-        engines = (gpus - data * cell) // rollout.tensor
-        if samples % data:
-            continue
-        layout = parallel.model_copy(update={"ranks": data * cell})
-        split = changed(changed(config, "policy", parallel=layout), "rollout", engines=engines)
-        split = changed(split, "weights", bucket_mib=best_bucket(split, shape, hardware))
+        if flow.prompts_per_step * flow.group_size % data == 0:
+            layout = parallel.model_copy(update={"ranks": data * cell})
+            engines = (gpus - data * cell) // rollout.tensor
+            split = changed(changed(config, "policy", parallel=layout), "rollout", engines=engines)
+            yield changed(split, "weights", bucket_mib=best_bucket(split, shape, hardware))
+
+
+def likely_splits(
+    divisions: Iterable[Config], trial: Callable[[Config], Trial], hardware: Hardware
+) -> list[Trial]:
+    """Those whose slowest part, the trainer, the engines or the carrier, is the fastest. Raises
+    UserError where none can run."""
+    found, refused = list[tuple[float, Trial]](), list[UserError]()
+    for config in divisions:
         try:
-            require_plan(split, shape, hardware)
-            trial = _trial(split, shape, hardware, steps, seed)
+            one = trial(config)
         except UserError as error:
-            problem = error
+            refused.append(error)
             continue
-        rates, mean = trial.rates, trial.lengths.mean
+        samples = config.flow.prompts_per_step * config.flow.group_size
+        rates, mean, engines = one.rates, one.lengths.mean, engines_of(config).engines
         tokens = samples * (hardware.prompt_tokens + mean)
         trains_s = rates.train_s + tokens * rates.train_token_s + rates.publish_s
         running = max(1, min(rates.places, samples // engines))
         samples_s = (rates.token_s(running) * mean / running + rates.prompt_s) * samples / engines
-        found.append((max(trains_s, samples_s, rates.send_s), trial))
+        found.append((max(trains_s, samples_s, rates.send_s), one))
     if not found:
-        raise problem
-    likely = sorted(found, key=lambda pair: pair[0])[:SPLITS]
-    return [
-        replace(trial, config=ahead(trial.config, ratio)) for _, trial in likely for ratio in ratios
-    ]
+        raise refused[-1]
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])[:SPLITS]]
 
 
 def best(tried: Sequence[Choice]) -> Choice:
     """The fastest; of those that are nearly as fast, the one with the freshest samples."""
     fastest = max(one.outcome.tokens_per_s for one in tried)
     close = [one for one in tried if one.outcome.tokens_per_s >= CLOSE * fastest]
-    return min(close, key=lambda one: (one.async_ratio, -one.outcome.tokens_per_s))
+    return min(close, key=lambda one: (one.config.flow.async_ratio, -one.speed))
 
 
 def show(choices: Sequence[Choice], console: Console) -> None:
@@ -343,11 +344,12 @@ def _print(console: Console, text: str) -> None:
 def write(
     tried: Sequence[Sequence[Choice]], chosen: Sequence[Choice], folder: Path
 ) -> tuple[Path, Path]:
-    """scaling.json, and its curves in scaling.svg."""
+    """scaling.json, and its curves in scaling.svg: speed against how far ahead the engines are, on the
+    best division, and against the share of the GPUs that trains, at the best ratio."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers, curves = folder / "scaling.json", folder / "scaling.svg"
     tree = {
-        "columns": COLUMNS,
+        "columns": list(COLUMNS),
         "best": [one.cells() for one in chosen],
         "tried": [[one.cells()[:-1] for one in choices] for choices in tried],
     }
@@ -357,37 +359,42 @@ def write(
 
 
 def _draw(tried: Sequence[Sequence[Choice]], path: Path) -> None:
-    """Speed against how far ahead the engines are, on the best division, and against the share of
-    the GPUs that trains, at the best ratio; a curve for each of `tried`."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
-    from megatron_async_rl.report.charts import draw
+    from megatron_async_rl.report.charts import draw_sheet
     from megatron_async_rl.report.panel import COLOURS, Curve, Panel
 
-    def curve(colour: str, points: Iterable[tuple[float, Choice]]) -> Curve:
-        speeds = {x: one.outcome.tokens_per_s / one.gpus for x, one in points}
-        x, y = np.array(sorted(speeds.items()), dtype=np.float64).T
-        return Curve(name="", colour=colour, x=x, y=y)
+    def panel(
+        x_label: str, of: Callable[[Choice], float], other: Callable[[Choice], float]
+    ) -> Panel:
+        """Speed against one, where the other is that of the best; a curve for each of `tried`."""
+        curves = []
+        for colour, choices in zip(list(COLOURS)[4:], tried, strict=False):
+            at = other(best(choices))
+            points = sorted((of(one), one.speed) for one in choices if other(one) == at)
+            x, y = np.array(points).T
+            curves.append(Curve(name=f"{choices[0].gpus:,} GPUs", colour=colour, x=x, y=y))
+        widest = 1.03 * max(float(curve.x[-1]) for curve in curves)
+        unit, places = "tokens/s per GPU", (0.0, widest)
+        return Panel(
+            title="Speed",
+            unit=unit,
+            x_label=x_label,
+            curves=curves,
+            low=0.0,
+            x_range=places,
+            overview=True,
+        )
 
-    ratios, shares = [], []
-    for colour, choices in zip(list(COLOURS)[4:], tried, strict=False):
-        top = best(choices)
-        division = [one for one in choices if one.ranks == top.ranks]
-        ratios.append(curve(colour, [(one.async_ratio, one) for one in division]))
-        same = [one for one in choices if one.async_ratio == top.async_ratio]
-        shares.append(curve(colour, [(one.ranks / one.gpus, one) for one in same]))
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "scaling"}):
-        figure = Figure(figsize=(9.5, 3.4), facecolor="white", layout="constrained")
-        for axes, x_label, curves in zip(
-            figure.subplots(1, 2),
-            ("async_ratio", "share of the GPUs that trains"),
-            (ratios, shares),
-            strict=True,
-        ):
-            draw(Panel(title="", unit="", x_label=x_label, curves=curves, low=0.0), axes, scale=0.9)
-            axes.autoscale(axis="x")
-            axes.set_ylabel("tokens/s per GPU, predicted", fontsize=9, color=COLOURS["muted"])
-        names = [f"{choices[0].gpus:,} GPUs" for choices in tried]
-        axes.legend(axes.get_lines(), names, frameon=False, fontsize=8.5)
-        figure.savefig(path, metadata={"Date": None})
+    def ratio(one: Choice) -> float:
+        return one.config.flow.async_ratio
+
+    def share(one: Choice) -> float:
+        return one.config.policy.parallel.ranks / one.gpus
+
+    panels = [
+        panel("async_ratio", ratio, share),
+        panel("share of the GPUs that trains", share, ratio),
+    ]
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        draw_sheet("Predicted", [], panels, path)
