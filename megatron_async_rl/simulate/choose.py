@@ -10,12 +10,14 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -56,13 +58,34 @@ HALVES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A config that was simulated. `binds`: by how much a step would be shorter if a part took half
-    as long, the part first that binds most; empty where that was not asked."""
+class Trial:
+    """What is simulated, and what comes of it."""
 
     config: Config
-    outcome: Outcome
-    binds: str = ""
+    rates: Rates
+    lengths: Lengths
+    steps: int
+    seed: int
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        return self._simulated(self.rates)
+
+    @cached_property
+    def binds(self) -> str:
+        """By how much a step would be shorter if a part took half as long, the part first that binds
+        most."""
+        gains = {}
+        for part, names in HALVES.items():
+            half = {name: _half(getattr(self.rates, name)) for name in names}
+            step_s = self._simulated(replace(self.rates, **half)).step_s
+            gains[part] = max(0.0, 1 - step_s / self.outcome.step_s)
+        return ", ".join(
+            f"{part} {gain:.0%}"
+            for gain, part in sorted(
+                ((gain, part) for part, gain in gains.items()), key=lambda pair: -pair[0]
+            )
+        )
 
     @property
     def gpus(self) -> int:
@@ -73,14 +96,38 @@ class Choice:
         """Tokens a second of each GPU."""
         return self.outcome.tokens_per_s / self.gpus
 
+    @property
+    def ratio(self) -> float:
+        return self.config.flow.async_ratio
+
+    @property
+    def trains(self) -> float:
+        """Share of the GPUs that trains."""
+        return self.config.policy.parallel.ranks / self.gpus
+
     def cells(self) -> list[str]:
         return [write(self) for write in COLUMNS.values()]
 
+    def _simulated(self, rates: Rates) -> Outcome:
+        flow, rollout = self.config.flow, engines_of(self.config)
+        engines, prompts = part_of(flow.prompts_per_step, flow.group_size, rollout.engines)
+        whole = flow.prompts_per_step / prompts
+        outcome = simulate(
+            flow.model_copy(update={"prompts_per_step": prompts}),
+            rollout.model_copy(update={"engines": engines}),
+            replace(rates, train_token_s=whole * rates.train_token_s),
+            self.lengths,
+            steps=self.steps,
+            seed=self.seed,
+            max_paused=self.config.weights.max_paused,
+        )
+        return replace(outcome, tokens_per_s=whole * outcome.tokens_per_s)
 
-COLUMNS: dict[str, Callable[[Choice], str]] = {
+
+COLUMNS: dict[str, Callable[[Trial], str]] = {
     "GPUs": lambda one: f"{one.gpus:,}",
     "prompts": lambda one: f"{one.config.flow.prompts_per_step:,}",
-    "async ratio": lambda one: f"{one.config.flow.async_ratio:g}",
+    "async ratio": lambda one: f"{one.ratio:g}",
     "ranks": lambda one: f"{one.config.policy.parallel.ranks:,}",
     "engines": lambda one: f"{engines_of(one.config).engines:,}",
     "bucket MiB": lambda one: str(one.config.weights.bucket_mib),
@@ -89,45 +136,7 @@ COLUMNS: dict[str, Callable[[Choice], str]] = {
     "trainer busy": lambda one: f"{one.outcome.trainer_busy:.0%}",
     "engines busy": lambda one: f"{one.outcome.engine_busy:.0%}",
     "mean lag": lambda one: f"{one.outcome.lag_mean:.2f}",
-    "binds": lambda one: one.binds,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What is simulated, and how."""
-
-    config: Config
-    rates: Rates
-    lengths: Lengths
-    steps: int
-    seed: int
-
-    def outcome(self, **rates: Any) -> Outcome:
-        """`rates`: other ones."""
-        flow, rollout = self.config.flow, engines_of(self.config)
-        used = replace(self.rates, **rates)
-        engines, prompts = part_of(flow.prompts_per_step, flow.group_size, rollout.engines)
-        whole = flow.prompts_per_step / prompts
-        outcome = simulate(
-            flow.model_copy(update={"prompts_per_step": prompts}),
-            rollout.model_copy(update={"engines": engines}),
-            replace(used, train_token_s=whole * used.train_token_s),
-            self.lengths,
-            steps=self.steps,
-            seed=self.seed,
-            max_paused=self.config.weights.max_paused,
-        )
-        return replace(outcome, tokens_per_s=whole * outcome.tokens_per_s)
-
-    def choice(self, *, explain: bool) -> Choice:
-        outcome, gains = self.outcome(), dict[str, float]()
-        for part, names in HALVES.items() if explain else ():
-            half = {name: _half(getattr(self.rates, name)) for name in names}
-            gains[part] = max(0.0, 1 - self.outcome(**half).step_s / outcome.step_s)
-        order = sorted(gains, key=lambda part: -gains[part])
-        binds = ", ".join(f"{part} {gains[part]:.0%}" for part in order)
-        return Choice(config=self.config, outcome=outcome, binds=binds)
 
 
 def _half(value: Any) -> Any:
@@ -196,17 +205,17 @@ def predict_from_run(
         raise ConfigError("cannot run", problems)
     rates, lengths = calibration.rates_of(config), calibration.lengths
     _print(console, calibration.in_words())
-    chosen = [
-        Trial(config=at, rates=rates, lengths=lengths, steps=steps, seed=seed).choice(explain=True)
+    trials = [
+        Trial(config=at, rates=rates, lengths=lengths, steps=steps, seed=seed)
         for at in (ahead(config, ratio) for ratio in ratios or [config.flow.async_ratio])
     ]
-    show(chosen, console)
-    if len(chosen) > 1:
-        outcomes = {one.config.flow.async_ratio: one.outcome for one in chosen}
-        curves = {name: [getattr(one, name) for one in outcomes.values()] for name in PREDICTED}
-        text = json.dumps({"async_ratio": list(outcomes), **curves})
-        (runs[0] / SIMULATION).write_text(text + "\n", encoding="utf-8")
-        _print(console, f"{runs[0] / SIMULATION}: `mar report` draws it")
+    show(trials, console)
+    if len(trials) > 1:
+        keep = runs[0] / SIMULATION
+        curves = {name: [getattr(one.outcome, name) for one in trials] for name in PREDICTED}
+        tree = {"async_ratio": [one.ratio for one in trials], **curves}
+        keep.write_text(json.dumps(tree) + "\n", encoding="utf-8")
+        _print(console, f"{keep}: `mar report` draws it")
 
 
 def predict_from_hardware(
@@ -239,23 +248,18 @@ def predict_from_hardware(
 
     if not gpus:
         wanted = [ahead(config, ratio) for ratio in ratios or [config.flow.async_ratio]]
-        show([trial(one).choice(explain=True) for one in wanted], console)
+        show([trial(one) for one in wanted], console)
         return
-    tried, chosen = [], []
+    tried = []
     for count in gpus:
         prompts = config.flow.prompts_per_step * (count / gpus_of(config) if grow else 1)
         sized = changed(config, "flow", prompts_per_step=max(1, round(prompts)))
         likely = likely_splits(splits(sized, shape, hardware, count), trial, hardware)
-        trials = [
-            replace(one, config=ahead(one.config, ratio))
-            for one in likely
-            for ratio in ratios or RATIOS
-        ]
-        tried.append([one.choice(explain=False) for one in trials])
-        chosen.append(trials[tried[-1].index(best(tried[-1]))].choice(explain=True))
-    show(chosen, console)
+        pairs = itertools.product(likely, ratios or RATIOS)
+        tried.append([replace(one, config=ahead(one.config, ratio)) for one, ratio in pairs])
+    show(list(map(best, tried)), console)
     if out is not None:
-        for path in write(tried, chosen, out):
+        for path in write(tried, out):
             _print(console, str(path))
 
 
@@ -319,20 +323,20 @@ def likely_splits(
     return [one for _, one in sorted(found, key=lambda pair: pair[0])[:SPLITS]]
 
 
-def best(tried: Sequence[Choice]) -> Choice:
+def best(tried: Sequence[Trial]) -> Trial:
     """The fastest; of those that are nearly as fast, the one with the freshest samples."""
-    fastest = max(one.outcome.tokens_per_s for one in tried)
-    close = [one for one in tried if one.outcome.tokens_per_s >= CLOSE * fastest]
-    return min(close, key=lambda one: (one.config.flow.async_ratio, -one.speed))
+    fastest = max(one.speed for one in tried)
+    close = [one for one in tried if one.speed >= CLOSE * fastest]
+    return min(close, key=lambda one: (one.ratio, -one.speed))
 
 
-def show(choices: Sequence[Choice], console: Console) -> None:
+def show(trials: Sequence[Trial], console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in COLUMNS:
-        side: Literal["left", "right"] = "left" if name == "binds" else "right"
-        table.add_column(name.replace(" ", "\n"), justify=side, no_wrap=True)
-    for one in choices:
-        table.add_row(*one.cells())
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    table.add_column("binds", no_wrap=True)
+    for one in trials:
+        table.add_row(*one.cells(), one.binds)
     console.print(table)
     _print(console, "binds: by how much a step would be shorter if that part took half as long")
 
@@ -341,60 +345,43 @@ def _print(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def write(
-    tried: Sequence[Sequence[Choice]], chosen: Sequence[Choice], folder: Path
-) -> tuple[Path, Path]:
+def write(tried: Sequence[Sequence[Trial]], folder: Path) -> tuple[Path, Path]:
     """scaling.json, and its curves in scaling.svg: speed against how far ahead the engines are, on the
     best division, and against the share of the GPUs that trains, at the best ratio."""
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers, curves = folder / "scaling.json", folder / "scaling.svg"
-    tree = {
-        "columns": list(COLUMNS),
-        "best": [one.cells() for one in chosen],
-        "tried": [[one.cells()[:-1] for one in choices] for choices in tried],
-    }
-    numbers.write_text(json.dumps(tree) + "\n", encoding="utf-8")
-    _draw(tried, curves)
-    return numbers, curves
-
-
-def _draw(tried: Sequence[Sequence[Choice]], path: Path) -> None:
     from matplotlib import rc_context
 
     from megatron_async_rl.report.charts import draw_sheet
     from megatron_async_rl.report.panel import COLOURS, Curve, Panel
 
-    def panel(
-        x_label: str, of: Callable[[Choice], float], other: Callable[[Choice], float]
-    ) -> Panel:
-        """Speed against one, where the other is that of the best; a curve for each of `tried`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers, drawn = folder / "scaling.json", folder / "scaling.svg"
+    tree = {
+        "columns": [*COLUMNS, "binds"],
+        "best": [[*best(trials).cells(), best(trials).binds] for trials in tried],
+        "tried": [[one.cells() for one in trials] for trials in tried],
+    }
+    numbers.write_text(json.dumps(tree) + "\n", encoding="utf-8")
+
+    def panel(over: str, key: str, same: str) -> Panel:
         curves = []
-        for colour, choices in zip(list(COLOURS)[4:], tried, strict=False):
-            at = other(best(choices))
-            points = sorted((of(one), one.speed) for one in choices if other(one) == at)
-            x, y = np.array(points).T
-            curves.append(Curve(name=f"{choices[0].gpus:,} GPUs", colour=colour, x=x, y=y))
-        widest = 1.03 * max(float(curve.x[-1]) for curve in curves)
-        unit, places = "tokens/s per GPU", (0.0, widest)
+        for colour, trials in zip(list(COLOURS)[4:], tried, strict=False):
+            others = [one for one in trials if getattr(one, same) == getattr(best(trials), same)]
+            x, y = np.array(sorted((getattr(one, key), one.speed) for one in others)).T
+            curves.append(Curve(name=f"{trials[0].gpus:,} GPUs", colour=colour, x=x, y=y))
         return Panel(
-            title="Speed",
-            unit=unit,
-            x_label=x_label,
+            title=f"Speed over {over}",
+            unit="tokens/s per GPU",
+            x_label=over,
             curves=curves,
             low=0.0,
-            x_range=places,
+            x_range=(0.0, 1.03 * max(float(curve.x[-1]) for curve in curves)),
             overview=True,
         )
 
-    def ratio(one: Choice) -> float:
-        return one.config.flow.async_ratio
-
-    def share(one: Choice) -> float:
-        return one.config.policy.parallel.ranks / one.gpus
-
     panels = [
-        panel("async_ratio", ratio, share),
-        panel("share of the GPUs that trains", share, ratio),
+        panel("async_ratio", "ratio", "trains"),
+        panel("the share of the GPUs that trains", "trains", "ratio"),
     ]
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
-        draw_sheet("Predicted", [], panels, path)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "scaling"}):
+        draw_sheet("Predicted", [], panels, drawn)
+    return numbers, drawn
