@@ -146,12 +146,11 @@ def simulation(run: RunData) -> list[Panel]:
     summary, at = run.summary, np.array([run.lag_bound or 0.0])
 
     def curve(name: str, colour: str, y: Floats, measured: float | None = None) -> list[Curve]:
-        own = [] if measured is None else [np.array([measured])]
-        points = [
-            Curve(name=f"{name}, this run", colour=colour, x=at, y=one, style="diamonds")
-            for one in own
-        ]
-        return [Curve(name=f"{name}, predicted", colour=colour, x=ratios, y=y), *points]
+        found = [Curve(name=f"{name}, predicted", colour=colour, x=ratios, y=y)]
+        if measured is not None:
+            own, name = np.array([measured]), f"{name}, this run"
+            found.append(Curve(name=name, colour=colour, x=at, y=own, style="diamonds"))
+        return found
 
     shown: tuple[tuple[str, str, Literal["number", "share"], list[Curve]], ...] = (
         (
@@ -177,7 +176,7 @@ def simulation(run: RunData) -> list[Panel]:
             curves=curves,
             x_range=(0.0, 1.03 * max(1.0, float(ratios[-1]))),
             low=0,
-            high=1.04 if form == "share" else None,
+            high=1.04 * max(1.0, *(float(curve.y.max()) for curve in curves)),
             form=form,
             overview=True,
         )
