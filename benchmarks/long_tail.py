@@ -25,7 +25,8 @@ import numpy as np
 
 from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.simulate.model import Lengths, Outcome, Rates, simulate
+from megatron_async_rl.simulate.model import Outcome, simulate
+from megatron_async_rl.simulate.rates import Lengths, Rates
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "examples" / "arithmetic" / "generated"

@@ -59,6 +59,8 @@ if ((NODE_RANK >= TRAINER_NODES)); then
   # Engines alone: this machine works as long as machine 0 has a Ray, and for the next one if it comes again.
   trap 'exit 143' TERM
   trap 'exit 130' INT
+  # What an engine that was killed here leaves: only the next one would remove it.
+  trap 'stop_ray; python -m megatron_async_rl.weights.stale_files || true' EXIT
   within=$START_S found=""
   while :; do
     until=$((SECONDS + within))

@@ -366,7 +366,7 @@ def simulate(
     from megatron_async_rl.config.load import load
     from megatron_async_rl.data.hub import located
     from megatron_async_rl.simulate.choose import predict_from_hardware, predict_from_run
-    from megatron_async_rl.simulate.hardware import assumed
+    from megatron_async_rl.simulate.rates import assumed
 
     ratios = _numbers(async_ratio, "--async-ratio", 0.0)
     counts = [int(one) for one in _numbers(gpus, "--gpus", 2.0)]

@@ -17,6 +17,7 @@ export NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_A
 venv="${VENV:-.venv}"
 [[ "$venv" == /* ]] || venv="$root/$venv"
 [[ ! -d "$venv/bin" ]] || PATH="$venv/bin:$PATH"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # environments of recipes are in the checkout
 
 value() { # KEY KEY: a path of the recipe
   python -c 'import sys, yaml, pathlib; f = pathlib.Path(sys.argv[1]); print((f.parent / yaml.safe_load(f.read_text())[sys.argv[2]][sys.argv[3]]).resolve())' "$recipe" "$1" "$2"

@@ -89,7 +89,7 @@ class RolloutBatches:
         """Answered once no engine reads a version before the one staged last."""
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
-        spec = controller_spec(config, device_type)
+        spec = controller_spec(config, device_type, gpus)
         training = read_training(config.data, prompt_tokenizer(config.model.path, config))
         log_too_long(training)
         source = PromptSource(
@@ -229,9 +229,14 @@ def open_batches(
     return RolloutBatches(config, device_type, position, gpus)
 
 
-def controller_spec(config: Config, device_type: str) -> ControllerSpec:
+def controller_spec(
+    config: Config, device_type: str, gpus: Mapping[str, Sequence[str]]
+) -> ControllerSpec:
+    """`gpus`: of the ranks, by host name. Colocated engines share them, as far as there are so many."""
     rollout = config.rollout
     assert rollout is not None
+    shares = rollout.placement == "colocated"
+    fits = rollout.engines * rollout.tensor <= sum(map(len, gpus.values()))
     evaluators = config.eval.engines if config.eval is not None else 0
     sends = config.weights.transport == "collective"
     sets = config.eval_sets
@@ -252,6 +257,7 @@ def controller_spec(config: Config, device_type: str) -> ControllerSpec:
             evaluations=samplings,
             first_version=-1,
             transport=config.weights.transport,
+            gpus=gpus if shares and fits else {},
             software=software(),
             records_experts=config.policy.routing_replay == "rollout",
         )

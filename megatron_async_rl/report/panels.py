@@ -14,7 +14,7 @@ from megatron_async_rl.report.panel import Curve, Level, Panel
 from megatron_async_rl.report.run_data import RunData
 from megatron_async_rl.report.series import Floats, column, histograms, numbers, smooth
 from megatron_async_rl.report.summary import REGIMES
-from megatron_async_rl.report.time_panels import engine_panels, step_time, timeline
+from megatron_async_rl.report.time_panels import engine_panels, simulation, step_time, timeline
 
 REGIME_COLOURS = ("green", "amber", "red")
 """By the code in `gac/regime`: kept, projected, skipped."""
@@ -31,6 +31,7 @@ def panels_of(run: RunData) -> list[Panel]:
         panels += engine_panels(run)
     groups = SUPERVISED if run.supervised else SAMPLED
     panels += [panel for group in groups if (panel := _curves(run, group)) is not None]
+    panels += simulation(run)
     if run.window is not None:
         panels.append(timeline(run))
     return panels

@@ -1,8 +1,9 @@
 """The panels that show where a run's time goes: the parts of a step, the engines, the lengths they
-sampled, and what each process did."""
+sampled, what each process did, and what `mar simulate` predicts at other `async_ratio`s."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -12,6 +13,7 @@ from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report.panel import Bar, Curve, Panel
 from megatron_async_rl.report.run_data import RunData
 from megatron_async_rl.report.series import (
+    Floats,
     column,
     doubling_bins,
     numbers,
@@ -44,6 +46,10 @@ STATES = {
     "idle": "pale",
 }
 """State of a process's timeline -> colour. Another one is drawn in ink."""
+
+SIMULATION = "simulation.json"
+"""In a run's directory: `async_ratio` and each of PREDICTED, as lists of one length."""
+PREDICTED = ("tokens_per_s", "engine_busy", "trainer_busy", "lag_mean")
 
 
 def step_time(run: RunData) -> Panel:
@@ -123,6 +129,59 @@ def _lengths(run: RunData) -> Panel:
         empty="no lengths were logged",
         overview=True,
     )
+
+
+def simulation(run: RunData) -> list[Panel]:
+    """Predicted speed-up, busy shares and lag over async_ratio, and a diamond for the run itself.
+    None where nothing that can be read was predicted from it."""
+    try:
+        found = json.loads((run.run_dir / SIMULATION).read_text(encoding="utf-8"))
+        ratios, *values = (
+            np.array(found[key], dtype=np.float64) for key in ("async_ratio", *PREDICTED)
+        )
+        speed, engines, trainer, lags = (one[np.argsort(ratios)] for one in values)
+        ratios, speed_up = np.sort(ratios), speed / speed[0]
+    except (OSError, ValueError, TypeError, LookupError):
+        return []
+    summary, at = run.summary, np.array([run.lag_bound or 0.0])
+
+    def curve(name: str, colour: str, y: Floats, measured: float | None = None) -> list[Curve]:
+        found = [Curve(name=f"{name}, predicted", colour=colour, x=ratios, y=y)]
+        if measured is not None:
+            own, name = np.array([measured]), f"{name}, this run"
+            found.append(Curve(name=name, colour=colour, x=at, y=own, style="diamonds"))
+        return found
+
+    shown: tuple[tuple[str, str, Literal["number", "share"], list[Curve]], ...] = (
+        (
+            "Speed-up",
+            f"over async_ratio {ratios[0]:g}",
+            "number",
+            curve("tokens a second", "blue", speed_up, summary.tokens_per_s / speed[0]),
+        ),
+        (
+            "Busy",
+            "share of the time",
+            "share",
+            curve("engines", "green", engines, summary.busy_share)
+            + curve("trainer", "blue", trainer),
+        ),
+        ("Lag", "versions, mean", "number", curve("lag", "amber", lags, summary.lag_mean)),
+    )
+    return [
+        Panel(
+            title=f"{title} over async_ratio",
+            unit=unit,
+            x_label="async_ratio",
+            curves=curves,
+            x_range=(0.0, 1.03 * max(1.0, float(ratios[-1]))),
+            low=0,
+            high=1.04 * max(1.0, *(float(curve.y.max()) for curve in curves)),
+            form=form,
+            overview=True,
+        )
+        for title, unit, form, curves in shown
+    ]
 
 
 def timeline(run: RunData) -> Panel:

@@ -52,6 +52,10 @@ class OtherSoftware(RuntimeError):
     """A machine has other versions than the run."""
 
 
+class OtherDevices(RuntimeError):
+    """Ray has placed a colocated engine on GPUs that no rank of the run has."""
+
+
 class TrainerDevicesTaken(RuntimeError):
     """Another job of the cluster has GPUs that the trainer's ranks use."""
 
@@ -113,6 +117,29 @@ def require_software(wanted: Mapping[str, str]) -> None:
             f"{socket.gethostname()} has other versions than rank 0's machine: {differs}. Install the"
             " same environment there"
         )
+
+
+def require_gpus(name: str, wanted: Mapping[str, Sequence[str]]) -> None:
+    """Raises OtherDevices where Ray gave this engine's process GPUs that are not among those `wanted`,
+    by host name, none of which is any."""
+    if not wanted:
+        return
+    host, given = socket.gethostname(), given_gpus()
+    if strange := sorted(set(given) - set(wanted.get(host, ()))):
+        ranks = "; ".join(f"{', '.join(gpus)} of {there}" for there, gpus in wanted.items())
+        raise OtherDevices(
+            f"rollout.placement: colocated, and Ray placed {name} on GPU {', '.join(strange)} of {host},"
+            f" which no rank has; the ranks have GPU {ranks}. Somebody else has those of this Ray"
+            " cluster, or it offers more than the run's: end the other jobs, start Ray with"
+            " CUDA_VISIBLE_DEVICES set to the ranks' GPUs alone, or unset RAY_ADDRESS"
+        )
+
+
+def given_gpus() -> list[str]:
+    """GPUs that Ray gave to this actor."""
+    import ray
+
+    return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 
 
 def join_ray(
@@ -274,6 +301,4 @@ def reserve(gpus: Sequence[str], node: str, host: str) -> Any:
 
 class _Reservation:
     def gpus(self) -> list[str]:
-        import ray
-
-        return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+        return given_gpus()

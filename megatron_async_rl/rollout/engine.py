@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_async_rl.rollout.cluster import require_software
+from megatron_async_rl.rollout.cluster import require_gpus, require_software
 from megatron_async_rl.rollout.engine_state import (
     BusyClock,
     EngineDied,
@@ -96,9 +96,10 @@ class RolloutEngine:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts vLLM and numbers the weights it loaded `spec.first_version`. Raises OtherSoftware
-        before, and what vLLM raises."""
+        """Starts vLLM and numbers the weights it loaded `spec.first_version`. Raises OtherSoftware and
+        OtherDevices before, and what vLLM raises."""
         require_software(self.spec.software)
+        require_gpus(self.spec.name, self.spec.gpus)
         with watch.phase("starting vLLM", self.spec.rollout.start_timeout_s):
             await self._start()
         watch.fact("engine", self.describe)

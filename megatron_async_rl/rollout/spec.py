@@ -47,6 +47,8 @@ class EngineSpec:
     """OpenMP threads of the model on a CPU."""
     transport: str = "shared_memory"
     """How new weights arrive: `weights.transport` of the configuration."""
+    gpus: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By host name, those that an engine may have: colocated, the ranks'; empty: any."""
     software: Mapping[str, str] = field(default_factory=dict)
     """Of rank 0's machine (`cluster.software`), which the engine's must be like; empty: any."""
 

@@ -10,12 +10,14 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -23,15 +25,23 @@ from rich.table import Table
 
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.problem import ConfigError, UserError
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.schema import Config, RolloutConfig
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import described_machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.report.time_panels import PREDICTED, SIMULATION
 from megatron_async_rl.simulate.calibrate import calibrate
-from megatron_async_rl.simulate.hardware import Hardware, best_bucket, lengths_of, rates_of
-from megatron_async_rl.simulate.model import Lengths, Outcome, Rates, simulate
+from megatron_async_rl.simulate.model import Outcome, simulate
+from megatron_async_rl.simulate.rates import (
+    Hardware,
+    Lengths,
+    Rates,
+    best_bucket,
+    lengths_of,
+    rates_of,
+)
 
 RATIOS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 SAMPLES, ENGINES, LEAST_ENGINES = 512, 8, 4
@@ -43,50 +53,13 @@ SPLITS = 4
 HALVES = {
     "trainer": ("train_s", "train_token_s"),
     "engines": ("decode", "prompt_s"),
-    "publishing": ("publish_s", "send_s", "begin_s", "load_s"),
+    "publishing": ("publish_s", "send_s", "load_s"),
 }
-COLUMNS = (
-    *(
-        "GPUs",
-        "prompts",
-        "async ratio",
-        "ranks",
-        "engines",
-        "bucket MiB",
-        "step s",
-        "tokens a second",
-    ),
-    *("trainer busy", "engines busy", "mean lag", "binds"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A config that was simulated. `binds`: by how much a step would be shorter if a part took half
-    as long, the part first that binds most; empty where that was not asked."""
-
-    gpus: int
-    prompts: int
-    async_ratio: float
-    ranks: int
-    engines: int
-    bucket_mib: int
-    outcome: Outcome
-    binds: str = ""
-
-    def cells(self) -> list[str]:
-        outcome = self.outcome
-        return [
-            *(f"{self.gpus:,}", f"{self.prompts:,}", f"{self.async_ratio:g}", f"{self.ranks:,}"),
-            *(f"{self.engines:,}", str(self.bucket_mib), f"{outcome.step_s:.3g}"),
-            *(f"{outcome.tokens_per_s:,.0f}", f"{outcome.trainer_busy:.0%}"),
-            *(f"{outcome.engine_busy:.0%}", f"{outcome.lag_mean:.2f}", self.binds),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is simulated, and how."""
+    """What is simulated, and what comes of it."""
 
     config: Config
     rates: Rates
@@ -94,17 +67,55 @@ class Trial:
     steps: int
     seed: int
 
-    def outcome(self, **rates: Any) -> Outcome:
-        """`rates`: other ones."""
-        rollout, flow = self.config.rollout, self.config.flow
-        assert rollout is not None
-        used = replace(self.rates, **rates)
+    @cached_property
+    def outcome(self) -> Outcome:
+        return self._simulated(self.rates)
+
+    @cached_property
+    def binds(self) -> str:
+        """By how much a step would be shorter if a part took half as long, the part first that binds
+        most."""
+        gains = {}
+        for part, names in HALVES.items():
+            half = {name: _half(getattr(self.rates, name)) for name in names}
+            step_s = self._simulated(replace(self.rates, **half)).step_s
+            gains[part] = max(0.0, 1 - step_s / self.outcome.step_s)
+        return ", ".join(
+            f"{part} {gain:.0%}"
+            for gain, part in sorted(
+                ((gain, part) for part, gain in gains.items()), key=lambda pair: -pair[0]
+            )
+        )
+
+    @property
+    def gpus(self) -> int:
+        return gpus_of(self.config)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of each GPU."""
+        return self.outcome.tokens_per_s / self.gpus
+
+    @property
+    def ratio(self) -> float:
+        return self.config.flow.async_ratio
+
+    @property
+    def trains(self) -> float:
+        """Share of the GPUs that trains."""
+        return self.config.policy.parallel.ranks / self.gpus
+
+    def cells(self) -> list[str]:
+        return [write(self) for write in COLUMNS.values()]
+
+    def _simulated(self, rates: Rates) -> Outcome:
+        flow, rollout = self.config.flow, engines_of(self.config)
         engines, prompts = part_of(flow.prompts_per_step, flow.group_size, rollout.engines)
         whole = flow.prompts_per_step / prompts
         outcome = simulate(
             flow.model_copy(update={"prompts_per_step": prompts}),
             rollout.model_copy(update={"engines": engines}),
-            replace(used, train_token_s=whole * used.train_token_s),
+            replace(rates, train_token_s=whole * rates.train_token_s),
             self.lengths,
             steps=self.steps,
             seed=self.seed,
@@ -112,23 +123,20 @@ class Trial:
         )
         return replace(outcome, tokens_per_s=whole * outcome.tokens_per_s)
 
-    def choice(self, *, explain: bool) -> Choice:
-        config, outcome, gains = self.config, self.outcome(), {}
-        assert config.rollout is not None
-        for part, names in HALVES.items() if explain else ():
-            half = {name: _half(getattr(self.rates, name)) for name in names}
-            gains[part] = 1 - self.outcome(**half).step_s / outcome.step_s
-        order = sorted(gains, key=lambda part: -gains[part])
-        return Choice(
-            gpus=gpus_of(config),
-            prompts=config.flow.prompts_per_step,
-            async_ratio=config.flow.async_ratio,
-            ranks=config.policy.parallel.ranks,
-            engines=config.rollout.engines,
-            bucket_mib=config.weights.bucket_mib,
-            outcome=outcome,
-            binds=", ".join(f"{part} {max(0.0, gains[part]):.0%}" for part in order),
-        )
+
+COLUMNS: dict[str, Callable[[Trial], str]] = {
+    "GPUs": lambda one: f"{one.gpus:,}",
+    "prompts": lambda one: f"{one.config.flow.prompts_per_step:,}",
+    "async ratio": lambda one: f"{one.ratio:g}",
+    "ranks": lambda one: f"{one.config.policy.parallel.ranks:,}",
+    "engines": lambda one: f"{engines_of(one.config).engines:,}",
+    "bucket MiB": lambda one: str(one.config.weights.bucket_mib),
+    "step s": lambda one: f"{one.outcome.step_s:.3g}",
+    "tokens a second": lambda one: f"{one.outcome.tokens_per_s:,.0f}",
+    "trainer busy": lambda one: f"{one.outcome.trainer_busy:.0%}",
+    "engines busy": lambda one: f"{one.outcome.engine_busy:.0%}",
+    "mean lag": lambda one: f"{one.outcome.lag_mean:.2f}",
+}
 
 
 def _half(value: Any) -> Any:
@@ -168,10 +176,15 @@ def ahead(config: Config, ratio: float) -> Config:
     return changed(config, "flow", async_ratio=ratio)
 
 
+def engines_of(config: Config) -> RolloutConfig:
+    assert config.rollout is not None, "refused before"
+    return config.rollout
+
+
 def gpus_of(config: Config) -> int:
     """That trainer and engines have."""
-    assert config.rollout is not None
-    return config.policy.parallel.ranks + config.rollout.engines * config.rollout.tensor
+    rollout = engines_of(config)
+    return config.policy.parallel.ranks + rollout.engines * rollout.tensor
 
 
 def predict_from_run(
@@ -182,27 +195,27 @@ def predict_from_run(
     seed: int,
     console: Console,
 ) -> None:
-    """Raises UserError."""
-    _require_engines(config)
+    """Of several `ratios` the first run keeps the curves, for `mar report`. Raises UserError."""
+    _require_simulable(config)
     machine = this_machine()
     on_cpu = device_of(config, machine) == "cpu"
     calibration = calibrate(runs, machine.cores if on_cpu else None)
     problems = preflight(config, all_data=False, machine=machine).problems
     if problems:
         raise ConfigError("cannot run", problems)
-    rates = calibration.rates_of(config)
+    rates, lengths = calibration.rates_of(config), calibration.lengths
     _print(console, calibration.in_words())
     trials = [
-        Trial(
-            config=ahead(config, ratio),
-            rates=rates,
-            lengths=calibration.lengths,
-            steps=steps,
-            seed=seed,
-        )
-        for ratio in ratios or [config.flow.async_ratio]
+        Trial(config=at, rates=rates, lengths=lengths, steps=steps, seed=seed)
+        for at in (ahead(config, ratio) for ratio in ratios or [config.flow.async_ratio])
     ]
-    show([trial.choice(explain=True) for trial in trials], console)
+    show(trials, console)
+    if len(trials) > 1:
+        keep = runs[0] / SIMULATION
+        curves = {name: [getattr(one.outcome, name) for one in trials] for name in PREDICTED}
+        tree = {"async_ratio": [one.ratio for one in trials], **curves}
+        keep.write_text(json.dumps(tree) + "\n", encoding="utf-8")
+        _print(console, f"{keep}: `mar report` draws it")
 
 
 def predict_from_hardware(
@@ -218,7 +231,7 @@ def predict_from_hardware(
     out: Path | None,
 ) -> None:
     """Raises UserError."""
-    _require_engines(config)
+    _require_simulable(config)
     if config.policy.device == "cpu":
         what = "cpu, and no speed is assumed of a CPU"
         raise UserError.of("policy.device", what, "name a run whose rates to take: --from RUN")
@@ -226,28 +239,31 @@ def predict_from_hardware(
     if shape is None:
         raise UserError(str(config.model.path), problems)
     _print(console, f"assumed, nothing of it measured: {hardware}")
-    if not gpus:
+
+    def trial(config: Config) -> Trial:
         require_plan(config, shape, hardware)
-        trials = [
-            _trial(ahead(config, ratio), shape, hardware, steps, seed)
-            for ratio in ratios or [config.flow.async_ratio]
-        ]
-        show([trial.choice(explain=True) for trial in trials], console)
+        lengths = lengths_of(config, hardware, seed)
+        rates = rates_of(config, shape, hardware, lengths)
+        return Trial(config=config, rates=rates, lengths=lengths, steps=steps, seed=seed)
+
+    if not gpus:
+        wanted = [ahead(config, ratio) for ratio in ratios or [config.flow.async_ratio]]
+        show([trial(one) for one in wanted], console)
         return
-    tried, chosen = [], []
+    tried = []
     for count in gpus:
         prompts = config.flow.prompts_per_step * (count / gpus_of(config) if grow else 1)
         sized = changed(config, "flow", prompts_per_step=max(1, round(prompts)))
-        trials = _trials(sized, shape, hardware, ratios or RATIOS, count, steps, seed)
-        tried.append([trial.choice(explain=False) for trial in trials])
-        chosen.append(trials[tried[-1].index(best(tried[-1]))].choice(explain=True))
-    show(chosen, console)
+        likely = likely_splits(splits(sized, shape, hardware, count), trial, hardware)
+        pairs = itertools.product(likely, ratios or RATIOS)
+        tried.append([replace(one, config=ahead(one.config, ratio)) for one, ratio in pairs])
+    show(list(map(best, tried)), console)
     if out is not None:
-        for path in write(tried, chosen, out):
+        for path in write(tried, out):
             _print(console, str(path))
 
 
-def _require_engines(config: Config) -> None:
+def _require_simulable(config: Config) -> None:
     if config.rollout is None:
         what = "a supervised run has no engines, and nothing to simulate"
         raise UserError.of("rollout", what, "name a config that samples")
@@ -267,71 +283,60 @@ def require_plan(config: Config, shape: ModelShape, hardware: Hardware) -> None:
         raise ConfigError("cannot run", problems)
 
 
-def _trial(config: Config, shape: ModelShape, hardware: Hardware, steps: int, seed: int) -> Trial:
-    lengths = lengths_of(config, hardware, seed)
-    rates = rates_of(config, shape, hardware, lengths)
-    return Trial(config=config, rates=rates, lengths=lengths, steps=steps, seed=seed)
-
-
-def _trials(
-    config: Config,
-    shape: ModelShape,
-    hardware: Hardware,
-    ratios: Sequence[float],
-    gpus: int,
-    steps: int,
-    seed: int,
-) -> list[Trial]:
-    """Each ratio on the divisions of `gpus` whose slowest part, the trainer, the engines or the
-    carrier, is the fastest. Raises UserError where no division can run."""
-    rollout, parallel, flow = config.rollout, config.policy.parallel, config.flow
-    assert rollout is not None
-    samples, cell = flow.prompts_per_step * flow.group_size, parallel.replica_ranks
-    found: list[tuple[float, Trial]] = []
-    problem = UserError.of(
-        "--gpus", f"{gpus} are too few for {cell} ranks and an engine", "add some"
-    )
+def splits(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> Iterator[Config]:
+    """The divisions of `gpus` in which the batch divides over the data-parallel ranks, each with its
+    best bucket. Raises UserError where there are too few."""
+    rollout, parallel, flow = engines_of(config), config.policy.parallel, config.flow
+    cell = parallel.replica_ranks
+    if gpus < cell + rollout.tensor:
+        what = f"{gpus} are too few for {cell} ranks and an engine"
+        raise UserError.of("--gpus", what, "add some")
     for data in range(1, (gpus - rollout.tensor) // cell + 1):
-        engines = (gpus - data * cell) // rollout.tensor
-        if samples % data:
-            continue
-        layout = parallel.model_copy(update={"ranks": data * cell})
-        split = changed(changed(config, "policy", parallel=layout), "rollout", engines=engines)
-        split = changed(split, "weights", bucket_mib=best_bucket(split, shape, hardware))
+        if flow.prompts_per_step * flow.group_size % data == 0:
+            layout = parallel.model_copy(update={"ranks": data * cell})
+            engines = (gpus - data * cell) // rollout.tensor
+            split = changed(changed(config, "policy", parallel=layout), "rollout", engines=engines)
+            yield changed(split, "weights", bucket_mib=best_bucket(split, shape, hardware))
+
+
+def likely_splits(
+    divisions: Iterable[Config], trial: Callable[[Config], Trial], hardware: Hardware
+) -> list[Trial]:
+    """Those whose slowest part, the trainer, the engines or the carrier, is the fastest. Raises
+    UserError where none can run."""
+    found, refused = list[tuple[float, Trial]](), list[UserError]()
+    for config in divisions:
         try:
-            require_plan(split, shape, hardware)
-            trial = _trial(split, shape, hardware, steps, seed)
+            one = trial(config)
         except UserError as error:
-            problem = error
+            refused.append(error)
             continue
-        rates, mean = trial.rates, trial.lengths.mean
+        samples = config.flow.prompts_per_step * config.flow.group_size
+        rates, mean, engines = one.rates, one.lengths.mean, engines_of(config).engines
         tokens = samples * (hardware.prompt_tokens + mean)
         trains_s = rates.train_s + tokens * rates.train_token_s + rates.publish_s
         running = max(1, min(rates.places, samples // engines))
         samples_s = (rates.token_s(running) * mean / running + rates.prompt_s) * samples / engines
-        found.append((max(trains_s, samples_s, rates.send_s), trial))
+        found.append((max(trains_s, samples_s, rates.send_s), one))
     if not found:
-        raise problem
-    likely = sorted(found, key=lambda pair: pair[0])[:SPLITS]
-    return [
-        replace(trial, config=ahead(trial.config, ratio)) for _, trial in likely for ratio in ratios
-    ]
+        raise refused[-1]
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])[:SPLITS]]
 
 
-def best(tried: Sequence[Choice]) -> Choice:
+def best(tried: Sequence[Trial]) -> Trial:
     """The fastest; of those that are nearly as fast, the one with the freshest samples."""
-    fastest = max(one.outcome.tokens_per_s for one in tried)
-    close = [one for one in tried if one.outcome.tokens_per_s >= CLOSE * fastest]
-    return min(close, key=lambda one: (one.async_ratio, -one.outcome.tokens_per_s))
+    fastest = max(one.speed for one in tried)
+    close = [one for one in tried if one.speed >= CLOSE * fastest]
+    return min(close, key=lambda one: (one.ratio, -one.speed))
 
 
-def show(choices: Sequence[Choice], console: Console) -> None:
+def show(trials: Sequence[Trial], console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in COLUMNS:
-        side: Literal["left", "right"] = "left" if name == "binds" else "right"
-        table.add_column(name.replace(" ", "\n"), justify=side, no_wrap=True)
-    for one in choices:
-        table.add_row(*one.cells())
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    table.add_column("binds", no_wrap=True)
+    for one in trials:
+        table.add_row(*one.cells(), one.binds)
     console.print(table)
     _print(console, "binds: by how much a step would be shorter if that part took half as long")
 
@@ -340,54 +345,43 @@ def _print(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def write(
-    tried: Sequence[Sequence[Choice]], chosen: Sequence[Choice], folder: Path
-) -> tuple[Path, Path]:
-    """scaling.json, and its curves in scaling.svg."""
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers, curves = folder / "scaling.json", folder / "scaling.svg"
-    tree = {
-        "columns": COLUMNS,
-        "best": [one.cells() for one in chosen],
-        "tried": [[one.cells()[:-1] for one in choices] for choices in tried],
-    }
-    numbers.write_text(json.dumps(tree) + "\n", encoding="utf-8")
-    _draw(tried, curves)
-    return numbers, curves
-
-
-def _draw(tried: Sequence[Sequence[Choice]], path: Path) -> None:
-    """Speed against how far ahead the engines are, on the best division, and against the share of
-    the GPUs that trains, at the best ratio; a curve for each of `tried`."""
+def write(tried: Sequence[Sequence[Trial]], folder: Path) -> tuple[Path, Path]:
+    """scaling.json, and its curves in scaling.svg: speed against how far ahead the engines are, on the
+    best division, and against the share of the GPUs that trains, at the best ratio."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
-    from megatron_async_rl.report.charts import draw
+    from megatron_async_rl.report.charts import draw_sheet
     from megatron_async_rl.report.panel import COLOURS, Curve, Panel
 
-    def curve(colour: str, points: Iterable[tuple[float, Choice]]) -> Curve:
-        speeds = {x: one.outcome.tokens_per_s / one.gpus for x, one in points}
-        x, y = np.array(sorted(speeds.items()), dtype=np.float64).T
-        return Curve(name="", colour=colour, x=x, y=y)
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers, drawn = folder / "scaling.json", folder / "scaling.svg"
+    tree = {
+        "columns": [*COLUMNS, "binds"],
+        "best": [[*best(trials).cells(), best(trials).binds] for trials in tried],
+        "tried": [[one.cells() for one in trials] for trials in tried],
+    }
+    numbers.write_text(json.dumps(tree) + "\n", encoding="utf-8")
 
-    ratios, shares = [], []
-    for colour, choices in zip(list(COLOURS)[4:], tried, strict=False):
-        top = best(choices)
-        division = [one for one in choices if one.ranks == top.ranks]
-        ratios.append(curve(colour, [(one.async_ratio, one) for one in division]))
-        same = [one for one in choices if one.async_ratio == top.async_ratio]
-        shares.append(curve(colour, [(one.ranks / one.gpus, one) for one in same]))
+    def panel(over: str, key: str, same: str) -> Panel:
+        curves = []
+        for colour, trials in zip(list(COLOURS)[4:], tried, strict=False):
+            others = [one for one in trials if getattr(one, same) == getattr(best(trials), same)]
+            x, y = np.array(sorted((getattr(one, key), one.speed) for one in others)).T
+            curves.append(Curve(name=f"{trials[0].gpus:,} GPUs", colour=colour, x=x, y=y))
+        return Panel(
+            title=f"Speed over {over}",
+            unit="tokens/s per GPU",
+            x_label=over,
+            curves=curves,
+            low=0.0,
+            x_range=(0.0, 1.03 * max(float(curve.x[-1]) for curve in curves)),
+            overview=True,
+        )
+
+    panels = [
+        panel("async_ratio", "ratio", "trains"),
+        panel("the share of the GPUs that trains", "trains", "ratio"),
+    ]
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "scaling"}):
-        figure = Figure(figsize=(9.5, 3.4), facecolor="white", layout="constrained")
-        for axes, x_label, curves in zip(
-            figure.subplots(1, 2),
-            ("async_ratio", "share of the GPUs that trains"),
-            (ratios, shares),
-            strict=True,
-        ):
-            draw(Panel(title="", unit="", x_label=x_label, curves=curves, low=0.0), axes, scale=0.9)
-            axes.autoscale(axis="x")
-            axes.set_ylabel("tokens/s per GPU, predicted", fontsize=9, color=COLOURS["muted"])
-        names = [f"{choices[0].gpus:,} GPUs" for choices in tried]
-        axes.legend(axes.get_lines(), names, frameon=False, fontsize=8.5)
-        figure.savefig(path, metadata={"Date": None})
+        draw_sheet("Predicted", [], panels, drawn)
+    return numbers, drawn

@@ -1,5 +1,5 @@
-"""Finds weights that a killed run left behind in shared memory. Loads no torch: the launcher calls
-it.
+"""Finds weights that a killed run left behind in shared memory. Loads no torch: the launchers call
+it, that of a machine of engines as `python -m megatron_async_rl.weights.stale_files`.
 
 Invariant: a file whose writer lives is left alone; the writer holds an exclusive `flock` on it
 (`shared_memory.py`).
@@ -34,3 +34,7 @@ def remove_stale(directory: Path) -> list[Path]:
         finally:
             os.close(descriptor)
     return removed
+
+
+if __name__ == "__main__":
+    remove_stale(SHARED_MEMORY)

@@ -6,13 +6,23 @@ from __future__ import annotations
 import runpy
 import shutil
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from tests.end_to_end.two_nodes import RELAY, Ended, machines_of, ray_on_both, run_on
 from tests.end_to_end.workspace import ROOT, Workspace, alive, started_by, wait_until
+from tests.network.machines import obstacle
+from tests.network.runs import run_config
 
+RELAY = "relay-0"
+PROCESSES = (
+    *("rank 0", "rank 1", "controller", "engine-0", "engine-0 EngineCore", "engine-1"),
+    RELAY,
+)
+"""Of the run over machines."""
 LOOP_STEPS = 40
 SYNCHRONOUS_STEPS = 5
 HELD_OUT = 12
@@ -135,14 +145,24 @@ def converted(workspace: Workspace, interrupted: dict[str, object]) -> Path:
     return out
 
 
+@dataclass
+class Ended:
+    """A run over machines. `states`: of its processes while it ran; `left`: names of those that still
+    live."""
+
+    codes: list[int]
+    said: str
+    states: dict[str, dict[str, Any]]
+    left: list[str]
+    directory: Path
+
+
 @pytest.fixture(scope="session")
-def over_two_nodes(workspace: Workspace, converted: Path) -> Ended:
-    """A run that waits for each batch, from the converted model, over two nodes that join a Ray
-    cluster: its engine is on the second, one that evaluates on the first. The agent that brings the
-    second its weights is killed on the way."""
+def synchronous_config(workspace: Workspace, converted: Path) -> Path:
+    """Of a run that waits for each batch, from the converted model; an engine of its own evaluates."""
     lines = (workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)
     (workspace.folder / "held_out.jsonl").write_text("".join(lines[:HELD_OUT]))
-    config = workspace.config(
+    return workspace.config(
         "synchronous",
         run={"dir": "runs/synchronous", "steps": SYNCHRONOUS_STEPS},
         flow={"async_ratio": 0},
@@ -161,14 +181,35 @@ def over_two_nodes(workspace: Workspace, converted: Path) -> Ended:
             "pass_reward": 1.0,
         },
     )
-    (workspace.folder / "hold").touch()
-    machines = machines_of(workspace)
-    with ray_on_both(machines) as joining:
-        return run_on(joining, config, killed=RELAY)
 
 
 @pytest.fixture(scope="session")
-def synchronous(over_two_nodes: Ended) -> Path:
-    """Its run directory."""
-    assert over_two_nodes.codes == [0, 0], over_two_nodes.said
-    return over_two_nodes.directory
+def over_machines(workspace: Workspace, synchronous_config: Path) -> Ended:
+    """That run over three machines: a rank on each of two, an engine on the third, and the one that
+    evaluates on the first. The agent that brings the third its weights is killed on the way."""
+    directory = workspace.folder / "runs" / "synchronous"
+    hold = workspace.folder / "hold"
+    hold.touch()
+    with run_config(
+        synchronous_config, directory, 3, trainers=2, settings={"RESTARTS": "0"}
+    ) as run:
+        states = run.states_of(*PROCESSES)
+        run.wait_for_steps(1)
+        psutil.Process(states[RELAY]["pid"]).kill()
+        hold.unlink()
+        codes, left = run.end()
+        return Ended(codes, run.said(), states, left, directory)
+
+
+@pytest.fixture(scope="session")
+def synchronous(
+    workspace: Workspace, synchronous_config: Path, request: pytest.FixtureRequest
+) -> Path:
+    """Its run directory; where there can be no other machines it is run on this one."""
+    if obstacle():
+        code, said = workspace.mar("train", str(synchronous_config))
+        assert code == 0, said
+        return workspace.folder / "runs" / "synchronous"
+    ended: Ended = request.getfixturevalue("over_machines")
+    assert ended.codes == [0, 0, 0], ended.said
+    return ended.directory

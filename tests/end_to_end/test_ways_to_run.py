@@ -290,7 +290,7 @@ def test_replay_trains_on_stored_responses_of_any_age(replay: Ended) -> None:
 def test_a_stopped_process_ends_the_run_and_is_named(
     runs: dict[str, Future[Ended]], way: str, name: str
 ) -> None:
-    """Others are stopped in test_fleet.py (an engine's processes) and test_two_nodes.py (a rank)."""
+    """Others are stopped in test_fleet.py (an engine's processes) and tests/network (a rank)."""
     ended = runs[way].result(RESULT_S)
     assert ended.code == 1
     assert f"{name} (pid {ended.pid}) is stopped" in ended.said, ended.said

@@ -31,6 +31,7 @@ hostname machine
 INSIDE = """
 hostname "$0"
 mount --bind hosts /etc/hosts
+mount --bind resolv.conf /etc/resolv.conf
 mount -t tmpfs tmpfs /dev/shm
 mkdir -p /tmp/ray
 mount -t tmpfs tmpfs /tmp/ray
@@ -74,6 +75,8 @@ class Machines:
     def build(self) -> None:
         lines = [f"{address} {name}\n" for name, address in self.hosts.items()]
         (self.folder / "hosts").write_text("".join(lines))
+        # Nobody serves names; one that is out of reach is waited for, and here nobody listens.
+        (self.folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         switch = namespace("switch")
         ip("netns", "add", switch)
         ip("-n", switch, "link", "add", "bridge0", "type", "bridge")

@@ -27,10 +27,11 @@ GRACE_S = 60.0
 
 @dataclass
 class Run:
-    """One run. `settings`: of the launcher, on every machine."""
+    """One run. `directory`: RUN; `settings`: of the launcher, on every machine."""
 
     machines: Machines
     config: Path
+    directory: Path
     settings: dict[str, str]
     launchers: list[subprocess.Popen[str]]
     """By machine; of one that was started again the last."""
@@ -39,14 +40,13 @@ class Run:
         return self.machines.start(number, self.config, **self.settings)
 
     def metrics(self) -> list[dict[str, Any]]:
-        file = self.machines.folder / "run" / "metrics.jsonl"
+        file = self.directory / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def states_of(self, *names: str) -> dict[str, dict[str, Any]]:
         """The states of these processes, once all of them are there."""
-        watch = self.machines.folder / "run" / "watch"
-        files = {name: watch / f"{name}.json" for name in names}
+        files = {name: self.directory / "watch" / f"{name}.json" for name in names}
         self.wait_until(lambda: all(file.exists() for file in files.values()))
         return {name: json.loads(file.read_text()) for name, file in files.items()}
 
@@ -86,11 +86,8 @@ def run_over(
     hosts: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> Iterator[Run]:
-    """A run over `count` machines, the first `trainers` of which have its two ranks, and the others
-    engines alone. Its config is the example's, with `changes` by section; `settings`: more of the
-    launcher's; `hosts`: wrong addresses of machines, by name."""
-    if why := obstacle():
-        pytest.skip(why)
+    """The arithmetic example in a folder of its own, with `changes` of its config by section, over
+    machines (`run_config`)."""
     tree: dict[str, Any] = {
         "run": {"dir": "run", "steps": 3},
         "model": {"path": "model", "dtype": "float32"},
@@ -115,7 +112,29 @@ def run_over(
         )
         config = folder / "run.yaml"
         config.write_text(yaml.safe_dump(tree))
-        with machines(folder, count, hosts or {}) as made:
-            run = Run(made, config, {"TRAINER_NODES": str(trainers), **(settings or {})}, [])
-            run.launchers += [run.start(number) for number in range(count)]
+        with run_config(
+            config, folder / "run", count, trainers=trainers, settings=settings, hosts=hosts
+        ) as run:
             yield run
+
+
+@contextmanager
+def run_config(
+    config: Path,
+    directory: Path,
+    count: int,
+    *,
+    trainers: int,
+    settings: Mapping[str, str] | None = None,
+    hosts: Mapping[str, str] | None = None,
+) -> Iterator[Run]:
+    """A run over `count` machines, the first `trainers` of which have its ranks, and the others engines
+    alone. All have the config's folder. `settings`: more of the launcher's; `hosts`: wrong addresses
+    of machines, by name. Skips the test where there can be no machines."""
+    if why := obstacle():
+        pytest.skip(why)
+    with machines(config.parent, count, hosts or {}) as made:
+        launched_with = {"TRAINER_NODES": str(trainers), **(settings or {})}
+        run = Run(made, config, directory, launched_with, [])
+        run.launchers += [run.start(number) for number in range(count)]
+        yield run

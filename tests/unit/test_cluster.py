@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from megatron_async_rl.config.load import load
+from megatron_async_rl.flow.batches import controller_spec
 from megatron_async_rl.flow.rank0 import OtherRank
 from megatron_async_rl.rollout import cluster
 from megatron_async_rl.rollout.cluster import (
@@ -32,16 +34,21 @@ from megatron_async_rl.rollout.cluster import (
 )
 from megatron_async_rl.rollout.spec import EngineSpec
 from tests.unit.fake_engine import specs
+from tests.written_run import write_run
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import json, os, sys, time
+import json, os, socket, sys, tempfile, time
+from dataclasses import replace
+from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_async_rl.flow.rank0 import OtherRank
 from megatron_async_rl.rollout import cluster
-from megatron_async_rl.rollout.cluster import TrainerDevicesTaken, join_ray
+from megatron_async_rl.rollout.cluster import OtherDevices, TrainerDevicesTaken, join_ray, require_gpus
+from megatron_async_rl.rollout.engine import RolloutEngine
+from tests.unit.fake_engine import specs
 
 store = {"object_store_memory": 80 * 2**20}
 machines = Cluster(initialize_head=True, head_node_args={"num_gpus": 4, "num_cpus": 2, **store})
@@ -59,6 +66,12 @@ ray.nodes = lambda: [
 class Holder:
     def gpus(self):
         return sorted(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+    def refused(self, ranks):
+        try:
+            require_gpus("engine-0", {socket.gethostname(): ranks})
+        except OtherDevices as error:
+            return str(error)
 
 def hold(count):
     here = NodeAffinitySchedulingStrategy(first, soft=False)
@@ -92,6 +105,19 @@ for taken in map(int, sys.argv[1:]):
     while free() < 6:
         assert time.monotonic() < deadline, "Ray did not get its GPUs back"
         time.sleep(0.05)
+engine, given = hold(2)
+found["colocated"] = {
+    name: ray.get(engine.refused.remote(ranks)) for name, ranks in
+    {"own": given, "more": [*given, "9"], "one": given[:1]}.items()
+}
+ray.kill(engine)
+with tempfile.TemporaryDirectory() as logs:
+    spec = replace(specs(1)[0], gpus={"second": ["0"]}, log_dir=Path(logs))
+    engine = ray.remote(RolloutEngine).options(num_cpus=0, num_gpus=1).remote(spec)
+    try:
+        ray.get(engine.start.remote(), timeout=600)
+    except OtherDevices as error:
+        found["colocated"]["none"] = str(error)
 print(json.dumps(found))
 ray.shutdown()
 machines.shutdown()
@@ -131,6 +157,31 @@ def test_a_trainer_whose_gpus_others_have_does_not_start(
     outcomes: dict[str, dict[str, object]], taken: str, reason: str
 ) -> None:
     assert reason in str(outcomes[taken]["error"])
+
+
+def test_a_colocated_engine_on_a_gpu_that_no_rank_has_does_not_start(
+    outcomes: dict[str, dict[str, object]],
+) -> None:
+    refused = outcomes["colocated"]
+    assert (refused["own"], refused["more"]) == (None, None)
+    host = socket.gethostname()
+    assert f"Ray placed engine-0 on GPU 1 of {host}, which no rank has" in str(refused["one"])
+    assert f"of {host}, which no rank has; the ranks have GPU 0 of second" in str(refused["none"])
+
+
+def test_colocated_engines_are_told_the_gpus_of_the_ranks(tmp_path: Path) -> None:
+    config, ranks = load(write_run(tmp_path)), {"a": ["0"], "b": ["3"]}
+    assert config.rollout is not None
+
+    def told(engines: int, placement: str) -> object:
+        changes = {"engines": engines, "placement": placement}
+        rollout = config.rollout.model_copy(update=changes)  # type: ignore[union-attr]
+        spec = controller_spec(config.model_copy(update={"rollout": rollout}), "cuda", ranks)
+        return spec.engines[0].gpus
+
+    assert told(2, "colocated") == ranks
+    # More than there are ranks need others, too.
+    assert (told(3, "colocated"), told(2, "disaggregated")) == ({}, {})
 
 
 def test_a_ray_of_our_own_sees_none_of_the_trainers_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,9 @@ until [[ -e "$HEAD_GONE" ]]; do sleep 0.05; done
 exit 1
 """
 """The head listens on its port; another one ends, as Ray does, some time after its head has."""
+PYTHON = """#!/bin/bash
+echo "python $*" >> "$ASKED"
+"""
 
 
 class Machine:
@@ -61,7 +64,7 @@ class Machine:
         self.port, self.ray_port = free_ports(2)
         commands = folder / "venv" / "bin"
         commands.mkdir(parents=True)
-        for name, text in (("mar", MAR), ("ray", RAY)):
+        for name, text in (("mar", MAR), ("ray", RAY), ("python", PYTHON)):
             (commands / name).write_text(text)
             (commands / name).chmod(0o755)
         self.asked.touch()
@@ -191,6 +194,8 @@ def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
     assert process.returncode == 0, said
     assert "machine 0's Ray has ended, and with it the work of machine 1" in said
     assert not [line for line in machine.lines() if line.startswith("mar")]
+    # What engines that were killed left in its shared memory goes last.
+    assert machine.lines()[-1] == "python -m megatron_async_rl.weights.stale_files"
 
 
 def test_a_machine_of_engines_fails_where_ray_does_not_join(
@@ -214,7 +219,7 @@ def test_a_machine_of_engines_gives_ray_numbers_for_a_name(
     settings = {"NNODES": "2", "NODE_RANK": "1", "TRAINER_NODES": "1", "RAY_FAILS": "1"}
     machine.wait_for(f"ray start --head --port={machine.ray_port}")
     assert machine.run(MASTER_ADDR="localhost", **settings)[0] == 1
-    assert machine.lines()[-1].startswith(f"ray start --address=127.0.0.1:{machine.ray_port} ")
+    assert machine.lines()[-2].startswith(f"ray start --address=127.0.0.1:{machine.ray_port} ")
     code, said = machine.run(MASTER_ADDR="no-such-machine.invalid", **settings)
     assert code == 2
     assert "MASTER_ADDR=no-such-machine.invalid is no machine that machine 1 knows" in said

@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.recipes.second_look import SecondLook
 from megatron_async_rl.config.load import load
 from megatron_async_rl.plan.estimate import Estimate
 from megatron_async_rl.plan.machine import described_machine
 from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.samples import Prompt
 from tests.published_models import PUBLISHED, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -171,3 +173,12 @@ def test_what_is_no_recipe_is_refused(
     code, words, asked = run(checkout, *arguments)
     assert (code, asked) == (2, [])
     assert said in words
+
+
+def test_a_second_look_is_asked_for_once_and_nothing_is_told_of_the_answer() -> None:
+    game, prompt = SecondLook(), Prompt(id="p", text="", token_ids=(1,), fields={"answer": "42"})
+    game.reset(prompt)
+    first, second = game.step("It is 42."), game.step("It is 42.")
+    assert (first.done, second.done) == (False, True)
+    assert str(first.observation).startswith("Look at each step again")
+    assert "42" not in str(first.observation)

@@ -16,7 +16,7 @@ from megatron_async_rl.weights.shared_memory import (
     BucketReader,
     BucketWriter,
 )
-from megatron_async_rl.weights.stale_files import PREFIX, remove_stale
+from megatron_async_rl.weights.stale_files import PREFIX, SHARED_MEMORY, remove_stale
 from megatron_async_rl.weights.transport import TensorSpec, entries_of, size_of
 
 
@@ -160,4 +160,12 @@ time.sleep(3600)
     while (removed := remove_stale(tmp_path)) == [] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert removed == [left]
+    assert not left.exists()
+
+
+def test_a_launcher_of_engines_sweeps_by_a_command() -> None:
+    left = SHARED_MEMORY / f"{PREFIX}of-nobody-{os.getpid()}"
+    left.touch()
+    module = "megatron_async_rl.weights.stale_files"
+    subprocess.run([sys.executable, "-m", module], check=True, timeout=600)
     assert not left.exists()

@@ -21,13 +21,22 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.report.run_data import read_run
+from megatron_async_rl.report.time_panels import simulation
 from megatron_async_rl.samples import segments
 from megatron_async_rl.samples.columns import LOGGED, batch_of
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import part_of
-from megatron_async_rl.simulate.hardware import Hardware, best_bucket, lengths_of, rates_of
-from megatron_async_rl.simulate.model import Lengths, Outcome, Rates, simulate
+from megatron_async_rl.simulate.model import Outcome, simulate
+from megatron_async_rl.simulate.rates import (
+    Hardware,
+    Lengths,
+    Rates,
+    best_bucket,
+    lengths_of,
+    rates_of,
+)
 from tests.published_models import write_config
 from tests.written_run import write_run
 
@@ -71,6 +80,13 @@ def test_engines_and_trainer_slow_each_other_where_they_share_cores() -> None:
     assert run(shared, async_ratio=0.0).step_s == pytest.approx(run(async_ratio=0.0).step_s)
     # What is done beside the other takes twice as long.
     assert 1.2 < run(shared, async_ratio=2.0).step_s / run(async_ratio=2.0).step_s < 2.0
+
+
+def test_a_batch_that_is_there_is_taken_on_the_cores_that_an_engine_uses() -> None:
+    shared = replace(RATES, take_s=0.2, trainer_beside=0.5)
+    # The trainer's own work, and half of what the engine does beside it.
+    takes = TRAINS + 0.2 + 0.2 + 0.5 * (LENGTH * 0.1 + 0.3)
+    assert run(shared, async_ratio=2.0).step_s == pytest.approx(takes)
 
 
 def test_a_slow_carrier_ages_samples_and_holds_up_no_trainer_that_is_far_enough_ahead() -> None:
@@ -153,6 +169,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ready, tokens = burst(now, 1.0)
     for step in range(1, STEPS + 1):
         starts, batch = max(now, ready) + TAKE_S, tokens
+        if step > 1 and ready < now:  # the engine loads beside it
+            starts += LOAD_S / 2
         span("rank 0", "waiting", now, starts, "batch")
         ends = starts + TOKEN_S * batch
         if step % 2:
@@ -192,8 +210,8 @@ def test_a_run_shows_its_rates(measured: Path) -> None:
     assert rates.trainer_beside == pytest.approx(0.5, abs=0.03)
     assert rates.engine_beside == pytest.approx(0.5, abs=0.03)
     assert found.assumed == ()
-    parts = (rates.take_s, rates.publish_s, rates.begin_s, rates.load_s, rates.ask_s)
-    assert parts == pytest.approx((TAKE_S, STAGE_S, BEGIN_S, LOAD_S, ASK_S), abs=1e-4)
+    parts = (rates.take_s, rates.publish_s, rates.load_s, rates.ask_s)
+    assert parts == pytest.approx((TAKE_S, STAGE_S, LOAD_S, ASK_S), abs=1e-4)
     assert all(len(group) == 2 for group in found.lengths.groups)
 
 
@@ -280,6 +298,15 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
     )
     assert code == 0, said
     assert "the trainer runs at 50% while an engine works (measured)" in said
+
+    drawn = {panel.title: panel.curves for panel in simulation(read_run(measured, alone=False))}
+    assert list(drawn) == [f"{what} over async_ratio" for what in ("Speed-up", "Busy", "Lag")]
+    (speed_up, _), (busy, *_) = drawn["Speed-up over async_ratio"], drawn["Busy over async_ratio"]
+    assert (speed_up.x.tolist(), speed_up.y[0]) == ([0, 2], 1)
+    assert busy.y[0] < busy.y[1]
+    assert drawn["Lag over async_ratio"][0].y.tolist() == [0, 2]
+    (measured / "simulation.json").write_text("{")
+    assert simulation(read_run(measured, alone=False)) == []
 
 
 @pytest.mark.parametrize(

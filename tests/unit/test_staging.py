@@ -217,5 +217,5 @@ def test_the_carrier_of_the_configuration_is_the_one_that_engines_read_by(
     assert all(isinstance(carrier(name), Carrier) for name in get_args(Transport))
     config = load(write_run(tmp_path))
     weights = config.weights.model_copy(update={"transport": second_carrier})
-    spec = controller_spec(config.model_copy(update={"weights": weights}), "cpu")
+    spec = controller_spec(config.model_copy(update={"weights": weights}), "cpu", {})
     assert {engine.transport for engine in spec.engines} == {second_carrier}

@@ -1,4 +1,5 @@
-"""Rates of a run that has not run: from the model's sizes, the config, and stated hardware.
+"""What a simulated run's parts take: `Rates` and `Lengths`. Here those of a run that has not run, from
+the model's sizes, the config, and stated hardware; calibrate.py takes them from a run's logs.
 
     decoding a token    each GPU of an engine reads its weights and the keys and values of what it
                         decodes, or computes as long as its products take, if that is more
@@ -32,11 +33,71 @@ from megatron_async_rl.plan.estimate import (
 )
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
 from megatron_async_rl.plan.model_files import ModelShape
-from megatron_async_rl.simulate.model import Lengths, Rates
 
 GB = 1e9
 GROUPS = 1000
 """Drawn once; a simulation draws from them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Seconds that the parts of a run take."""
+
+    decode: tuple[tuple[float, float], ...]
+    """A step of an engine that decodes n responses: the longest of fixed + each x n, of pairs
+    (fixed, each). In it each response grows by a token."""
+    places: int
+    """Responses that an engine decodes at a time."""
+    prompt_s: float = 0.0
+    """Of an engine, which decodes nothing meanwhile: to take in one more response."""
+    ask_s: float = 0.0
+    """From a request that may be asked until its engine has it."""
+    take_s: float = 0.0
+    """Of the trainer, from the last response that a batch waited for to the beginning of its step."""
+    train_s: float = 0.0
+    """Of the trainer, for a batch whatever it holds."""
+    train_token_s: float = 0.0
+    """For each token of a batch, prompts included."""
+    train_spread: tuple[float, ...] = (1.0,)
+    """Factors, one of which each step takes."""
+    publish_s: float = 0.0
+    """Of the trainer, to stage a version."""
+    send_s: float = 0.0
+    """Of a version, to the machines that have engines; 0: they are where it was staged."""
+    load_s: float = 0.0
+    """Of an engine, which samples nothing meanwhile, to load a version."""
+    trainer_beside: float = 1.0
+    """Speed of the trainer while an engine works: below 1 where they share cores."""
+    engine_beside: float = 1.0
+    """Speed of an engine while the trainer works."""
+
+    def token_s(self, responses: int) -> float:
+        return max(fixed + each * responses for fixed, each in self.decode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Lengths that are drawn from, a whole group at a time: responses to one prompt are alike.
+
+    groups: response tokens of each group's samples; prompts: tokens of its prompt; equal: share of
+    groups whose rewards are all equal."""
+
+    groups: tuple[tuple[int, ...], ...]
+    prompts: tuple[int, ...]
+    equal: float = 0.0
+
+    def draw(self, size: int, chance: np.random.Generator) -> tuple[int, list[int]]:
+        """Tokens of a prompt, and of `size` responses to it."""
+        index = int(chance.integers(len(self.groups)))
+        seen = self.groups[index]
+        if len(seen) == size:
+            return self.prompts[index], list(seen)
+        return self.prompts[index], chance.choice(seen, size, replace=len(seen) < size).tolist()
+
+    @property
+    def mean(self) -> float:
+        """Of a response."""
+        return float(np.mean(np.concatenate(self.groups)))
 
 
 @dataclass(frozen=True, kw_only=True)
