@@ -61,8 +61,8 @@ class Batches(Protocol):
         """What the ranks are to do next with the buckets that engines want; null once `made` is
         done."""
 
-    def filled(self, fill: Fill, ref: BucketRef | None) -> None:
-        """The ranks have done it; `ref`: where the bucket is."""
+    def filled(self, done: BucketRef | None) -> None:
+        """The ranks have done it; `done`: where the bucket is."""
 
     def until_released(self, version: int) -> None:
         """Returns when no engine reads the weights whose place `version` takes."""
@@ -100,7 +100,7 @@ class RolloutBatches:
         """Answered once no engine reads a version before the one staged last."""
         self._fill: Any = None
         """Answered with what the ranks are to do next."""
-        self._filled: tuple[Fill | None, BucketRef | None] = None, None
+        self._filled: BucketRef | None = None
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
         spec = controller_spec(config, device_type)
@@ -147,7 +147,7 @@ class RolloutBatches:
 
     def next_fill(self, made: Future[Any]) -> Fill | None:
         if self._fill is None:
-            self._fill = self._controller.next_fill.remote(*self._filled)
+            self._fill = self._controller.next_fill.remote(self._filled)
         wanted = self._fill.future()
         wait((made, wanted), return_when=FIRST_COMPLETED)
         if not wanted.done():
@@ -156,8 +156,8 @@ class RolloutBatches:
         self._fill = None
         return fill
 
-    def filled(self, fill: Fill, ref: BucketRef | None) -> None:
-        self._filled = fill, ref
+    def filled(self, done: BucketRef | None) -> None:
+        self._filled = done
 
     def until_released(self, version: int) -> None:
         if self._released is not None:
@@ -237,7 +237,7 @@ class GivenResponses:
         """Nobody wants a bucket."""
         return None
 
-    def filled(self, fill: Fill, ref: BucketRef | None) -> None:
+    def filled(self, done: BucketRef | None) -> None:
         """Nobody wants a bucket."""
 
     def until_released(self, version: int) -> None:

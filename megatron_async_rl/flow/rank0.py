@@ -331,7 +331,7 @@ class Rank0(OtherRank):
 
     def _fill(self, staging: Lending, fill: Fill) -> BucketRef | None:
         ref = super()._fill(staging, fill)
-        self._open.filled(fill, ref)
+        self._open.filled(ref)
         return ref
 
     def _until_loaded(self) -> None:

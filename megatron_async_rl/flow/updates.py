@@ -335,7 +335,6 @@ class WeightUpdates:
             return bool(found)
 
         await self._changed.until(there)
-        self._changed.fire()  # the one after it can be filled
         return found[0]
 
     def give_back(self, engine: int) -> None:
@@ -344,10 +343,10 @@ class WeightUpdates:
             self._lent.leave(engine)
         self._changed.fire()
 
-    async def next_fill(self, done: Fill | None, ref: BucketRef | None) -> Fill:
-        """What the ranks are to do next; `done`: what they did, which put a bucket where `ref` says."""
-        if self._lent is not None and done is not None and done.version == self._lent.version:
-            self._lent.filled(ref)
+    async def next_fill(self, done: BucketRef | None) -> Fill:
+        """What the ranks are to do next; `done`: where they put the bucket that they were to fill."""
+        if self._lent is not None:
+            self._lent.filled(done)
             self._changed.fire()
         found: list[Fill] = []
 
