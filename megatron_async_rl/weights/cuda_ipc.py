@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async_rl.watchdog import watch
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest, TensorEntry
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import NotStaged, Ranks, Staging
@@ -64,7 +65,10 @@ class CudaIpc(Carrier):
     """Memory of `device`; null: of this process's."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
         self._host = SharedMemory() if self._device.type == "cpu" else None
         self._places: dict[str, DevicePlace] = {}
 
@@ -103,7 +107,6 @@ class Lending(Staging):
         self._lent: Sequence[BucketRef] = ()
         self._memory: list[tuple[Place, Tensor, str] | None] = [None] * IN_FLIGHT
         """Places, their memory, and where every device's is."""
-        self.version = -1
 
     def stage(
         self,
@@ -114,7 +117,7 @@ class Lending(Staging):
     ) -> Manifest:
         self.give_back()
         manifest = super().stage(version, buckets, parts, when_free)
-        self.version, self._lent = version, manifest.buckets
+        self._lent = manifest.buckets
         return replace(manifest, lent=True)
 
     def fill(self, number: int, place: int, parts: Iterable[Part]) -> BucketRef:
@@ -141,6 +144,7 @@ class Lending(Staging):
         if memory.is_cuda:
             torch.cuda.synchronize(memory.device)
         self._agree(failure, f"fill bucket {number}")
+        watch.progress("buckets lent")
         return replace(ref, path=paths)
 
     def give_back(self) -> None:
@@ -170,24 +174,25 @@ class Lending(Staging):
 
     def _make(self, index: int) -> tuple[Place, Tensor, str]:
         """Collective: a place on every rank's device, for the largest bucket."""
-        made: list[tuple[Place, Tensor]] = []
+        made: list[Place] = []
 
         def make() -> None:
-            place = self._carrier.place(max(_whole_words(ref.size) for ref in self._lent))
-            ref = BucketRef(path=place.path, size=place.size, nbytes=0, entries=())
-            made.append((place, self._writer.view(ref, whole_bucket(ref))))
+            size = max(_whole_words(ref.size) for ref in self._lent)
+            made.append(self._carrier.place(size))
 
         failure = _failure_of(make)
-        here = (self._device, made[0][0].path) if made else None
-        where = [one for one in self._ranks.gathered(here) if one is not None]
+        where = self._ranks.gathered((self._device, made[0].path if made else ""))
         try:
             self._agree(failure, "take memory for a bucket")
         except Exception:
-            for place, _ in made:
-                place.close()
+            for one in made:
+                one.close()
             raise
+        (place,) = made
+        ref = BucketRef(path=place.path, size=place.size, nbytes=0, entries=())
+        memory = self._writer.view(ref, whole_bucket(ref))
         # Ranks without CUDA have a device in common: the first one's memory is as good as any.
-        found = (*made[0], json.dumps(dict(reversed(where))))
+        found = place, memory, json.dumps(dict(reversed(where)))
         self._memory[index] = found
         return found
 

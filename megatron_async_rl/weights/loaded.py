@@ -139,8 +139,6 @@ class LoadWatch(TorchDispatchMode):
             return
         memory, starts = _Memory.of(tensor), self._starts
         first, last = bisect_left(starts, memory.start), bisect_left(starts, memory.end)
-        if first and self._offered[first - 1].memory.end > memory.start:
-            first -= 1
         starts[first:last] = [memory.start]
         storage = StorageWeakRef(tensor.untyped_storage())
         self._offered[first:last] = [_Offered(name, shape, memory, storage)]
