@@ -281,6 +281,7 @@ class DevicePlace(Place):
         self._device = device
         self._pointer = ctypes.c_uint64()
         handle = _Handle()
+        torch.cuda.empty_cache()  # torch keeps what it has freed from the driver
         with _context(device):
             _call("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(size))
             try:
