@@ -78,6 +78,12 @@ def time_worker(_worker: Any) -> None:
     timed(receive.WeightLoadingWorker, "load_weight_bucket", "worker")
 
 
+def read_as(worker: Any, transport: str) -> None:
+    from megatron_async_rl.weights.transport import carrier
+
+    worker.weight_transfer_engine._reader = carrier(transport).reader()
+
+
 def worker_times(_worker: Any) -> dict[str, float]:
     return taken()
 
@@ -103,6 +109,10 @@ class TimedEngine(RolloutEngine):
             return await super().update(version, manifest)
         finally:
             _seconds["actor"] += time.perf_counter() - started
+
+    async def read_as(self, transport: str) -> None:
+        """The engine's worker reads what comes next by that carrier."""
+        await self._rpc(read_as, args=(transport,))
 
     async def take_times(self) -> dict[str, float]:
         (worker,) = await self._rpc(worker_times)

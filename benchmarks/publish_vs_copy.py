@@ -3,7 +3,8 @@
 `stage`: what the trainer waits for, from Megatron's parameters. `publish`: until the engine samples
 with the new weights, which it proved; the trainer trains on meanwhile; `parts_ms`: where it goes.
 Medians over the rounds after the first, whose new pages of shared memory are `first_stage_ms`.
-`collective`: the same by that carrier; `brought`: to the engine's memory, while it samples.
+`cuda_ipc`: the same by that carrier, whose device is the CPU here, in buckets of 32 MiB.
+`collective`: by that one; `brought`: to the engine's memory, while it samples.
 Random models made on the spot; one engine behind Ray, idle; ratios = ours / copy.
 """
 
@@ -17,6 +18,8 @@ from typing import Any
 
 import publish_phases
 import random_model
+
+LENT_BYTES = 32 * 2**20
 
 
 class Cutting:
@@ -79,11 +82,14 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
                     engine,
                 )
             )
+        ray.get(handle.read_as.remote("cuda_ipc"), timeout=60)
+        buckets = random_model.shards_of(shards._exporter, LENT_BYTES)
+        versions = iter(range(rounds + 2, 4 * rounds))
+        lent = [publisher.lend(next(versions), buckets) for _ in range(rounds)][1:]
+        ray.get(handle.read_as.remote("shared_memory"), timeout=60)
         publisher.connect(spec.log_dir)
-        collective = [
-            publisher.publish(version, shards.parts())
-            for version in range(rounds + 2, 2 * rounds + 4)
-        ][2:]  # whose two slots are new pages, too
+        collective = [publisher.publish(next(versions), shards.parts()) for _ in range(rounds)]
+        collective = collective[2:]  # whose two slots are new pages, too
         publisher.close()
     finally:
         ray.wait([handle.stop.remote()], timeout=15)
@@ -102,10 +108,14 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
         "stage_ratio": round(stage_s / copy_s, 2),
         "publish_ratio": round(publish_s / copy_s, 2),
         "parts_ms": publish_phases.medians_ms(parts),
+        "cuda_ipc": {
+            "buckets": len(buckets.buckets),
+            "stage_ms": _median_ms(lent, "staged_s"),
+            "publish_ms": _median_ms(lent, "seconds"),
+            "publish_ratio": round(_median_ms(lent, "seconds") / (1e3 * copy_s), 2),
+        },
         "collective": {
-            f"{what}_ms": round(
-                1e3 * statistics.median(getattr(one, name) for one in collective), 2
-            )
+            f"{what}_ms": _median_ms(collective, name)
             for what, name in (
                 ("brought", "brought_s"),
                 ("publish", "seconds"),
@@ -113,6 +123,10 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
             )
         },
     }
+
+
+def _median_ms(published: list[Any], name: str) -> float:
+    return round(1e3 * statistics.median(getattr(one, name) for one in published), 2)
 
 
 if __name__ == "__main__":

@@ -88,11 +88,16 @@ def policy(directory: Path, dtype: str) -> tuple[Any, Any]:
     from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
     from megatron_async_rl.policy.model import build_model
     from megatron_async_rl.weights.export import WeightExporter
-    from megatron_async_rl.weights.shards import WeightShards
 
     model = build_model(ModelConfig(path=directory, dtype=dtype), PolicyConfig(), one_rank())
     exporter = WeightExporter(model.bridge, model.chunks)
-    return model, WeightShards(exporter, [True], BUCKET_BYTES)
+    return model, shards_of(exporter)
+
+
+def shards_of(exporter: Any, bucket_bytes: int = BUCKET_BYTES) -> Any:
+    from megatron_async_rl.weights.shards import WeightShards
+
+    return WeightShards(exporter, [True], bucket_bytes)
 
 
 @functools.cache
@@ -159,6 +164,7 @@ class Publisher:
         self._buckets = buckets
         self._staging = Staging(SharedMemory())
         self._communicator: Any = None
+        self._lending: Any = None
 
     def connect(self, logs: Path) -> None:
         """What is published from now on comes to the engine by collective."""
@@ -170,6 +176,35 @@ class Publisher:
         sender = ray.remote(num_cpus=0)(SenderActor).remote("127.0.0.1", logs, 60.0, None)
         meeting = ray.get(sender.open.remote(1), timeout=60)
         self._communicator = Communicator("here", sender, RemoteEngine(self._handle), meeting)
+
+    def lend(self, version: int, shards: Any) -> Published:
+        """By cuda_ipc: bucket by bucket, each filled while the engine loads the one before."""
+        from dataclasses import replace
+
+        import torch
+
+        from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+        from megatron_async_rl.weights.manifest import IN_FLIGHT, require_equal
+
+        if self._lending is None:
+            self._lending = Lending(CudaIpc(torch.device("cpu")))
+        lending, last = self._lending, len(shards.buckets) - 1
+        manifest = lending.stage(version, shards.buckets, shards.parts())
+        began = time.perf_counter()
+        following = lending.fill(0, 0, shards.parts(0))
+        for number in range(last + 1):
+            part = replace(manifest, buckets=(following,))
+            call = self._handle.update.remote(version, part, number == 0, number == last)
+            if number < last:
+                ahead = number + 1
+                following = lending.fill(ahead, ahead % IN_FLIGHT, shards.parts(ahead))
+            loaded = self._answer(call)
+        lending.give_back()
+        require_equal("engine-0", manifest.digests, loaded)
+        spent_s = time.perf_counter() - began
+        return Published(
+            staged_s=manifest.seconds, seconds=manifest.seconds + spent_s, paused_s=spent_s
+        )
 
     def publish(self, version: int, parts: Any) -> Published:
         from megatron_async_rl.weights.manifest import require_equal
@@ -190,13 +225,19 @@ class Publisher:
         )
 
     def update(self, version: int, manifest: Any) -> dict[str, str]:
+        return self._answer(self._handle.update.remote(version, manifest))
+
+    @staticmethod
+    def _answer(call: Any) -> dict[str, str]:
         import ray
 
-        loaded: dict[str, str] = ray.get(self._handle.update.remote(version, manifest), timeout=300)
+        loaded: dict[str, str] = ray.get(call, timeout=300)
         return loaded
 
     def close(self) -> None:
         self._staging.close()
+        if self._lending is not None:
+            self._lending.close()
 
 
 def measure_all(

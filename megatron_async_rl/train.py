@@ -90,6 +90,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
     while version < config.run.steps:
         writing.check()
         rank0.enter("waiting", "batch")
+        rank0.await_batch()
         batch = policy.receive(rank0.next_batch)
         if batch is None:
             break

@@ -263,15 +263,23 @@ def _transport(config: Config) -> Iterator[str]:
             f"weights.transport: {transport} has no engines to bring weights to: objective.loss:"
             f" {config.objective.loss.name} learns without; remove it"
         )
-    elif config.rollout.placement == "colocated":
+        return
+    colocated = config.rollout.placement == "colocated"
+    if transport == "cuda_ipc" and not colocated:
+        yield (
+            "weights.transport: cuda_ipc passes weights between processes on the same devices, and"
+            " rollout.placement: disaggregated gives engines devices of their own; set"
+            " weights.transport: shared_memory, or rollout.placement: colocated"
+        )
+    elif transport != "cuda_ipc" and colocated:
         why = {
             "relay": "brings weights to engines on other machines",
             "collective": "connects the policy's device with others, as NCCL takes none twice",
         }[transport]
         yield (
             f"weights.transport: {transport} {why}, and rollout.placement: colocated has the"
-            " engines on the policy's own devices; set weights.transport: shared_memory, or"
-            " rollout.placement: disaggregated"
+            " engines on the policy's own devices; set weights.transport: shared_memory or cuda_ipc,"
+            " or rollout.placement: disaggregated"
         )
 
 

@@ -364,7 +364,7 @@ class FlowConfig(Strict):
     groups are taken as they are."""
 
 
-Transport = Literal["shared_memory", "relay", "collective"]
+Transport = Literal["shared_memory", "relay", "collective", "cuda_ipc"]
 """Carriers: each is the file `weights/<name>.py`."""
 
 
@@ -373,11 +373,13 @@ class WeightsConfig(Strict):
 
     transport: Transport = "shared_memory"
     """The carrier of new weights. `shared_memory`: engines run on rank 0's machine and read what
-    the ranks wrote there. With the others they run on any machine of the Ray cluster. `relay`: an
-    agent on each machine but rank 0's copies every version into its shared memory, over TCP.
-    `collective`: a sender on rank 0's machine gives every version to one engine after the other,
-    each over a communicator of its own (NCCL between GPUs, gloo between CPUs), and its workers put
-    it into their machine's shared memory."""
+    the ranks wrote there. `cuda_ipc`, for `rollout.placement: colocated`: engines load from the
+    devices that they share with the policy, two buckets at a time, and nothing passes through host
+    memory. With the others engines run on any machine of the Ray cluster. `relay`: an agent on each
+    machine but rank 0's copies every version into its shared memory, over TCP. `collective`: a sender
+    on rank 0's machine gives every version to one engine after the other, each over a communicator of
+    its own (NCCL between GPUs, gloo between CPUs), and its workers put it into their machine's shared
+    memory."""
     bucket_mib: PositiveInt = 256
     """Bytes of weights that an engine takes at one time."""
     max_paused: Fraction = 0.5

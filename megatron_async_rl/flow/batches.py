@@ -9,7 +9,9 @@ Both keep one contract with the loop:
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
 import ray
@@ -24,6 +26,7 @@ from megatron_async_rl.data import (
     tokenizer_of,
 )
 from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
+from megatron_async_rl.flow.copies import Fill
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.lanes import capacity_of
@@ -38,7 +41,7 @@ from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer, to
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import ray_get
-from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 DAY_S = 86400.0
 """For what the controller watches itself: it ends a batch, a sleep or an evaluation of which nothing
@@ -52,6 +55,16 @@ class Batches(Protocol):
     def sleep(self) -> None:
         """Colocated: returns when the engines have given up their memory, which they take again with
         the next version."""
+
+    def until_loaded(self, version: int) -> None:
+        """Returns when every engine that is there holds `version`, which is lent."""
+
+    def next_fill(self, made: Future[Any]) -> Fill | None:
+        """What the ranks are to do next with the buckets that engines want; null once `made` is
+        done."""
+
+    def filled(self, done: BucketRef | None) -> None:
+        """The ranks have done it; `done`: where the bucket is."""
 
     def until_released(self, version: int) -> None:
         """Returns when no engine reads the weights whose place `version` takes."""
@@ -87,6 +100,9 @@ class RolloutBatches:
         self._controller: Any = None
         self._released: Any = None
         """Answered once no engine reads a version before the one staged last."""
+        self._fill: Any = None
+        """Answered with what the ranks are to do next."""
+        self._filled: BucketRef | None = None
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
         spec = controller_spec(config, device_type, gpus)
@@ -100,12 +116,14 @@ class RolloutBatches:
         )
 
         longest = max(len(prompt.token_ids) for prompt in training.prompts)
+        lends = config.weights.transport == "cuda_ipc"
         self._reserved = join_ray(
             {} if self._colocated else gpus,
             object_store_bytes(
                 config.flow.prompts_per_step * config.flow.group_size,
                 config.rollout.max_segments * (longest + config.rollout.sampling.max_tokens),
             ),
+            shared=gpus.get(socket.gethostname(), ()) if lends else (),
         )
         try:
             self._controller = start_controller(source, spec)
@@ -124,6 +142,24 @@ class RolloutBatches:
 
     def sleep(self) -> None:
         ray_get(self._controller.sleep.remote(), "the engines to sleep", DAY_S)
+
+    def until_loaded(self, version: int) -> None:
+        loaded = self._controller.loaded.remote(version)
+        ray_get(loaded, f"the engines to load version {version}", DAY_S)
+
+    def next_fill(self, made: Future[Any]) -> Fill | None:
+        if self._fill is None:
+            self._fill = self._controller.next_fill.remote(self._filled)
+        wanted = self._fill.future()
+        wait((made, wanted), return_when=FIRST_COMPLETED)
+        if not wanted.done():
+            return None
+        fill: Fill = ray_get(self._fill, "the next bucket to fill", self._timeout_s)
+        self._fill = None
+        return fill
+
+    def filled(self, done: BucketRef | None) -> None:
+        self._filled = done
 
     def until_released(self, version: int) -> None:
         if self._released is not None:
@@ -196,6 +232,16 @@ class GivenResponses:
 
     def sleep(self) -> None:
         """There is nobody to sleep."""
+
+    def until_loaded(self, version: int) -> None:
+        """There is nobody to load."""
+
+    def next_fill(self, made: Future[Any]) -> Fill | None:
+        """Nobody wants a bucket."""
+        return None
+
+    def filled(self, done: BucketRef | None) -> None:
+        """Nobody wants a bucket."""
 
     def until_released(self, version: int) -> None:
         """Nobody reads."""

@@ -49,8 +49,8 @@ TO: dict[Phase, tuple[Step, ...]] = {
         Step("wake cache", "engine", "generate"),
     ),
 }
-"""Steps that lead to a phase from the one before it, in order. Weights are staged in host memory before
-an engine wakes, so that a device never holds three copies of them."""
+"""Steps that lead to a phase from the one before it, in order. Weights are staged, in host memory or where
+the policy has them, before an engine wakes, so that a device never holds three copies of them."""
 PHASES = tuple(TO)
 """In the order in which they follow each other, round and round."""
 

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -111,12 +112,17 @@ class Communicators:
 
     async def launch(self, spec: RelaySpec) -> Relay:
         """Raises ProcessDied where the sender dies, and RuntimeError where this machine cannot be
-        reached or the engine has gone."""
+        reached or the engine has gone. One that is cancelled leaves no port open."""
         sender = await self._running_sender()
         slot = next((one for one in self._engines() if one.machine == spec.machine), None)
         if slot is None or slot.engine is None:
             raise RuntimeError("its engine has gone")
-        meeting: Meeting = await answer_of(sender.open.remote(slot.spec.rollout.tensor))
+        opening = asyncio.ensure_future(answer_of(sender.open.remote(slot.spec.rollout.tensor)))
+        try:
+            meeting: Meeting = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(functools.partial(_close, sender))
+            raise
         return Communicator(slot.name, sender, slot.engine, meeting)
 
     def stage(self, version: int, manifest: Manifest) -> None:
@@ -154,3 +160,9 @@ class Communicators:
         return remote_class.options(scheduling_strategy=here).remote(
             host, self._log_dir, self._limit_s, self._gpu
         )
+
+
+def _close(sender: Any, opening: asyncio.Future[Meeting]) -> None:
+    """Nobody is to meet there."""
+    if not opening.cancelled() and opening.exception() is None:
+        sender.close.remote(opening.result())

@@ -40,6 +40,7 @@ from typing import Any
 
 from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group
 from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of, read, written
+from megatron_async_rl.flow.copies import Fill
 from megatron_async_rl.flow.engine_task import Launch
 from megatron_async_rl.flow.errors import (
     BatchTimeout,
@@ -67,7 +68,7 @@ from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.events import note
 from megatron_async_rl.watchdog.processes import collect_rarely
-from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +153,19 @@ class Controller(Listener):
             await self._fleet.updates.until_released(version)
         self._relays.release(version)
         self._require_no_failure()
+
+    async def loaded(self, version: int) -> None:
+        """Returns once every engine that is there holds `version`, which is lent."""
+        self._require_no_failure()
+        with watch.doing("wait", f"engines to load version {version}"):
+            await self._fleet.updates.until_staged(version)
+            await self._fleet.updates.until_loaded(version)
+        self._require_no_failure()
+
+    async def next_fill(self, done: BucketRef | None) -> Fill:
+        """What the ranks are to do next with the buckets of a version that is lent; `done`: where they
+        put the one that they were to fill."""
+        return await self._fleet.updates.next_fill(done)
 
     def on_version(self, version: int) -> None:
         """The first version begins the run; a newer one lets more be admitted."""

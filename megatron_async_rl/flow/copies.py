@@ -1,12 +1,15 @@
-"""Staged versions, who reads them, and which of them the memory of machines other than rank 0's
-holds, or an engine's own by collective, which counts as a machine. State alone: who waits for it
-does so in `updates.py`.
+"""Staged versions, who reads them, which of them the memory of machines other than rank 0's holds, or
+an engine's own by collective, which counts as a machine; and which buckets of a version that is lent
+are where. State alone: who waits for it does so in `updates.py`.
 
 Invariants:
 - a copy is here once it is whole and verified, until its place is taken or its machine's relay is
   lost;
 - a machine has two at most; the next takes the place of all but the one that came last, as the
-  agent has it (weights/relay.py).
+  agent has it (weights/relay.py);
+- of a version that is lent a place is filled only while nobody reads it. An engine that is behind is
+  waited for, so that each bucket is filled once for all that load; whoever is lost is waited for no
+  more.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from megatron_async_rl.weights.manifest import Copy, Manifest
+from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Copy, Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,10 @@ class Reader(Protocol):
     @property
     def version(self) -> int:
         """The version it holds, verified; -1: none."""
+
+    @property
+    def there(self) -> bool:
+        """True from its start on, until it is lost."""
 
     @property
     def serving(self) -> bool: ...
@@ -116,3 +123,77 @@ class Copies:
     def lose(self, machine: str) -> None:
         """The machine's agent is lost, and its copies with it."""
         self._held.pop(machine, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """What all ranks are to do: put bucket `number` of a version into a place, or, with null, give the
+    memory of all places back."""
+
+    version: int
+    number: int | None
+    place: int = 0
+
+
+class LentBuckets:
+    """Of one version. An engine wants a bucket, reads it once it is in a place, and then wants the
+    next."""
+
+    def __init__(self, version: int, count: int) -> None:
+        self.version = version
+        self._count = count
+        self._wants: dict[int, int] = {}
+        self._reads: dict[int, int] = {}
+        """Bucket by engine."""
+        self._there: list[int | None] = [None] * IN_FLIGHT
+        self._refs: dict[int, BucketRef] = {}
+        """Of those that are there."""
+        self._filling: Fill | None = None
+        self._taken = False
+        """The ranks hold memory for places."""
+
+    def want(self, engine: int, number: int) -> None:
+        self._wants[engine] = number
+
+    def take(self, engine: int) -> BucketRef | None:
+        """The bucket that it wants, which it reads from now on; null while it is not there."""
+        ref = self._refs.get(self._wants[engine])
+        if ref is not None:
+            self._reads[engine] = self._wants.pop(engine)
+        return ref
+
+    def leave(self, engine: int) -> None:
+        """It neither reads nor wants anything."""
+        self._wants.pop(engine, None)
+        self._reads.pop(engine, None)
+
+    def next_fill(self) -> Fill | None:
+        """What the ranks are to do now; null: nothing."""
+        if self._filling is not None:
+            return None
+        reads = set(self._reads.values())
+        soon = reads | {n for n in self._wants.values() if n in self._refs}
+        ahead = {*self._wants.values(), *(n + 1 for n in soon if n + 1 < self._count)}
+        if not self._wants and not reads:
+            if not self._taken:
+                return None
+            self._taken, self._there, self._refs = False, [None] * IN_FLIGHT, {}
+            return Fill(version=self.version, number=None)
+        free = [place for place, n in enumerate(self._there) if n not in ahead | reads]
+        missing = ahead.difference(self._there)
+        if not free or not missing:
+            return None
+        place, number = free[0], min(missing)
+        gone = self._there[place]
+        if gone is not None:
+            del self._refs[gone]
+        self._there[place], self._taken = None, True
+        self._filling = Fill(version=self.version, number=number, place=place)
+        return self._filling
+
+    def filled(self, ref: BucketRef | None) -> None:
+        """The ranks have done what they were to do."""
+        fill, self._filling = self._filling, None
+        if fill is not None and fill.number is not None and ref is not None:
+            self._there[fill.place] = fill.number
+            self._refs[fill.number] = ref

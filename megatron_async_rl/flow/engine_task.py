@@ -39,7 +39,7 @@ from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 from megatron_async_rl.watchdog.events import described, out_of_memory, with_notes
-from megatron_async_rl.weights.manifest import WeightMismatch, require_equal
+from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 
 REPORT_S = 1.0
 """Longest time between two reports of an engine that has nothing to say; a quarter of
@@ -108,6 +108,10 @@ class EngineSlot:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def there(self) -> bool:
+        return self.engine is not None
 
     @property
     def busy(self) -> bool:
@@ -318,8 +322,11 @@ class EngineTask:
         loaded: dict[str, str] = {}
 
         async def load() -> None:
-            call = engine.update(staged.version, staged.manifest)
-            loaded.update(await self._asked(version, call))
+            if staged.manifest.lent:
+                loaded.update(await self._load_lent(engine, staged))
+            else:
+                call = engine.update(staged.version, staged.manifest)
+                loaded.update(await self._asked(version, call))
 
         async def verify() -> None:
             try:
@@ -343,10 +350,30 @@ class EngineTask:
             },
         )
 
-    async def _asked[Result](self, what: str, call: Awaitable[Result]) -> Result:
-        """What the engine answers, within `update_timeout_s`. Raises EngineLost."""
+    async def _load_lent(self, engine: Engine, staged: Staged) -> dict[str, str]:
+        """Bucket by bucket, each given back as soon as it is loaded; one that the engine holds up for
+        `unresponsive_s` costs it, for others wait."""
+        updates, index, manifest = self._updates, self.slot.index, staged.manifest
+        last = len(manifest.buckets) - 1
+        answer: dict[str, str] = {}
+        for number in range(last + 1):
+            what = f"bucket {number} of version {staged.version}"
+            try:
+                ref = await self._asked(f"get {what}", updates.borrow(index, number))
+                part = Manifest(buckets=(ref,), digests=manifest.digests if number == last else {})
+                call = engine.update(staged.version, part, number == 0, number == last)
+                answer = await self._asked(f"load {what}", call, self._unresponsive_s)
+            finally:
+                updates.give_back(index)
+        return answer
+
+    async def _asked[Result](
+        self, what: str, call: Awaitable[Result], limit_s: float | None = None
+    ) -> Result:
+        """What the engine answers, within `update_timeout_s` or another limit. Raises EngineLost."""
         try:
-            return await await_named(f"{self.slot.name} to {what}", call, self._update_timeout_s)
+            limit_s = limit_s or self._update_timeout_s
+            return await await_named(f"{self.slot.name} to {what}", call, limit_s)
         except TimeoutError as error:
             raise EngineLost(str(error), suspect=False) from None
         except Exception as error:
@@ -356,6 +383,7 @@ class EngineTask:
         slot = self.slot
         back = slot.restarts > 0 and not slot.serving
         slot.version, slot.serving, slot.asleep, slot.lost = version, True, False, ""
+        self._updates.held()
         self._owner.on_version(slot)
         if back:
             self._note(f"{slot.name} is back, with the weights of version {version}, verified")

@@ -4,23 +4,28 @@ null twin, so that the loop is the same on every rank.
 Invariants:
 - a method whose docstring begins with "Collective" is called by all ranks at the same point; it
   differs by rank only inside `Layout.from_rank_zero`;
+- weights that are lent are filled while rank 0 waits for the controller, by the ranks' main threads:
+  no other collective of theirs can be under way (`_meanwhile`);
 - `status.json` has the last state of the run, whatever ended it.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.batches import Batches, open_batches
 from megatron_async_rl.flow.colocated import DeviceTurns
+from megatron_async_rl.flow.copies import Fill
 from megatron_async_rl.flow.evaluation import EvalSchedule
-from megatron_async_rl.flow.spec import DataState
+from megatron_async_rl.flow.spec import DataState, Handout
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.flow.summary import MetricValue, summarise
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
@@ -35,8 +40,9 @@ from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.events import described
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
 from megatron_async_rl.weights.export import WeightExporter
-from megatron_async_rl.weights.manifest import Manifest
+from megatron_async_rl.weights.manifest import BucketRef, Manifest
 from megatron_async_rl.weights.shards import WeightShards
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.transport import carrier
@@ -64,8 +70,11 @@ class OtherRank:
         """Collective: what `publish` takes the weights from. A supervised run has nobody to send
         to."""
         if self.config.rollout is not None:
-            weights = self.config.weights
-            self._staging = Staging(carrier(weights.transport), self.layout)
+            weights, layout = self.config.weights, self.layout
+            if weights.transport == "cuda_ipc":
+                self._staging = Lending(CudaIpc(layout.device), layout)
+            else:
+                self._staging = Staging(carrier(weights.transport), layout)
             max_bytes = weights.bucket_mib * 2**20
             self._shards = WeightShards(exporter, self._staging.reached, max_bytes)
 
@@ -85,8 +94,16 @@ class OtherRank:
             for host, gpu in self.layout.gathered((socket.gethostname(), gpu_of_rank())):
                 self._gpus.setdefault(host, []).append(gpu)
 
+    def await_batch(self) -> None:
+        """Collective: returns once rank 0 has what trains this version."""
+        self._meanwhile(self._take_batch)
+
+    def _take_batch(self) -> None:
+        """On rank 0."""
+
     def next_batch(self) -> TrainBatch | None:
-        """On rank 0: what trains this version; None when the user asked the run to stop."""
+        """On rank 0, after `await_batch`: what trains this version; None when the user asked the run
+        to stop."""
         raise RuntimeError("only rank 0 takes batches")
 
     def take_devices(self) -> None:
@@ -106,7 +123,9 @@ class OtherRank:
     def _sleep_engines(self) -> None:
         if self._makes_room:
             self.enter("waiting", "engines to sleep")
-            self.layout.from_rank_zero(self._until_asleep)
+            self._meanwhile(self._until_asleep)
+            if isinstance(self._staging, Lending):
+                self._staging.give_back()
 
     def _until_asleep(self) -> None:
         """On rank 0."""
@@ -131,8 +150,39 @@ class OtherRank:
         if self._staging is not None and self._shards is not None:
             buckets, parts = self._shards.buckets, self._shards.parts()
             self._staged(self._staging.stage(self.version, buckets, parts, self._until_released))
+            if isinstance(self._staging, Lending):
+                self._meanwhile(self._until_loaded)
+
+    def _meanwhile(self, wait: Callable[[], None]) -> None:
+        """Collective: `wait` runs on rank 0, as in `Layout.from_rank_zero`; until it returns, all ranks
+        fill the buckets of the weights that engines want."""
+        if not isinstance(self._staging, Lending):
+            self.layout.from_rank_zero(wait)
+            return
+        waiting = self._begin(wait)
+        while (fill := self.layout.from_rank_zero(lambda: self._next_fill(waiting))) is not None:
+            self._fill(self._staging, fill)
+        self.layout.from_rank_zero(waiting.result)
+
+    def _begin(self, wait: Callable[[], None]) -> Future[None]:
+        """On rank 0 `wait`, begun in a thread."""
+        return Future()
+
+    def _next_fill(self, waiting: Future[None]) -> Fill | None:
+        """On rank 0."""
+        return None
+
+    def _fill(self, staging: Lending, fill: Fill) -> BucketRef | None:
+        if fill.number is None:
+            staging.give_back()
+        elif fill.version == self.version and self._shards is not None:
+            return staging.fill(fill.number, fill.place, self._shards.parts(fill.number))
+        return None
 
     def _until_released(self) -> None:
+        """On rank 0."""
+
+    def _until_loaded(self) -> None:
         """On rank 0."""
 
     def _staged(self, manifest: Manifest) -> None:
@@ -146,7 +196,7 @@ class OtherRank:
         last, due = self.version == self.config.run.steps, self.schedule.due(self.version)
         if due or last:
             self.enter("waiting", "evaluation")
-            self.layout.from_rank_zero(lambda: self._evaluate(due=due, wait=last))
+            self._meanwhile(lambda: self._evaluate(due=due, wait=last))
         else:
             self._take_evaluations(wait=False)
 
@@ -166,7 +216,7 @@ class OtherRank:
         self.enter("checkpointing")
         if self.schedule is not None:
             unfinished = self.schedule.unfinished(self.version)
-            self.layout.from_rank_zero(lambda: self._take_evaluations(wait=unfinished))
+            self._meanwhile(lambda: self._take_evaluations(wait=unfinished))
         position = self._position()
         state = {
             "version": self.version,
@@ -214,6 +264,8 @@ class Rank0(OtherRank):
         self._log: MetricsLog | None = None
         self._eval_log: EvalLog | None = None
         self._batches: Batches | None = None
+        self._handout: Handout | None = None
+        """The batch that was awaited."""
         self._flow_metrics: dict[str, MetricValue] = {}
         """Metrics of engines and controller, since the batch before."""
         self._state, self._since = "starting", time.monotonic()
@@ -249,12 +301,41 @@ class Rank0(OtherRank):
         assert self._batches is not None, "begin comes first"
         return self._batches
 
+    def _take_batch(self) -> None:
+        self._handout = self._open.next_batch(self.version)
+
     def next_batch(self) -> TrainBatch | None:
-        handout = self._open.next_batch(self.version)
+        handout, self._handout = self._handout, None
         if handout is None:
             return None
         self._flow_metrics = handout.metrics
         return handout.batch
+
+    def _begin(self, wait: Callable[[], None]) -> Future[None]:
+        waiting: Future[None] = Future()
+
+        def work() -> None:
+            try:
+                wait()
+            except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+                waiting.set_exception(error)
+            else:
+                waiting.set_result(None)
+
+        # No executor: the process would wait for its thread before it ends.
+        threading.Thread(target=work, name="wait", daemon=True).start()
+        return waiting
+
+    def _next_fill(self, waiting: Future[None]) -> Fill | None:
+        return self._open.next_fill(waiting)
+
+    def _fill(self, staging: Lending, fill: Fill) -> BucketRef | None:
+        ref = super()._fill(staging, fill)
+        self._open.filled(ref)
+        return ref
+
+    def _until_loaded(self) -> None:
+        self._open.until_loaded(self.version)
 
     def _until_asleep(self) -> None:
         self._open.sleep()

@@ -33,6 +33,7 @@ from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.relay_process import Relay, RelaySpec, serve_here, start_relay
 from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
+from megatron_async_rl.rollout.cluster import ELSEWHERE
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 from megatron_async_rl.weights.manifest import Manifest
@@ -237,7 +238,7 @@ def relays_of(
 ) -> Relays | NoRelays:
     """The agents of a run. Raises RelayFailed where nothing can be served from this machine."""
     engine, fleet = spec.engines[0], spec.fleet
-    if engine.transport == "shared_memory":
+    if engine.transport not in ELSEWHERE:
         return NoRelays()
     collective = engine.transport == "collective"
     settings = RelaySettings(

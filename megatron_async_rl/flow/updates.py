@@ -11,7 +11,8 @@ Invariants:
 - of the engines that have work, at most `max_paused` stand still at a time, and one may always; one
   without work, asleep, or not serving yet, loads at once;
 - all waits are for a version number or for a turn: what has been reached stays reached;
-- colocated: while the policy has the devices no engine starts, loads or wakes;
+- colocated: while the policy has the devices no engine starts, loads or wakes; and of a version that
+  is lent none loads while one starts, which measures the free memory of its device;
 - after `halt` nothing is loaded any more, and whoever waits for a version is told why.
 """
 
@@ -23,10 +24,10 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterat
 from contextlib import asynccontextmanager
 from typing import Any
 
-from megatron_async_rl.flow.copies import Copies, Reader, Staged, Transfer
+from megatron_async_rl.flow.copies import Copies, Fill, LentBuckets, Reader, Staged, Transfer
 from megatron_async_rl.flow.errors import FlowError
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.weights.manifest import Copy, Manifest
+from megatron_async_rl.weights.manifest import BucketRef, Copy, Manifest
 
 
 class Signal:
@@ -70,6 +71,8 @@ class WeightUpdates:
         self._policy_has_devices = False
         self._halted: BaseException | None = None
         self._changed = Signal()
+        self._lent: LentBuckets | None = None
+        """Of the newest version, where that is lent."""
         self.copies = Copies()
         self.newest: Staged | None = None
         self.last: Transfer | None = None
@@ -84,6 +87,7 @@ class WeightUpdates:
                 " grow"
             )
         self.newest = Staged(version=version, manifest=manifest, at=time.monotonic())
+        self._lent = LentBuckets(version, len(manifest.buckets)) if manifest.lent else None
         self._policy_has_devices = False
         self._changed.fire()
 
@@ -136,7 +140,7 @@ class WeightUpdates:
         self._wanted.pop(index, None)
         self._loading.pop(index, None)
         self._paused.discard(index)
-        self._changed.fire()
+        self.give_back(index)
 
     def halt(self, error: BaseException) -> None:
         """Something is wrong with the weights: no engine is given any."""
@@ -180,7 +184,8 @@ class WeightUpdates:
         return staged if staged is not None and staged.version > engine.version else None
 
     def _may_load(self, engine: Reader) -> bool:
-        held_back = self._halted is not None or self._policy_has_devices
+        starts = self._lent is not None and self._starting > 0
+        held_back = self._halted is not None or self._policy_has_devices or starts
         if held_back or self._target(engine) is None:
             return False
         serving = sum(one.serving and not one.evaluates for one in self._engines())
@@ -283,7 +288,9 @@ class WeightUpdates:
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
         """The body starts an engine; it begins only while the devices are the engines'."""
-        await self._changed.until(lambda: not self._policy_has_devices)
+        await self._changed.until(
+            lambda: not self._policy_has_devices and not (self._lent and self._loading)
+        )
         self._starting += 1
         try:
             yield
@@ -295,3 +302,57 @@ class WeightUpdates:
         """Until the next version is staged. Returns when no engine is starting or loading."""
         self._policy_has_devices = True
         await self._changed.until(lambda: not self._starting and not self._loading)
+
+    # Buckets that are lent
+
+    async def until_loaded(self, version: int) -> None:
+        """Returns once every engine that is there holds `version`, or a newer one. Raises what `halt`
+        was given."""
+        await self._changed.until(
+            lambda: (
+                self._halted is not None
+                or all(one.version >= version for one in self._engines() if one.there)
+            )
+        )
+        if self._halted is not None:
+            raise self._halted
+
+    def held(self) -> None:
+        """An engine holds another version than before."""
+        self._changed.fire()
+
+    async def borrow(self, engine: int, number: int) -> BucketRef:
+        """A bucket of the version that the engine is loading, once it is there; the engine reads it
+        until it gives it back."""
+        lent = self._lent
+        assert lent is not None, "a version that is lent is loading"
+        lent.want(engine, number)
+        self._changed.fire()
+        found: list[BucketRef] = []
+
+        def there() -> bool:
+            found.extend(ref for ref in (lent.take(engine),) if ref is not None)
+            return bool(found)
+
+        await self._changed.until(there)
+        return found[0]
+
+    def give_back(self, engine: int) -> None:
+        """The engine neither reads a bucket nor waits for one any more."""
+        if self._lent is not None:
+            self._lent.leave(engine)
+        self._changed.fire()
+
+    async def next_fill(self, done: BucketRef | None) -> Fill:
+        """What the ranks are to do next; `done`: where they put the bucket that they were to fill."""
+        if self._lent is not None:
+            self._lent.filled(done)
+            self._changed.fire()
+        found: list[Fill] = []
+
+        def wanted() -> bool:
+            found.extend(fill for fill in (self._lent and self._lent.next_fill(),) if fill)
+            return bool(found)
+
+        await self._changed.until(wanted)
+        return found[0]

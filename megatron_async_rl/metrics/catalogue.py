@@ -390,7 +390,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "s", "Part of `time/train_s`: controls, clipping and the optimizer.", steps="sum"
             ),
             "time/publish_s": Metric(
-                "s", "Handing the new weights over: waiting for their place, digests, copies."
+                "s",
+                "Handing the new weights over: waiting for their place, digests, copies; with"
+                " `weights.transport: cuda_ipc` until the engines have loaded them.",
             ),
             "time/sleep_s": Metric(
                 "s", "Colocated: waiting until every engine sleeps and has given up its memory."

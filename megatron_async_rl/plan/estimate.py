@@ -48,6 +48,8 @@ RELAY_RATE = 2.5e9
 """Bytes a second over TCP from rank 0's machine to each other one, all at the same time."""
 NETWORK_RATE = 35e9
 """Bytes a second of one GPU over its own network card, of 400 Gb/s."""
+LENT_RATE = 60e9
+"""Bytes a second of buckets that the GPUs of a machine gather, over NVLink, and engines on them load."""
 SENDING = {
     "relay": f"{RELAY_RATE / 1e9:g} GB/s to each other machine",
     "collective": f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other",
@@ -155,6 +157,8 @@ class Estimate:
     relayed_s: float | None
     sending: str
     """How fast it is taken to be sent, in words."""
+    lent: bool
+    """Nothing passes through host memory."""
     loaded_s: float
     decoding: float
     tokens_per_s: float
@@ -189,6 +193,9 @@ class Estimate:
         if self.fp8 and chip.fp8 is not None:
             rates += f", {chip.fp8 / 1e12:.0f} in 8 bits"
         to_others = f", {self.sending}" if self.sending else ""
+        copied = f"{COPY_RATE / 1e9:g} GB/s between a GPU and shared memory"
+        if self.lent:
+            copied = f"{LENT_RATE / 1e9:g} GB/s of buckets from the ranks to engines on their GPUs"
         return (
             f"parts          generate {_s(self.generate_s)}, train {_s(self.train_s)}; publish"
             f" {_s(self.publish_s)} (stage {_s(self.staged_s)}{relayed}, load {_s(self.loaded_s)})"
@@ -198,9 +205,9 @@ class Estimate:
             f"an engine      {self.tokens_per_s:,.0f} tokens/s, {round(self.decoding, 1):g} responses at a"
             " time\n"
             f"assumed        {chip.name.upper()} by its data sheet: {COMPUTE_SHARE:.0%} of {rates},"
-            f" {READ_SHARE:.0%} of {chip.memory_rate / 1e12:g} TB/s; {COPY_RATE / 1e9:g} GB/s"
-            f" between a GPU and shared memory{to_others}; prompts of {batch.prompt} and responses"
-            f" of {batch.response} tokens, none much longer; no padding, rewards that take no time"
+            f" {READ_SHARE:.0%} of {chip.memory_rate / 1e12:g} TB/s; {copied}{to_others}; prompts of"
+            f" {batch.prompt} and responses of {batch.response} tokens, none much longer; no padding,"
+            " rewards that take no time"
         )
 
 
@@ -222,6 +229,9 @@ def estimate(
         return "not known: no speed is assumed of float32 products (model.dtype: float32)"
 
     version, elsewhere = shape.parameters * value_bytes(config), engines_elsewhere(config, machine)
+    lent = config.weights.transport == "cuda_ipc"
+    # A version that is lent is read once for its digests, and then bucket by bucket.
+    reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
     responses = batch.samples / rollout.engines
     reading = 2 * batch.prompt * (_layer_weights(shape) + _attention(shape, batch.prompt))
@@ -232,10 +242,11 @@ def estimate(
         version=version,
         generate_s=reading_s + responses * batch.response / tokens_per_s,
         train_s=_train_s(config, chip, shape, batch),
-        staged_s=version / (_writers(config, machine) * COPY_RATE),
+        staged_s=reads_s if lent else version / (_writers(config, machine) * COPY_RATE),
         relayed_s=_sent_s(config, version) if elsewhere else None,
         sending=SENDING[config.weights.transport] if elsewhere else "",
-        loaded_s=version / (rollout.tensor * COPY_RATE),
+        lent=lent,
+        loaded_s=version / (LENT_RATE if lent else rollout.tensor * COPY_RATE),
         decoding=decoding,
         tokens_per_s=tokens_per_s,
         run_ahead=run_ahead(config),

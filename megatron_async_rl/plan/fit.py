@@ -25,16 +25,15 @@ from pydantic import ValidationError
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
-from megatron_async_rl.plan.activations import value_bytes
 from megatron_async_rl.plan.layout import (
     Device,
+    device_of,
     engine_count,
     engines_elsewhere,
     rank_coordinates,
 )
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.memory import EngineMemory, RankMemory
-from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
 from megatron_async_rl.weights.manifest import IN_FLIGHT
@@ -152,13 +151,19 @@ def _needs(
             parts=(
                 ("the engine's weights", engine.weights // rollout.tensor),
                 ("the policy's parameters", _kept(kept)),
+                ("buckets on their way", lent_bytes(config, engine)),
             ),
             has=has,
         )
         found["generate"] = Need(
             key="rollout.gpu_memory_utilization",
             what=f"an engine, generating beside a rank{_of_stage(kept, ranks)}",
-            parts=(("the engine", share), ("the policy's parameters", _kept(kept))),
+            # One that has started again takes weights beside its cache.
+            parts=(
+                ("the engine", share),
+                ("the policy's parameters", _kept(kept)),
+                ("buckets on their way", lent_bytes(config, engine)),
+            ),
             has=has,
         )
     return found
@@ -174,6 +179,14 @@ def twin_bytes(config: Config, rank: RankMemory) -> int:
 def _kept(rank: RankMemory) -> int:
     """Bytes that a rank keeps on a GPU where it made room for an engine."""
     return rank.parameters + min(0, rank.fp8)
+
+
+def lent_bytes(config: Config, engine: EngineMemory) -> int:
+    """Of the buckets from which an engine loads on a device that it shares with the policy: each of at
+    most weights.bucket_mib, or of one tensor that is larger."""
+    if config.weights.transport != "cuda_ipc":
+        return 0
+    return IN_FLIGHT * min(max(config.weights.bucket_mib * MIB, engine.largest), engine.weights)
 
 
 def _sender(config: Config, rank: RankMemory) -> int:
@@ -239,6 +252,8 @@ def _changes(
         if phase != "publish" and share is not None:
             yield "rollout.gpu_memory_utilization", round(share, 4)
         yield "rollout.tensor", 2 * rollout.tensor
+        if config.weights.transport == "cuda_ipc":
+            yield "weights.bucket_mib", math.ceil(config.weights.bucket_mib / 4)
     beside = rollout is not None and rollout.placement == "colocated" and phase != "engine"
     if phase == "train" or beside:
         yield "policy.parallel.tensor", 2 * policy.parallel.tensor
@@ -321,15 +336,12 @@ def _gib(count: int, *, up: bool = False) -> str:
     return f"{(math.ceil(tenths) if up else round(tenths)) / 10:.1f} GiB"
 
 
-def shared_memory_problems(config: Config, shape: ModelShape, machine: Machine) -> list[Problem]:
-    """Versions of the weights that /dev/shm has no room for."""
-    own = config.weights.transport == "collective" and not engines_elsewhere(config, machine)
-    receivers = engine_count(config) if own else 0
-    needed = 2 * shape.parameters * value_bytes(config) * (1 + receivers)
+def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machine) -> list[Problem]:
+    """What /dev/shm has no room for."""
+    needed, what = _in_shared_memory(config, engine, machine)
     free = machine.shared_memory
     if machine.described or free >= needed:
         return []
-    what = "two versions of the model" + (f", and two for each of {receivers} engines" * own)
     return [
         Problem(
             key="weights.transport",
@@ -342,8 +354,19 @@ def shared_memory_problems(config: Config, shape: ModelShape, machine: Machine) 
     ]
 
 
+def _in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
+    """Bytes of weights in rank 0's /dev/shm, and what they are."""
+    if config.weights.transport == "cuda_ipc":
+        ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
+        return ranks * lent_bytes(config, engine), f"two buckets of each of {ranks} ranks"
+    own = config.weights.transport == "collective" and not engines_elsewhere(config, machine)
+    receivers = engine_count(config) if own else 0
+    what = "two versions of the model" + (f", and two for each of {receivers} engines" * own)
+    return 2 * engine.weights * (1 + receivers), what
+
+
 def shared_memory_notes(
-    config: Config, shape: ModelShape, machine: Machine, longest: int
+    config: Config, engine: EngineMemory, machine: Machine, longest: int
 ) -> list[str]:
     """Ray puts its object store elsewhere, or on disk, where /dev/shm has no room for it."""
     if machine.described or os.environ.get("RAY_ADDRESS"):
@@ -351,11 +374,11 @@ def shared_memory_notes(
     responses = config.flow.prompts_per_step * config.flow.group_size
     segments = config.rollout.max_segments if config.rollout is not None else 1
     store = object_store_bytes(responses, segments * longest)
-    weights = 2 * shape.parameters * value_bytes(config)
+    weights, what = _in_shared_memory(config, engine, machine)
     if weights + store <= machine.shared_memory:
         return []
     return [
-        f"two versions of the weights ({weights / MIB:.0f} MiB) and Ray's object store for the"
+        f"{what} ({weights / MIB:.0f} MiB) and Ray's object store for the"
         f" samples ({store / MIB:.0f} MiB) do not fit into /dev/shm, which has"
         f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
         f" --shm-size={math.ceil((weights + store) / GIB) + 1}g)"

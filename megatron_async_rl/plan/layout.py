@@ -14,6 +14,7 @@ from megatron_async_rl.plan.layers import lora_problems
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import ChosenLayers, choose_layers
+from megatron_async_rl.rollout.cluster import ELSEWHERE
 
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
@@ -99,7 +100,7 @@ def engines_elsewhere(config: Config, machine: Machine) -> bool:
     """True where engines may be on other machines than rank 0's: with a carrier that goes there, in
     a Ray cluster that is joined. Machines that are described are taken to be one."""
     joins = machine.described or os.environ.get("RAY_ADDRESS")
-    return config.weights.transport != "shared_memory" and bool(joins)
+    return config.weights.transport in ELSEWHERE and bool(joins)
 
 
 def engine_count(config: Config) -> int:
@@ -176,6 +177,8 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
     if machine.gpus and device_of(config, machine) == "cuda":
         found += _gpu_problems(config, machine)
+    if config.weights.transport == "cuda_ipc":
+        found += _lending_problems(config, machine)
     return found
 
 
@@ -209,6 +212,32 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
         " or rollout.tensor" if tensor > 1 else ""
     )
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
+
+
+def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
+    """Engines that could not map the memory of a rank."""
+    key, ranks = "weights.transport", config.policy.parallel.ranks
+    if machine.nodes > 1:
+        what = f"cuda_ipc passes weights within one machine, and the ranks are on {machine.nodes} nodes"
+        return [Problem(key=key, what=what, fix="set it to shared_memory")]
+    if config.rollout is None or device_of(config, machine) != "cuda":
+        return []
+    tensor = config.rollout.tensor
+    taken = engine_count(config) * tensor
+    if taken <= ranks:
+        return []
+    engines = f"{engine_count(config)} engines" + (f" of {tensor} GPUs" if tensor > 1 else "")
+    what = (
+        f"cuda_ipc passes weights from a rank to an engine on the same GPU, and {engines} are on"
+        f" {taken} GPUs, of which {ranks} have a rank"
+    )
+    fix = (
+        f"set rollout.engines to at most {ranks // tensor}, policy.parallel.ranks to {taken}, or this"
+        " to shared_memory"
+        if ranks >= tensor
+        else f"set policy.parallel.ranks to {taken}, or this to shared_memory"
+    )
+    return [Problem(key=key, what=what, fix=fix)]
 
 
 def _engine_problems(config: Config, shape: ModelShape) -> list[Problem]:

@@ -76,9 +76,10 @@ class RankMemory:
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
     """Bytes of one engine. `cache` is null on a GPU, where `rollout.gpu_memory_utilization` gives
-    it what is left."""
+    it what is left. `largest`: of its tensors."""
 
     weights: int
+    largest: int
     cache: int | None
     cache_tokens: int | None
     bytes_per_token: int
@@ -303,8 +304,10 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
     per_token = shape.kv_values_per_token * value_bytes(config)
     cache = None if on_gpu else int(rollout.kv_cache_gib * GIB)
     tokens = None if cache is None else cache // per_token
+    largest = max(shape.vocabulary, shape.intermediate, shape.heads * shape.head_dim)
     return EngineMemory(
         weights=shape.parameters * value_bytes(config),
+        largest=largest * shape.hidden * value_bytes(config),
         cache=cache,
         cache_tokens=tokens,
         bytes_per_token=per_token,

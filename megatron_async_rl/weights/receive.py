@@ -4,6 +4,7 @@ Invariants:
 - versions only grow; an update to a version that is not newer is refused before a weight is
   touched;
 - digests are of what the loaders wrote, not of what was sent (`loaded.py`);
+- a bucket that does not last is read when the call that brings it returns;
 - an update ends only when every parameter of the model was loaded in it. A fused parameter (qkv,
   gate_up) counts as loaded when each of its parts came;
 - what the kernels made of the old weights is made anew (`reload.py`).
@@ -16,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -120,16 +122,21 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._watch.begin(self.model.parameters())
 
     def receive_weights(self, update_info: BucketInfo) -> None:
+        assert self._reader is not None
         self._paths.add(update_info.path)
         with self._watch:
             self._loaded |= self._reload.load(self._offered(update_info.ref()))
+        if not self._reader.lasting and self.device.type == "cuda":
+            # With the answer the bucket's memory is the ranks' again.
+            torch.cuda.current_stream(self.device).synchronize()
 
     def finish_weight_update(self) -> None:
         with self._watch:
             self._incomplete = self._reload.end()
         assert self._reader is not None
         # Versions are staged in two slots in turn: the next one comes where the one before was.
-        self._reader.keep(self._paths | self._paths_before)
+        kept = self._paths | self._paths_before if self._reader.lasting else ()
+        self._reader.keep(kept)
 
     def require_complete(self) -> None:
         """Raises RuntimeError when the update that just ended left out a parameter of the model, or
@@ -159,11 +166,13 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
 
     def _offered(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
         assert self._reader is not None
-        for name, tensor in self._reader.read(ref):
+        copies = self._reload.keeps and not self._reader.lasting
+        for name, lent in self._reader.read(ref):
             if name in self._watch.names:
                 raise ValueError(
                     f"tensor {name} came twice in the update to version {self._version}"
                 )
+            tensor = lent.clone() if copies else lent
             self._watch.offer(name, tensor)
             yield name, tensor
 

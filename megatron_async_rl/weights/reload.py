@@ -51,7 +51,10 @@ log = init_logger(
 
 
 class Reload(Protocol):
-    """Once for each update: `begin`, `load` for each part of it, `end`."""
+    """Once for each update: `begin`, `load` for each part of it, `end`. `keeps`: it may hold tensors
+    beyond the `load` that brought them."""
+
+    keeps: bool
 
     def begin(self) -> None: ...
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -116,7 +119,9 @@ def _obstacle(model: torch.nn.Module) -> str | None:
 
 class LayerwiseReload:
     """Only layers that receive a tensor are packed by vLLM; a tied output layer receives none, so
-    it is packed here."""
+    it is packed here. vLLM holds what came of a layer until it has all of it."""
+
+    keeps = True
 
     def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         self._model = model
@@ -140,6 +145,8 @@ class LayerwiseReload:
 class InPlaceReload:
     """An embedding that only looks rows up needs no packed copy: it gets one when it is first used
     as a linear layer."""
+
+    keeps = False
 
     def __init__(self, model: torch.nn.Module, take: Callable[[Tensor], None]) -> None:
         self._model = model

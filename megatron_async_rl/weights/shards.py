@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -127,6 +128,10 @@ def _runs(places: Tensor) -> list[Tensor]:
     return list(torch.tensor_split(places, ends))
 
 
+_Own = tuple[ParameterEntry, list[tuple[Cut, slice | Tensor]]]
+"""A parameter that this rank holds, and its cuts with their rows."""
+
+
 @dataclass(frozen=True)
 class Seat:
     """A rank of the world, as far as the parameters that it holds go."""
@@ -164,13 +169,14 @@ class WeightShards:
             )
         self.buckets = buckets_of(exporter.entries, max_bytes)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self, bucket: int | None = None) -> Iterator[Part]:
         """This rank's, of the weights as they are now; a part is valid until the next one is asked
-        for. Collective where `gathered`."""
+        for. Collective where `gathered`. bucket: those of one alone; not where `gathered`."""
         if self.gathered:
+            assert bucket is None, "what is gathered comes in buckets of the exporter's"
             yield from self._whole_tensors()
             return
-        for entry, cuts in self._own:
+        for entry, cuts in self._own if bucket is None else self._own_by_bucket[bucket]:
             shard = self._exporter.shard(entry)
             for cut, rows in cuts:
                 part, name = shard[rows], entry.hf_names[cut.tensor]
@@ -179,18 +185,28 @@ class WeightShards:
                 else:
                     yield Part(name, cut.first, cut.column, part)
 
+    @functools.cached_property
+    def _own_by_bucket(self) -> list[list[_Own]]:
+        bucket_of = {spec.name: at for at, bucket in enumerate(self.buckets) for spec in bucket}
+        found: list[list[_Own]] = [[] for _ in self.buckets]
+        for entry, cuts in self._own:
+            apart: dict[int, list[tuple[Cut, slice | Tensor]]] = {}
+            for cut in cuts:
+                apart.setdefault(bucket_of[entry.hf_names[cut[0].tensor]], []).append(cut)
+            for at, of_bucket in apart.items():
+                found[at].append((entry, of_bucket))
+        return found
+
     def _whole_tensors(self) -> Iterator[Part]:
         for bucket in self._exporter.buckets(self._max_bytes):
             for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
                 if tensor is not None:
                     yield Part.whole(name, tensor)
 
-    def _cut(
-        self, seats: Sequence[Seat], own: Seat
-    ) -> list[tuple[ParameterEntry, list[tuple[Cut, slice | Tensor]]]]:
+    def _cut(self, seats: Sequence[Seat], own: Seat) -> list[_Own]:
         bridge = self._exporter.bridge
         known: dict[Any, list[Cut]] = {}
-        mine = []
+        mine: list[_Own] = []
         for number, entry in enumerate(self._exporter.entries):
             if not own.holds(entry):
                 continue

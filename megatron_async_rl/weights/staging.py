@@ -82,21 +82,25 @@ class Staging:
     def __init__(self, carrier: Carrier, ranks: Ranks | None = None) -> None:
         """Collective. Raises OSError where there is no room for anything."""
         self._ranks: Ranks = ranks or Alone()
+        self._carrier = carrier
         self._slots = (Slot(carrier), Slot(carrier))
         self._next = 0
         self._writer = carrier.writer()
         self._paths: list[str] = []
+        self.reached = self._reached()
 
+    def _reached(self) -> list[bool]:
         probes: list[Place] = []
 
         def probe() -> str:
-            probes.append(carrier.place(PROBE_BYTES))
+            probes.append(self._carrier.place(PROBE_BYTES))
             return probes[0].path
 
         path = self._ranks.from_rank_zero(probe)
-        self.reached = self._ranks.gathered(self._writer.reaches(path))
+        reached = self._ranks.gathered(self._writer.reaches(path))
         for place in probes:
             place.close()
+        return reached
 
     def stage(
         self,

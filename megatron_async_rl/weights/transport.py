@@ -94,6 +94,9 @@ class Writer(ABC):
 class Reader(ABC):
     """An engine worker's end."""
 
+    lasting = True
+    """What a bucket holds is there until the update ends; else until the worker asks for the next."""
+
     @abstractmethod
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
         """The tensors of `ref`, in their order. A tensor shows what the bucket holds until the
@@ -127,6 +130,12 @@ def carrier(name: str) -> Carrier:
 def whole_bucket(ref: BucketRef) -> TensorEntry:
     """The bucket as one tensor of bytes."""
     return TensorEntry(name="", dtype="uint8", shape=(ref.size,), offset=0, nbytes=ref.size)
+
+
+def view_of(memory: Tensor, entry: TensorEntry) -> Tensor:
+    """One tensor of the bucket that `memory`, [bytes] uint8, holds."""
+    flat = memory[entry.offset : entry.offset + entry.nbytes]
+    return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def damaged_tensor(writer: Writer, ref: BucketRef, digests: Mapping[str, str]) -> str | None:

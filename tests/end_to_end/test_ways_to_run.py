@@ -2,7 +2,8 @@
 apart by settings alone. Each shows first what its settings do, and then how it ends when something
 of it is killed, stopped or broken: the end names it, the work is kept, and nothing stays behind.
 
-    exact    its launcher is killed and it is started again; then its controller is stopped
+    exact    colocated, its weights lent; its launcher is killed and it is started again; then its
+             controller is stopped
     window   rank 0 of its two ranks is stopped
     replay   its reward raises, which by the config ends the run
     stuck    a run for its end alone: its reward never returns
@@ -50,6 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
             "sampling": {"max_tokens": 24},
             **SOON,
         },
+        "weights": {"transport": "cuda_ipc", "bucket_mib": 1},
         "policy": ONE_RANK,
         **STILL,
     },
@@ -260,6 +262,18 @@ def test_colocated_engines_do_not_sample_while_the_policy_trains(exact: Ended) -
     assert len(moved) >= 2 * len(exact.rows)
     assert all(0.0 < row["time/make_room_s"] < row["time/step_s"] for row in exact.rows)
     assert all(row["ratio/logp_diff_lag0_max"] < 1e-5 for row in exact.rows)
+
+
+def test_a_colocated_engine_loads_what_is_lent_while_the_policy_publishes(exact: Ended) -> None:
+    spans = read_timeline(exact.directory)
+    publishing = [span for span in spans["rank 0"] if span.state == "publishing"]
+    loading = [span for span in spans["engine-0"] if span.state == "loading"]
+    assert len(loading) >= len(exact.rows)
+    within = [
+        any(span.start < load.start and load.end < span.end for span in publishing)
+        for load in loading
+    ]
+    assert all(within)
 
 
 def test_a_window_with_over_sampling_balances_its_counts_within_the_bound(window: Ended) -> None:

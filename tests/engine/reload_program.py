@@ -3,7 +3,8 @@ same checkpoint.
 
 Arguments: where to write the answer, then `A:B` or `A:B:both`, checkpoints of one shape. The engine
 starts with A and is updated to B, A, B, in the way it chooses; with `both`, to A and B by vLLM's
-layer-wise reload then. The answer: for each A by name, for each state [way of the update, which
+layer-wise reload then. Each time to B for the last time its buckets are lent, two at a time, in memory
+that is overwritten as soon as it has been read. The answer: for each A by name, for each state [way of the update, which
 checkpoint (0: A), log-probs and other outputs].
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +32,21 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION, register
-from megatron_async_rl.weights.loaded import digests_of
-from megatron_async_rl.weights.manifest import require_equal
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+from megatron_async_rl.weights.loaded import Loaded, digests_of
+from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, require_equal
 from megatron_async_rl.weights.packed_layers import PackedExperts, PackedLinear
 from megatron_async_rl.weights.reload import LayerwiseReload
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
+from megatron_async_rl.weights.transport import carrier
 from tests.engine.reference import PROMPT
-from tests.staged import stage
+from tests.staged import parts, stage
 
-OWN = [(1, False), (0, False), (1, False)]
-LAYERWISE = [(0, True), (1, True)]
+OWN = [(1, False, False), (0, False, False), (1, False, True)]
+LAYERWISE = [(0, True, False), (1, True, True)]
+"""Which checkpoint, whether layer by layer, and whether it is lent."""
+LENT_BUCKETS = 7
 
 
 def main() -> None:
@@ -54,7 +61,7 @@ def main() -> None:
 
 
 def states(
-    checkpoints: list[Path], updates: list[tuple[int, bool]]
+    checkpoints: list[Path], updates: list[tuple[int, bool, bool]]
 ) -> list[tuple[str, int, list[float]]]:
     engine = LLM(
         str(checkpoints[0]),
@@ -73,21 +80,51 @@ def states(
         kwargs={"init_info": {"version": 0, "transport": "shared_memory"}},
     )
     done = [("none", 0, outputs(engine))]
-    staging = Staging(SharedMemory())
-    for version, (which, layerwise) in enumerate(updates, start=1):
+    staging, lending = Staging(SharedMemory()), Lending(CudaIpc(torch.device("cpu")))
+    for version, (which, layerwise, lent) in enumerate(updates, start=1):
         engine.collective_rpc(use_layerwise if layerwise else lend_memory_of_experts)
-        manifest = stage(staging, version, buckets(checkpoints[which]))
-        for index, ref in enumerate(manifest.buckets):
-            last = index == len(manifest.buckets) - 1
-            loaded = engine.collective_rpc(
-                "load_weight_bucket", args=(ref.as_plain(), version, index == 0, last)
-            )
-        require_equal("the engine", manifest.digests, digests_of(loaded))
+        engine.collective_rpc(read_as, args=("cuda_ipc" if lent else "shared_memory",))
+        if lent:
+            digests, loaded = borrowed(engine, lending, version, checkpoints[which])
+        else:
+            manifest = stage(staging, version, buckets(checkpoints[which]))
+            digests = manifest.digests
+            for index, ref in enumerate(manifest.buckets):
+                loaded = load(engine, ref, version, index, len(manifest.buckets))
+        require_equal("the engine", digests, digests_of(loaded))
         done.append((engine.collective_rpc(name_of_reload)[0], which, outputs(engine)))
+    lending.close()
     staging.close()
     del engine
     cleanup_dist_env_and_memory()
     return done
+
+
+def borrowed(
+    engine: LLM, lending: Lending, version: int, checkpoint: Path
+) -> tuple[Mapping[str, str], list[dict[str, Loaded]]]:
+    """Digests of the version, and what was loaded of it."""
+    weights = load_file(checkpoint / "model.safetensors").items()
+    lent = [dict(some) for some in batched(weights, -(-len(weights) // LENT_BUCKETS))]
+    manifest = stage(lending, version, lent)
+    for index, bucket in enumerate(lent):
+        ref = lending.fill(index, index % IN_FLIGHT, parts([bucket]))
+        loaded = load(engine, ref, version, index, len(lent))
+        _, memory, _ = lending._memory[index % IN_FLIGHT]
+        memory.fill_(0xFF)
+    lending.give_back()
+    return manifest.digests, loaded
+
+
+def load(
+    engine: LLM, ref: BucketRef, version: int, index: int, count: int
+) -> list[dict[str, Loaded]]:
+    arguments = (ref.as_plain(), version, index == 0, index == count - 1)
+    return engine.collective_rpc("load_weight_bucket", args=arguments)
+
+
+def read_as(worker: Any, transport: str) -> None:
+    worker.weight_transfer_engine._reader = carrier(transport).reader()
 
 
 def name_of_reload(worker: Any) -> str:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.weights import shards
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.export import WeightExporter
-from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
+from megatron_async_rl.weights.manifest import IN_FLIGHT, Manifest, WeightMismatch, require_equal
 from megatron_async_rl.weights.shards import WeightShards
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
+from megatron_async_rl.weights.transport import view_of
 
 COLLECTIVES = (
     "gather",
@@ -120,7 +122,22 @@ def staging_of(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
             found["collectives"] = calls
             found["bytes"] = layout.gathered(staged.written[0])
         staged.close()
-    return found
+    return found | {"lent": lent(exporter, layout)}
+
+
+def lent(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
+    """tensors, digests: of a version that is lent in small buckets, each as it is in this rank's own
+    memory."""
+    lending = Lending(CudaIpc(layout.device), layout)
+    shards = WeightShards(exporter, lending.reached, 5000)
+    manifest, tensors = lending.stage(1, shards.buckets, shards.parts()), {}
+    for number in range(len(shards.buckets)):
+        place = number % IN_FLIGHT
+        ref = lending.fill(number, place, shards.parts(number))
+        _, memory, _ = lending._memory[place]
+        tensors |= {entry.name: view_of(memory, entry).clone() for entry in ref.entries}
+    lending.close()
+    return {"tensors": tensors, "digests": dict(manifest.digests)}
 
 
 def faults(exporter: WeightExporter, layout: Layout, parameters: list[Tensor]) -> dict[str, str]:

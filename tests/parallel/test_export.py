@@ -69,7 +69,7 @@ def test_what_one_rank_holds_whole_is_exported_without_a_copy(layout, model):
 STAGED = [*CASES, *((layout, "qwen3-bfloat16") for layout in LAYOUTS)]
 
 
-@pytest.mark.parametrize("way", ["by tensors", "by rows", "gathered"])
+@pytest.mark.parametrize("way", ["by tensors", "by rows", "gathered", "lent"])
 @pytest.mark.parametrize(("layout", "model"), STAGED)
 def test_what_all_ranks_stage_is_the_checkpoint_and_so_are_its_digests(layout, model, way):
     """Digests of the checkpoint are of whole tensors; on every rank the same sums of parts."""

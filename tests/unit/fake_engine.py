@@ -48,6 +48,8 @@ class FakeEngine:
         self.versions: list[int] = []
         self.aborts: list[str] = []
         self.updates: list[int] = []
+        self.buckets: list[str] = []
+        """Paths of the update that began last."""
         self.calls: list[str] = []
         self.most = 0
         self.started: Callable[[Request, int], int] = lambda request, version: version
@@ -100,13 +102,20 @@ class FakeEngine:
         request = next(r for r in reversed(self.asked) if r.id == one)
         return [] if request.prefix is None else request.prefix.versions.tolist()
 
-    async def update(self, version: int, manifest: Manifest) -> dict[str, str]:
+    async def update(
+        self, version: int, manifest: Manifest, first: bool = True, last: bool = True
+    ) -> dict[str, str]:
         assert "weights" not in self.sleeping, "it was to load, and its weights sleep"
-        self.calls.append(f"update {version}")
+        if first:
+            self.calls.append(f"update {version}")
+            self.buckets = []
+        self.buckets += [ref.path for ref in manifest.buckets]
         if self.before_update is not None:
             waiting = self.before_update(version)
             if asyncio.iscoroutine(waiting):
                 await waiting
+        if not last:
+            return {}
         self.updates.append(version)
         self.version = version
         return {name: "?" if self.spoil else digest for name, digest in manifest.digests.items()}

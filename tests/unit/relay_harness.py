@@ -27,6 +27,7 @@ class Reader:
     machine: str = HERE
     version: int = -1
     evaluates: bool = False
+    there: bool = True
     serving: bool = False
     busy: bool = False
     loaded: list[tuple[int, str]] = field(default_factory=list)

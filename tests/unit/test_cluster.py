@@ -190,7 +190,8 @@ def test_a_ray_of_our_own_sees_none_of_the_trainers_gpus(monkeypatch: pytest.Mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0,2")
     monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
     assert join_ray({socket.gethostname(): ["3", "1"], "elsewhere": ["0", "2"]}) == []
-    assert seen == ["0,2"]
+    join_ray({}, shared=["1", "0"])
+    assert seen == ["0,2", "1,0"], "the ranks', and no other"
 
 
 def test_a_cluster_that_lets_nobody_in_is_named_with_what_to_set(
@@ -239,6 +240,8 @@ def test_engines_that_read_shared_memory_are_on_rank_0s_machine(
     nodes = Nodes(monkeypatch, "bac")
     assert [nodes.of(spec) for spec in specs(3)] == ["only b"] * 3
     assert [nodes.of(spec, device="cuda") for spec in specs(3)] == ["only b"] * 3
+    lent = {"transport": "cuda_ipc", "device": "cuda"}
+    assert [nodes.of(spec, **lent) for spec in specs(3)] == ["only b"] * 3
 
 
 @pytest.mark.parametrize("transport", ["relay", "collective"])

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.flow import engine_task
 from megatron_async_rl.flow.colocated import PHASES, TO, DeviceTurns, OutOfTurn
 from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.flow.copies import Fill
 from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
 from megatron_async_rl.metrics.timeline import read_timeline
@@ -25,7 +29,9 @@ from megatron_async_rl.rollout import engine_process
 from megatron_async_rl.rollout.engine_process import EngineStartError
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded
 from megatron_async_rl.watchdog.events import described, failure_of
-from megatron_async_rl.weights.manifest import WeightMismatch
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+from megatron_async_rl.weights.manifest import BucketRef, WeightMismatch
+from tests.staged import parts, specs
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest
 from tests.unit.flow_setup import begin, flow, run, until
 from tests.written_run import write_run
@@ -145,6 +151,104 @@ def test_a_step_of_the_policys_that_fails_ends_the_run_and_is_named_with_its_pha
     assert told == f"{type(error).__name__}: {error} (in phase {step.needs}, step {step.name})"
     assert step.name not in parts.done
     assert rank.turns.phase == step.needs
+
+
+class Lender:
+    """Rank 0's batches, and what engines ask of the ranks meanwhile: `orders`, one at a time; a wait
+    goes on until they are done."""
+
+    def __init__(self, *orders: Fill | None) -> None:
+        self.orders = list(orders)
+        self.done: list[BucketRef | None] = []
+        self._over = threading.Event()
+
+    def next_fill(self, made: Future[None]) -> Fill | None:
+        if self.orders and (fill := self.orders.pop(0)) is not None:
+            return fill
+        self._over.set()
+        wait((made,), 60)
+        return None
+
+    def filled(self, done: BucketRef | None) -> None:
+        self.done.append(done)
+
+    def _wait(self, *_: object) -> Any:
+        assert self._over.wait(60)
+        return "a batch"
+
+    publish = until_released = lambda self, *_: None
+    next_batch = sleep = until_loaded = evaluated = _wait
+
+
+def lending_rank(folder: Path, lender: Lender) -> tuple[Rank0, Lending]:
+    rank = rank0(folder, Parts("", Exception()))
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2)}
+    lending = Lending(CudaIpc(torch.device("cpu")))
+    rank._staging, rank._batches = lending, lender  # type: ignore[assignment]
+    rank._shards = SimpleNamespace(  # type: ignore[assignment]
+        buckets=specs([tensors]), parts=lambda bucket=None: parts([tensors])
+    )
+    OtherRank.begin(rank, 0, None, oldest=0)
+    return rank, lending
+
+
+FILL = Fill(version=0, number=0)
+
+
+@pytest.mark.parametrize("waits", ["publish", "await_batch", "take_devices", "state"])
+def test_while_rank_0_waits_the_ranks_fill_the_buckets_that_engines_want(
+    tmp_path: Path, waits: str
+) -> None:
+    """In their main threads, where no other collective is under way."""
+    lender = Lender()
+    rank, lending = lending_rank(tmp_path, lender)
+    threads = []
+    fill = lending.fill
+    lending.fill = lambda *which: (threads.append(threading.current_thread()), fill(*which))[1]  # type: ignore[func-returns-value, method-assign]
+    if waits != "publish":
+        rank.publish(0)
+    lender._over.clear()
+    lender.orders = [FILL, Fill(version=0, number=None), FILL, None]
+    if waits == "state":
+        rank.schedule = SimpleNamespace(
+            unfinished=lambda _: True, means={}, before=None, after=None
+        )  # type: ignore[assignment]
+        rank._take_evaluations = lambda wait: lender._wait()  # type: ignore[method-assign]
+        rank.config.model = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
+        rank._position = lambda: None  # type: ignore[method-assign, assignment]
+        rank.state()
+    else:
+        getattr(rank, waits)(*[0] if waits == "publish" else [])
+    assert [ref is not None for ref in lender.done] == [True, False, True]
+    assert threads == [threading.main_thread()] * 2
+    assert (lending._memory[0] is None) == (waits == "take_devices"), "the policy takes it back"
+    lending.close()
+
+
+def test_an_order_for_an_older_version_fills_nothing(tmp_path: Path) -> None:
+    rank, lending = lending_rank(tmp_path, lender := Lender(Fill(version=-1, number=0), None))
+    rank.publish(0)
+    assert lender.done == [None]
+    assert lending._memory == [None, None]
+    lending.close()
+
+
+def test_what_a_wait_raises_or_a_fill_ends_it(tmp_path: Path) -> None:
+    rank, lending = lending_rank(tmp_path, lender := Lender())
+    rank.publish(0)
+
+    def fails(*_: object) -> None:
+        raise WeightMismatch("w", "engine-0", "1", "2")
+
+    lender.next_batch = fails
+    with pytest.raises(WeightMismatch):
+        rank.await_batch()
+    lender.orders, lending.fill = [FILL], lambda *_: fails()  # type: ignore[assignment, method-assign]
+    lender.next_batch = lambda *_: lender._over.wait(60)
+    with pytest.raises(WeightMismatch):
+        rank.await_batch()
+    lender._over.set()
+    lending.close()
 
 
 # The engines' side

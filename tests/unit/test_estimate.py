@@ -13,7 +13,13 @@ from typer.testing import CliRunner
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import load
 from megatron_async_rl.metrics.log import Row
-from megatron_async_rl.plan.estimate import Estimate, Overlap, run_ahead
+from megatron_async_rl.plan.estimate import (
+    LENT_RATE,
+    READ_SHARE,
+    Estimate,
+    Overlap,
+    run_ahead,
+)
 from megatron_async_rl.plan.machine import CHIPS, Gpu, Machine, chip_of, described_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.plan import make_plan
@@ -418,3 +424,17 @@ def test_a_gpu_that_cannot_be_planned_for_is_refused(
 def test_a_gpu_is_known_by_its_name_unless_it_is_a_slower_form(name: str, chip: str | None) -> None:
     machine = Machine(cores=8, memory=0, shared_memory=0, gpus=(Gpu(name, 80 * 2**30),))
     assert chip_of(machine) == (CHIPS[chip] if chip is not None else None)
+
+
+def test_weights_that_stay_on_the_gpus_pass_no_shared_memory(tmp_path: Path) -> None:
+    """16.4 GB: read by eight ranks for their digests, then lent to all engines at a time."""
+    arguments = recipe(tmp_path, "qwen3_8b_colocated", "Qwen3-8B")
+    staged, lent = (
+        estimated(arguments, f"weights.transport={transport}")
+        for transport in ("shared_memory", "cuda_ipc")
+    )
+    assert lent.staged_s == pytest.approx(lent.version / (8 * READ_SHARE * lent.chip.memory_rate))
+    assert lent.loaded_s == pytest.approx(lent.version / LENT_RATE)
+    assert lent.publish_s < staged.publish_s / 3
+    assert "60 GB/s of buckets from the ranks to engines on their GPUs" in lent.in_words()
+    assert "between a GPU and shared memory" not in lent.in_words()

@@ -138,3 +138,36 @@ def test_an_order_of_the_engines_own_is_refused(sent: dict[str, Tensor]) -> None
         pytest.raises(RuntimeError, match="tensor q is loaded in an order of vLLM's own"),
     ):
         torch.empty(6, 8).copy_(offer("q").t())
+
+
+def test_memory_that_is_offered_again_is_of_the_tensor_offered_last(
+    sent: dict[str, Tensor],
+) -> None:
+    """As a place for buckets is, at other offsets: queries and keys, then the columns of o."""
+    place, o = torch.empty(96, dtype=torch.bfloat16), torch.empty(6, 8, dtype=torch.bfloat16)
+    q, k = torch.empty(8, 6, dtype=torch.bfloat16), torch.empty(4, 6, dtype=torch.bfloat16)
+    watch = LoadWatch()
+    watch.begin([q, k, o])
+    with watch:
+        for name, parameter, start in (("q", q, 0), ("k", k, 48), ("o", o, 8)):
+            lent = place[start : start + parameter.numel()].view(parameter.shape)
+            lent.copy_(sent[name])
+            watch.offer(name, lent)
+            parameter[:2].copy_(lent[:2])
+            parameter[2:].copy_(lent[2:])
+    assert digests_of([watch.loaded()]) == expected(sent, "q", "k", "o")
+
+
+def test_the_memory_of_a_tensor_that_is_gone_is_nobodys(sent: dict[str, Tensor]) -> None:
+    """What a loader puts there of its own is not taken for a part of that tensor."""
+    parameter = torch.empty(8, 6, dtype=torch.bfloat16)
+    watch = LoadWatch()
+    watch.begin([parameter])
+    memory = torch.empty(96, dtype=torch.uint8)
+    with watch:
+        offered = torch.frombuffer(memory.numpy(), dtype=torch.bfloat16).view(8, 6)
+        watch.offer("q", offered)
+        del offered
+        own = torch.frombuffer(memory.numpy(), dtype=torch.bfloat16).view(8, 6)
+        parameter.copy_(own)
+    assert digests_of([watch.loaded()]) == {}

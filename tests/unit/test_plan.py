@@ -25,7 +25,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.plan.activations import stores_scores
-from megatron_async_rl.plan.fit import twin_bytes
+from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
 from megatron_async_rl.plan.layout import rank_coordinates
 from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
 from megatron_async_rl.plan.memory import (
@@ -644,6 +644,59 @@ def test_only_shared_memory_brings_weights_to_the_policys_own_devices(file, tran
         load(file, [f"weights.transport={transport}", "rollout.placement=colocated"])
 
 
+def test_buckets_are_lent_to_engines_on_the_policys_own_devices_alone(file):
+    with pytest.raises(ConfigError, match=r"cuda_ipc passes .* same devices, and .*disaggregated"):
+        load(file, ["weights.transport=cuda_ipc"])
+
+
+LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=colocated")
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "what", "fix"),
+    [
+        (("policy.device=cuda",), 2, "the ranks are on 2 nodes", "set it to shared_memory"),
+        ((), 2, "the ranks are on 2 nodes", "set it to shared_memory"),
+        (
+            ("policy.device=cuda", "rollout.engines=4"),
+            1,
+            "4 engines are on 4 GPUs, of which 2 have a rank",
+            "set rollout.engines to at most 2, policy.parallel.ranks to 4, or this to shared_memory",
+        ),
+        (
+            ("policy.device=cuda", "policy.parallel.ranks=1", "rollout.tensor=2"),
+            1,
+            "1 engines of 2 GPUs are on 2 GPUs, of which 1 have a rank",
+            "set policy.parallel.ranks to 2, or this to shared_memory",
+        ),
+    ],
+)
+def test_engines_that_could_not_map_a_ranks_memory_are_refused(file, settings, nodes, what, fix):
+    two = ("policy.parallel.ranks=2", *LENT, *settings)
+    machine = NODE if "policy.device=cuda" in settings else LAPTOP
+    problems = plan(file, *two, machine=replace(machine, nodes=nodes)).problems
+    (problem,) = (one for one in problems if one.key == "weights.transport")
+    assert what in problem.what
+    assert problem.fix == fix
+    fitting = ("rollout.engines=2", "rollout.tensor=1", "policy.parallel.ranks=2")
+    assert plan(file, *two, *fitting, machine=machine).problems == ()
+
+
+def test_where_buckets_are_lent_dev_shm_holds_two_of_each_rank_on_a_cpu(file, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    planned = plan(file, "policy.parallel.ranks=2", *LENT)
+    lent = lent_bytes(load(file, LENT), planned.engine)
+    assert 0 < lent <= 2 * planned.engine.weights
+    room = replace(LAPTOP, shared_memory=2 * lent)
+    assert plan(file, "policy.parallel.ranks=2", *LENT, machine=room).problems == ()
+    room = replace(room, shared_memory=2 * lent - 1)
+    (problem,) = plan(file, "policy.parallel.ranks=2", *LENT, machine=room).problems
+    assert problem.what.startswith("two buckets of each of 2 ranks, ")
+    on_gpus = plan(file, "policy.device=cuda", *LENT, machine=replace(NODE, shared_memory=0))
+    assert on_gpus.problems == ()
+    assert not any("RAY_ADDRESS" in note for note in planned.warnings)
+
+
 def test_by_collective_each_engine_has_versions_of_its_own(file, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     weights = plan(file).engine.weights
@@ -1079,6 +1132,21 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
         [phase, f"{need.total / GIB:.1f}"] for phase, need in planned.peaks.items()
     ]
     assert twin_bytes(load(file, EIGHT_RANKS), rank) == rank.optimizer
+    lent = plan(
+        file, *EIGHT_RANKS, "weights={transport: cuda_ipc, bucket_mib: 3072}", machine=machine
+    )
+    assert {
+        phase: lent.peaks[phase].total - need.total for phase, need in planned.peaks.items()
+    } == {
+        "generate": 2 * 3 * GIB,
+        "train": 0,
+        "publish": 2 * 3 * GIB,
+    }
+    small = plan(
+        file, *EIGHT_RANKS, "weights={transport: cuda_ipc, bucket_mib: 1}", machine=machine
+    )
+    embedding = 128256 * 4096 * 2
+    assert small.peaks["publish"].total - planned.peaks["publish"].total == 2 * embedding
     apart = plan(file, *EIGHT_RANKS, "rollout.placement=disaggregated", machine=machine)
     assert apart.peaks == {}
 

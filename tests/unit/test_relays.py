@@ -4,13 +4,15 @@ what a failure costs."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_async_rl.flow import engine_task, relays
 from megatron_async_rl.flow.communicators import Communicators
@@ -20,6 +22,7 @@ from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.relay_process import RelaySpec
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.watchdog.deadline import ProcessDied
+from megatron_async_rl.weights.collective import Sender
 from megatron_async_rl.weights.manifest import Delivery, Meeting
 from megatron_async_rl.weights.relay_server import RelayFailed
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, specs
@@ -508,6 +511,54 @@ def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
         slot.engine = None
         with pytest.raises(RuntimeError, match="its engine has gone"):
             await sets.launch(where)
+
+    run(body)
+
+
+class OpenSender:
+    """The sender's actor, with the sender itself. `before`: awaited before it opens; `after`: called
+    then."""
+
+    def __init__(self) -> None:
+        self.sender = Sender("127.0.0.1", torch.device("cpu"), 60.0)
+        self.meetings: list[Meeting] = []
+        self.before = asyncio.Event()
+        self.after: Callable[[], object] = lambda: None
+        self.open = SimpleNamespace(remote=self._open)
+        self.close = SimpleNamespace(remote=self.sender.close)
+
+    async def _open(self, workers: int) -> Meeting:
+        await self.before.wait()
+        self.meetings.append(self.sender.open(workers))
+        self.after()
+        return self.meetings[-1]
+
+
+@pytest.mark.parametrize("when", ["before it is open", "as it is open"])
+def test_a_start_that_is_cancelled_leaves_no_port_in_use(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        (spec,), sender = specs(1), OpenSender()
+        slot = EngineSlot(spec)
+        slot.engine = SimpleNamespace(machine="engine-0@a")  # type: ignore[assignment]
+        sets = Communicators(lambda: [slot], Path("logs"), 60.0, None)
+        monkeypatch.setattr(sets, "_start", lambda: sender)
+        where = RelaySpec(index=0, machine="engine-0@a", log_dir=Path("logs"))
+        start = asyncio.create_task(sets.launch(where))
+        await asyncio.sleep(0.01)
+        if when == "as it is open":
+            sender.after = start.cancel
+        else:
+            start.cancel()
+            await asyncio.sleep(0.01)
+        sender.before.set()
+        await until(lambda: sender.meetings)
+        await asyncio.sleep(0.01)
+        assert start.cancelled()
+        (meeting,) = sender.meetings
+        with socket.create_server((meeting.host, meeting.port)):
+            pass
 
     run(body)
 

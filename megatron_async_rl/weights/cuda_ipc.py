@@ -1,0 +1,360 @@
+"""The carrier `cuda_ipc`: buckets pass from the policy's devices to engines on the same ones, while these
+stand still. Nothing of a version is in host memory, and a device has two buckets of it.
+
+    each rank:  its parts --> bucket on its device --summed over all ranks--> the whole bucket
+                                                                                 |  handle of its memory
+    each worker of an engine, on one of these devices:  maps it, loads from it, answers
+                                                        and then the memory is the ranks' again
+
+What is staged is the policy's own parameters: they stay as they are until the next step trains, and no
+engine loads then (flow/updates.py). An engine that starts again or joins before that gets the same
+buckets once more. On a CPU the memory is a file in /dev/shm; all else is the same.
+
+Invariants:
+- of two places on a device one is read while the other is filled; the controller says which
+  (flow/copies.py), and a place is filled only while nobody reads it;
+- on each device a bucket is whole, so an engine needs to see no other device;
+- digests are of the ranks' parameters, before a bucket is filled;
+- places are given back when no engine is left that loads. A worker lets go of them with its last bucket;
+  one that was killed before that holds none of their memory;
+- all ranks fill a bucket, or all raise.
+
+CUDA's memory comes from the driver, not from torch's allocator: that one's may lie in expandable segments,
+which other processes map only where they may look into each other's files, and torch gives memory that
+it has handed to a process which was killed never back. vLLM's own back end (`ipc`) uses both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest, TensorEntry
+from megatron_async_rl.weights.shared_memory import SharedMemory
+from megatron_async_rl.weights.staging import NotStaged, Ranks, Staging
+from megatron_async_rl.weights.transport import (
+    ALIGNMENT,
+    Carrier,
+    Part,
+    Place,
+    Reader,
+    TensorSpec,
+    Writer,
+    size_of,
+    view_of,
+    whole_bucket,
+)
+
+HANDLE_BYTES = 64
+HOST = "cpu"
+"""Name of the device of a process without CUDA."""
+_LAZY_PEER_ACCESS = 1
+_OUT_OF_MEMORY = 2
+
+
+class CudaIpc(Carrier):
+    """Memory of `device`; null: of this process's."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        self._host = SharedMemory() if self._device.type == "cpu" else None
+        self._places: dict[str, DevicePlace] = {}
+
+    @property
+    def device(self) -> str:
+        """The same in every process that uses it."""
+        if self._host is not None:
+            return HOST
+        return f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
+
+    def place(self, size: int) -> Place:
+        if self._host is not None:
+            return self._host.place(size)
+        place = DevicePlace(size, self._device)
+        self._places[place.path] = place
+        return place
+
+    def writer(self) -> Writer:
+        return DeviceWriter(self._places) if self._host is None else self._host.writer()
+
+    def reader(self) -> Reader:
+        return DeviceReader(self.device, self._device)
+
+
+CARRIER = CudaIpc
+
+
+class Lending(Staging):
+    """A version that is lent bucket by bucket, out of the parameters of all `ranks`. Used by one
+    thread of each."""
+
+    def __init__(self, carrier: CudaIpc, ranks: Ranks | None = None) -> None:
+        """Collective."""
+        super().__init__(carrier, ranks)
+        self._device = carrier.device
+        self._lent: Sequence[BucketRef] = ()
+        self._memory: list[tuple[Place, Tensor, str] | None] = [None] * IN_FLIGHT
+        """Places, their memory, and where every device's is."""
+
+    def stage(
+        self,
+        version: int,
+        buckets: Sequence[Sequence[TensorSpec]],
+        parts: Iterable[Part],
+        when_free: Callable[[], None] = lambda: None,
+    ) -> Manifest:
+        self.give_back()
+        manifest = super().stage(version, buckets, parts, when_free)
+        self._lent = manifest.buckets
+        return replace(manifest, lent=True)
+
+    def fill(self, number: int, place: int, parts: Iterable[Part]) -> BucketRef:
+        """Collective. Puts a bucket of the version into a place on every device, and returns where it
+        is. parts: this rank's of the bucket; one is done with when the next is asked for.
+
+        Raises what kept this rank from it, and NotStaged where it is another rank that could not.
+        """
+        own, memory, paths = self._memory[place] or self._make(place)
+        ref = replace(self._lent[number], path=own.path, size=own.size)
+        entries = {entry.name: entry for entry in ref.entries}
+        memory = memory[: _whole_words(size_of(ref.entries))]
+
+        def write() -> None:
+            for part in parts:
+                self._put(part, ref, entries[part.name])
+
+        alone = len(self.reached) == 1
+        if not alone:
+            memory.zero_()
+        failure = _failure_of(write)
+        # Each byte is one rank's, and zero on the others.
+        self._ranks.summed(memory.view(torch.int64))
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)
+        self._agree(failure, f"fill bucket {number}")
+        watch.progress("buckets lent")
+        return replace(ref, path=paths)
+
+    def give_back(self) -> None:
+        """The places' memory is free; nobody reads there any more."""
+        self._writer.keep(())
+        for index, made in enumerate(self._memory):
+            self._memory[index] = None
+            if made is not None:
+                made[0].close()
+
+    def close(self) -> None:
+        self.give_back()
+        super().close()
+
+    def _reached(self) -> list[bool]:
+        return self._ranks.gathered(True)
+
+    def _open(
+        self, entries: Sequence[Sequence[TensorEntry]], when_free: Callable[[], None]
+    ) -> list[str]:
+        when_free()
+        return [""] * len(entries)
+
+    def _put(self, part: Part, ref: BucketRef, entry: TensorEntry) -> None:
+        if ref.path:  # while a version is staged, nothing is anywhere
+            super()._put(part, ref, entry)
+
+    def _make(self, index: int) -> tuple[Place, Tensor, str]:
+        """Collective: a place on every rank's device, for the largest bucket."""
+        made: list[Place] = []
+
+        def make() -> None:
+            size = max(_whole_words(ref.size) for ref in self._lent)
+            made.append(self._carrier.place(size))
+
+        failure = _failure_of(make)
+        where = self._ranks.gathered((self._device, made[0].path if made else ""))
+        try:
+            self._agree(failure, "take memory for a bucket")
+        except Exception:
+            for one in made:
+                one.close()
+            raise
+        (place,) = made
+        ref = BucketRef(path=place.path, size=place.size, nbytes=0, entries=())
+        memory = self._writer.view(ref, whole_bucket(ref))
+        # Ranks without CUDA have a device in common: the first one's memory is as good as any.
+        found = place, memory, json.dumps(dict(reversed(where)))
+        self._memory[index] = found
+        return found
+
+    def _agree(self, failure: Exception | None, what: str) -> None:
+        failed = sum(self._ranks.gathered(failure is not None))
+        if failure is not None:
+            raise failure
+        if failed:
+            raise NotStaged(f"{failed} other ranks could not {what} of the weights")
+
+
+def _failure_of(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - raised once the other ranks know
+        return error
+    return None
+
+
+def _whole_words(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class DeviceWriter(Writer):
+    """A rank's end, on CUDA. places: its own, by path."""
+
+    def __init__(self, places: dict[str, DevicePlace]) -> None:
+        self._places = places
+
+    def reaches(self, path: str) -> bool:
+        return path in self._places
+
+    def view(self, ref: BucketRef, entry: TensorEntry) -> Tensor:
+        return view_of(self._places[ref.path].memory, entry)
+
+    def keep(self, paths: Collection[str]) -> None:
+        for path in self._places.keys() - set(paths):
+            del self._places[path]
+
+
+class DeviceReader(Reader):
+    """A worker's end, of memory on its device."""
+
+    lasting = False
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name = name
+        self._device = device
+        self._host = SharedMemory().reader() if name == HOST else None
+        self._mapped: dict[str, MappedPlace] = {}
+
+    def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
+        """Raises ValueError where no rank's memory is on this device, and RuntimeError for memory that
+        cannot be mapped."""
+        where: dict[str, str] = json.loads(ref.path)
+        if self._name not in where:
+            raise ValueError(
+                f"weights.transport: cuda_ipc has no bucket on {self._name}, this engine's device: ranks"
+                f" of the policy are on {', '.join(sorted(where))}. Give both the same devices"
+                " (CUDA_VISIBLE_DEVICES, policy.parallel.ranks), or set weights.transport:"
+                " shared_memory"
+            )
+        path = where[self._name]
+        if self._host is not None:
+            yield from self._host.read(replace(ref, path=path))
+            return
+        if path not in self._mapped:
+            self._mapped[path] = MappedPlace(path, ref.size, self._device)
+        for entry in ref.entries:
+            yield entry.name, view_of(self._mapped[path].memory, entry)
+
+    def keep(self, paths: Collection[str]) -> None:
+        kept = {own for path in paths for own in json.loads(path).values()}
+        if self._host is not None:
+            self._host.keep(kept)
+        for path in self._mapped.keys() - kept:
+            self._mapped.pop(path).close()
+
+
+class DevicePlace(Place):
+    """Memory of CUDA that other processes can map. `path`: its handle, in hexadecimal digits."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Raises torch.OutOfMemoryError, and RuntimeError where the driver refuses otherwise."""
+        self.size = size
+        self._device = device
+        self._pointer = ctypes.c_uint64()
+        handle = _Handle()
+        torch.cuda.empty_cache()  # torch keeps what it has freed from the driver
+        with _context(device):
+            _call("cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(size))
+            try:
+                _call("cuIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+            except BaseException:
+                self.close()
+                raise
+        self.path = bytes(handle).hex()
+        self.memory = _tensor(self._pointer, size, device)
+
+    def close(self) -> None:
+        with _context(self._device):
+            _call("cuMemFree_v2", self._pointer)
+
+
+class MappedPlace:
+    """Another process's memory, at `path`."""
+
+    def __init__(self, path: str, size: int, device: torch.device) -> None:
+        self._device = device
+        self._pointer = ctypes.c_uint64()
+        opened, handle = ctypes.byref(self._pointer), _Handle.from_buffer_copy(bytes.fromhex(path))
+        with _context(device):
+            _call("cuIpcOpenMemHandle_v2", opened, handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        self.memory = _tensor(self._pointer, size, device)
+
+    def close(self) -> None:
+        with _context(self._device):
+            _call("cuIpcCloseMemHandle", self._pointer)
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("content", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Exposed:
+    """Memory of CUDA as torch takes it."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def _tensor(pointer: ctypes.c_uint64, size: int, device: torch.device) -> Tensor:
+    """[size] uint8."""
+    return torch.as_tensor(_Exposed(pointer.value, size), device=device)
+
+
+@contextmanager
+def _context(device: torch.device) -> Iterator[None]:
+    """The driver's calls are about this device, and nothing runs there."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        yield
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(function: str, *arguments: Any) -> None:
+    """Raises RuntimeError with the driver's name of the error, torch.OutOfMemoryError for that."""
+    code = getattr(_driver(), function)(*arguments)
+    if not code:
+        return
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(code, ctypes.byref(name))
+    said = f"{function} failed: {name.value.decode() if name.value else f'error {code}'}"
+    if code == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {said}")
+    raise RuntimeError(said)
