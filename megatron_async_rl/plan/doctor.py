@@ -3,8 +3,8 @@ missing part would bring; and the families of models that can be trained (`mar d
 the table that `mar plan` and the ranks refuse by (policy/supported.py).
 
 Only the CPU path or the GPU path must be whole: a part is required on the path this machine can
-take (GPU when it shows one). Versions are read from package metadata, so a broken part cannot stop
-the examination.
+take (GPU when it shows one). Versions are read from package metadata, and what has to be imported
+is, in a process of its own, so a broken part cannot stop the examination.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def examine(machine: Machine | None = None) -> list[Finding]:
         _part(part, path) for part in PARTS if part.on in ((), ("cpu", "cuda")) or path in part.on
     ]
     torch_findings, cuda = _torch(path)
-    findings += [_plugin(), *torch_findings, _gpus(seen), *_fp8(seen, cuda), *_machine(seen)]
-    return findings
+    findings += [_plugin(), *torch_findings, _gpus(seen), *_transformer_engine(seen)]
+    return [*findings, *_fp8(seen, cuda), *_machine(seen)]
 
 
 def show(findings: list[Finding], console: Console) -> int:
@@ -169,30 +169,35 @@ def _plugin() -> Finding:
     )
 
 
-def _torch(path: str) -> tuple[list[Finding], str | None]:
-    """Findings, and the version of CUDA that torch is built for. Asks torch in a process of its
-    own: it is slow to load, and a broken build may kill its process."""
-    question = (
-        "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
-        " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
-        " torch.distributed.is_nccl_available(), c, sep='|')"
-    )
+def _asked(code: str) -> tuple[str, str]:
+    """(the last line that the code prints, ""), or ("", why it failed). In a process of its own:
+    what it imports is slow to load, and a broken build may kill its process."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", question],
+            [sys.executable, "-c", code],
             capture_output=True,
             text=True,
             timeout=PROBE_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        slow = f"took more than {PROBE_TIMEOUT_S:.0f} s"
-        return [Finding("import torch", "missing", slow, "reinstall torch")], None
+        return "", f"took more than {PROBE_TIMEOUT_S:.0f} s"
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return "", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return (done.stdout.strip().splitlines() or [""])[-1], ""
+
+
+def _torch(path: str) -> tuple[list[Finding], str | None]:
+    """Findings, and the version of CUDA that torch is built for."""
+    answer, failure = _asked(
+        "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
+        " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
+        " torch.distributed.is_nccl_available(), c, sep='|')"
+    )
+    if failure:
         advice = "reinstall torch (CPU: `make setup`)"
-        return [Finding("import torch", "missing", last, advice)], None
-    built, available, gloo, nccl, capability = done.stdout.strip().splitlines()[-1].split("|")
+        return [Finding("import torch", "missing", failure, advice)], None
+    built, available, gloo, nccl, capability = answer.split("|")
     wanted = path == "cuda"
     cuda = f"torch built for {built}, {'usable' if available == 'True' else 'not usable'}"
     states: list[Finding] = [
@@ -232,6 +237,20 @@ def _gpus(machine: Machine) -> Finding:
     return Finding(
         "GPUs", "ok", ", ".join(f"{gpu.name} {size(gpu.memory)}" for gpu in machine.gpus)
     )
+
+
+def _transformer_engine(machine: Machine) -> list[Finding]:
+    """None without a GPU, where nothing imports it, or where it is not installed."""
+    if not machine.gpus or machine.transformer_engine is None:
+        return []
+    _, failure = _asked("import transformer_engine.pytorch")
+    if not failure:
+        return [Finding("import transformer_engine", "ok", "yes", "layers of policies in bfloat16")]
+    advice = (
+        "ranks would take local layers, or none with policy.fp8: build it for this torch and CUDA"
+        " (Dockerfile), or uninstall it"
+    )
+    return [Finding("import transformer_engine", "missing", failure, advice)]
 
 
 def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
