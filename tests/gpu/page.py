@@ -20,7 +20,8 @@ END = "<!-- end -->\n"
 NEVER = "**Not run on a GPU yet**: there is no figure, and nothing here is a promise."
 
 Record = dict[str, Any] | None
-"""date, device, cuda, versions, commit, seconds; cut: tests that the time did not reach; tests: `file::name` -> passed, failed and skipped
+"""date, device, cuda, versions, commit, seconds; cut: tests that the time did not reach; tests:
+`file::name` -> passed, failed and skipped
 (numbers of parameters), seconds and reasons; figures: test, name, value, unit, against, and at_most
 or at_least."""
 
