@@ -20,8 +20,9 @@ from megatron_async_rl.config.schema import ParallelConfig
 from megatron_async_rl.policy import optimizer
 from tests.parallel.layout_program import Rank, run_each, save
 
-BUCKET = 4000
-"""Parameters of a bucket, at the least; Megatron's own would hold the whole model."""
+BUCKET = 1000
+"""Parameters of a bucket, at the least: the output layer has one to itself. Megatron's own would hold
+the whole model."""
 
 
 class Watched:
@@ -50,10 +51,11 @@ class Watched:
 
 
 class Gathers:
-    """Buckets of weights whose gathering began: beside the schedule's passes, or at once."""
+    """Buckets of weights whose gathering began: beside the schedule's passes, or at once. left: those
+    that nobody had waited for when a schedule's passes were through."""
 
     def __init__(self) -> None:
-        self.beside = self.at_once = 0
+        self.beside = self.at_once = self.left = 0
         start = _ParamAndGradBucketGroup.start_param_sync
 
         def counted(group, force_sync=False):
@@ -62,6 +64,17 @@ class Gathers:
             return start(group, force_sync=force_sync)
 
         _ParamAndGradBucketGroup.start_param_sync = counted
+
+    def watch(self, schedule) -> None:
+        accumulate = schedule.accumulate
+
+        def watched(*args):
+            accumulate(*args)
+            for chunk in schedule.chunks:
+                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                    self.left += group.param_gather_handle is not None
+
+        schedule.accumulate = watched
 
 
 FOLLOWED = ObjectiveConfig(
@@ -85,10 +98,11 @@ def gathered(rank: Rank, model: str, names: Sequence[str], gathers: Gathers) -> 
         policy = rank.policy(model, objective=settings)
         if how == "unawaited":
             policy.schedule.gather_weights = lambda: None
-        gathers.beside = gathers.at_once = 0
+        gathers.beside = gathers.at_once = gathers.left = 0
+        gathers.watch(policy.schedule)
         trained = rank.train(policy, names)
         counts = [None] * rank.layout.world_size
-        dist.all_gather_object(counts, (gathers.beside, gathers.at_once))
+        dist.all_gather_object(counts, (gathers.beside, gathers.at_once, gathers.left))
         found[objective, how] = {**trained, "gathers": counts}
     rank.parallel = whole
     return found

@@ -75,11 +75,12 @@ def test_weights_gathered_beside_the_forward_pass_change_no_bit(layout, objectiv
 @pytest.mark.parametrize("layout", DIVIDED)
 def test_a_batchs_first_step_is_gathered_beside_the_second_and_its_last_at_once(layout):
     found = results(layout)["gathered"]
-    assert all(beside == 0 < waits for beside, waits in found["plain", "at_once"]["gathers"])
-    for beside, waits in found["plain", "beside"]["gathers"]:
+    assert all(beside == 0 < waits for beside, waits, _ in found["plain", "at_once"]["gathers"])
+    for beside, waits, left in found["plain", "beside"]["gathers"]:
         assert beside == waits > 0
+        assert left == 0, "a bucket of weights was read that nobody had waited for"
     # What follows the weights reads them after every step.
-    assert all(beside == 0 < waits for beside, waits in found["followed", "beside"]["gathers"])
+    assert all(beside == 0 < waits for beside, waits, _ in found["followed", "beside"]["gathers"])
 
 
 @pytest.mark.parametrize("layout", DIVIDED)
