@@ -82,6 +82,7 @@ class Schedule:
         self.temperature = temperature
         self.logprob_chunk_tokens = logprob_chunk_tokens
         settings = getattr(wrapped[0], "ddp_config", None)
+        self._head_gradient: Tensor | None = None
         self._gathers_late = settings is not None and settings.overlap_param_gather
         self._moved = False
         if self._gathers_late:
@@ -136,6 +137,10 @@ class Schedule:
             self._run(micro_batches, loss, forward_only=False)
         finally:
             config.finalize_model_grads_func = finalize
+        if self._head_gradient is not None:
+            buffer: Any = self.model.output_weight().main_grad
+            buffer.add_(self._head_gradient)
+            self._head_gradient = None
 
     def reduce(self) -> None:
         """Sums the gradient buffers over the ranks that hold parts of the same gradient. Collective
@@ -239,13 +244,19 @@ class Schedule:
         return TokenOutputs(logp, entropy, squares.detach(), *rest)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Megatron's gradient buffer, where it may be added to directly: while it is reduced beside
-        the backward, Megatron wants every gradient from autograd; and to a buffer in bfloat16 each
-        chunk of tokens would round."""
+        """Megatron's gradient buffer, where it may be added to directly; beside one in bfloat16,
+        where each chunk of tokens would round, a float32 tensor of `accumulate`'s. Null where
+        autograd is to have the gradient: while buffers are reduced beside the backward, Megatron
+        wants it to have every one."""
         settings = getattr(self.chunks[-1], "ddp_config", None)
-        if settings is None or settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
+        buffer: Tensor | None = getattr(parameter, "main_grad", None)
+        if settings is None or settings.overlap_grad_reduce or buffer is None:
             return None
-        return getattr(parameter, "main_grad", None)
+        if buffer.dtype != torch.bfloat16 or not torch.is_grad_enabled():
+            return buffer
+        if self._head_gradient is None:
+            self._head_gradient = torch.zeros_like(buffer, dtype=torch.float32)
+        return self._head_gradient
 
 
 class StageMessages(P2PCommunicator):
