@@ -163,6 +163,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from lora_conflicts(config)
     yield from fp8_conflicts(config)
     yield from _precision(config)
+    yield from _gather(config)
     yield from _transport(config)
     yield from _routing(config)
     yield from sampling_conflicts(config)
@@ -250,6 +251,33 @@ def _rewards(config: Config) -> Iterator[str]:
             f"rollout.reward.timeout_s: {reward.timeout_s:g} lets the reward of a group take as long"
             f" as watchdog.timeout_s: {limit_s:g}, after which a run without progress ends; lower"
             " the one or raise the other"
+        )
+
+
+def _gather(config: Config) -> Iterator[str]:
+    """Reasons why weights cannot be gathered beside a forward pass; none: they can."""
+    policy, key = config.policy, "policy.parallel.overlap_param_gather"
+    if not policy.parallel.overlap_param_gather:
+        return
+    if not policy.parallel.distributed_optimizer:
+        yield (
+            f"{key}: without the distributed optimizer every rank updates all weights, and there is"
+            " nothing to gather; set policy.parallel.distributed_optimizer: true, or remove it"
+        )
+    elif not policy.parallel.overlap_grad_reduce:
+        yield (
+            f"{key} needs gradients in buckets, or the first layer would wait for all weights; set"
+            " policy.parallel.overlap_grad_reduce: true, or remove it"
+        )
+    if config.objective.steps_per_batch == 1:
+        yield (
+            f"{key}: a batch makes one optimizer step, whose weights are published at once; set"
+            " objective.minibatches or objective.epochs to more than 1, or remove it"
+        )
+    if policy.lora is not None:
+        yield (
+            f"{key} waits for the weights of a layer where the layer begins, and adapters"
+            " (policy.lora) are read by the layers beside them; remove one of the two"
         )
 
 

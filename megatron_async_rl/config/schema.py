@@ -92,6 +92,12 @@ class ParallelConfig(Strict):
     micro-batch's backward pass has made them, and not after it. For fast networks between them;
     the last stage holds a float32 gradient of the output layer's weight besides, and its copy in
     BF16."""
+    overlap_param_gather: bool = False
+    """Gather the weights that each rank has updated beside the next optimizer step's forward pass,
+    bucket by bucket, and not after each step. For batches that make several steps
+    (objective.minibatches x objective.epochs): after a batch's last one they are gathered at once,
+    since they are published. Needs distributed_optimizer and overlap_grad_reduce, whose buckets
+    these are."""
 
     @property
     def replica_ranks(self) -> int:

@@ -2,8 +2,8 @@
 missing part would bring, and how to mend it (`--fix-hints`).
 
 Only the CPU path or the GPU path must be whole: a part is required on the path this machine can
-take (GPU when it shows one). Versions are read from package metadata, so a broken part cannot stop
-the examination.
+take (GPU when it shows one). Versions are read from package metadata, and what has to be imported
+is, in a process of its own, so a broken part cannot stop the examination.
 """
 
 from __future__ import annotations
@@ -112,9 +112,8 @@ def examine(machine: Machine | None = None) -> list[Finding]:
         if part.on in ((), ("cpu", "cuda")) or path in part.on
     ]
     torch_findings, cuda = _torch(path)
-    findings += [_plugin(), *torch_findings, _gpus(seen), *_fp8(seen, cuda), *_machine(seen)]
-    findings.append(_sandbox())
-    return findings
+    findings += [_plugin(), *torch_findings, _gpus(seen), *_transformer_engine(seen)]
+    return [*findings, *_fp8(seen, cuda), *_machine(seen), _sandbox()]
 
 
 def show(
@@ -236,33 +235,35 @@ def _plugin() -> Finding:
     )
 
 
-def _torch(path: str) -> tuple[list[Finding], str | None]:
-    """Findings, and the version of CUDA that torch is built for. Asks torch in a process of its
-    own: it is slow to load, and a broken build may kill its process."""
-    question = (
-        "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
-        " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
-        " torch.distributed.is_nccl_available(), c, sep='|')"
-    )
+def _asked(code: str) -> tuple[str, str]:
+    """(the last line that the code prints, ""), or ("", why it failed). In a process of its own:
+    what it imports is slow to load, and a broken build may kill its process."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", question],
+            [sys.executable, "-c", code],
             capture_output=True,
             text=True,
             timeout=PROBE_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        slow = f"took more than {PROBE_TIMEOUT_S:.0f} s"
-        return [_broken_torch(slow, path)], None
+        return "", f"took more than {PROBE_TIMEOUT_S:.0f} s"
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return [_broken_torch(last, path)], None
-    return _torch_says(done.stdout.strip().splitlines()[-1], path)
+        return "", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return (done.stdout.strip().splitlines() or [""])[-1], ""
 
 
-def _broken_torch(found: str, path: str) -> Finding:
-    return Finding("import torch", "missing", found, "torch cannot be loaded", _new_torch(path))
+def _torch(path: str) -> tuple[list[Finding], str | None]:
+    """Findings, and the version of CUDA that torch is built for."""
+    answer, failure = _asked(
+        "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
+        " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
+        " torch.distributed.is_nccl_available(), c, sep='|')"
+    )
+    if failure:
+        fix = _new_torch(path)
+        return [Finding("import torch", "missing", failure, "torch cannot be loaded", fix)], None
+    return _torch_says(answer, path)
 
 
 def _new_torch(path: str) -> str:
@@ -307,6 +308,19 @@ def _gpus(machine: Machine) -> Finding:
     advice = "" if shown else "the CPU path runs; a GPU brings models of real size"
     fix = "where there is one: nvidia-smi; unset CUDA_VISIBLE_DEVICES; docker run --gpus all"
     return _look("GPUs", bool(shown), shown or "none shown", advice, fix)
+
+
+def _transformer_engine(machine: Machine) -> list[Finding]:
+    """None without a GPU, where nothing imports it, or where it is not installed."""
+    if not machine.gpus or machine.transformer_engine is None:
+        return []
+    _, failure = _asked("import transformer_engine.pytorch")
+    if not failure:
+        return [Finding("import transformer_engine", "ok", "yes", "layers of policies in bfloat16")]
+    advice = "ranks would take local layers, or none with policy.fp8"
+    (part,) = (one for one in PARTS if one.distribution.startswith("transformer-engine"))
+    fix = f"{_fix_of(part, 'cuda')}   # built for this torch and CUDA (Dockerfile); or uninstall it"
+    return [Finding("import transformer_engine", "missing", failure, advice, fix)]
 
 
 def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:

@@ -157,8 +157,9 @@ def rank_memory(
     head = 0
     narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
     if (parallel.overlap_grad_reduce or narrow) and lora is None:
-        # The gradient of the output layer's weight, and its copy in the model's dtype.
-        copied = value_bytes(config) if config.model.dtype == "bfloat16" else 0
+        # The gradient of the output layer's weight, and autograd's copy in the model's dtype.
+        by_autograd = parallel.overlap_grad_reduce and config.model.dtype == "bfloat16"
+        copied = value_bytes(config) if by_autograd else 0
         head = shape.vocabulary // parallel.tensor * shape.hidden * (FLOAT32 + copied)
     moments = own * moment_bytes(config)
     offloaded = moments if on_gpu and config.policy.optimizer.moment_offload == "cpu" else 0

@@ -7,6 +7,9 @@ Invariants:
 - the schedule (plain, or 1F1B over pipeline stages, interleaved over virtual ones) is Megatron's
   own; losses are summed over micro-batches, undivided;
 - every rank of a pipeline runs the same micro-batches in the same order;
+- with `overlap_param_gather` weights are gathered beside the forward pass after `weights_moved`, and
+  at no other time: passes that some ranks alone make find them gathered. What is no forward pass
+  reads them after `gather_weights`;
 - what consumes outputs sees those of all response tokens, on every context-parallel rank.
 """
 
@@ -26,7 +29,11 @@ from torch import Tensor
 
 from megatron_async_rl.policy.context_parallel import gather_outputs
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
-from megatron_async_rl.policy.megatron_private import schedule_order
+from megatron_async_rl.policy.megatron_private import (
+    await_parameter,
+    schedule_order,
+    set_gathered,
+)
 from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.watchdog import watch
 
@@ -74,6 +81,26 @@ class Schedule:
         self.layout = layout
         self.temperature = temperature
         self.logprob_chunk_tokens = logprob_chunk_tokens
+        settings = getattr(wrapped[0], "ddp_config", None)
+        self._head_gradient: Tensor | None = None
+        self._gathers_late = settings is not None and settings.overlap_param_gather
+        self._moved = False
+        if self._gathers_late:
+            set_gathered(wrapped, True)
+
+    def weights_moved(self) -> None:
+        """The optimizer has made a step."""
+        if self._gathers_late:
+            self._moved = True
+            set_gathered(self.chunks, False)
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """The weights are those of the last step on every rank. Collective over the world."""
+        if self._moved:
+            self._moved = False
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> None:
         """Leaves the gradient of the summed losses in the gradient buffers, reduced. Collective
@@ -110,11 +137,18 @@ class Schedule:
             self._run(micro_batches, loss, forward_only=False)
         finally:
             config.finalize_model_grads_func = finalize
+        if self._head_gradient is not None:
+            buffer: Any = self.model.output_weight().main_grad
+            buffer.add_(self._head_gradient)
+            self._head_gradient = None
 
     def reduce(self) -> None:
         """Sums the gradient buffers over the ranks that hold parts of the same gradient. Collective
         over the world."""
         self.model.config.finalize_model_grads_func(list(self.chunks))
+        if self._gathers_late:
+            # Megatron takes the end of a reduction for that of a step.
+            set_gathered(self.chunks, True)
 
     @torch.no_grad()
     def forward(
@@ -188,6 +222,8 @@ class Schedule:
         position = micro_batch.rows % length * batch + micro_batch.rows // length
         selected = hidden.transpose(0, 1).reshape(length * batch, width).index_select(0, position)
         weight, places = self.model.output_weight(), micro_batch.places
+        if self._gathers_late:
+            await_parameter(self.chunks[-1], weight)
         logp, entropy, sum_p_squared = vocab_parallel_logprobs(
             selected,
             weight,
@@ -208,13 +244,19 @@ class Schedule:
         return TokenOutputs(logp, entropy, squares.detach(), *rest)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Megatron's gradient buffer, where it may be added to directly: while it is reduced beside
-        the backward, Megatron wants every gradient from autograd; and to a buffer in bfloat16 each
-        chunk of tokens would round."""
+        """Megatron's gradient buffer, where it may be added to directly; beside one in bfloat16,
+        where each chunk of tokens would round, a float32 tensor of `accumulate`'s. Null where
+        autograd is to have the gradient: while buffers are reduced beside the backward, Megatron
+        wants it to have every one."""
         settings = getattr(self.chunks[-1], "ddp_config", None)
-        if settings is None or settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
+        buffer: Tensor | None = getattr(parameter, "main_grad", None)
+        if settings is None or settings.overlap_grad_reduce or buffer is None:
             return None
-        return getattr(parameter, "main_grad", None)
+        if buffer.dtype != torch.bfloat16 or not torch.is_grad_enabled():
+            return buffer
+        if self._head_gradient is None:
+            self._head_gradient = torch.zeros_like(buffer, dtype=torch.float32)
+        return self._head_gradient
 
 
 class StageMessages(P2PCommunicator):

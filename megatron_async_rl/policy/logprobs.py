@@ -24,7 +24,8 @@ Invariants:
   what is kept they take no more memory than LOGIT_COPIES of these: room for two chunks' tokens of
   float32 models, for three of bfloat16 ones;
 - logits are not rounded to the model's type before the softmax; the weight's gradient is summed in
-  float32, and no other tensor of the weight's size is made;
+  float32. No tensor of the weight's size is made where `weight_gradient` is given; else each
+  backward makes one, and a copy of the weight's type for autograd;
 - one collective forward (four numbers per token and rank) and one backward (the sum of the hidden
   states' gradient), however many chunks there are, and nothing that waits for the device;
 - padding rows of the vocabulary enter no sum and get no gradient.

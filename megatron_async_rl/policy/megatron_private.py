@@ -49,7 +49,6 @@ METHODS = {
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (
         "_copy_main_params_to_model_params",
         "_get_model_param_range_map",
-        "start_param_sync_for_bucket_group_subset",
     ),
     "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params": (
         "_copy_main_params_to_model_params",
@@ -68,12 +67,20 @@ ASSIGNED = {
         "shard_fp32_from_float16_groups",
         "model_fp32_groups",
         "shard_fp32_groups",
+        "model_chunks",
     ),
     "megatron.core.distributed.distributed_data_parallel": (
         "buffers",
         "expert_parallel_buffers",
+        "bucket_groups",
+        "expert_parallel_bucket_groups",
+        "param_to_bucket_group",
     ),
-    "megatron.core.distributed.param_and_grad_buffer": ("grad_data", "main_grad"),
+    "megatron.core.distributed.param_and_grad_buffer": (
+        "grad_data",
+        "main_grad",
+        "param_gather_dispatched",
+    ),
     "megatron.core.transformer.moe.router.TopKRouter": ("router_replay",),
 }
 """Class or module -> attributes that it assigns and we read."""
@@ -138,6 +145,22 @@ def has_expert_buffers(chunk: Any) -> bool:
     return bool(chunk.expert_parallel_buffers)
 
 
+def set_gathered(chunks: Sequence[Any], gathered: bool) -> None:
+    """gathered: the parameters of these chunks (inside Megatron's DDP) are the same on every
+    replica; else each bucket of them is gathered before the first module that reads it."""
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.param_gather_dispatched = gathered
+
+
+def await_parameter(chunk: Any, parameter: Tensor) -> None:
+    """The parameter is read, and not by the module that it belongs to, before which Megatron waits
+    for it."""
+    group = chunk.param_to_bucket_group.get(parameter)
+    if group is not None:
+        group.finish_param_sync()
+
+
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
     """Megatron's optimizers behind the one it hands out (experts have their own), without those
     that hold no parameter here."""
@@ -192,7 +215,8 @@ def weights_from_masters(optimizer: MegatronOptimizer) -> None:
     distributed = [part for part in parts if is_distributed(part)]
     if distributed:
         # One of them gathers what all of them have written.
-        distributed[0].start_param_sync_for_bucket_group_subset()
+        for chunk in distributed[0].model_chunks:
+            chunk.start_param_sync(force_sync=True)
 
 
 def is_distributed(part: Any) -> bool:

@@ -94,6 +94,7 @@ def wrap_for_gradients(chunks: list[Any], policy: PolicyConfig) -> list[Distribu
         grad_reduce_in_fp32=policy.optimizer.gradient_dtype == "float32",
         use_distributed_optimizer=policy.parallel.distributed_optimizer,
         overlap_grad_reduce=policy.parallel.overlap_grad_reduce,
+        overlap_param_gather=policy.parallel.overlap_param_gather,
         average_in_collective=False,
         fp8_param_gather=policy.fp8 is not None and policy.fp8.primary_weights,
     )
@@ -129,6 +130,7 @@ def build_optimizer(
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=policy.parallel.distributed_optimizer,
+            overlap_param_gather=policy.parallel.overlap_param_gather,
             fp8_recipe=policy.fp8.recipe if policy.fp8 is not None else None,
         ),
         wrapped,

@@ -208,6 +208,8 @@ class Policy:
             for _ in range(settings.epochs)
             for minibatch in minibatches
         ]
+        # Whatever reads weights between two batches (engines, checkpoints, copies) finds them whole.
+        self.schedule.gather_weights()
         metrics = {**over_steps(steps), **targets.metrics}
         metrics["time/precompute_s"] += precomputed - started
         if self.schedule.routing is not None:
@@ -273,6 +275,9 @@ class Policy:
 
         taken = self.step.take(facts, displaced, report)
         if not taken["policy/skipped"]:
+            self.schedule.weights_moved()
+            if self.references.follows:
+                self.schedule.gather_weights()
             self.references.stepped(self.step.updates)
         return {
             **measured,

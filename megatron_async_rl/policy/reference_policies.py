@@ -132,6 +132,11 @@ class ReferencePolicies:
         for store in self._past().values():
             store.begin(version)
 
+    @property
+    def follows(self) -> bool:
+        """`stepped` reads the weights, after some steps or all."""
+        return bool(self._moving())
+
     def stepped(self, taken: int) -> None:
         """An optimizer step was taken, the `taken`-th of the run."""
         if self.reference is not None and self._ema is not None:

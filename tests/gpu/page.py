@@ -20,7 +20,8 @@ END = "<!-- end -->\n"
 NEVER = "**Not run on a GPU yet**: there is no figure, and nothing here is a promise."
 
 Record = dict[str, Any] | None
-"""date, device, cuda, versions, commit, seconds; tests: `file::name` -> passed, failed and skipped
+"""date, device, cuda, versions, commit, seconds; cut: tests that the time did not reach; tests:
+`file::name` -> passed, failed and skipped
 (numbers of parameters), seconds and reasons; figures: test, name, value, unit, against, and at_most
 or at_least."""
 
@@ -48,6 +49,8 @@ def _run(record: Record) -> Iterator[str]:
         f"{record['date']}{commit}, one {record['device']}, CUDA {record['cuda']}, in"
         f" {record['seconds']:.0f} s. {versions}.\n"
     )
+    if record["cut"]:
+        yield f"**Not complete**: the time was over before {record['cut']} of the tests began.\n"
     yield "| test | checks | outcome |\n| --- | --- | --- |"
     for test, found in record["tests"].items():
         file, _, name = test.partition("::")

@@ -1,8 +1,8 @@
 """Products in 8-bit floats on one CUDA device: each recipe against bfloat16 on the same rows, GAC's
 cosine, a step under every control, resumed runs, and weights kept in 8 bits.
 
-The bounds are some twice of what rounding by tests/float8.py costs this model on a CPU, which
-MAR_GPU_TESTS=cpu repeats; all recipes have the same, after a first pass from which delayed scaling
+The bounds are twice what rounding by tests/float8.py costs this model on a CPU, which
+MAR_GPU_TESTS=cpu repeats, and docs/models.md shows; after a first pass from which delayed scaling
 learns.
 """
 
@@ -34,9 +34,19 @@ IN_BFLOAT16 = "bfloat16 on the same rows"
 KEPT = [recipe for recipe, facts in RECIPES.items() if not facts.primary]
 SIZES = {"hidden_size": 256, "heads": 4, "kv_heads": 2, "intermediate_size": 256, "layers": 2}
 """Every side of a weight is a multiple of 128."""
-TOLERANCES = {"logprob": 0.15, "gradient": 0.15, "norm": 0.1}
-"""Mean error of log-probs in nats; 1 - cosine; relative. Rounding on a CPU gave up to 0.080, 0.078
-and 0.020 over recipes and cases."""
+ROUNDED = {
+    "tensorwise": {"logprob": 0.080, "gradient": 0.078, "norm": 0.020},
+    "delayed": {"logprob": 0.080, "gradient": 0.078, "norm": 0.020},
+    "blockwise": {"logprob": 0.068, "gradient": 0.065, "norm": 0.016},
+    "mxfp8": {"logprob": 0.067, "gradient": 0.065, "norm": 0.016},
+}
+"""Recipe -> what rounding on a CPU costs at most, over the cases: mean error of log-probs in nats;
+1 - cosine; relative."""
+BETWEEN_LAYOUTS = {"tensorwise": 1.5, "delayed": 1.5, "blockwise": 0.6, "mxfp8": 0.6}
+"""Recipe -> most that two layouts differ, by what rounding costs one of them. Two roundings that know
+nothing of each other would differ by about 1.4 of it; blocks that a rank has whole are rounded alike
+on both."""
+ALLOWED = 2.0
 
 
 @functools.cache
@@ -120,7 +130,7 @@ def test_log_probs_are_near_those_of_bfloat16_and_others(recipe, case, figure):
     rounded, usual = (np.concatenate(each[name]["scores"]) for name in ("fp8", "bfloat16"))
     apart = np.abs(rounded - usual).mean()
     assert apart > 1e-4, "nothing was rounded"
-    bound = TOLERANCES["logprob"]
+    bound = ALLOWED * ROUNDED[recipe]["logprob"]
     name = f"log-probs, {recipe}, {case}, mean error"
     figure(name, apart, at_most=bound, unit="nats", against=IN_BFLOAT16)
 
@@ -133,7 +143,7 @@ def test_gradients_point_where_those_of_bfloat16_do(recipe, case, figure):
     figure(
         f"cosine of the gradient, {recipe}, {case}",
         cosine(rounded, usual),
-        at_least=1.0 - TOLERANCES["gradient"],
+        at_least=1.0 - ALLOWED * ROUNDED[recipe]["gradient"],
         against=IN_BFLOAT16,
     )
 
@@ -146,7 +156,7 @@ def test_a_steps_gradient_norm_is_that_of_bfloat16(recipe, case, figure):
     figure(
         f"gradient norm, {recipe}, {case}, relative error",
         abs(rounded / usual - 1.0),
-        at_most=TOLERANCES["norm"],
+        at_most=ALLOWED * ROUNDED[recipe]["norm"],
         against=IN_BFLOAT16,
     )
 
@@ -160,16 +170,36 @@ def test_a_divided_model_is_as_near_to_bfloat16_as_one_ranks_bound(recipe, layou
     rounded, usual = (np.concatenate(each[name]["scores"]) for name in ("fp8", "bfloat16"))
     apart = np.abs(rounded - usual).mean()
     assert apart > 1e-4, "nothing was rounded"
-    bound, at = TOLERANCES["logprob"], f"{recipe}, {layout} of 2"
+    bound, at = ALLOWED * ROUNDED[recipe]["logprob"], f"{recipe}, {layout} of 2"
     name = f"log-probs, {at}, mean error"
     figure(name, apart, at_most=bound, unit="nats", against=IN_BFLOAT16)
     gradients = (flat(each[name]["gradient"]) for name in ("fp8", "bfloat16"))
     figure(
         f"cosine of the gradient, {at}",
         cosine(*gradients),
-        at_least=1.0 - TOLERANCES["gradient"],
+        at_least=1.0 - ALLOWED * ROUNDED[recipe]["gradient"],
         against=IN_BFLOAT16,
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_divided_model_is_one_ranks_within_the_recipes_tolerance(recipe, layout, figure):
+    divided, alone = on_layout(recipe, layout)["fp8"], found(recipe)["cases"]["tied"]["fp8"]
+    apart = np.concatenate(divided["scores"]) - np.concatenate(alone["scores"])
+    norms = [each["step"]["policy/grad_norm"] for each in (divided, alone)]
+    for what, value, unit in (
+        ("logprob", np.abs(apart).mean(), "nats"),
+        ("gradient", 1.0 - cosine(flat(divided["gradient"]), flat(alone["gradient"])), ""),
+        ("norm", abs(norms[0] / norms[1] - 1.0), ""),
+    ):
+        figure(
+            f"{what}, {recipe}, {layout} of 2, distance",
+            value,
+            at_most=BETWEEN_LAYOUTS[recipe] * ALLOWED * ROUNDED[recipe][what],
+            unit=unit,
+            against="one rank in the same recipe",
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,13 +1,14 @@
 """docs/gpu.md says what docs/gpu.json holds."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_async_rl.plan import doctor
 from tests.gpu import page
-from tests.gpu.conftest import Recorder
+from tests.gpu.conftest import FIRST, LAST, Recorder
 
 
 def run(**changed):
@@ -19,6 +20,7 @@ def run(**changed):
         "versions": {"torch": "9.9"},
         "commit": "abc",
         "seconds": 200.4,
+        "cut": 0,
         "tests": {"test_x.py::test_sums_repeat": outcome},
         "figures": [
             {
@@ -51,7 +53,13 @@ def test_a_page_of_a_run_shows_outcomes_and_figures():
     assert page.NEVER not in text
     assert "2031-05-06 at abc, one a chip, CUDA 13.0, in 200 s. torch 9.9." in text
     assert "| `test_x.py` | sums repeat | 2 passed, 1 failed (off by 3) |" in text
+    assert "Not complete" not in text
     assert "| an error | 0.001235 nats | at most 0.25 | float64 |" in text
+
+
+def test_a_page_of_a_run_that_was_cut_short_says_so():
+    text = page.page(page.PAGE.read_text(), run(cut=3))
+    assert "**Not complete**: the time was over before 3 of the tests began." in text
 
 
 def test_a_new_page_keeps_what_people_wrote_around_the_record():
@@ -118,13 +126,34 @@ def test_a_run_is_recorded_by_test_with_reasons_and_figures(monkeypatch):
     }
     assert record["figures"] == [{"test": "test_x.py::test_a", **figure}]
     assert record["versions"] == {"python": "3.12.9"}
+    assert record["cut"] == 0
     assert record["device"] == "a chip"
 
 
-def test_tests_that_would_begin_too_late_are_skipped(monkeypatch):
-    recorder = Recorder()
-    setup = recorder.pytest_runtest_setup(None)
+class Item:
+    def __init__(self, path: Path) -> None:
+        self.path, self.nodeid = path, f"{path.name}::test_x"
+
+    def get_closest_marker(self, name: str) -> bool:
+        return True
+
+
+def test_tests_that_would_begin_too_late_are_skipped_and_counted(monkeypatch):
+    recorder, item = Recorder(), Item(Path("test_x.py"))
+    setup = recorder.pytest_runtest_setup(item)
     next(setup)
+    assert recorder.cut == set()
     monkeypatch.setattr(recorder, "begun", recorder.begun - 481.0)
     with pytest.raises(pytest.skip.Exception, match="480 s"):
-        next(recorder.pytest_runtest_setup(None))
+        next(recorder.pytest_runtest_setup(item))
+    assert recorder.cut == {"test_x.py::test_x"}
+
+
+def test_steps_and_layers_come_first_and_sweeps_of_gacs_kernels_last():
+    folder = sorted(Path(__file__).parent.glob("test_*.py"))
+    items = [Item(path) for path in folder]
+    Recorder().pytest_collection_modifyitems(items)
+    names = [item.path.name for item in items]
+    others = [path.name for path in folder if path.name not in (*FIRST, *LAST)]
+    assert names[: -len(LAST)] == [*FIRST, *others]
+    assert set(names[-len(LAST) :]) == set(LAST)

@@ -11,7 +11,7 @@ Layouts named `mixture...` or `expert...` run the model with experts, the others
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -29,7 +29,16 @@ from megatron_async_rl.policy.adam_view import masters_of
 from megatron_async_rl.policy.megatron_private import optimizer_parts
 from megatron_async_rl.policy.parameter_state import MASTER, adam_shards, optimizer_state
 from megatron_async_rl.policy.weight_copies import HeldMasters
-from tests.parallel.layout_program import Rank, exporter_of, received, run_each, save
+from tests.gpu.fp8_emulation import in_8_bits
+from tests.parallel.layout_program import (
+    Rank,
+    exporter_of,
+    received,
+    run_each,
+    save,
+    scorable,
+)
+from tests.parallel.objective_program import ReducedGradient
 from tests.parallel.parameter_state_program import LEAN
 from tests.parallel.reference_program import at_version
 from tests.parallel.staged_weights import staged_as_exported
@@ -40,6 +49,7 @@ PARTS = {
     "averaged": ("data_distributed_optimizer", "expert"),
     "kept": ("sequence", "virtual_pipeline", "data_distributed_optimizer", "expert"),
     "reference": ("data_distributed_optimizer",),
+    "rounded": ("single", "sequence", "context", "data_distributed_optimizer"),
 }
 """What is tried beside loading, and where: one layout for each way that it may fail."""
 BUDGET = 4096
@@ -292,6 +302,24 @@ def on_longer_rows(rank: Rank, model: str, a: str, b: str) -> dict[str, dict]:
     return found
 
 
+def rounded_products(rank: Rank, model: str, a: str) -> dict:
+    """Log-probs and gradient with products rounded as a recipe does, and in bfloat16 on the same
+    rows."""
+    found = {}
+    for recipe in ("tensorwise", "blockwise"):
+        with on_local_layers():
+            policy = rank.policy(
+                model, dtype="bfloat16", budget=BUDGET, fp8=Fp8Config(recipe=recipe)
+            )
+        for name, products in ((recipe, in_8_bits(recipe)), ("bfloat16", nullcontext())):
+            with products:
+                found[name] = {
+                    "scores": policy.score(received(policy, scorable(rank.batches[a]))),
+                    "gradient": ReducedGradient(rank, policy, a).whole(),
+                }
+    return found
+
+
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
     mixture = output.stem.startswith(("mixture", "expert"))
@@ -302,6 +330,7 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         ("averaged", lambda: averaged(rank, model, a)),
         ("kept", lambda: kept_in_8_bits(rank, model, a, b)),
         ("reference", lambda: with_reference(rank, model, a)),
+        ("rounded", lambda: rounded_products(rank, model, a)),
     ):
         if output.stem in PARTS[part]:
             results[part] = run()

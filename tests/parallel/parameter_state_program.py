@@ -37,10 +37,11 @@ from megatron_async_rl.config.schema import (
 )
 from megatron_async_rl.gradients import products_with
 from megatron_async_rl.plan.fit import memory_ran_out
-from megatron_async_rl.policy import device
+from megatron_async_rl.policy import device, forward
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, optimizer_parameters
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.device_memory import Released
+from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import DTYPES, build_model
 from megatron_async_rl.policy.model_blocks import ModelBlocks, read, write
@@ -183,8 +184,25 @@ def lean(rank: Rank, checkpoints: Path) -> dict:
             "masters": {tensor.dtype for tensor in mine[2]},
             "buffers": {buffer.dtype for buffer in gradient_buffers(first.schedule.chunks)},
             "cosines": cosines_with_momentum(rank, first),
+            "head": gradients_of_the_head(rank, first),
         }
     return found
+
+
+def gradients_of_the_head(rank: Rank, policy) -> list[tuple[int, set]]:
+    """Of each rank of a last stage: the micro-batches of a step, and the dtypes of the tensors that the
+    output layer's gradient is added to in them. After `cosines_with_momentum`, on its batch."""
+    given = []
+
+    def noted(*args, weight_gradient, **options):
+        given.append(weight_gradient)
+        return vocab_parallel_logprobs(*args, weight_gradient=weight_gradient, **options)
+
+    with mock.patch.object(forward, "vocab_parallel_logprobs", noted):
+        ReducedGradient(rank, policy, "next")
+    places = {None if each is None else (each.data_ptr(), str(each.dtype)) for each in given}
+    everyone = rank.layout.gathered((len(given), places))
+    return [each for each in everyone if each[0]]
 
 
 def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:

@@ -4,9 +4,13 @@ those kept in 8 bits, bit for bit."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from tests.gpu.test_fp8 import BETWEEN_LAYOUTS
+from tests.gpu.test_train_step import flat
+from tests.gradients import cosine
 from tests.parallel import layouts
 from tests.parallel.fp8_program import PARTS
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
@@ -34,6 +38,30 @@ def test_rows_of_a_recipes_multiple_change_no_step(layout):
         compare_weights(run["weights"], plain["weights"])
         shares = [each["steps"][0]["policy/padding_share"] for each in (run, plain)]
         assert recipe == "plain" or shares[0] > shares[1]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("layout", [each for each in PARTS["rounded"] if each != "single"])
+def test_layouts_agree_within_the_rounding_of_a_recipe(layout, recipe):
+    """Scales are of what a rank holds of a tensor in a micro-batch, so not to the bit."""
+    divided, alone = (results(each)["rounded"] for each in (layout, "single"))
+    rounded, usual = alone[recipe], alone["bfloat16"]
+    for distance in (of_log_probs, of_gradients):
+        rounding = distance(rounded, usual)
+        assert rounding > 0.01, "nothing was rounded"
+        assert distance(divided[recipe], rounded) < BETWEEN_LAYOUTS[recipe] * rounding
+        assert distance(divided["bfloat16"], usual) < 0.15 * rounding
+
+
+def of_log_probs(one: dict, other: dict) -> float:
+    """Nats, in the mean."""
+    scores = (np.concatenate(each["scores"]).astype(np.float64) for each in (one, other))
+    return float(np.abs(np.subtract(*scores)).mean())
+
+
+def of_gradients(one: dict, other: dict) -> float:
+    """1 - cosine."""
+    return 1.0 - cosine(flat(one["gradient"]), flat(other["gradient"]))
 
 
 @pytest.mark.parametrize("layout", PARTS["averaged"])

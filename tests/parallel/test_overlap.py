@@ -1,12 +1,15 @@
-"""Gradients that are reduced beside the backward pass are those that are reduced after it."""
+"""Gradients that are reduced beside the backward pass are those that are reduced after it, and
+weights that are gathered beside the forward pass those that are gathered after a step."""
 
 from __future__ import annotations
 
 import functools
 
 import pytest
+import torch
 
 from tests.parallel import layouts
+from tests.parallel.test_export import assert_same
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 
 pytestmark = pytest.mark.parallel
@@ -49,3 +52,39 @@ def test_from_the_second_step_on_every_rank_reduces_buckets_early(layout):
         assert early[0] == 0
         assert early[1] >= (1 if whole and rank > 0 else 3)
     assert {count for early in results(layout)[False]["early"] for count in early} == {0}
+
+
+DIVIDED = [
+    name for name, settings in LAYOUTS.items() if settings.get("distributed_optimizer", True)
+]
+
+
+def without_times(steps):
+    return [{k: v for k, v in step.items() if not k.startswith("time/")} for step in steps]
+
+
+@pytest.mark.parametrize("objective", ["plain", "followed"])
+@pytest.mark.parametrize("layout", DIVIDED)
+def test_weights_gathered_beside_the_forward_pass_change_no_bit(layout, objective):
+    found = results(layout)["gathered"]
+    at_once, beside = (found[objective, how] for how in ("at_once", "beside"))
+    assert without_times(beside["steps"]) == without_times(at_once["steps"])
+    assert_same(beside["weights"], at_once["weights"])
+
+
+@pytest.mark.parametrize("layout", DIVIDED)
+def test_a_batchs_first_step_is_gathered_beside_the_second_and_its_last_at_once(layout):
+    found = results(layout)["gathered"]
+    assert all(beside == 0 < waits for beside, waits, _ in found["plain", "at_once"]["gathers"])
+    for beside, waits, left in found["plain", "beside"]["gathers"]:
+        assert beside == waits > 0
+        assert left == 0, "a bucket of weights was read that nobody had waited for"
+    # What follows the weights reads them after every step.
+    assert all(beside == 0 < waits for beside, waits, _ in found["followed", "beside"]["gathers"])
+
+
+@pytest.mark.parametrize("layout", DIVIDED)
+def test_a_missing_wait_would_show_in_what_is_exported(layout):
+    found = results(layout)["gathered"]
+    right, stale = (found["plain", how]["weights"] for how in ("at_once", "unawaited"))
+    assert not all(torch.equal(stale[name], right[name]) for name in right)

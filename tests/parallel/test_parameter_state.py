@@ -136,6 +136,14 @@ def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_goes_on_bit_for_bi
     assert found["resumed"]
 
 
+@pytest.mark.parametrize("layout", LEAN_LAYOUTS)
+def test_one_float32_gradient_of_the_output_layer_serves_all_micro_batches_of_a_step(layout):
+    found = of(layout)["lean"]
+    for micro_batches, places in found["weights"]["head"]:
+        assert micro_batches > 1
+        assert [dtype for _, dtype in places] == ["torch.float32"]
+
+
 READ = ("policy/grad_norm", "gac/cosine", "momentum/cosine", "displacement/cosine")
 """Readings by controls and clipping of gradients, moments and the update to come."""
 

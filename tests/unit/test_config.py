@@ -322,6 +322,29 @@ def test_replay_of_experts_wants_a_pass_that_chose_them(file, overrides, what):
     assert any(what in one.what for one in caught.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ([], ""),
+        (["policy.parallel.distributed_optimizer=false"], "nothing to gather"),
+        (["policy.parallel.overlap_grad_reduce=false"], "in buckets"),
+        (["objective.minibatches=1"], "published at once"),
+        (["policy.lora={}"], "adapters"),
+    ],
+)
+def test_weights_gathered_beside_a_forward_pass_want_one_and_buckets(file, changed, why):
+    ranks = ["policy.parallel.ranks=2", "objective.minibatches=2"]
+    overlaps = [f"policy.parallel.overlap_{each}=true" for each in ("grad_reduce", "param_gather")]
+    if not why:
+        load(file, [*ranks, *overlaps])
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(file, [*ranks, *overlaps, *changed])
+    (problem,) = caught.value.problems
+    assert "policy.parallel.overlap_param_gather" in problem.what
+    assert why in problem.what
+
+
 @pytest.mark.parametrize("how", ["virtual_pipeline=2", "expert=2", "overlap_grad_reduce=true"])
 def test_a_baseline_that_is_measured_sequence_by_sequence_wants_gradients_to_itself(file, how):
     exact = ["objective.advantage={name: opob, mode: exact}", "objective.loss=reinforce"]

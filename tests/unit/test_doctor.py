@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -176,6 +177,28 @@ def test_a_small_shared_memory_fails_since_it_carries_the_weights():
     small = Machine(cores=2, memory=16 * GIB, shared_memory=64 * 2**20, gpus=())
     assert states(small)["shared memory"] == "missing"
     assert exit_code(small) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "state", "found"),
+    [("", "ok", "yes"), ("raise ImportError('undefined symbol: x')", "missing", "symbol: x")],
+)
+def test_an_installed_transformer_engine_must_import_where_there_is_a_gpu(
+    tmp_path, monkeypatch, body, state, found
+):
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    (tmp_path / "transformer_engine" / "pytorch.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def looked_at(**changes) -> list[doctor.Finding]:
+        findings = doctor.examine(replace(NODE, **{"transformer_engine": "2.12.0"} | changes))
+        return [each for each in findings if each.part == "import transformer_engine"]
+
+    (finding,) = looked_at()
+    assert finding.state == state
+    assert found in finding.found
+    assert looked_at(gpus=()) == looked_at(transformer_engine=None) == []
 
 
 def test_the_tried_versions_are_those_of_the_lock():

@@ -1,11 +1,24 @@
 """The reference of 8-bit floats has the errors that its numbers have, and is the step controls' own
-where both have blocks of 128 in a row."""
+where both have blocks of 128 in a row; what docs/models.md says of recipes is what it makes of a
+model."""
+
+import functools
+import re
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from megatron_async_rl.config.fp8 import RECIPES
 from megatron_async_rl.controls.quantize import dequantize, quantize
 from tests.float8 import blockwise, restored, tensorwise
+from tests.gpu import test_fp8
+from tests.gpu.fp8_emulation import ROUNDINGS
+from tests.tiny_models import save_tiny_model
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 SHAPE = (256, 384)
 STEP = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
@@ -81,3 +94,73 @@ def test_zeros_and_cut_blocks_stay_what_they_are(way):
     torch.testing.assert_close(
         restored(*WAYS[way](ones, torch.float8_e4m3fn)), ones, rtol=1e-6, atol=0
     )
+
+
+@functools.cache
+def sampled(directory: Path):
+    """A random model as test_fp8.py has it, in bfloat16 as engines do, and 16 responses of 64 tokens
+    that it sampled after prompts of 8."""
+    import transformers
+
+    sizes = {**test_fp8.SIZES, "tied": True, "vocab_size": 97, "scale": 2.0}
+    path = save_tiny_model(directory / "model", seed=1, **sizes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokens = torch.randint(1, 97, (16, 8))
+        length = {"min_new_tokens": 64, "max_new_tokens": 64, "pad_token_id": 0}
+        mask = torch.ones_like(tokens)
+        tokens = model.generate(tokens, attention_mask=mask, do_sample=True, top_k=0, **length)
+    return model, tokens
+
+
+@torch.no_grad()
+def log_probs(model, tokens):
+    """Of the responses."""
+    logits = model(tokens).logits[:, 7:-1].float()
+    return logits.log_softmax(-1).gather(-1, tokens[:, 8:, None])[..., 0]
+
+
+def rounded(recipe, head):
+    """A product of a layer as a policy with this recipe makes it; that of the output layer is not
+    rounded."""
+    inputs, weights, _ = ROUNDINGS[recipe]
+
+    def forward(layer, values):
+        if layer is head:
+            return F.linear(values, layer.weight)
+        flat = inputs(values.flatten(0, -2))
+        return F.linear(flat, weights(layer.weight)).view(*values.shape[:-1], -1)
+
+    return mock.patch.object(torch.nn.Linear, "forward", forward)
+
+
+def told(recipe):
+    """The recipe's numbers in docs/models.md."""
+    (row,) = re.findall(
+        rf"^\| `{recipe}` \| ([\d. |]+) \|$", (DOCS / "models.md").read_text(), re.M
+    )
+    return [float(cell) for cell in row.split("|")]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_engines_in_bfloat16_are_as_far_from_a_policy_in_8_bits_as_the_page_says(
+    recipe, tmp_path_factory
+):
+    model, tokens = sampled(tmp_path_factory.getbasetemp())
+    engine = log_probs(model, tokens)
+    with rounded(recipe, model.lm_head):
+        apart = log_probs(model, tokens) - engine
+    mean, largest, response = told(recipe)[:3]
+    assert float(apart.abs().mean()) == pytest.approx(mean, rel=0.1)
+    assert float(apart.abs().max()) == pytest.approx(largest, rel=0.25)
+    assert float(apart.sum(1).std()) == pytest.approx(response, rel=0.25)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_pages_tolerances_are_those_that_a_gpu_is_held_to(recipe):
+    rounded = test_fp8.ROUNDED[recipe]
+    assert told(recipe)[3:] == [
+        *(rounded[what] for what in ("logprob", "gradient", "norm")),
+        test_fp8.BETWEEN_LAYOUTS[recipe],
+    ]
