@@ -4,8 +4,8 @@
                         +-> Pool of part "style"   -> RewardProcess ...
 
 Invariants:
-- the reward of a response is the sum of its parts times their weights; one part that fails, fails
-  the response, and is named;
+- the reward of a response is the sum of its parts times their weights, multiplied by those that are
+  gates; one part that fails, fails the response, and is named;
 - a response that makes a process die or a call of several fail costs itself alone: the others that
   were worked on are tried again, one by one;
 - a process that ends is replaced;
@@ -206,8 +206,8 @@ class Scorer:
     """Used by one event loop. Call `start` first."""
 
     def __init__(self, settings: RewardConfig) -> None:
-        self._parts: dict[str | None, tuple[float, Inline | Pool]] = {
-            name: (part.weight, _rewarding(settings, name, part))
+        self._parts: dict[str | None, tuple[RewardPart, Inline | Pool]] = {
+            name: (part, _rewarding(settings, name, part))
             for name, part in settings.rewards.items()
         }
         self.pools = [pool for _, pool in self._parts.values() if isinstance(pool, Pool)]
@@ -258,7 +258,13 @@ class Scorer:
             return Scored(reward=0.0, error="; ".join(errors), timed_out=timed_out)
 
         parts = {str(name): one.reward for name, one in zip(self._parts, scored, strict=True)}
-        total = sum(weight * parts[str(name)] for name, (weight, _) in self._parts.items())
+        total, gates = 0.0, 1.0
+        for (part, _), one in zip(self._parts.values(), scored, strict=True):
+            if part.gate:
+                gates *= one.reward
+            else:
+                total += part.weight * one.reward
+        total *= gates
         if not math.isfinite(total):
-            return Scored(reward=0.0, error=f"the weighted sum of {parts} is {total}")
+            return Scored(reward=0.0, error=f"the reward of the parts {parts} is {total}")
         return Scored(reward=total, parts=parts)
