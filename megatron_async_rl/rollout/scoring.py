@@ -206,11 +206,11 @@ class Scorer:
     """Used by one event loop. Call `start` first."""
 
     def __init__(self, settings: RewardConfig) -> None:
-        self._parts: dict[str | None, tuple[RewardPart, Inline | Pool]] = {
-            name: (part, _rewarding(settings, name, part))
-            for name, part in settings.rewards.items()
+        self._settings = settings
+        self._parts = {
+            name: _rewarding(settings, name, part) for name, part in settings.rewards.items()
         }
-        self.pools = [pool for _, pool in self._parts.values() if isinstance(pool, Pool)]
+        self.pools = [pool for pool in self._parts.values() if isinstance(pool, Pool)]
         self.inline = not self.pools
 
     def start(self) -> None:
@@ -228,7 +228,7 @@ class Scorer:
     ) -> Scored:
         """At once; of rewards that are `inline`."""
         item = Item(prompt, response, context)
-        every = [one for _, one in self._parts.values() if isinstance(one, Inline)]
+        every = [one for one in self._parts.values() if isinstance(one, Inline)]
         return self._sum([one.score(item) for one in every])
 
     async def score(
@@ -237,7 +237,7 @@ class Scorer:
         """Never raises for what the reward does: an exception, a value that is not a finite number,
         a time-out and the end of its process are errors of the response."""
         item = Item(prompt, response, context)
-        asked = [one.ask(item) for _, one in self._parts.values()]
+        asked = [one.ask(item) for one in self._parts.values()]
         return self._sum([await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked))
 
     def close(self) -> None:
@@ -258,13 +258,7 @@ class Scorer:
             return Scored(reward=0.0, error="; ".join(errors), timed_out=timed_out)
 
         parts = {str(name): one.reward for name, one in zip(self._parts, scored, strict=True)}
-        total, gates = 0.0, 1.0
-        for (part, _), one in zip(self._parts.values(), scored, strict=True):
-            if part.gate:
-                gates *= one.reward
-            else:
-                total += part.weight * one.reward
-        total *= gates
+        total = self._settings.total(parts)
         if not math.isfinite(total):
             return Scored(reward=0.0, error=f"the reward of the parts {parts} is {total}")
         return Scored(reward=total, parts=parts)
