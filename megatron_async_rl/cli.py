@@ -510,13 +510,17 @@ def evaluate(
         Path | None,
         typer.Option(metavar="FILE", help="JSON to write; default: RUN/eval_<step>.json."),
     ] = None,
+    responses: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSONL to write every response to, with its reward."),
+    ] = None,
 ) -> None:
     """Sample held-out prompts from a checkpoint or a model: mean reward, pass@k, speed. Engines
     alone, no training."""
     from megatron_async_rl.evaluate import EvaluationFailed, resolve, run
 
     _let_children_import_from_here()
-    job = resolve(checkpoint, config, overrides or (), out)
+    job = resolve(checkpoint, config, overrides or (), out, responses)
     try:
         run(job, console())
     except EvaluationFailed as error:

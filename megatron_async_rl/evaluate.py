@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
 from megatron_async_rl.config.schema import Config, RolloutConfig
 from megatron_async_rl.data import DataError
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
-from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, evaluate, read_held_out
+from megatron_async_rl.flow.evaluation import (
+    Answers,
+    EvalResult,
+    HeldOut,
+    evaluate,
+    read_held_out,
+)
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.requests import Listener
@@ -83,16 +90,25 @@ class EvalJob:
     seed: int
     device: Device
     timeout_s: float
+    responses: Path | None = None
+    """Where every response goes; null: nowhere."""
 
 
 def resolve(
-    named: Path, config_file: Path | None, overrides: Sequence[str], out: Path | None
+    named: Path,
+    config_file: Path | None,
+    overrides: Sequence[str],
+    out: Path | None,
+    responses: Path | None = None,
 ) -> EvalJob:
     """Finds the checkpoint and its config and checks what they say. Raises ConfigError."""
     name = parse(named)
     if name is not None:
         named = fetch("CHECKPOINT", name)
     target = find_target(named, out)
+    if responses is not None:
+        responses = responses.absolute()
+        _require_writable(target, "--responses", responses)
     config = _config(target, config_file, overrides)
     rollout, sets = config.rollout, eval_sets(config, config.eval or EvalConfig())
     if rollout is None:
@@ -122,6 +138,7 @@ def resolve(
         seed=config.run.seed,
         device=device_of(config, this_machine()),
         timeout_s=config.watchdog.timeout_s,
+        responses=responses,
     )
 
 
@@ -133,14 +150,7 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
         found = EvalTarget(
             named=named, checkpoint=checkpoint, version=version, result=(out or result).absolute()
         )
-        folder = found.result.parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise _refused(
-                found,
-                "--out",
-                f"the result cannot be written to {folder}",
-                "name a file with --out FILE",
-            )
+        _require_writable(found, "--out", found.result)
         return found
 
     if (named / "about.json").is_file():
@@ -173,6 +183,13 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
         else "name RUN/checkpoint, a step_* folder in it, or a Hugging Face directory"
     )
     raise ConfigError(str(named), [Problem(key="CHECKPOINT", what=f"{named} {what}", fix=fix)])
+
+
+def _require_writable(target: EvalTarget, option: str, file: Path) -> None:
+    folder = file.parent
+    if file.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
+        what = f"{file.name} cannot be written to {folder}"
+        raise _refused(target, option, what, f"name a file with {option} FILE")
 
 
 def _step(checkpoint: Path) -> int:
@@ -255,11 +272,14 @@ def run(job: EvalJob, console: Console) -> None:
             _convert(target.checkpoint, model, job.timeout_s)
         result = _sample(job, model, console)
     content = _content(job, result)
-    file = job.target.result
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    os.replace(partial, file)
-    show_evaluation(content, str(file), console)
+    _write(job.target.result, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    show_evaluation(content, str(job.target.result), console)
+
+
+def _write(file: Path, text: str) -> None:
+    unfinished = file.with_name(file.name + ".partial")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, file)
 
 
 def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
@@ -344,10 +364,36 @@ async def _evaluate(
             on_reward_error=rollout.reward.on_error,
             rewards=rewards,
             on_progress=on_progress,
+            on_answers=partial(write_responses, job),
         )
     finally:
         rewards.close()
         await fleet.close(STOP_ENGINES_S)
+
+
+def write_responses(job: EvalJob, answers: Answers) -> None:
+    """One JSON object per response, in the order of the prompts: a file of data (docs/data.md) with
+    the columns of each prompt's row, and the response's."""
+    if job.responses is None:
+        return
+    sets = [one.name for one in job.held_out for _ in one.prompts]
+    lines = []
+    for name, (prompt, rows) in zip(sets, answers, strict=True):
+        for sample in (row.sample() for row in rows):
+            parts = sample.reward_parts
+            line = {
+                **prompt.fields,
+                "prompt_id": prompt.id,
+                "prompt": prompt.text,
+                "response": sample.text,
+                "reward": sample.reward if sample.valid else None,
+                **({} if parts is None else {"reward_parts": dict(parts)}),
+                **({} if sample.valid else {"reward_error": sample.reward_error}),
+                "finish_reason": sample.finish_reason,
+                **({"set": name} if name else {}),
+            }
+            lines.append(json.dumps(line) + "\n")
+    _write(job.responses, "".join(lines))
 
 
 def _content(job: EvalJob, result: EvalResult) -> dict[str, Any]:

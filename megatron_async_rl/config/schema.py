@@ -210,6 +210,8 @@ class RewardPart(Strict):
     """As `rollout.reward.name`."""
     weight: float = 1.0
     """The response's reward is the sum of its parts times their weights; 0 only shows the part."""
+    gate: bool = False
+    """The part multiplies that sum instead of adding to it: 0 where a response must get nothing."""
     settings: Mapping[str, Any] = {}
     """As `rollout.reward.settings`."""
     per: Literal["response", "group"] = "response"
@@ -277,7 +279,24 @@ class RewardConfig(Strict):
                     f"parts: {part!r} cannot be the name of a part, which is a metric"
                     f" `reward/part/{part}`: take letters, digits, _ and -"
                 )
+        gates = [name for name, part in self.parts.items() if part.gate]
+        if gates and len(gates) == len(self.parts):
+            raise ValueError(
+                f"parts: {gates[0]!r} is a gate, and no part is left that it could multiply:"
+                " remove `gate`, or add a part"
+            )
+        for name in gates:
+            if self.parts[name].weight != 1.0:
+                raise ValueError(
+                    f"parts: {name!r} is a gate, which has no weight: remove one of the two"
+                )
         return self
+
+    def total(self, parts: Mapping[str, float]) -> float:
+        """The reward of a response, of its `parts` by their names; others than these are only shown."""
+        own = {name: part for name, part in self.parts.items() if name in parts}
+        added = sum(part.weight * parts[name] for name, part in own.items() if not part.gate)
+        return added * math.prod(parts[name] for name, part in own.items() if part.gate)
 
     @property
     def rewards(self) -> Mapping[str | None, RewardPart]:

@@ -23,7 +23,7 @@ from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.flow.buffer import Group
 from megatron_async_rl.rollout.rewards.registry import Context, Item
 from megatron_async_rl.rollout.rewards.worker import Scored
-from megatron_async_rl.rollout.scoring import FailureLog, Scorer, weighted
+from megatron_async_rl.rollout.scoring import FailureLog, Scorer
 from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Prompt, Sample
 
@@ -37,7 +37,7 @@ class GroupRewards:
 
     def __init__(self, settings: RewardConfig, log_dir: Path | None) -> None:
         self._scorer = Scorer(settings, "group")
-        self._rewards = settings.rewards
+        self._settings = settings
         self._tasks = set[asyncio.Task[None]]()
         self.moved_at = 0.0
         """When a group last got its reward; monotonic seconds."""
@@ -107,8 +107,8 @@ class GroupRewards:
         if scored.parts is None:  # the only reward, which has no name
             return row.reward + scored.reward, before or None
         parts = {**before, **scored.parts}
-        others = row.reward - weighted(self._rewards, before)
-        return others + weighted(self._rewards, parts), parts
+        others = row.reward - self._settings.total(before)
+        return others + self._settings.total(parts), parts
 
 
 def _context(sample: Sample, held_out: bool) -> Context:

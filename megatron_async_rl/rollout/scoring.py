@@ -7,8 +7,8 @@ An engine has a Scorer of the parts that are called per response. The controller
 called per group, which takes all responses to a prompt once they are there.
 
 Invariants:
-- the reward of a response is the sum of those parts that are of its prompt, times their weights;
-  one part that fails, fails the response, and is named;
+- the reward of a response is the sum of those parts that are of its prompt, times their weights,
+  multiplied by those that are gates; one part that fails, fails the response, and is named;
 - a response that makes a process die or a call of several fail costs itself alone: the others that
   were worked on are tried again, one by one;
 - a process that ends is replaced;
@@ -81,13 +81,6 @@ def reward_fields(settings: RewardConfig) -> Callable[[Mapping[str, Any]], tuple
 
 def _key(part: str | None) -> str:
     return KEY if part is None else f"{KEY}.parts.{part}"
-
-
-def weighted(rewards: Mapping[str | None, RewardPart], parts: Mapping[str, float]) -> float:
-    """The sum of `parts` times their weights; those that `rewards` does not have are only shown."""
-    return sum(
-        part.weight * parts[n] for n, part in rewards.items() if n is not None and n in parts
-    )
 
 
 class FailureLog:
@@ -267,10 +260,10 @@ class Scorer:
         self, settings: RewardConfig, per: Literal["response", "group"] = "response"
     ) -> None:
         self.per = per
-        self._rewards = settings.rewards
+        self._settings = settings
         self._parts: dict[str | None, tuple[RewardPart, Inline | Pool]] = {
             name: (part, _rewarding(settings, name, part))
-            for name, part in self._rewards.items()
+            for name, part in settings.rewards.items()
             if part.per == per
         }
         self.pools = [pool for _, pool in self._parts.values() if isinstance(pool, Pool)]
@@ -334,7 +327,7 @@ class Scorer:
             return Scored(reward=0.0, error="; ".join(errors), timed_out=timed_out)
 
         parts = {str(name): one.reward for name, one in scored.items()}
-        total = weighted(self._rewards, parts)
+        total = self._settings.total(parts)
         if not math.isfinite(total):
-            return Scored(reward=0.0, error=f"the weighted sum of {parts} is {total}")
+            return Scored(reward=0.0, error=f"the reward of the parts {parts} is {total}")
         return Scored(reward=total, parts=parts)

@@ -122,7 +122,7 @@ class Sample:
     reward: float
     reward_error: str | None = None
     reward_parts: Mapping[str, float] | None = None
-    """Where the reward is a weighted sum: its parts by their names, before they are weighted."""
+    """Where the reward has parts: each by its name, before it is weighted."""
     weight: float = 1.0
     """Per-sample weight of the `sft` loss; 1 for sampled responses."""
     step_rewards: NDArray[np.float32] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,17 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def again(workspace: Workspace, synchronous: Path) -> dict[str, Any]:
+def responses(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `mar eval` writes what it samples."""
+    return tmp_path_factory.mktemp("responses") / "responses.jsonl"
+
+
+@pytest.fixture(scope="module")
+def again(workspace: Workspace, synchronous: Path, responses: Path) -> dict[str, Any]:
     """What `mar eval` says of the run's last checkpoint."""
-    code, output = workspace.mar("eval", str(synchronous / "checkpoint"))
+    code, output = workspace.mar(
+        "eval", str(synchronous / "checkpoint"), "--responses", str(responses)
+    )
     assert code == 0, output
     assert f"sampled {PROMPTS} of {PROMPTS} prompts" in output
     result: dict[str, Any] = json.loads((synchronous / f"eval_{STEPS}.json").read_text())
@@ -106,6 +115,21 @@ def test_mar_eval_of_the_last_checkpoint_repeats_what_the_run_measured(
     assert again["version"] == measured["version"] == STEPS
     for key in ("per_prompt", "mean_reward", "pass_at", "tokens", "truncated"):
         assert again[key] == measured[key]
+
+
+def test_mar_eval_writes_every_response_with_its_reward(
+    again: dict[str, Any], responses: Path
+) -> None:
+    lines = [json.loads(line) for line in responses.read_text().splitlines()]
+    rewards: dict[str, list[float]] = {}
+    for line in lines:
+        rewards.setdefault(line["prompt_id"], []).append(line["reward"])
+        # As flaky_reward:varied gives it (conftest.py).
+        assert line["reward"] == pytest.approx(0.5 + zlib.crc32(line["response"].encode()) / 2**32)
+        assert line["answer"]
+    assert [(id, sum(found) / len(found), len(found)) for id, found in rewards.items()] == [
+        (one["id"], pytest.approx(one["mean"]), one["samples"]) for one in again["per_prompt"]
+    ]
 
 
 def test_mar_eval_leaves_the_run_as_it_was(synchronous: Path, again: dict[str, Any]) -> None:

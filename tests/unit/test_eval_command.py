@@ -14,9 +14,11 @@ import yaml
 from rich.console import Console
 
 from megatron_async_rl.config.problem import ConfigError
-from megatron_async_rl.evaluate import EvalJob, resolve
+from megatron_async_rl.evaluate import EvalJob, resolve, write_responses
 from megatron_async_rl.report import progress as progress_module
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
+from megatron_async_rl.samples import Prompt
+from tests.train_batches import make_sample, row
 from tests.written_run import config_tree, write_model, write_prompts
 
 
@@ -55,9 +57,13 @@ def configure(folder: Path, **changes: Any) -> Path:
 
 
 def resolved(
-    named: Path, *overrides: str, config: Path | None = None, out: Path | None = None
+    named: Path,
+    *overrides: str,
+    config: Path | None = None,
+    out: Path | None = None,
+    responses: Path | None = None,
 ) -> EvalJob:
-    return resolve(named, config, overrides, out)
+    return resolve(named, config, overrides, out, responses)
 
 
 def test_a_runs_checkpoint_folder_is_its_newest_step_with_the_runs_own_config(run: Path) -> None:
@@ -158,6 +164,32 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_work(run: Path) -
     assert "name a file with --out FILE" in refusal(
         run / "checkpoint", out=run / "nowhere" / "result.json"
     )
+
+
+def test_every_response_is_a_row_of_data_with_the_columns_of_its_prompt(run: Path) -> None:
+    job = resolved(run / "checkpoint", responses=run / "responses.jsonl")
+    prompt = Prompt(id="p", text="1+1=", token_ids=(1,), fields={"answer": "2", "response": "old"})
+    answers = [
+        (
+            prompt,
+            [row(make_sample(prompt, "a", [5], reward=1.0)), row(make_sample(prompt, "b", [6]))],
+        ),
+        (prompt, [row(make_sample(prompt, "c", [5], reward_error="no idea"))]),
+        (prompt, []),
+    ]
+    write_responses(job, answers)
+    lines = [json.loads(line) for line in (run / "responses.jsonl").read_text().splitlines()]
+    assert [one["reward"] for one in lines] == [1.0, 0.0, None]
+    assert [one.get("reward_error") for one in lines] == [None, None, "no idea"]
+    of_prompt = {"answer": "2", "prompt_id": "p", "prompt": "1+1="}
+    assert all(one.items() >= of_prompt.items() and one["response"] != "old" for one in lines)
+    assert not list(run.glob("*.partial"))
+
+
+def test_responses_that_cannot_be_written_are_refused_before_the_work(run: Path) -> None:
+    said = refusal(run / "checkpoint", responses=run / "nowhere" / "responses.jsonl")
+    assert "name a file with --responses FILE" in said
+    assert "--responses" in refusal(run / "checkpoint", responses=run)
 
 
 def test_the_command_refuses_with_exit_code_2_and_without_a_traceback(run: Path) -> None:

@@ -13,7 +13,9 @@ from megatron_async_rl.report.run_data import read_run
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("example", ["arithmetic", "countdown", "guessing", "calculator"])
+@pytest.mark.parametrize(
+    "example", ["arithmetic", "countdown", "guessing", "calculator", "rewriting"]
+)
 def test_every_token_an_engine_may_sample_has_an_embedding(example, tmp_path):
     """Transformers leaves that of padding at zeros, and a step back through it multiplies the
     gradient by 1/sqrt(norm_eps)."""

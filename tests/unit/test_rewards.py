@@ -301,6 +301,11 @@ def test_a_judge_reads_the_fields_that_its_template_names() -> None:
         ({"parts": {"a/b": {"name": "math"}}}, "'a/b' cannot be the name of a part"),
         ({"parts": {"a": {"name": "math"}}, "settings": {"x": 1}}, "each of `parts` has its own"),
         ({"parts": {"a": {"name": "math"}}, "per": "group"}, "each of `parts` has its own"),
+        ({"parts": {"a": {"name": "math", "gate": True}}}, "no part is left that it could"),
+        (
+            {"parts": {"a": {"name": "math", "gate": True, "weight": 2}, "b": {"name": "math"}}},
+            "'a' is a gate, which has no weight",
+        ),
     ],
 )
 def test_parts_that_say_too_much_or_too_little_are_refused(

@@ -643,6 +643,22 @@ def test_a_reward_of_parts_is_their_weighted_sum_and_names_the_one_that_fails(mo
     assert str(twice.error).startswith("right: RewardError: prompt p7: `answer` is None")
 
 
+def test_a_gate_multiplies_the_weighted_sum_of_the_other_parts(module: str) -> None:
+    parts = {
+        "right": {"name": "arithmetic", "gate": True},
+        "length": {"name": f"{module}:score", "weight": 0.5},
+        "again": {"name": "arithmetic"},
+    }
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        return [await scorer.score(prompt(answer="46"), one) for one in ("46", "47")]
+
+    assert scored_by(RewardConfig(parts=parts, workers=1, timeout_s=300), work) == [
+        Scored(reward=2.0, parts={"right": 1.0, "length": 2.0, "again": 1.0}),
+        Scored(reward=0.0, parts={"right": 0.0, "length": 2.0, "again": 0.0}),
+    ]
+
+
 def test_a_part_is_asked_about_the_prompts_that_it_is_for(module: str) -> None:
     parts = {
         "right": {"name": "arithmetic", "where": {"kind": ["sums", "products"]}},

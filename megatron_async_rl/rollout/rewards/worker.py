@@ -47,8 +47,8 @@ module."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """`error` says why there is no reward; `reward` is 0.0 then. `parts`: the rewards it is the
-    weighted sum of, by their names; null: it has none."""
+    """`error` says why there is no reward; `reward` is 0.0 then. `parts`: the rewards it is
+    made of, by their names; null: it has none."""
 
     reward: float
     error: str | None = None
