@@ -71,6 +71,14 @@ class StepTargets:
     denominators: Denominators
     corrected: bool
     metrics: Mapping[str, float]
+    _placed: dict[int, OwnedTargets] = field(default_factory=dict, init=False, repr=False)
+
+    def placed(self, owner: int, dtype: torch.dtype, device: torch.device) -> OwnedTargets:
+        """`owned_by` on the device, floats in `dtype`: uploaded together, and once for all passes
+        of the step."""
+        if owner not in self._placed:
+            self._placed[owner] = self.owned_by(owner).placed(dtype, device)
+        return self._placed[owner]
 
     def owned_by(self, owner: int) -> OwnedTargets:
         """The step's numbers of its samples, and of the tokens of those that the data-parallel rank

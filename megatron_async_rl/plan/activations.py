@@ -1,5 +1,6 @@
 """Bytes of what a rank's layers keep of a micro-batch for its backward pass: within 5 % of what
-autograd is seen to keep on a CPU, by reading of the kernels on a GPU.
+autograd is seen to keep of local layers on a CPU; by reading of the kernels on a GPU, of Transformer
+Engine's layers and of products in 8 bits, and compared with nothing there.
 
 Attention is torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a
 GPU has no such kernel. With policy.fp8 inputs of products are counted in 8 bits (layers.py).
@@ -49,12 +50,29 @@ def activations(
         # Whole on every tensor-parallel rank; the value head computes with a copy in float32.
         valued = config.objective.value is not None and config.model.dtype != "float32"
         beside += tokens * shape.hidden * (value_bytes(config) + (FLOAT32 if valued else 0))
+    beside += context_masks(config, tokens, longest, on_gpu=on_gpu, layers=layers, count=count)
     if recompute == "none":
         return count * kept() + beside
     if recompute == "selective":
         without = kept(core=False)
         return count * without + (kept() - without) + beside
     return count * numbers * value_bytes(config) + kept() + beside
+
+
+def context_masks(
+    config: Config, tokens: int, longest: int, *, on_gpu: bool, layers: LayerFamily, count: int
+) -> int:
+    """Bytes of the masks of torch's attention under context parallelism on a GPU, where Transformer
+    Engine's kernel wants none: of the two parts of a row that a rank has, [part, tokens up to its
+    end] each. Padded rows and all layers share them; each of several samples in a row has its own in
+    each of `count` layers."""
+    context = config.policy.parallel.context
+    if not on_gpu or context == 1 or layers == "transformer_engine":
+        return 0
+    part = -(-longest // (2 * context))
+    both = part * part * (2 * context + 1) * value_bytes(config)
+    samples = -(-tokens * context // longest) if config.policy.sequence == "packed" else 1
+    return both if samples == 1 else both * samples * count
 
 
 def layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:

@@ -86,7 +86,7 @@ class MicroBatch:
     positions, and `places`, [n] int64, says which of the N tokens they predict; else null.
 
     padding: [B, L] bool, true of what is no token of a sample. routed_experts: [B, L, bytes] uint8
-    on the host, the experts that the engine chose (samples/types.py), of tokens where `routed`, [B,
+    on the host (page-locked for CUDA), the experts that the engine chose (samples/types.py), of tokens where `routed`, [B,
     L] bool, is true; both null where nobody recorded any.
     """
 
@@ -189,7 +189,7 @@ def build_micro_batches(
         MicroBatch(
             samples=rows,
             packing=packing,
-            routed_experts=_routed_experts(batch, rows, sequences),
+            routed_experts=_routed_experts(batch, rows, sequences, device),
             **{name: placed[number, name] for name in own},
         )
         for number, (rows, own, packing) in enumerate(zip(cuts, arrays, packings, strict=True))
@@ -272,7 +272,7 @@ def _marked(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int) ->
 
 
 def _routed_experts(
-    batch: RankBatch, rows: tuple[int, ...], sequences: SequenceLayout
+    batch: RankBatch, rows: tuple[int, ...], sequences: SequenceLayout, device: torch.device
 ) -> Tensor | None:
     """`MicroBatch.routed_experts`."""
     if batch.routed_experts is None:
@@ -283,7 +283,8 @@ def _routed_experts(
     found = np.zeros((count * length, batch.routed_experts.shape[1]), dtype=np.uint8)
     read = spans(_starts(batch.token_starts[chosen], fed, counts), fed)
     found[spans(sequences.starts(fed), fed)] = batch.routed_experts[read]
-    return torch.from_numpy(found[sequences.own(fed)].reshape(count, -1, found.shape[1]))
+    table = torch.from_numpy(found[sequences.own(fed)].reshape(count, -1, found.shape[1]))
+    return table.pin_memory() if device.type == "cuda" else table
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,8 @@ class Policy:
         """
         self.memory.require()
         samples, settings = valid_samples(batch), self.objective.config
+        if self.schedule.routing is not None:
+            self.schedule.routing.check(samples.routed_experts)
         self.references.begin(batch.version)
         if not samples.loss_mask.any():
             return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
@@ -296,6 +298,8 @@ class Policy:
         weights, on every rank."""
         if not len(samples):
             return []
+        if self.schedule.routing is not None:
+            self.schedule.routing.check(samples.routed_experts)
         table = PrecomputeTable(samples, ["logp"], self.layout)
         table.run(self.schedule, self.batcher.of(samples)[1], [Fill("logp", "logp")])
         return np.split(table.finish()["logp"].numpy(), samples.starts[1:-1])

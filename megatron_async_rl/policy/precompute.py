@@ -28,6 +28,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.objectives.batch import on_device
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.samples.columns import spans
@@ -124,7 +125,7 @@ class PrecomputeTable:
         numbers = np.arange(len(self.samples)) if rows is None else np.asarray(rows)
         numbers = numbers[self.samples.owner[numbers] == self.layout.dp_rank]
         tokens = spans(self.samples.starts[numbers], self.samples.lengths[numbers])
-        owned = torch.from_numpy(tokens).to(self.layout.device)
+        owned = on_device({"owned": torch.from_numpy(tokens)}, self.layout.device)["owned"]
         for micro_batch, outputs in schedule.forward(micro_batches, routing):
             if not self.layout.records_outputs or not micro_batch.samples:
                 continue

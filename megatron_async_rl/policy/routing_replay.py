@@ -23,8 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.config.problem import UserError
@@ -102,6 +104,25 @@ class RoutingReplay:
         if left:
             raise RuntimeError(f"routing replay: layers {left} were not all computed again")
 
+    def check(self, rows: NDArray[np.uint8] | None) -> None:
+        """Raises ValueError where the engines' choices for a batch (RankBatch.routed_experts) are
+        not of this model."""
+        if rows is None:
+            return
+        wanted = self.config.num_layers * self.config.moe_router_topk * self.dtype.itemsize
+        if rows.shape[-1] != wanted:
+            raise ValueError(
+                f"routed experts take {rows.shape[-1]} bytes a token, and this model's"
+                f" {self.config.num_layers} layers want {wanted}"
+            )
+        number = np.uint8 if self.dtype == torch.uint8 else np.uint16
+        most = int(np.ascontiguousarray(rows).view(number).max(initial=0))
+        if most >= self.config.num_moe_experts:
+            raise ValueError(
+                f"a routed expert has the number {most}, and the model has"
+                f" {self.config.num_moe_experts}"
+            )
+
     def forget(self) -> None:
         """Drops what was recorded."""
         self.recorded.clear()
@@ -125,18 +146,6 @@ class RoutingReplay:
         rows = micro_batch.routed_experts
         if rows is None:
             return None
-        wanted = self.config.num_layers * self.config.moe_router_topk * self.dtype.itemsize
-        if rows.shape[-1] != wanted:
-            raise ValueError(
-                f"routed experts take {rows.shape[-1]} bytes a token, and this model's"
-                f" {self.config.num_layers} layers want {wanted}"
-            )
-        most = int(rows.view(self.dtype).max())
-        if most >= self.config.num_moe_experts:
-            raise ValueError(
-                f"a routed expert has the number {most}, and the model has"
-                f" {self.config.num_moe_experts}"
-            )
         own = self._own(rows).to(self.layout.device, non_blocking=True).view(self.dtype)
         by_layer = own.view(len(own), self.config.num_layers, -1).unbind(1)
         return Routing(by_layer, self._own(micro_batch.routed))

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_async_rl.controls.ess_lr import effective_sample_size
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 from megatron_async_rl.objectives.objective import BatchLoss, Objective
-from megatron_async_rl.objectives.targets import OwnedTargets, StepTargets
+from megatron_async_rl.objectives.targets import StepTargets
 from megatron_async_rl.objectives.terms import kl_estimate
 from megatron_async_rl.policy.forward import TokenOutputs
 from megatron_async_rl.policy.microbatch import MicroBatch
@@ -164,16 +164,14 @@ class RecordedLoss:
         self._objective = objective
         self._targets = targets
         self._table = table
-        self._owned = targets.owned_by(owner)
+        self._owner = owner
         self._advantage = advantage
         self._with_terms = with_terms
-        self._placed: OwnedTargets | None = None
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
         targets = self._targets
-        if self._placed is None:
-            self._placed = self._owned.placed(outputs.logp.dtype, outputs.logp.device)
-        tokens = self._placed.part(
+        placed = targets.placed(self._owner, outputs.logp.dtype, outputs.logp.device)
+        tokens = placed.part(
             micro_batch.owned_tokens, micro_batch.batch_samples, micro_batch.sequence
         )
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)

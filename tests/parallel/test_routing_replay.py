@@ -3,11 +3,15 @@ and several optimizer steps, on every layout."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_async_rl.policy.routing_replay import RoutingReplay
 from tests.parallel import layouts
 from tests.parallel.objective_program import REPLAYS
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
@@ -24,6 +28,24 @@ OTHERS = [layout for layout in LAYOUTS if layout != "mixture_single"]
 
 def found(layout, what):
     return layouts.results(layout, "objective_program")["routing"][what]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (None, ""),
+        (np.full((3, 2 * 2), 3, np.uint8), ""),
+        (np.full((3, 2 * 2), 4, np.uint8), "has the number 4, and the model has 4"),
+        (np.zeros((3, 5), np.uint8), "take 5 bytes a token, and this model's 2 layers want 4"),
+    ],
+)
+def test_choices_that_are_not_of_this_model_are_refused_before_a_batch_is_trained(rows, says):
+    config = SimpleNamespace(
+        num_moe_experts=4, num_layers=2, moe_router_topk=2, recompute_granularity=None
+    )
+    replay = RoutingReplay([], config, SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(ValueError, match=says) if says else nullcontext():
+        replay.check(rows)
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,19 @@
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.batch import on_device
+from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import StepTargets, whole_batch
 from megatron_async_rl.policy import microbatch
 from megatron_async_rl.policy.batches import split
 from megatron_async_rl.policy.context_parallel import Context
+from megatron_async_rl.policy.forward import TokenOutputs
 from megatron_async_rl.policy.microbatch import (
     SampleTooLong,
     assign_owners,
@@ -23,6 +27,7 @@ from megatron_async_rl.policy.sequence_layout import (
     Padded,
     cheapest_cut,
 )
+from megatron_async_rl.policy.step_table import RecordedLoss
 from tests.train_batches import (
     columns_of,
     grouped,
@@ -311,6 +316,29 @@ def test_targets_that_are_placed_are_those_of_the_owners_tokens():
             assert torch.equal(part.rewards, whole.rewards[list(rows)].float())
         nobody = placed.part(*(torch.tensor(at) for at in ([-1], [-1], [0])))
         assert nobody.mask.tolist() == nobody.rewards.tolist() == [0.0]
+
+
+def test_targets_are_uploaded_once_for_all_passes_of_a_step_and_anew_when_they_change(monkeypatch):
+    _, (batch,) = planned(SAMPLES, budget=96)
+    whole = whole_batch(batch, {})
+    targets = StepTargets(batch, whole, Denominators.of(whole), True, {})
+    objective = Objective(ObjectiveConfig())
+    micro, nothing = build_micro_batch(batch, (0, 1), CPU), torch.zeros(len(batch.rows))
+    logp = nothing[micro.owned_tokens].requires_grad_()
+    outputs = TokenOutputs(logp, logp.detach(), logp.detach())
+    uploads = []
+    upload = lambda *args: uploads.append(1) or on_device(*args)  # noqa: E731
+    monkeypatch.setattr("megatron_async_rl.objectives.targets.on_device", upload)
+    for with_terms in (True, False):
+        loss = RecordedLoss(objective, targets, None, with_terms=with_terms)
+        loss(micro, outputs)
+        loss(micro, outputs)
+    assert len(uploads) == 1
+    changed = replace(targets, whole=whole.replace(advantages=whole.advantages + 1.0))
+    assert float(loss(micro, outputs)) != float(
+        RecordedLoss(objective, changed, None)(micro, outputs)
+    )
+    assert len(uploads) == 2
 
 
 def test_tensors_are_moved_by_one_copy_per_dtype_and_come_back_whole(monkeypatch):

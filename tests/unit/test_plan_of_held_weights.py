@@ -1,14 +1,19 @@
 """Weights kept beside the model: what they take, and a store of versions that is too small for the
 staleness."""
 
+from functools import partial
+
 import pytest
+import torch
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
+from megatron_async_rl.plan.activations import context_masks
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
 from megatron_async_rl.plan.memory import rank_memory
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.policy.attention import _mask_of_last
 from tests.written_run import write_run
 
 NOTHING_LEFT = Machine(
@@ -92,6 +97,24 @@ def test_snapshots_must_reach_back_to_the_oldest_token(file, async_ratio, snapsh
 @pytest.fixture
 def file(tmp_path):
     return write_run(tmp_path)
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_torchs_attention_keeps_masks_of_both_parts_of_a_row_on_a_gpu(tmp_path, context):
+    length = 64
+    keys = [f"policy.parallel.context={context}", f"policy.parallel.ranks={context}"]
+    config = load(write_run(tmp_path), ["model.dtype=float32", *keys])
+    made = [
+        _mask_of_last(length // (2 * context), end, torch.float32, torch.device("meta")).nbytes
+        for end in (length // (2 * context), length)
+    ]
+    told = partial(context_masks, tokens=length // context, longest=length, count=3)
+    assert told(config, on_gpu=True, layers="local") == sum(made)
+    assert told(config, on_gpu=False, layers="local") == 0
+    assert told(config, on_gpu=True, layers="transformer_engine") == 0
+    packed = load(write_run(tmp_path), ["model.dtype=float32", *keys, "policy.sequence=packed"])
+    two = partial(told, tokens=2 * length // context)
+    assert two(packed, on_gpu=True, layers="local") == 2 * 3 * sum(made)
 
 
 @pytest.mark.parametrize(("dtype", "bytes_per_element"), [("float32", 4), ("bfloat16", 6)])
