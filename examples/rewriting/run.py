@@ -165,7 +165,7 @@ def table(found: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
         "fine-tuned on",
         "new operation",
         "known operations",
-        "nats per token",
+        "log-prob per token",
         "forms",
         "rewritten",
     )
