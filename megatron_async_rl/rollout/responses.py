@@ -52,15 +52,12 @@ from megatron_async_rl.rollout.continuation import (
     recorded_from,
     require_room,
     sample_seed,
+    sampled_logprobs,
     stopped_length,
+    token_versions,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
-from megatron_async_rl.rollout.environments.conversation import (
-    Player,
-    Transcript,
-    Turn,
-    TurnRequest,
-)
+from megatron_async_rl.rollout.environments.conversation import Conversation, Player, TurnRequest
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import Context
 from megatron_async_rl.rollout.rewards.worker import Scored
@@ -89,10 +86,9 @@ class _Running:
     read: int = 0
     """How many of them have their experts recorded."""
     aborted: bool = False
-    turn: asyncio.Future[tuple[PartialResponse, FinishReason]] | None = None
-    """What is being sampled of a conversation."""
-    conversation: asyncio.Task[None] | None = None
-    """Until it is being scored."""
+    conversation: Conversation | None = None
+    playing: asyncio.Task[None] | None = None
+    """The conversation, until it is being scored."""
 
     @property
     def prefix_length(self) -> int:
@@ -164,8 +160,12 @@ class Responses:
         self._running |= dict(zip(ids, entries, strict=True))
         for entry in entries:
             if self._conversations is not None:
-                entry.conversation = self._spawn(self._converse(entry, self._conversations))
-                entry.conversation.add_done_callback(partial(self._on_end, entry))
+                entry.conversation = Conversation(
+                    entry.request.prompt, partial(self._hand_over, entry), self._tokenizer.decode
+                )
+                work = self._converse(entry, entry.conversation, self._conversations)
+                entry.playing = self._spawn(work)
+                entry.playing.add_done_callback(partial(self._on_end, entry))
             elif entry.aborted:
                 self._abort(entry, entry.request.prefix)
             else:
@@ -183,8 +183,8 @@ class Responses:
         entries = [self._running[one] for one in ids if one in self._running]
         for entry in entries:
             entry.aborted = True
-            if entry.conversation is not None:
-                entry.conversation.cancel()
+            if entry.playing is not None:
+                entry.playing.cancel()
         # vLLM answers an abort with everything it has handed over of the response so far, and
         # forgets what comes later.
         await self._llm.abort(
@@ -226,7 +226,7 @@ class Responses:
         entry.in_vllm = answer.request_id
         self._busy.begin()
         on_output(answer, lambda output: self._on_output(entry, output))
-        if entry.aborted or (entry.turn is not None and entry.turn.cancelled()):
+        if entry.aborted or (entry.conversation is not None and not entry.conversation.waits):
             await self._llm.abort(answer.request_id, internal=True)
 
     def _on_output(self, entry: _Running, output: Any) -> None:
@@ -257,9 +257,8 @@ class Responses:
         ended for a reason of its own."""
         if isinstance(output, Exception):
             raise output
-        if entry.turn is not None and (entry.aborted or entry.turn.done()):
-            entry.turn.cancel()  # the conversation, which was cancelled, says that it is aborted
-            return
+        if entry.conversation is not None and (entry.aborted or not entry.conversation.waits):
+            return  # the conversation, which was cancelled, says that it is aborted
         completion: CompletionOutput = output.outputs[0]  # FINAL_ONLY: there is one
         sampled = None
         if len(completion.token_ids):
@@ -280,7 +279,9 @@ class Responses:
             )
             if stopped is not None:
                 # Of a turn there are the experts from `read` on, of others all.
-                before = entry.given - entry.prefix_length - (entry.read if entry.turn else 0)
+                before = (
+                    entry.given - entry.prefix_length - (entry.read if entry.conversation else 0)
+                )
                 self._sampled_all(entry, first(tokens, stopped, before), "stop")
                 return
 
@@ -295,22 +296,19 @@ class Responses:
         self._sampled_all(entry, tokens, reason)
 
     def _sampled_all(self, entry: _Running, tokens: PartialResponse, reason: FinishReason) -> None:
-        if entry.turn is None:
+        if entry.conversation is None:
             self._score(entry, tokens, reason)
-        elif not entry.turn.done():
-            entry.turn.set_result((tokens, reason))
+        else:
+            entry.conversation.take(tokens, reason)
 
-    async def _converse(self, entry: _Running, conversations: Player) -> None:
-        request = entry.request
-        transcript = Transcript(request.prompt)
-        most = self._spec.sampling(request.sampling).max_tokens
+    async def _converse(self, entry: _Running, conversation: Conversation, player: Player) -> None:
+        transcript = conversation.transcript
+        most = self._spec.sampling(entry.request.sampling).max_tokens
         try:
-            error = await conversations.play(transcript, partial(self._turn, entry), most)
-            entry.conversation = None  # from here on it just finishes
-            if entry.turn is not None and not entry.turn.done():
-                entry.turn.cancel()  # of an agent that is gone
-                if entry.in_vllm is not None:
-                    await self._llm.abort(entry.in_vllm, internal=True)
+            error = await conversation.play(player, most)
+            entry.playing = None  # from here on it just finishes
+            if entry.in_vllm is not None:  # a turn of an agent that is gone
+                await self._llm.abort(entry.in_vllm, internal=True)
             scored = Scored(reward=0.0, error=error)
             if error is None:
                 scored = await self._scorer.score(
@@ -342,15 +340,6 @@ class Responses:
         """Also of a conversation that is aborted before it has begun, in which nothing runs."""
         if task.cancelled() and entry.aborted:
             self._abort(entry, None)
-
-    async def _turn(self, entry: _Running, asked: TurnRequest) -> Turn:
-        entry.turn = asyncio.get_running_loop().create_future()
-        # An abort in between finds the request in vLLM, or sees to it that it is aborted there.
-        await asyncio.shield(self._spawn(self._hand_over(entry, asked)))
-        tokens, reason = await entry.turn
-        return Turn(
-            tokens=tokens, reason=reason, text=self._tokenizer.decode(tokens.response_ids.tolist())
-        )
 
     def _records(self, request: Request) -> bool:
         """Held-out responses are not trained on."""
@@ -443,44 +432,3 @@ class Responses:
         self._running.pop(entry.request.id, None)
         self.reports.aborted.append(Aborted(id=entry.request.id, partial=partial))
         self.reports.tell()
-
-
-def token_versions(completion: CompletionOutput) -> NDArray[np.int32]:
-    """Weight version of each response token. Raises RuntimeError when vLLM's spans leave a token
-    without a numbered version."""
-    length = len(completion.token_ids)
-    spans = list(completion.weight_versions or ())
-    for span in spans:
-        if not span.version.isdecimal():
-            raise RuntimeError(
-                f"tokens {span.start} to {span.end} carry weight version {span.version!r}, which is"
-                " not a number"
-            )
-
-    # Nearly all responses, and short ones are many: one set of weights sampled all of it.
-    if len(spans) == 1 and (spans[0].start, spans[0].end) == (0, length):
-        return np.full(length, int(spans[0].version), dtype=np.int32)
-
-    versions = np.full(length, -1, dtype=np.int32)
-    for span in spans:
-        versions[span.start : span.end] = int(span.version)
-    if np.any(versions < 0):
-        without = np.flatnonzero(versions < 0).tolist()
-        raise RuntimeError(f"tokens {without} of {length} carry no weight version: {spans}")
-    return versions
-
-
-def sampled_logprobs(completion: CompletionOutput) -> NDArray[np.float32]:
-    """Log-prob of each response token, in nats. Raises RuntimeError when the engine did not report
-    exactly one for each."""
-    flat: Any = completion.logprobs
-    if flat is None or flat.token_ids != list(completion.token_ids):
-        raise RuntimeError(
-            f"the engine reported no log-probs of the {len(completion.token_ids)} tokens it sampled"
-        )
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32)
-    if not np.all(np.isfinite(logprobs)):
-        raise RuntimeError(
-            f"the engine reported log-probs that are not finite: {logprobs.tolist()}"
-        )
-    return logprobs

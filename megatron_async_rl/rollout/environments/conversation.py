@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -337,6 +337,49 @@ class Player(Protocol):
     async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
         """Fills `transcript`; why it ended early, where the environment failed."""
         ...
+
+
+class Conversation:
+    """A sample of several turns while it is made. `ask`: hands a turn over to be sampled; its tokens come
+    by `take`, or never, where the sample is aborted."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        ask: Callable[[TurnRequest], Coroutine[Any, Any, None]],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.transcript = Transcript(prompt)
+        self._ask, self._decode = ask, decode
+        self._turn: asyncio.Future[tuple[PartialResponse, FinishReason]] | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """A turn is being sampled."""
+        return self._turn is not None and not self._turn.done()
+
+    def take(self, tokens: PartialResponse, reason: FinishReason) -> None:
+        if self._turn is not None and self.waits:
+            self._turn.set_result((tokens, reason))
+
+    async def play(self, player: Player, max_tokens: int) -> str | None:
+        """Why it ended early, where the environment failed. A turn that an agent left behind is given
+        up."""
+        try:
+            return await player.play(self.transcript, self._sample, max_tokens)
+        finally:
+            if self._turn is not None:
+                self._turn.cancel()
+
+    async def _sample(self, asked: TurnRequest) -> Turn:
+        self._turn = asyncio.get_running_loop().create_future()
+        # An abort in between finds the request in vLLM, or sees to it that it is aborted there.
+        self._asking = asyncio.create_task(self._ask(asked))
+        await asyncio.shield(self._asking)
+        tokens, reason = await self._turn
+        text = self._decode(tokens.response_ids.tolist())
+        return Turn(tokens=tokens, text=text, reason=reason)
 
 
 class Conversations:
