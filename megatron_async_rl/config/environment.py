@@ -16,6 +16,11 @@ AGENTS = ("agent", "verifiers")
 """Names of the environments that ask the model by themselves, over an endpoint."""
 OWN_REWARD = "environment"
 """Name of the reward that adds nothing to what the environment gives."""
+CODE_CPU_S = 5.0
+"""Processor time of a program of the reward `code`, where its settings have no cpu_s."""
+CODE_SHARE_OF_TIME = 0.8
+"""Of `rollout.reward.timeout_s` that the reward `code` gives its programs: what takes longer is
+wrong, not an error."""
 
 
 class EnvironmentConfig(Strict):
