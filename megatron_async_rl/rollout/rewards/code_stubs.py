@@ -248,7 +248,8 @@ LIKE: Any = {
 
 
 def number_of(value: Any) -> Any:
-    return value._number if isinstance(value, (StandIn, *LIKE.values())) else None
+    kinds: Any = (StandIn, *LIKE.values())
+    return value._number if isinstance(value, kinds) else None
 
 
 def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
