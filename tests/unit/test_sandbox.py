@@ -267,6 +267,9 @@ def test_walls_that_cannot_stand_are_said_and_nothing_is_run(
         load_reward("code")
     assert load_reward("code", {"isolation": "limits"}).settings == {"isolation": "limits"}
     assert printed("print(1)", isolation="limits") == "1\n"
+    program.write_text(text.replace("            refuse_calls()\n", "            1 / 0\n"))
+    with pytest.raises(RewardError, match=r"isolation: no program can be run: .*division by zero"):
+        load_reward("code", {"isolation": "limits"})
 
 
 ASSERTS = ["assert f(2) == 4", "assert f(3) == 9"]

@@ -51,6 +51,8 @@ def score(prompt, response):
             sys.exit(3)
         case "crash":
             ctypes.string_at(0)
+        case "kill":
+            os.kill(os.getpid(), 9)
         case "fill memory":
             return float(len(bytearray(4 * 2**30)))
         case "print":
@@ -229,6 +231,7 @@ def test_other_responses_are_scored_while_one_hangs(module: str, tmp_path: Path)
     [
         ("exit", "the reward's process ended with code 7; see the engine's log"),
         ("crash", "the reward's process was ended by SIGSEGV; see the engine's log"),
+        ("kill", "the reward's process was ended by SIGKILL; see the engine's log"),
         ("sys.exit", "SystemExit: 3"),
         ("nan", "the reward is nan, not a finite number"),
         ("raise much", f"ValueError: {'x' * 4000}... (1000000 characters)"),

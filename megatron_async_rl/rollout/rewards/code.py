@@ -218,6 +218,12 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
     try:
         run("pass", limits=Limits(isolation=isolation))
     except SandboxError as error:
+        if isolation == "limits":
+            fix = (
+                "start as another user than root, or as a root that may change its user, with a"
+                " Python whose library every user can read"
+            )
+            raise RewardError(f"{key}.isolation", f"no program can be run: {error}", fix) from error
         raise RewardError(
             f"{key}.isolation",
             f"this machine does not allow the namespaces that {isolation!r} needs: {error}",

@@ -8,13 +8,15 @@ With `isolation: namespaces` (Linux; sandbox_program.py builds the walls) a prog
 - sees of the file system Python's standard library, read-only, and an empty /tmp of its own: not
   the run, not the home directory, not /etc, not /proc;
 - inherits no environment variable and no open file;
-- has limits on processor time, memory, processes, and the size of files and output;
+- has limits on processor time, memory, processes, and the size of files and output; memory that they
+  would not see is refused;
 - ends with all it started, whatever that did to hide, when it ends or its time is up.
 It is a wall of the kernel's, not a machine of its own.
 
 With `isolation: limits`, for machines that do not allow namespaces, only the limits, the empty
-environment and the end of all its processes are left: it can read what this user can read, and has
-the network.
+environment and the end of all its processes are left. It has the network. Where root starts it, it
+is a user of its own, reads what every user can and ends nobody else's process; where another user
+does, it can do what that user can, to the run and to its own launcher too.
 """
 
 from __future__ import annotations
@@ -145,9 +147,10 @@ class Sandbox:
         self.close()
 
     def wait(self, *asked: Sandbox) -> Ended:
-        """`asked`: those whose programs it waits for, and whose usage counts with its own."""
+        """`asked`: those whose programs it waits for; where time is up their usage counts with its
+        own."""
         timed_out = not self._ends_before(self._deadline)
-        every = [one._usage() for one in (self, *asked)]
+        every = [one._usage() for one in (self, *(asked if timed_out else ()))]
         usage = Usage(
             cpu_s=sum(one.cpu_s for one in every),
             elapsed_s=max(one.elapsed_s for one in every),
@@ -220,7 +223,8 @@ class Sandbox:
         cpu_s, states = 0.0, []
         with contextlib.suppress(psutil.Error):
             launcher = psutil.Process(self._process.pid)
-            for one in (launcher, *launcher.children(recursive=True)):
+            ended = launcher.status() == psutil.STATUS_ZOMBIE
+            for one in (launcher, *(() if ended else launcher.children(recursive=True))):
                 with contextlib.suppress(psutil.Error):
                     cpu_s += sum(one.cpu_times()[:4])  # own and of children that were waited for
                     states.append(one.status())

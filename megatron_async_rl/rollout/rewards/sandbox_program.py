@@ -282,7 +282,8 @@ def keep(forwarded: tuple[int, ...] = ()) -> int:
     end_descendants()
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(-code, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(exit_code(code))
 
