@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -199,7 +200,7 @@ open("mine", "w").close()
 print(os.getuid() > 65534, os.getresuid() == (os.getuid(),) * 3, os.getgroups(), os.listdir("."))
 for pid in (os.getppid(), 1):
     try:
-        os.kill(pid, 9)
+        os.kill(pid, 0)
     except PermissionError:
         print("refused")
 """
@@ -381,9 +382,10 @@ def test_each_test_begins_with_the_names_of_the_code_afresh() -> None:
 
 
 def test_a_test_that_does_not_end_costs_none_before_it() -> None:
-    code = "import time\ndef f(x):\n  if x == 3: time.sleep(600)\n  return x"
-    tests = [f"assert f({x}) == {x}" for x in (1, 2, 3)]
-    assert score(code, tests, partial=True, cpu_s=1.0) == 2 / 3
+    """Here it ends the process of the tests; where its time is up, another does."""
+    tests = [*ASSERTS, "import os\nos._exit(0)"]
+    assert score(SQUARE, tests, partial=True) == 2 / 3
+    assert score(SQUARE, tests) == 0.0
 
 
 def test_partial_is_the_share_of_the_tests() -> None:
@@ -464,7 +466,10 @@ def test_the_code_cannot_name_a_test_away(named: str, test: str) -> None:
         "def f(:",
     ],
 )
-def test_no_trick_of_the_code_makes_an_assert_pass(source: str) -> None:
+def test_no_trick_of_the_code_makes_an_assert_pass(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_module, "WALL_PER_CPU", 300)  # a busy machine starves none
     assert score(source, ASSERTS, cpu_s=1.0) == 0.0
 
 
@@ -507,15 +512,16 @@ STDIN = [{"input": "", "output": "1"}]
 BURN = "while True: pass"
 
 
-def test_code_that_sleeps_is_wrong() -> None:
-    sleeps = "import time\ntime.sleep(600)"
-    assert score(sleeps, STDIN, timeout_s=1.5) == 0.0
-    assert (
-        score(
-            f"def f(x): {sleeps.splitlines()[1]}\n{sleeps.splitlines()[0]}", ASSERTS, timeout_s=1.5
-        )
-        == 0.0
-    )
+def test_a_program_that_sleeps_does_not_compute() -> None:
+    ours, theirs = os.pipe()
+    source = f"import os, time\nos.write({theirs}, b'x')\ntime.sleep(600)"
+    with Sandbox(source, limits=Limits(wall_s=600), passed=[theirs]) as box:
+        assert os.read(ours, 1) == b"x"
+        deadline = time.monotonic() + 120
+        while box._usage().computing:
+            assert time.monotonic() < deadline
+    os.close(ours)
+    os.close(theirs)
 
 
 def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> Ended:
@@ -593,7 +599,7 @@ def test_all_processes_of_a_program_count() -> None:
     source = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
     with Sandbox(source, limits=Limits(processes=16, wall_s=600)) as box:
         launcher, most = psutil.Process(box._process.pid), 0.0
-        while most < 0.2:
+        while most < 0.1:
             every = launcher.children(recursive=True)
             most = max((sum(one.cpu_times()[:2]) for one in every), default=0.0)
         assert len(every) == 9
