@@ -188,7 +188,6 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"data.max_tokens: {config.data.max_tokens} is for given responses (objective.loss:"
             " sft); set data.max_prompt_tokens and rollout.sampling.max_tokens"
         )
-    yield from _rewards(config)
     if flow.group_size == 1 and advantage.needs_group:
         yield (
             f"objective.advantage: {advantage.name} compares the responses of a group:"
@@ -237,20 +236,6 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"objective.loss: {loss.name} is defined for groups sampled by one weight version, and"
             f" with flow.async_ratio: {flow.async_ratio:g} responses continue across weight"
             " updates; set flow.async_ratio: 0, or flow.selection: exact_lag"
-        )
-
-
-def _rewards(config: Config) -> Iterator[str]:
-    """Reasons why a reward of whole groups could not be waited for; none: it could."""
-    if config.rollout is None:
-        return
-    reward, limit_s = config.rollout.reward, config.watchdog.timeout_s
-    of_groups = any(part.per == "group" for part in reward.rewards.values())
-    if of_groups and reward.timeout_s >= limit_s:
-        yield (
-            f"rollout.reward.timeout_s: {reward.timeout_s:g} lets the reward of a group take as long"
-            f" as watchdog.timeout_s: {limit_s:g}, after which a run without progress ends; lower"
-            " the one or raise the other"
         )
 
 

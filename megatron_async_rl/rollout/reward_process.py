@@ -7,7 +7,8 @@ Invariants:
   it does not say that it did;
 - a limit on what a reward computes is one on processor time, so a loaded machine makes no right
   answer wrong; a reply that came in time counts, however late the event loop reads it;
-- whatever way a process ends, all it started in its session is killed with it;
+- whatever way a process ends, all it started is killed with it, in whatever session: its parent, a
+  keeper (rewards/sandbox_program.py), adopts what it leaves behind;
 - only what certainly is the fault of one response is its error; where several were worked on, each
   is a suspect, and the owner tries them one by one.
 """
@@ -32,6 +33,7 @@ from typing import Any, Protocol, cast
 import psutil
 
 from megatron_async_rl.rollout.rewards.registry import Item
+from megatron_async_rl.rollout.rewards.sandbox_program import keep
 from megatron_async_rl.rollout.rewards.worker import LENGTH, MAIN, Scored, encode_call
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.processes import PARENT
@@ -48,6 +50,14 @@ READ_S = 0.1
 """Time for the event loop to read what came while it was busy."""
 SHOW_S = 0.2
 """Time for a process to write where it stands."""
+KEEPER_S = 5.0
+"""Longest time for a keeper to end what is left; then it is killed."""
+KEEP = (
+    "import json, os, signal, sys; sys.path[:] = json.loads(sys.argv[1])['path'];"
+    f" from {keep.__module__} import keep;"
+    f" os.environ[{PARENT!r}] = str(keep((signal.SIGUSR1,)));"
+)
+"""Beginning of the program: the rest runs in a child."""
 
 
 class Job:
@@ -118,7 +128,7 @@ class RewardProcess(asyncio.Protocol):
         self.ready = self.asynchronous = self.batched = False
         self.calls: dict[int, _Call] = {}
         self._owner = owner
-        self._numbered = 0
+        self._worker = self._numbered = 0
         self._received = bytearray()
         self._start_failure: str | None = None
         self._killed = False
@@ -138,12 +148,11 @@ class RewardProcess(asyncio.Protocol):
         }
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", MAIN, json.dumps(settings)],
+                [sys.executable, "-c", KEEP + MAIN, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, PARENT: str(os.getpid())},
-                # A group of its own: Ctrl-C is for the launcher to answer, and what a reward
-                # started is killed with it.
+                # A group of its own: Ctrl-C is for the launcher to answer.
                 start_new_session=True,
             )
         except OSError:
@@ -157,7 +166,8 @@ class RewardProcess(asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """Of the process that calls the reward, once it is ready."""
+        return self._worker
 
     @property
     def free(self) -> bool:
@@ -193,7 +203,7 @@ class RewardProcess(asyncio.Protocol):
             for job in call.jobs:
                 job.result.cancel()
         self._kill()
-        self._process.wait()
+        self._reap()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # No `isinstance`: the transports of uvloop, which Ray uses, are not asyncio's classes.
@@ -226,6 +236,7 @@ class RewardProcess(asyncio.Protocol):
             assert self._start_timer is not None
             self._start_timer.cancel()
             self.asynchronous, self.batched = message["asynchronous"], message["batched"]
+            self._worker = message["pid"]
             self.ready = True
         else:
             jobs = self._done(message["call"])
@@ -280,7 +291,7 @@ class RewardProcess(asyncio.Protocol):
     def _cpu_s(self) -> float:
         """Processor time of the process so far; without end once it is gone."""
         try:
-            times = psutil.Process(self._process.pid).cpu_times()
+            times = psutil.Process(self._worker).cpu_times()
         except psutil.Error:
             return math.inf
         return float(times.user + times.system)
@@ -315,19 +326,26 @@ class RewardProcess(asyncio.Protocol):
     def _kill(self) -> None:
         self._killed = True
         self._clear_timers()
-        self._kill_group()
+        self._end_all()
         if self._transport is not None:
             # A daemon that the reward left behind may hold the other end open for ever.
             self._transport.abort()
 
-    def _kill_group(self) -> None:
-        """The process and all it started. SIGKILL: what holds the interpreter lock hears no other.
+    def _end_all(self) -> None:
+        """The process and all it started: the keeper kills them.
 
         Only before `wait`: afterwards the number may be another process's.
         """
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGTERM)
+
+    def _reap(self) -> int:
+        """Exit code of the keeper, which is its child's."""
+        if not self._ends_within(KEEPER_S) and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
 
     async def _see_off(self) -> None:
         code = await self._loop.run_in_executor(None, self._exit_code)
@@ -341,11 +359,15 @@ class RewardProcess(asyncio.Protocol):
 
     def _exit_code(self) -> int:
         """Ends what is left of the process, after a grace in which it may say how it ended."""
-        grace_ends = time.monotonic() + EXIT_S
-        while time.monotonic() < grace_ends and not self._has_ended():
+        if not self._ends_within(EXIT_S):
+            self._end_all()
+        return self._reap()
+
+    def _ends_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not (ended := self._has_ended()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        self._kill_group()
-        return self._process.wait()
+        return ended
 
     def _has_ended(self) -> bool:
         """Leaves the process to `wait`: until then its group keeps its number."""

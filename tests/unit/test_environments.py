@@ -36,6 +36,7 @@ from megatron_async_rl.watchdog.processes import condition
 from tests.characters import TEMPLATE, characters, read, save_characters
 
 COUNTING = "tests.engine.environments:Counting"
+OWN = {"name": "environment"}
 
 
 def settings_of(**own: Any) -> EnvironmentConfig:
@@ -506,9 +507,26 @@ def test_an_openenv_server_is_asked_turn_by_turn(
         ({"environment": {"name": COUNTING, "max_segments": 3}}, "max_segments: 3 is of agents"),
         ({"environment": tools("my_tools")}, "tools rewards nothing by itself"),
         ({"environment": tools("my_tools"), "reward": {"name": "math"}}, None),
+        ({"reward": {"name": "math", "timeout_s": 600}}, "reward.timeout_s: 600 .*watchdog"),
+        ({"reward": {"name": "arithmetic", "timeout_s": 600}}, None),
+        ({"reward": {"parts": {"a": OWN, "b": {"name": "math"}}}}, "parts.a.name: environment is"),
+        (
+            {"reward": {"parts": {"a": {**OWN, "weight": 2}}}, "environment": {"name": COUNTING}},
+            "parts.a.weight: 2 would be without effect",
+        ),
+        ({"reward": {"parts": {"a": OWN}}, "environment": {"name": COUNTING}}, None),
+        (
+            {"reward": {"name": "code", "settings": {"cpu_s": 60}, "timeout_s": 10}},
+            "cpu_s: 60 .* set cpu_s to at most 8, or timeout_s to at least 75",
+        ),
+        (
+            {"reward": {"parts": {"a": {"name": "code"}}, "timeout_s": 5}},
+            "parts.a.settings.cpu_s: 5",
+        ),
+        ({"reward": {"name": "code", "settings": {"cpu_s": 8}, "timeout_s": 10}}, None),
     ],
 )
-def test_a_run_without_a_reward_or_an_end_to_a_tool_is_refused(
+def test_a_run_whose_reward_or_tool_cannot_work_is_refused(
     rollout: dict[str, Any], what: str | None
 ) -> None:
     settings = {

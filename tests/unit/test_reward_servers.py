@@ -150,9 +150,28 @@ def test_a_judge_is_shown_the_template_filled_in_and_its_last_score_counts() -> 
 
 
 @pytest.mark.parametrize(
+    ("line", "reward"),
+    [
+        ("Score (0-10): 7", 0.7),
+        ("Score [0-10]: 7", 0.7),
+        ("**Final score:** 7/10", 0.7),
+        ("The overall score is good.\nScore = 7.5.", 0.75),
+        ("Score - 10", 1.0),
+        ("Score: 7\n\nScores from 3 to 5 are poor, a score of 2 is worse.", 0.7),
+    ],
+)
+def test_a_judge_s_score_is_read_off_the_last_line_that_gives_one(line: str, reward: float) -> None:
+    assert scored(chat(line), "judge", model="m") == Scored(reward=reward)
+
+
+@pytest.mark.parametrize(
     ("answer", "said"),
     [
         (chat("Very good!"), "the judge gave no score: 'Very good!'"),
+        (chat("Score: -5"), "the judge gave -5, not from 0 to 10"),
+        (chat("Score: \u22125"), "the judge gave no score"),
+        (chat("Score (0-10):"), "the judge gave no score"),
+        (chat("Score: 7-8"), "the judge gave no score"),
         (chat(None), "the judge gave no score: 'null'"),
         (chat("Score: 100"), "the judge gave 100, not from 0 to 10"),
         (saying('{"choices": []}'), "answered no chat completion: "),

@@ -1,9 +1,15 @@
 """The sandbox of unread programs, and the reward that runs a response's code in it: what a program
 may not do it cannot do, and nothing it does makes a test pass."""
 
+import contextlib
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +18,16 @@ import pytest
 
 from megatron_async_rl.rollout.rewards import code as code_module
 from megatron_async_rl.rollout.rewards import sandbox
-from megatron_async_rl.rollout.rewards.code import code, source_of
+from megatron_async_rl.rollout.rewards.code import Starved, code, source_of
 from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward
-from megatron_async_rl.rollout.rewards.sandbox import Ended, Limits, SandboxError, run
+from megatron_async_rl.rollout.rewards.sandbox import (
+    Ended,
+    Limits,
+    Sandbox,
+    SandboxError,
+    Usage,
+    run,
+)
 from megatron_async_rl.samples import Prompt
 
 
@@ -116,11 +129,15 @@ print(libc.sethostname(b"x", 1), libc.ptrace(16, 1, 0, 0))
     assert printed(source).splitlines() == ["True True True", "-1 -1 1", "-1 -1"]
 
 
-@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+
+
+@ISOLATIONS
 @pytest.mark.parametrize("ends", ["", "time.sleep(600)"])
 def test_nothing_it_started_outlives_it(isolation: Any, ends: str) -> None:
     """A daemon in a session of its own, of a parent that has ended."""
     mark = f"daemon-{uuid.uuid4().hex}"
+    ours, theirs = os.pipe()
     source = f"""
 import ctypes, os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -131,12 +148,70 @@ if os.fork() == 0:
         time.sleep(600)
     os._exit(0)
 os.wait()
-print("started", flush=True)
+os.write({theirs}, b"started")
 {ends}
 """
-    ended = run(source, limits=Limits(isolation=isolation, wall_s=1.5 if ends else 60))
-    assert ended == Ended(code=None if ends else 0, output="started\n")
+    with Sandbox(source, limits=Limits(isolation=isolation, wall_s=600), passed=[theirs]) as box:
+        os.close(theirs)
+        assert os.read(ours, 7) == b"started"
+        if not ends:
+            assert box.wait().code == 0
+    os.close(ours)
     assert [one for one in psutil.process_iter(["name"]) if one.info["name"] == mark[:15]] == []
+
+
+@ISOLATIONS
+def test_memory_that_is_in_no_address_space_is_refused(isolation: Any) -> None:
+    """Shared memory, message queues, files without a place, and namespaces, where a program could
+    mount some; threads and processes still begin."""
+    source = """
+import ctypes, os, subprocess, threading
+libc = ctypes.CDLL(None, use_errno=True)
+for call in (
+    lambda: libc.shmget(0, 4096, 0o1600),
+    lambda: libc.msgget(0, 0o1600),
+    lambda: libc.semget(0, 1, 0o1600),
+    lambda: libc.memfd_create(b"x", 0),
+    lambda: libc.unshare(0x10000000),
+    lambda: libc.unshare(0x00020000),
+    lambda: libc.syscall({"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000011, 0, 0, 0, 0),
+    lambda: libc.setns(0, 0),
+):
+    print(call(), os.strerror(ctypes.get_errno()))
+thread = threading.Thread(target=lambda: print("thread", flush=True))
+thread.start()
+thread.join()
+if os.fork() == 0:
+    print("child", flush=True)
+else:
+    os.wait()
+"""
+    refused = ["-1 Operation not permitted"] * 8
+    said = sorted(printed(source, isolation=isolation).splitlines())
+    assert said == [*refused, "child", "thread"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user stays itself without namespaces")
+def test_without_namespaces_root_becomes_a_user_of_its_own() -> None:
+    """Which can use the standard library, write where it is, and end no other process."""
+    source = """
+import os, decimal, sqlite3, ssl
+open("mine", "w").close()
+print(os.getuid() > 65534, os.getresuid() == (os.getuid(),) * 3, os.getgroups(), os.listdir("."))
+for pid in (os.getppid(), 1):
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        print("refused")
+"""
+    said = printed(source, isolation="limits").splitlines()
+    assert said == ["True True [] ['mine']", "refused", "refused"]
+
+
+def test_the_code_of_a_launcher_that_a_signal_ended_is_that_of_a_program() -> None:
+    with Sandbox("import time\ntime.sleep(600)", limits=Limits(wall_s=600)) as box:
+        os.kill(box._process.pid, signal.SIGTERM)
+        assert box.wait().code == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -156,7 +231,8 @@ def test_what_it_takes_is_bounded(source: str, code: int | None, most: int) -> N
     assert (ended.code, len(ended.output)) == (code, most)
 
 
-def test_a_fork_bomb_stays_small() -> None:
+@ISOLATIONS
+def test_a_fork_bomb_stays_small(isolation: Any) -> None:
     source = """
 import os, time
 started = 0
@@ -169,8 +245,12 @@ while True:
         break
 print(started)
 """
-    # As nobody is root: launcher and init are the same user, and count.
-    assert int(printed(source, processes=8)) in (7, 9)
+    started = int(printed(source, processes=8, isolation=isolation))
+    if os.getuid() == 0 or isolation == "namespaces":
+        # Launcher and init are the same user where that is not root, and count.
+        assert started in (7, 9)
+    else:
+        assert started <= 9
 
 
 def test_walls_that_cannot_stand_are_said_and_nothing_is_run(
@@ -188,6 +268,9 @@ def test_walls_that_cannot_stand_are_said_and_nothing_is_run(
         load_reward("code")
     assert load_reward("code", {"isolation": "limits"}).settings == {"isolation": "limits"}
     assert printed("print(1)", isolation="limits") == "1\n"
+    program.write_text(text.replace("            refuse_calls()\n", "            1 / 0\n"))
+    with pytest.raises(RewardError, match=r"isolation: no program can be run: .*division by zero"):
+        load_reward("code", {"isolation": "limits"})
 
 
 ASSERTS = ["assert f(2) == 4", "assert f(3) == 9"]
@@ -202,8 +285,15 @@ def score(source: str, tests: Any, entry_point: str | None = None, **settings: A
 
 def test_the_last_block_of_python_is_the_program() -> None:
     assert source_of("x = 1") == "x = 1"
-    assert source_of("a\n```python\n1\n```\nthen\n```\n2\n```\nend") == "2\n"
+    assert source_of("a\n```python\n1\n```\nthen\n```Python3\n2\n```\nend") == "2\n"
+    assert source_of("```\n1\n```\nthen\n```\n2\n```\nend") == "2\n"
     assert source_of("```bash\nls\n```") == "```bash\nls\n```"
+    assert source_of("```bash\nls\n```\nThen:\n```python\n1\n```\nso") == "1\n"
+    assert source_of("```python\n1\n```\nIt prints:\n```\n4\n```\n") == "1\n"
+    assert source_of("```python\n1\n```\n```sh\nx\n```") == "1\n"
+    assert source_of("```python\n1\n``\n") == "1\n``\n"
+    assert source_of("````py\nx = 1\n```\n````") == "x = 1\n```\n"
+    assert source_of("see ```x``` or\n```py\n1\n```") == "1\n"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +315,51 @@ def test_the_last_block_of_python_is_the_program() -> None:
         ),
         ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2]", 1.0),
         (SQUARE, "def test_it():\n  assert f(2) == 5", 0.0),
+        (
+            "from collections import *\ndef f(x): return Counter(x)",
+            "assert f('aab') == {'a': 2, 'b': 1}",
+            1.0,
+        ),
+        (
+            "from collections import *\ndef f(x): return Counter(x)",
+            "assert f('aab') == {'a': 3, 'b': 1}",
+            0.0,
+        ),
+        (
+            "from collections import *\ndef f(x): return Counter(x)",
+            "assert f('aab').most_common(1) == [('a', 2)]",
+            1.0,
+        ),
+        (
+            "from collections import *\ndef f():\n  d = defaultdict(int)\n  d[1]\n  return d",
+            "assert [f()] == [{1: 0}] and f()[7] == 0",
+            1.0,
+        ),
+        (
+            "from collections import *\ndef f():\n  d = OrderedDict(a=1, b=2)\n"
+            "  d.move_to_end('a')\n  return d",
+            "assert list(f()) == ['b', 'a']",
+            1.0,
+        ),
+        (
+            "from collections import *\nP = namedtuple('P', 'x y')\ndef g(p): return p.x + p.y",
+            "assert P(1, 2) == (1, 2) and P(1, 2).y == 2 and g(P(1, 2)) == 3",
+            1.0,
+        ),
+        (
+            "import enum\nclass E(enum.IntEnum): A = 3\nclass T(enum.StrEnum): B = 'b'\n"
+            "def f(): return [E.A, T.B]",
+            "assert f() == [3, 'b'] and f()[0].name == 'A'",
+            1.0,
+        ),
+        (
+            "def f(d): return sum(d.values())",
+            "import collections\nassert f(collections.Counter('aa')) == 2",
+            1.0,
+        ),
+        ("def f(x): return -(1 << 20000) + x", "assert f(1) == 1 - (1 << 20000)", 1.0),
+        ("T = list(range(3 * 10**5))\ndef f(n): return T[n]", "assert f(5) == 5 == T[5]", 1.0),
+        ("a = []\na.append(a)\nLONG = 'x' * 10**7\ndef f(n): return n", "assert f(5) == 5", 1.0),
     ],
 )
 def test_code_is_right_when_it_passes_every_test(source: str, tests: Any, reward: float) -> None:
@@ -239,6 +374,20 @@ def test_a_check_function_is_called_with_the_entry_point() -> None:
     assert score("def f(x): return 5", check, "f") == 0.0
 
 
+def test_each_test_begins_with_the_names_of_the_code_afresh() -> None:
+    check = "def check(candidate):\n  assert candidate({}) == {}"
+    assert score(SQUARE, [check.format(2, 4), check.format(3, 9)], "f") == 1.0
+    assert score("def f(x): return 4", [check.format(2, 4), check.format(3, 9)], "f") == 0.0
+    assert score("L = [1]", ["L.append(2)\nassert L == [1, 2]", "assert L == [1]"]) == 1.0
+
+
+def test_a_test_that_does_not_end_costs_none_before_it() -> None:
+    """Here it ends the process of the tests; where its time is up, another does."""
+    tests = [*ASSERTS, "import os\nos._exit(0)"]
+    assert score(SQUARE, tests, partial=True) == 2 / 3
+    assert score(SQUARE, tests) == 0.0
+
+
 def test_partial_is_the_share_of_the_tests() -> None:
     assert score("def f(x): return 4", ASSERTS, partial=True) == 0.5
     pairs = {"inputs": ["1", "2"], "outputs": ["1", "2"]}
@@ -246,6 +395,47 @@ def test_partial_is_the_share_of_the_tests() -> None:
 
 
 ALWAYS = "class A:\n  def __eq__(s, o): return True\n  __bool__ = lambda s: True\n"
+
+
+TALK = """
+import json, sys
+channel = sys._getframe(1).f_locals["channel"]
+def say(message):
+    channel.write(json.dumps(message) + "\\n")
+    channel.flush()
+say(["f", {"object": 0}])
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "names"),
+    [
+        ("assert abs(f(2) - 3.5) < 1e-6", ["abs", "__builtins__"]),
+        ("assert set(f(2)) == set([1, 2, 3])", ["set", "__builtins__"]),
+        ("assert sorted(f(2)) == [1]", ["sorted", "__builtins__", "__name__"]),
+    ],
+)
+def test_the_code_cannot_replace_what_a_test_judges_with(test: str, names: list[str]) -> None:
+    """Names that no honest code would send, of a channel that it has found."""
+    every = {"dict": [[name, {"object": 1}] for name in names]}
+    forged = "".join(
+        f"say({[name, every if name == '__builtins__' else {'object': 1}]!r})\n" for name in names
+    )
+    answers = "say(None)\nfor _ in channel: say({'value': 0.0, 'args': {'list': []}})"
+    assert score(f"{TALK}{forged}{answers}", test) == 0.0
+    assert score(f"{TALK}{forged}{answers}", "assert f(2) == 0.0") == 1.0  # it is listened to
+
+
+@pytest.mark.parametrize(
+    "named", ["check = 0", "def check(c): pass", "def test_f(): pass", "test_f = 1"]
+)
+@pytest.mark.parametrize(
+    "test",
+    ["def check(candidate):\n  assert candidate(2) == 4", "def test_f():\n  assert f(2) == 4"],
+)
+def test_the_code_cannot_name_a_test_away(named: str, test: str) -> None:
+    assert score(f"{named}\ndef f(x): return 0", test, "f") == 0.0
+    assert score(f"{named}\n{SQUARE}", test, "f") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -256,6 +446,10 @@ ALWAYS = "class A:\n  def __eq__(s, o): return True\n  __bool__ = lambda s: True
         "def f(x):\n  import os\n  os._exit(0)",
         f"{ALWAYS}def f(x): return A()",
         "class I(int):\n  def __eq__(s, o): return True\ndef f(x): return I(0)",
+        "class I(int):\n  __index__ = __int__ = lambda s: 4\n  __class__ = A = None\ndef f(x): return I(0)",
+        "class D(dict):\n  def __eq__(s, o): return True\n  __missing__ = lambda s, k: s\n"
+        "def f(x): return D()",
+        "abs = set = lambda *_: 4\ndef f(x): return 0",
         "import builtins\nbuiltins.AssertionError = Exception\ndef f(x): return 0",
         "print('[true, true]', flush=True)\nimport os\nos._exit(0)",
         "import os\nfor n in range(1, 64):\n  try: os.write(n, b'[true, true]\\n')\n"
@@ -272,7 +466,10 @@ ALWAYS = "class A:\n  def __eq__(s, o): return True\n  __bool__ = lambda s: True
         "def f(:",
     ],
 )
-def test_no_trick_of_the_code_makes_an_assert_pass(source: str) -> None:
+def test_no_trick_of_the_code_makes_an_assert_pass(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_module, "WALL_PER_CPU", 300)  # a busy machine starves none
     assert score(source, ASSERTS, cpu_s=1.0) == 0.0
 
 
@@ -298,11 +495,113 @@ def test_code_names_the_prompt_without_tests(tests: Any) -> None:
         score(SQUARE, tests)
 
 
-def test_code_that_sleeps_is_wrong_and_code_that_was_starved_is_no_answer(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("class TestF:\n  def test_it(self): assert f(2) == 4", "has a class of tests"),
+        ("import unittest\nclass T(unittest.TestCase):\n  def test_it(self): assert 0", "a class"),
+        ("def check(candidate):\n  assert candidate(2) == 4", "there is no `entry_point`"),
+    ],
+)
+def test_tests_that_nothing_would_call_are_refused(test: str, said: str) -> None:
+    with pytest.raises(RewardError, match=f"prompt p7: `tests` .*{said}"):
+        score(SQUARE, test)
+
+
+STDIN = [{"input": "", "output": "1"}]
+BURN = "while True: pass"
+
+
+def test_a_program_that_sleeps_does_not_compute() -> None:
+    ours, theirs = os.pipe()
+    source = f"import os, time\nos.write({theirs}, b'x')\ntime.sleep(600)"
+    with Sandbox(source, limits=Limits(wall_s=600), passed=[theirs]) as box:
+        assert os.read(ours, 1) == b"x"
+        deadline = time.monotonic() + 120
+        while box._usage().computing:
+            assert time.monotonic() < deadline
+    os.close(ours)
+    os.close(theirs)
+
+
+def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> Ended:
+    return Ended(
+        code=None,
+        output="",
+        timed_out=True,
+        usage=Usage(cpu_s=cpu_s, elapsed_s=elapsed_s, computing=computing),
+    )
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "elapsed_s", "computing", "starved"),
+    [
+        (1.9, 2.0, True, False),  # cut by the deadline of all tests: it had what there was
+        (0.03, 0.03, True, False),
+        (3.0, 20.0, True, False),  # of 5 s that it might have had
+        (8.0, 2.0, True, False),  # in several processes
+        (0.4, 2.0, True, True),
+        (1.0, 20.0, True, True),
+        (0.0, 20.0, False, False),  # it slept
+    ],
+)
+def test_code_is_starved_where_it_had_little_of_the_processor(
+    cpu_s: float, elapsed_s: float, computing: bool, starved: bool
 ) -> None:
-    sleeps = "import time\ntime.sleep(600)"
-    assert score(sleeps, [{"input": "", "output": "1"}], timeout_s=1.5) == 0.0
-    monkeypatch.setattr(code_module, "WALL_PER_CPU", 0.05)
-    with pytest.raises(sandbox.Starved, match="the machine is busy"):
-        score("while True: pass", [{"input": "", "output": "1"}], cpu_s=10.0)
+    budget = code_module._Budget(timeout_s=600.0, cpu_s=5.0)
+    with pytest.raises(Starved) if starved else contextlib.nullcontext():
+        budget.count(usage(cpu_s, elapsed_s, computing))
+
+
+def test_a_late_test_is_wrong_when_the_earlier_ones_had_the_time() -> None:
+    budget = code_module._Budget(timeout_s=600.0, cpu_s=5.0)
+    for _ in range(3):
+        budget.count(replace(usage(1.0, 1.1), code=0, timed_out=False))
+    budget.count(usage(0.0, 0.02))
+    budget.require_fair()
+
+
+@pytest.mark.parametrize(("source", "tests"), [(BURN, STDIN), (f"def f(x):\n  {BURN}", ASSERTS)])
+def test_code_that_was_starved_is_no_answer(
+    source: str, tests: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight others want the one processor that its processes may use once the walls stand."""
+    processor = min(os.sched_getaffinity(0))
+    opened = Sandbox._open
+
+    def open_and_pin(box: Sandbox, control: socket.socket, text: str) -> None:
+        opened(box, control, text)
+        for one in psutil.Process(box._process.pid).children(recursive=True):
+            one.cpu_affinity([processor])
+
+    monkeypatch.setattr(Sandbox, "_open", open_and_pin)
+    others = f"""
+import os
+os.sched_setaffinity(0, [{processor}])
+for _ in range(8):
+    if (pid := os.fork()) == 0:
+        os.setsid()  # its share of the processor is that of a session
+        os.close(1)
+        {BURN}
+    print(pid, flush=True)
+"""
+    command = [sys.executable, "-I", "-S", "-c", others]
+    burning = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    try:
+        with pytest.raises(Starved, match="the machine is busy"):
+            score(source, tests, timeout_s=1.5)
+    finally:
+        for pid in burning:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_all_processes_of_a_program_count() -> None:
+    source = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+    with Sandbox(source, limits=Limits(processes=16, wall_s=600)) as box:
+        launcher, most = psutil.Process(box._process.pid), 0.0
+        while most < 0.1:
+            every = launcher.children(recursive=True)
+            most = max((sum(one.cpu_times()[:2]) for one in every), default=0.0)
+        assert len(every) == 9
+        assert box._usage().cpu_s > 3 * most
+        assert box._usage().computing

@@ -51,12 +51,16 @@ def score(prompt, response):
             sys.exit(3)
         case "crash":
             ctypes.string_at(0)
+        case "kill":
+            os.kill(os.getpid(), 9)
         case "fill memory":
             return float(len(bytearray(4 * 2**30)))
         case "print":
             print("a line of the reward", flush=True)
         case "nan":
             return float("nan")
+        case "raise much":
+            raise ValueError("x" * 10**6)
         case "start a child":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             with open(prompt.fields["file"], "w") as file:
@@ -69,12 +73,13 @@ def score(prompt, response):
                 file.write(f"{child.pid}.")
             os._exit(7)
         case "leave a daemon behind":
-            if (child := os.fork()) == 0:
+            if os.fork() == 0:
                 os.setsid()
-                time.sleep(600)
+                if os.fork() == 0:
+                    with open(prompt.fields["file"], "w") as file:
+                        file.write(f"{os.getpid()}.")
+                    time.sleep(600)
                 os._exit(0)
-            with open(prompt.fields["file"], "w") as file:
-                file.write(f"{child}.")
             while True:
                 pass
         case "return twice":
@@ -226,8 +231,10 @@ def test_other_responses_are_scored_while_one_hangs(module: str, tmp_path: Path)
     [
         ("exit", "the reward's process ended with code 7; see the engine's log"),
         ("crash", "the reward's process was ended by SIGSEGV; see the engine's log"),
+        ("kill", "the reward's process was ended by SIGKILL; see the engine's log"),
         ("sys.exit", "SystemExit: 3"),
         ("nan", "the reward is nan, not a finite number"),
+        ("raise much", f"ValueError: {'x' * 4000}... (1000000 characters)"),
         ("fill memory", "MemoryError"),
     ],
 )
@@ -272,10 +279,10 @@ def test_what_a_reward_started_is_killed_when_its_process_ended_by_itself(
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_daemon_that_a_reward_left_behind_does_not_hold_up_the_others(
+def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
     module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """It is in no group that could be killed, and it holds the socket open."""
+    """It is in a session of its own, of a parent that has ended, and it holds the socket open."""
     file = tmp_path / "pid"
 
     async def work(scorer: Scorer) -> list[Scored]:
@@ -286,18 +293,18 @@ def test_a_daemon_that_a_reward_left_behind_does_not_hold_up_the_others(
             assert not asked.done()
             await asyncio.sleep(0)
         (worker,) = scorer.pools[0].processes
+        daemons.append(psutil.Process(int(file.read_text()[:-1])))
         worker._fail_all(worker.called.timed_out)
         worker._show_and_kill()
         return [await asked, await asyncio.wait_for(scorer.score(prompt(), "abc"), 600)]
 
-    try:
-        scored = scored_by(config(module, timeout_s=300, workers=1), work, new_loop)
-    finally:
-        os.kill(int(file.read_text()[:-1]), signal.SIGKILL)
+    daemons: list[psutil.Process] = []
+    scored = scored_by(config(module, timeout_s=300, workers=1), work, new_loop)
     assert scored == [
         Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 300"),
         Scored(reward=3.0),
     ]
+    assert psutil.wait_procs(daemons, timeout=60)[1] == []
 
 
 def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> None:
@@ -462,17 +469,23 @@ async def run():
     scorer.start()
     await scorer.ready()
     print(scorer.pools[0].processes.copy().pop().pid, flush=True)
-    prompt = Prompt(id="p", text="", token_ids=(1,), fields={"do": "backtrack"})
+    fields = {"do": sys.argv[2], "file": sys.argv[3]}
+    prompt = Prompt(id="p", text="", token_ids=(1,), fields=fields)
     await scorer.score(prompt, "a" * 40 + "b")
 
 asyncio.run(run())
 """
 
 
-def test_a_process_in_the_midst_of_a_reward_ends_with_its_engine(module: str) -> None:
-    """Also one that holds the interpreter lock and cannot see that its socket closed."""
+@pytest.mark.parametrize("do", ["backtrack", "leave a daemon behind"])
+def test_a_process_in_the_midst_of_a_reward_ends_with_its_engine(
+    module: str, tmp_path: Path, do: str
+) -> None:
+    """Also one that holds the interpreter lock and cannot see that its socket closed; and what it
+    left behind in a session of its own."""
+    file = tmp_path / "pid"
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(ENGINE), f"{module}:score"],
+        [sys.executable, "-c", textwrap.dedent(ENGINE), f"{module}:score", do, str(file)],
         stdout=subprocess.PIPE,
         text=True,
     ) as engine:
@@ -480,9 +493,14 @@ def test_a_process_in_the_midst_of_a_reward_ends_with_its_engine(module: str) ->
         worker = psutil.Process(int(engine.stdout.readline()))
         while worker.status() != psutil.STATUS_RUNNING:
             assert engine.poll() is None
+        while do != "backtrack" and not (file.exists() and file.read_text().endswith(".")):
+            assert engine.poll() is None
+        ending = [
+            worker,
+            *(psutil.Process(int(file.read_text()[:-1])) for _ in (0,) if file.exists()),
+        ]
         os.kill(engine.pid, signal.SIGKILL)
-    worker.wait(600)
-    assert not worker.is_running()
+    assert psutil.wait_procs(ending, timeout=600)[1] == []
 
 
 def test_math_compares_values() -> None:

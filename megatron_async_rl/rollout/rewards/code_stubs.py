@@ -4,9 +4,16 @@
     assert f([1, 2]) == 3  --call-->   f([1, 2]) of the response's code
                            <--value--
 
-Only plain values cross: what else the code returns stays with it, under a number. A stand-in for it
-can be called, gone through and asked for its attributes, and never compared, so the code has no say
-in what equals what. Runs without this package.
+Invariants:
+- only plain values cross: what else the code returns stays with it, under a number. A stand-in for
+  it can be called, gone through and asked for its attributes, and never compared, so the code has
+  no say in what equals what. A value of a subclass, such as a Counter, crosses as its plain base:
+  the base compares, and only what the base does not have is asked of the code;
+- each test begins with the names of the code afresh. Python's own names are never the code's, and a
+  function that a test defines is the test's own, whatever the code calls its own;
+- each verdict is written as its test ends, so one that does not end costs none before it.
+
+Runs without this package.
 """
 
 import builtins
@@ -18,43 +25,87 @@ import socket
 from typing import Any
 
 LONGEST = 1 << 22
+LONGEST_NAME = 1 << 16
+"""Characters of a message, and of one of the values that the code's names have at the start."""
 MOST = 100_000
 CODE_NAME = "program.py"
 
 
-def encode(value: Any, keep: Any) -> Any:
-    kind = type(value)
-    if value is None or kind in (bool, float, str):
-        return value
-    if kind is int:
-        return {"i": hex(value)}
-    if kind in (list, tuple, set, frozenset):
-        return {kind.__name__: [encode(one, keep) for one in value]}
-    if kind is dict:
-        return {"dict": [[encode(k, keep), encode(v, keep)] for k, v in value.items()]}
-    if kind in (bytes, bytearray):
-        return {kind.__name__: value.hex()}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    return {"object": keep(value)}
+WORD = 1 << 63
+"""Whole numbers up to it are written as JSON's; digits of longer ones would take too long."""
 
 
-def decode(value: Any, find: Any) -> Any:
+class TooLong(Exception):
+    """The value takes more than `room` characters."""
+
+
+class Encoder:
+    """`keep`: called with a value that is not of a plain class; its number, or None for a value
+    that has none here."""
+
+    def __init__(self, keep: Any, room: int) -> None:
+        self._keep, self._room = keep, room
+
+    def encode(self, value: Any) -> Any:
+        if value is None or type(value) in (bool, float):
+            return self._within(value, 1)
+        for kind in (int, str, list, tuple, set, frozenset, dict, bytes, bytearray, float, complex):
+            if isinstance(value, kind):
+                plain = self._plain(kind, value)
+                number = None if type(value) is kind else self._keep(value)
+                return plain if number is None else {"like": [plain, number]}
+        number = self._keep(value)
+        if number is None:
+            raise TypeError(f"a {type(value).__name__} cannot be given to the code")
+        return self._within({"object": number}, 1)
+
+    def _plain(self, kind: Any, value: Any) -> Any:
+        """By the methods of `kind`: a subclass may have changed its own."""
+        if kind is int:
+            value = int.__index__(value)
+            short = -WORD < value < WORD
+            self._within(None, value.bit_length() // 3 + 1)
+            return value if short else {"i": hex(value)}
+        if kind is str:
+            return self._within(str.__str__(value), str.__len__(value) + 1)
+        if kind is float:
+            return self._within(float.__float__(value), 1)
+        if kind is complex:
+            return self._within({"complex": [value.real, value.imag]}, 1)
+        self._within(None, kind.__len__(value) + 1)
+        if kind in (bytes, bytearray):
+            return {kind.__name__: kind.hex(value)}
+        if kind is dict:
+            # In the order of `value`: an OrderedDict keeps one of its own.
+            return {"dict": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
+        return {kind.__name__: [self.encode(one) for one in kind.__iter__(value)]}
+
+    def _within(self, encoded: Any, length: int) -> Any:
+        self._room -= length
+        if self._room < 0:
+            raise TooLong
+        return encoded
+
+
+def decode(value: Any, find: Any, like: Any) -> Any:
+    """`like`: makes a value of a subclass out of its plain base and its number."""
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
     if kind == "i":
         return int(inside, 16)
     if kind == "dict":
-        return {decode(k, find): decode(v, find) for k, v in inside}
+        return {decode(k, find, like): decode(v, find, like) for k, v in inside}
     if kind in ("bytes", "bytearray"):
         return getattr(builtins, kind).fromhex(inside)
     if kind == "complex":
         return complex(*inside)
     if kind == "object":
         return find(inside)
+    if kind == "like":
+        return like(decode(inside[0], find, like), inside[1])
     plain = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-    return plain[kind](decode(one, find) for one in inside)
+    return plain[kind](decode(one, find, like) for one in inside)
 
 
 def serve(descriptor: Any, source: Any) -> Any:
@@ -63,6 +114,9 @@ def serve(descriptor: Any, source: Any) -> Any:
     def keep(value: Any) -> Any:
         objects.append(value)
         return len(objects) - 1
+
+    def encode(value: Any) -> Any:
+        return Encoder(keep, LONGEST).encode(value)
 
     def answer(do: Any, target: Any, name: Any, args: Any, kwargs: Any) -> Any:
         value = objects[target]
@@ -76,22 +130,26 @@ def serve(descriptor: Any, source: Any) -> Any:
             return value[args[0]], []
         return value(*args, **kwargs), args
 
+    def at_start(value: Any) -> Any:
+        try:
+            return Encoder(keep, LONGEST_NAME).encode(value)
+        except BaseException:  # noqa: BLE001 - long, or holds itself
+            return {"object": keep(value)}
+
     main = {"__name__": "__main__"}
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as channel:
         with contextlib.suppress(BaseException):  # what it defined before may do
             exec(compile(source, CODE_NAME, "exec"), main)
-        defined = {
-            name: encode(value, keep)
-            for name, value in main.items()
-            if not name.startswith("_") and type(value).__name__ != "module"
-        }
-        channel.write(json.dumps(defined) + "\n")
+        for name, value in list(main.items()):
+            if not name.startswith("_") and type(value).__name__ != "module":
+                channel.write(json.dumps([name, at_start(value)]) + "\n")
+        channel.write("null\n")
         channel.flush()
         for line in channel:
-            asked = decode(json.loads(line), objects.__getitem__)
+            asked = decode(json.loads(line), objects.__getitem__, lambda _, number: objects[number])
             try:
                 result, args = answer(*asked)
-                reply = {"value": encode(result, keep), "args": encode(args, keep)}
+                reply = {"value": encode(result), "args": encode(args)}
             except BaseException as error:  # noqa: BLE001 - the code's own, told to the test
                 reply = {"error": type(error).__name__, "text": str(error)[:1000]}
             channel.write(json.dumps(reply) + "\n")
@@ -108,8 +166,15 @@ class Channel:
             raise RuntimeError("the code ended, or said too much")
         return json.loads(line)
 
+    def names(self) -> Any:
+        """(name, encoded value) of what the code defined, which has no say in Python's own."""
+        while (defined := self.read()) is not None:
+            name, value = defined
+            if name.isidentifier() and not name.startswith("_") and not hasattr(builtins, name):
+                yield name, value
+
     def ask(self, do: Any, target: Any, name: Any, args: Any, kwargs: Any) -> Any:
-        asked = encode([do, target, name, list(args), kwargs], keep_stand_in)
+        asked = Encoder(number_of, LONGEST).encode([do, target, name, list(args), kwargs])
         self.file.write(json.dumps(asked) + "\n")
         self.file.flush()
         reply = self.read()
@@ -118,17 +183,25 @@ class Channel:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
             raise kind(reply["text"])
-        after = decode(reply["args"], self.stand_in)
+        after = self.decode(reply["args"])
         for given, changed in zip(args, after, strict=False):
-            if type(given) is type(changed) is list:
+            if isinstance(given, list) and isinstance(changed, list):
                 given[:] = changed
-            elif type(given) is type(changed) and type(given) in (dict, set):
+            elif any(isinstance(given, kind) and isinstance(changed, kind) for kind in (dict, set)):
                 given.clear()
                 given.update(changed)
-        return decode(reply["value"], self.stand_in)
+        return self.decode(reply["value"])
+
+    def decode(self, value: Any) -> Any:
+        return decode(value, self.stand_in, self.like)
 
     def stand_in(self, number: Any) -> Any:
         return StandIn(self, number)
+
+    def like(self, plain: Any, number: Any) -> Any:
+        value = LIKE[type(plain)](plain)
+        value._channel, value._number = self, number
+        return value
 
 
 class StandIn:
@@ -160,42 +233,51 @@ class StandIn:
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refused
 
 
-def keep_stand_in(value: Any) -> Any:
-    if isinstance(value, StandIn):
-        return value._number
-    raise TypeError(f"a {type(value).__name__} cannot be given to the code")
+def like_class(kind: Any) -> Any:
+    """A subclass whose values have what `kind` has, and ask the code for the rest."""
+    members: Any = {"__getattr__": StandIn.__getattr__}
+    if kind is dict:
+        members["__missing__"] = StandIn.__getitem__
+    return type(kind.__name__, (kind,), members)
+
+
+LIKE: Any = {
+    kind: like_class(kind)
+    for kind in (int, float, str, list, tuple, set, frozenset, dict, bytes, bytearray, complex)
+}
+
+
+def number_of(value: Any) -> Any:
+    kinds: Any = (StandIn, *LIKE.values())
+    return value._number if isinstance(value, kinds) else None
 
 
 def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
+    """Writes 1 for each test that passes, 0 for each that does not."""
     verdict, nothing = os.dup(1), os.open("/dev/null", os.O_WRONLY)
     os.dup2(nothing, 1)  # what a test prints
-    passed = []
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as file:
-        try:
-            channel = Channel(file)
-            names = {
-                name: decode(value, channel.stand_in)
-                for name, value in channel.read().items()
-                if name.isidentifier() and not hasattr(builtins, name)
-            }
-        except BaseException:  # noqa: BLE001 - whatever the code says
-            names = {}
+        channel, names = Channel(file), []
+        with contextlib.suppress(BaseException):  # whatever the code says
+            names.extend(channel.names())
         for source in tests:
-            passed.append(passes(source, names, entry_point))
-    os.write(verdict, json.dumps(passed).encode())
+            os.write(verdict, b"1" if passes(source, channel, names, entry_point) else b"0")
 
 
-def passes(source: Any, names: Any, entry_point: Any) -> Any:
+def passes(source: Any, channel: Any, names: Any, entry_point: Any) -> Any:
     """Whether the test ends without an exception; functions test... and check(candidate) that it
     defines are called."""
-    before = set(names)
     try:
-        exec(compile(source, "tests.py", "exec"), names)
-        for name in [one for one in names if one not in before and callable(names[one])]:
+        given = {name: channel.decode(value) for name, value in names}
+        space = {**given, "__name__": "__main__", "__builtins__": builtins}
+        exec(compile(source, "tests.py", "exec"), space)
+        for name, value in list(space.items()):
+            if isinstance(value, StandIn) or not callable(value):
+                continue
             if name.startswith("test"):
-                names[name]()
+                value()
             elif name == "check" and entry_point is not None:
-                names[name](names[entry_point])
+                value(given[entry_point])
     except BaseException:  # noqa: BLE001 - a test that did not end is one that failed
         return False
     return True

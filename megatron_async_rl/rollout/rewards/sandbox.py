@@ -8,13 +8,15 @@ With `isolation: namespaces` (Linux; sandbox_program.py builds the walls) a prog
 - sees of the file system Python's standard library, read-only, and an empty /tmp of its own: not
   the run, not the home directory, not /etc, not /proc;
 - inherits no environment variable and no open file;
-- has limits on processor time, memory, processes, and the size of files and output;
+- has limits on processor time, memory, processes, and the size of files and output; memory that they
+  would not see is refused;
 - ends with all it started, whatever that did to hide, when it ends or its time is up.
 It is a wall of the kernel's, not a machine of its own.
 
 With `isolation: limits`, for machines that do not allow namespaces, only the limits, the empty
-environment and the end of all its processes are left: it can read what this user can read, and has
-the network.
+environment and the end of all its processes are left. It has the network. Where root starts it, it
+is a user of its own, reads what every user can and ends nobody else's process; where another user
+does, it can do what that user can, to the run and to its own launcher too.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -51,11 +53,6 @@ class SandboxError(RuntimeError):
     """The walls of the sandbox could not be built; nothing was run."""
 
 
-class Starved(RuntimeError):
-    """The clock ran out on a program that was computing and had processor time left: the machine
-    was too busy, which says nothing of the program."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Of one program."""
@@ -63,7 +60,7 @@ class Limits:
     cpu_s: float = 5.0
     """Processor time of each of its processes, in whole seconds, rounded up."""
     wall_s: float = 20.0
-    """By the clock."""
+    """By the clock, from when the walls stand."""
     memory_mib: int = 512
     """Address space of each process."""
     processes: int = 8
@@ -74,16 +71,29 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a sandbox took until now, its start included. `cpu_s`: processor time of all its
+    processes. `computing`: one of them runs, or would if the machine had a processor for it."""
+
+    cpu_s: float
+    elapsed_s: float
+    computing: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ended:
     """How a program ended. `code`: 128 + number of the signal where one ended it; None where its
-    time was up. `output`: what it printed, cut at the limit."""
+    time was up, and `timed_out` where that is time by the clock. `output`: what it printed, cut at
+    the limit."""
 
     code: int | None
     output: str
+    timed_out: bool = field(default=False, compare=False)
+    usage: Usage = field(compare=False, default=Usage(cpu_s=0.0, elapsed_s=0.0, computing=False))
 
 
 def run(source: str, *, stdin: str = "", limits: Limits | None = None) -> Ended:
-    """Runs `source` as a program. Raises SandboxError, and Starved."""
+    """Runs `source` as a program. Raises SandboxError."""
     with Sandbox(source, stdin=stdin, limits=limits or Limits()) as sandbox:
         return sandbox.wait()
 
@@ -96,7 +106,7 @@ class Sandbox:
         self, source: str, *, stdin: str = "", limits: Limits, passed: Sequence[int] = ()
     ) -> None:
         self._limits = limits
-        self._deadline = time.monotonic() + limits.wall_s
+        self._started = time.monotonic()
         self._folder = tempfile.mkdtemp() if limits.isolation == "limits" else None
         self._output = os.memfd_create("output")
         given = os.memfd_create("input")
@@ -128,6 +138,7 @@ class Sandbox:
             raise
         finally:
             ours.close()
+        self._deadline = time.monotonic() + limits.wall_s
 
     def __enter__(self) -> Sandbox:
         return self
@@ -135,21 +146,25 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def wait(self) -> Ended:
-        """Raises Starved."""
-        try:
-            code: int | None = self._process.wait(max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            starved = self._computes()
-            self._end()
-            if starved:
-                used = f"{self._limits.cpu_s:g} s of processor time in {self._limits.wall_s:g} s"
-                raise Starved(f"a program did not get its {used}: the machine is busy") from None
-            code = None
-        if code in TIME_UP:
+    def wait(self, *asked: Sandbox) -> Ended:
+        """`asked`: those whose programs it waits for; where time is up their usage counts with its
+        own."""
+        timed_out = not self._ends_before(self._deadline)
+        every = [one._usage() for one in (self, *(asked if timed_out else ()))]
+        usage = Usage(
+            cpu_s=sum(one.cpu_s for one in every),
+            elapsed_s=max(one.elapsed_s for one in every),
+            computing=any(one.computing for one in every),
+        )
+        self._end()
+        code: int | None = self._process.wait()
+        if code is not None and code < 0:  # the launcher, which reports all other signals
+            code = 128 - code
+        if timed_out or code in TIME_UP:
             code = None
         most = self._limits.file_mib * 2**20
-        return Ended(code=code, output=os.pread(self._output, most, 0).decode(errors="replace"))
+        output = os.pread(self._output, most, 0).decode(errors="replace")
+        return Ended(code=code, output=output, timed_out=timed_out, usage=usage)
 
     def close(self) -> None:
         self._end()
@@ -204,13 +219,33 @@ class Sandbox:
             (folder / "setgroups").write_text("deny")
             (folder / "gid_map").write_text(f"0 {os.getgid()} 1\n")
 
-    def _computes(self) -> bool:
-        try:
+    def _usage(self) -> Usage:
+        cpu_s, states = 0.0, []
+        with contextlib.suppress(psutil.Error):
             launcher = psutil.Process(self._process.pid)
-            states = [one.status() for one in launcher.children(recursive=True)]
-        except psutil.Error:
-            return False
-        return psutil.STATUS_RUNNING in states
+            ended = launcher.status() == psutil.STATUS_ZOMBIE
+            for one in (launcher, *(() if ended else launcher.children(recursive=True))):
+                with contextlib.suppress(psutil.Error):
+                    cpu_s += sum(one.cpu_times()[:4])  # own and of children that were waited for
+                    states.append(one.status())
+        return Usage(
+            cpu_s=cpu_s,
+            elapsed_s=time.monotonic() - self._started,
+            computing=psutil.STATUS_RUNNING in states[1:],
+        )
+
+    def _ends_before(self, deadline: float) -> bool:
+        """Leaves the launcher to `wait`: until then its processor time can be read."""
+        pause_s = 0.001
+        while True:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if os.waitid(os.P_PID, self._process.pid, options) is not None:
+                return True
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, 0.05)
 
     def _end(self) -> None:
         if self._process.poll() is not None:
@@ -218,8 +253,7 @@ class Sandbox:
         if self._limits.isolation == "limits":
             # The launcher adopted them all and ends them.
             self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5.0)
+            self._ends_before(time.monotonic() + 5.0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

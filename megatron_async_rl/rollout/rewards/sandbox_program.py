@@ -2,15 +2,21 @@
 
     launcher: new namespaces, limits -> init, process 1 of the sandbox -> the program
 
+And `keep`, for any process whose children are to end with it.
+
 Runs without this package and without site-packages. Invariants:
 - nothing of the source is run before every wall stands; a wall that cannot be built is reported,
   and then nothing is run;
 - the program has no capability, can gain none, and is not the user of launcher and init where root
   started it;
+- what it holds in memory is in its address space or in its /tmp, both bounded: the kernel refuses
+  it memory that is neither (`refuse_calls`);
 - when the program ends, every process it started ends with it.
 """
 
+import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -30,6 +36,20 @@ SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CAPABILITY_VERSION_3 = 0x20080522
 NOBODY = 65534
+OWN_USERS = 1 << 30
+"""Users that no machine has begin here."""
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+CLONE_NEWUSER = 0x10000000
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+REFUSED = {
+    # shmget, semget, msgget, memfd_create, memfd_secret, unshare, setns, mq_open, io_uring_setup
+    "x86_64": (29, 64, 68, 319, 447, 272, 308, 240, 425),
+    "aarch64": (194, 190, 186, 279, 447, 97, 268, 180, 425),
+}
+"""System calls that hold memory outside of any address space, or begin a namespace, in which a
+program could mount some more."""
+SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+SYS_CLONE3 = 435
 DEVICES = ("null", "zero", "random", "urandom")
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -123,6 +143,68 @@ def drop_capabilities() -> None:
     called(libc.syscall(SYS_CAPSET[os.uname().machine], header, bytes(24)), "dropping capabilities")
 
 
+def refuse_calls() -> None:
+    """The calls of REFUSED, with EPERM. clone3, whose flags a filter cannot read, does not exist:
+    the C library then takes clone, which is refused for a new namespace of users."""
+    machine = os.uname().machine
+    load, equal, at_least, any_of, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+    program = [
+        (load, 0, 0, 4),  # the architecture
+        (equal, 1, 0, AUDIT_ARCH[machine]),
+        (answer, 0, 0, missing),
+        (load, 0, 0, 0),  # the call
+        (at_least, 0, 1, 0x40000000),  # of another interface of x86_64
+        (answer, 0, 0, missing),
+        (equal, 0, 1, SYS_CLONE3),
+        (answer, 0, 0, missing),
+    ]
+    for call in REFUSED[machine]:
+        program += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
+    program += [
+        (equal, 0, 3, SYS_CLONE[machine]),
+        (load, 0, 0, 16),  # its flags
+        (any_of, 0, 1, CLONE_NEWUSER),
+        (answer, 0, 0, refuse),
+        (answer, 0, 0, allow),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
+    head = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    called(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0), "refusing system calls")
+
+
+def change_user(user: int) -> None:
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def become_own_user(folder: str) -> None:
+    """Root becomes a user that only this sandbox has, so that limits bind it and it can end nobody
+    else's process; where there is no such user, as inside of a namespace of one, it stays. `folder`
+    becomes that user's."""
+    library = {
+        place: os.open(path, os.O_PATH)
+        for place, path in enumerate(sys.path)
+        if os.path.isdir(path)
+    }
+    for user in (OWN_USERS + os.getpid(), NOBODY):
+        try:
+            os.chown(folder, user, user)
+            change_user(user)
+            break
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    for place, descriptor in library.items():
+        if os.access(sys.path[place], os.R_OK | os.X_OK):
+            os.close(descriptor)
+        else:  # below a folder such as /root
+            sys.path[place] = f"/proc/self/fd/{descriptor}"
+            if not os.access(sys.path[place], os.R_OK | os.X_OK):
+                raise OSError(errno.EACCES, "only root can read Python's library", sys.path[place])
+
+
 def run(source: str) -> None:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -136,7 +218,8 @@ def adopt_orphans() -> None:
 
 
 def end_descendants() -> None:
-    """All that the program left behind: this process adopts them, as their parents end."""
+    """All that this process, or the program it waited for, left behind: it adopts them, as their
+    parents end."""
     while True:
         try:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -144,7 +227,8 @@ def end_descendants() -> None:
         except OSError:
             children = []
         for pid in children:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -157,12 +241,56 @@ def give_up(*_: object) -> None:
 
 
 def wait_for(pid: int) -> int:
-    """Exit code of the program; adopted processes that end before it are passed over."""
+    """How the program ended, as `os.waitstatus_to_exitcode` says it; adopted processes that end
+    before it are passed over."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == pid:
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+            return os.waitstatus_to_exitcode(status)
+
+
+def exit_code(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def keep(forwarded: tuple[int, ...] = ()) -> int:
+    """Goes on in a child. This process waits for the child and then kills all that is left of what
+    it started, in whatever session, and ends as it did; so it does on SIGTERM, and when the thread
+    that started it ends. Signals of `forwarded` go to the child. Returns its own process id, which
+    is the child's parent. Call it before anything that is to be left out of this process."""
+    parent = os.getppid()
+    handled = (signal.SIGTERM, *forwarded)
+    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    keeper = os.getpid()
+    child = os.fork()
+    if not child:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+        if os.getppid() != keeper:
+            os._exit(1)
+        return keeper
+
+    def forward(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    signal.signal(signal.SIGTERM, give_up)
+    for number in forwarded:
+        signal.signal(number, forward)
+    os.closerange(3, 1 << 16)  # the child's, whose end is to be seen at the other end
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+    code = wait_for(child)
+    end_descendants()
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(exit_code(code))
 
 
 def main() -> None:
@@ -196,7 +324,7 @@ def main() -> None:
         init = os.fork()
         if init:
             control.close()
-            os._exit(wait_for(init))
+            os._exit(exit_code(wait_for(init)))
 
     try:
         if isolated:
@@ -208,13 +336,13 @@ def main() -> None:
         if not program:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             limit(settings)
-            if isolated:
-                if settings["change_user"]:
-                    os.setgroups([])
-                    os.setresgid(NOBODY, NOBODY, NOBODY)
-                    os.setresuid(NOBODY, NOBODY, NOBODY)
-                drop_capabilities()
+            if settings["change_user"] and isolated:
+                change_user(NOBODY)
+            elif settings["change_user"]:
+                become_own_user(settings["folder"])
+            drop_capabilities()
             called(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up privileges")
+            refuse_calls()
             control.sendall(b"ready\n")
     except BaseException as error:  # noqa: BLE001 - the starter raises it
         control.sendall(f"failed {error}\n".encode())
@@ -227,7 +355,7 @@ def main() -> None:
     code = wait_for(program)
     if not isolated:
         end_descendants()
-    os._exit(code)
+    os._exit(exit_code(code))
 
 
 if __name__ == "__main__":

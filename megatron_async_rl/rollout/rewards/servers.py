@@ -56,7 +56,12 @@ in it.
 
 How good is the answer? Give reasons in a few sentences, then end with one line: Score: N, where N is
 a number from 0 (useless) to 10 (perfect)."""
-PATTERN = r"[Ss]core\W{0,4}(-?\d+(?:\.\d+)?)"
+PATTERN = (
+    r"(?im)^[^\w\n]*(?:\w+[ \t]+){0,2}score(?:[ \t]*[(\[][^)\]\n]*[)\]])?"  # Final score (0-10)
+    r"[^\w\n]*?([-+\u2212]?\d+(?:\.\d+)?)"  # : **7.5
+    r"(?![\d.]*\d|\s*[-\u2013]\s*\d|\s+to\s)"  # not the first of a range
+)
+"""A line that begins with Score, and its number."""
 OWN = ("prompt", "response")
 _FIELD = re.compile(r"\{(\w+)\}")
 

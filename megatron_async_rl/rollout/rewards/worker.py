@@ -37,6 +37,9 @@ from megatron_async_rl.watchdog.processes import die_with_parent
 LENGTH = struct.Struct("!I")
 """Precedes every message: its length in bytes."""
 
+LONGEST_ERROR = 4000
+"""Characters of an exception that are kept."""
+
 MAIN = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('path');"
     f" from {__name__} import serve; serve(**settings)"
@@ -103,7 +106,10 @@ def _one(returned: Any) -> Scored:
 
 
 def _said(error: BaseException) -> str:
-    text = str(error).encode(errors="backslashreplace").decode()
+    text = str(error)
+    if len(text) > LONGEST_ERROR:
+        text = f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
+    text = text.encode(errors="backslashreplace").decode()
     return type(error).__name__ + (f": {text}" if text else "")
 
 
@@ -146,7 +152,7 @@ def serve(
 
         faulthandler.register(signal.SIGUSR1, all_threads=False)
         kind = {"asynchronous": reward.asynchronous, "batched": reward.batched}
-        connection.sendall(_reply({"ready": True, **kind}))
+        connection.sendall(_reply({"ready": True, "pid": os.getpid(), **kind}))
         if reward.asynchronous:
             asyncio.run(_serve_async(reward, connection, timeout_s))
         else:
