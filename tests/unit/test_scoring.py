@@ -768,6 +768,8 @@ def test_a_group_whose_reward_raises_has_none(module: str, tmp_path: Path) -> No
     assert [one.reward_error for one in found] == ["ValueError: a bad one"] * 2
     (right, _) = grouped_by(settings, group_of("a", "b", parts={}), tmp_path)
     assert (right.reward, right.reward_parts) == (0.5 + 2.0, None)
+    (kept,) = grouped_by(settings, group_of("a", parts={"steps": 3.0}), tmp_path)
+    assert kept.reward_parts == {"steps": 3.0}, "what came with the sample"
 
 
 @pytest.mark.parametrize(
