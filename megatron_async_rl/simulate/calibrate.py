@@ -34,7 +34,9 @@ from megatron_async_rl.simulate.rates import Lengths, Rates
 Floats = NDArray[np.float64]
 
 LEAST_STEPS = 6
-SLOWER = np.linspace(0.0, 0.8, 17)
+TOGETHER_S = 0.02
+"""Responses that begin nearer to each other than this are one burst."""
+MOST_SLOWER = 0.8
 """By how much one side may be slowed by the other."""
 EACH, FINER = np.array([0.0, *np.geomspace(1e-3, 10.0, 25)]), np.geomspace(0.68, 1.47, 40)
 """By how much one more response slows an engine, as a share of the time with none; and near by."""
@@ -222,10 +224,7 @@ def _fit_training(
     logs: Sequence[_Log], assumed: float
 ) -> tuple[float, tuple[float, ...], float | None]:
     """Seconds of a token, factors by which steps vary, and by how much an engine slows them, None
-    where that was not to be seen:
-
-    seconds of a step = tokens x seconds of a token + slower x seconds beside an engine
-    """
+    where that was not to be seen."""
     steps = []
     for log in logs:
         ends = np.array([span.end for span in log.training])
@@ -235,25 +234,39 @@ def _fit_training(
             if place >= 0 and tokens:
                 span = log.training[place]
                 steps.append((span.seconds, _overlap(span, log.works), tokens))
-    (seconds, shared, size), slower = np.array(steps).T, None
-    if np.std(shared / seconds) >= SEEN:
-        table = np.stack([np.ones(len(seconds)), shared / size], axis=1)
-        found = np.linalg.lstsq(table, seconds / size)[0][1]
-        slower = float(np.clip(found, 0.0, SLOWER[-1]))
+    seconds, shared, size = np.array(steps).T
+    slower = _slower(seconds, shared, size)
     alone = (seconds - (assumed if slower is None else slower) * shared) / size
     spread = np.quantile(alone, np.linspace(0.03, 0.97, 16)).clip(0.1 * alone.mean())
     return float(alone.mean()), tuple(np.round(spread / spread.mean(), 4).tolist()), slower
+
+
+def _slower(seconds: Floats, beside: Floats, done: Floats) -> float | None:
+    """By how much a side is slower beside the other, from pieces of its work that took `seconds`, some
+    of them `beside`; None where that was not to be seen:
+
+    done = speed x (seconds - slower x beside)
+    """
+    if np.std(beside / seconds) < SEEN:
+        return None
+    speed, lost = np.linalg.lstsq(np.stack([seconds, -beside], axis=1), done)[0]
+    return float(np.clip(lost / speed, 0.0, MOST_SLOWER))
 
 
 def _fit_decoding(
     logs: Sequence[_Log], assumed: float
 ) -> tuple[tuple[float, float, float], float, float | None]:
     """(fixed, each, of a new response), what the fit leaves, and by how much the trainer slows an
-    engine, None where that was not to be seen. A token of each of n responses takes fixed + each x
-    n, all of them `once` at the beginning, divided over those that begin together; and
+    engine, None where that was not to be seen.
+
+    A token of each of n responses takes fixed + each x n, all of them `once` at the beginning, divided
+    over those that begin together; and
 
     integral over a response's life of (1 - slower beside the trainer) / (1 + each / fixed x n)
         = once + fixed x tokens
+
+    Lives say how these compare. How long they are in all, the engine's busy time says: what waits to
+    be taken in, or to be handed over, lives on while the engine works for others, or not at all.
     """
     lives = [
         life
@@ -264,30 +277,33 @@ def _fit_decoding(
     if not lives:
         raise UserError.of("--from", "no response of a step that counts", "name a longer run")
     tokens = np.concatenate([life.tokens for life in lives])
+    busy, beside, count = np.concatenate([life.bursts for life in lives], axis=1)
+    slower = _slower(busy, beside, count)
+    by = assumed if slower is None else slower
 
-    def fit(each: float, slower: float) -> tuple[float, float, float]:
+    def fit(each: float) -> tuple[float, float, float]:
         """(what is left, fixed, once)."""
-        seconds = np.concatenate([life.seconds(each, slower) for life in lives])
+        seconds = np.concatenate([life.seconds(each, by) for life in lives])
         table = np.stack([tokens, np.ones(len(tokens))], axis=1) / seconds[:, None]
         found = np.linalg.lstsq(table, np.ones(len(table)))[0]
-        if found[1] < 0:
+        if min(found) < 0:  # lengths too much alike to tell them apart
             found = np.array([np.linalg.lstsq(table[:, :1], np.ones(len(table)))[0][0], 0.0])
-        # Relative errors favour short times: in all it takes what was measured.
-        scale = len(table) / (table @ found).sum()
-        return float(np.sqrt(np.mean((1 - table @ found) ** 2))), *(found * scale).tolist()
+        return float(np.sqrt(np.mean((1 - table @ found) ** 2))), *found.tolist()
 
-    seen = np.std(np.concatenate([life.share for life in lives])) >= SEEN
-    pairs = itertools.product(EACH, SLOWER if seen else [assumed])
-    each, slower = min(pairs, key=lambda pair: fit(*pair)[0])
-    each = min([each, *(each * FINER)], key=lambda near: fit(near, slower)[0])
-    left, fixed, once = fit(each, slower)
-    begin = np.concatenate([life.begins(each) for life in lives])
-    return (fixed, fixed * each, once * float(begin.mean())), left, float(slower) if seen else None
+    each = min(EACH, key=lambda each: fit(each)[0])
+    each = min([each, *(each * FINER)], key=lambda near: fit(near)[0])
+    left, fixed, once = fit(each)
+    prompt_s = once * float(np.concatenate([life.begins(each) for life in lives]).mean())
+    shares = np.concatenate([life.shares(each) for life in lives])
+    own = prompt_s + fixed * float((tokens * (shares + each)).mean())
+    scale = float((busy - by * beside).sum() / count.sum()) / own
+    return (scale * fixed, scale * fixed * float(each), scale * prompt_s), left, slower
 
 
 class _Lives:
-    """The responses of one engine, which it samples in its busy spans. tokens: [n]; share: [n], of a
-    response's seconds beside the trainer."""
+    """The responses of one engine, which it samples in its busy spans. tokens: [n]. bursts: [3, m], of
+    responses that begin together, or between two loads: busy seconds until the next do, those of them
+    beside the trainer, and how many there are."""
 
     def __init__(self, log: _Log, engine: int, spans: Sequence[Span]) -> None:
         of, training = log.samples, log.training
@@ -305,24 +321,37 @@ class _Lives:
         self._trains = _within(middle, training)
         self._busy = np.diff(self._times) * _within(middle, busy)
         self._count = np.searchsorted(begun, middle) - np.searchsorted(np.sort(ended), middle)
+        self._count = np.maximum(1, self._count)
         self._begun, self._ended = begun, ended
         seen = self._of(self._busy) > 1e-4
         self._begun, self._ended = begun[seen], ended[seen]
         self.tokens = length[seen].astype(np.float64)
-        self.share = self._of(self._busy * self._trains) / self._of(self._busy)
-        self._together = np.searchsorted(begun, self._begun + 0.1)
-        self._together -= np.searchsorted(begun, self._begun - 0.1)
+        self._together = np.searchsorted(begun, self._begun + TOGETHER_S)
+        self._together -= np.searchsorted(begun, self._begun - TOGETHER_S)
+        loads = [span.end for span in spans if span.state == "loading"]
+        first = begun[np.diff(begun, prepend=-np.inf) > TOGETHER_S]
+        cuts = np.unique([*first, *loads, ended.max(initial=0.0)])
+        counts = np.diff(np.searchsorted(begun, cuts))
+        parts = [np.diff(self._at(cuts, part)) for part in (self._busy, self._busy * self._trains)]
+        self.bursts = np.stack([*parts, counts])[:, parts[0] > 0]
+
+    def _at(self, times: Floats, of_interval: Floats) -> Floats:
+        """Sum up to each time."""
+        total = np.concatenate([[0.0], np.cumsum(of_interval)])
+        return np.asarray(np.interp(times, self._times, total))
 
     def _of(self, of_interval: Floats) -> Floats:
         """[n]: sum over each response's life."""
-        total = np.concatenate([[0.0], np.cumsum(of_interval)])
-        start, end = (np.interp(at, self._times, total) for at in (self._begun, self._ended))
-        return np.asarray(end - start)
+        return self._at(self._ended, of_interval) - self._at(self._begun, of_interval)
 
     def seconds(self, each: float, slower: float) -> Floats:
         """[n]: what a response's life comes to where it is alone, and nothing else works."""
-        work = self._busy * (1 - slower * self._trains)
-        return self._of(work / (1 + each * np.maximum(1, self._count)))
+        return self._of(self._busy * (1 - slower * self._trains) / (1 + each * self._count))
+
+    def shares(self, each: float) -> Floats:
+        """[n]: 1 / responses beside it, the mean over a response's tokens."""
+        grown = self._busy / (1 + each * self._count)
+        return self._of(grown / self._count) / self._of(grown)
 
     def begins(self, each: float) -> Floats:
         """[n]: by what `once` of a response becomes the engine's own seconds for each that begins."""
