@@ -14,7 +14,10 @@ Invariants of loading:
   WeightsDoNotFit names what is not;
 - the check comes first, on all ranks alike, from the files' headers: a model is never left half
   loaded;
-- only this rank's shards are copied; files are mapped, not read whole.
+- only this rank's shards are copied to its device; files are mapped, not read whole. In host memory one
+  parameter at a time is whole in the files' numbers while it is cut: the largest is what Megatron
+  fuses of a layer. That goes for Adam's float32 weights at a run's start, too, and for nothing that is
+  saved or resumed (parameter_state.py).
 """
 
 from __future__ import annotations

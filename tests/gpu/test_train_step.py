@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,14 @@ def test_the_model_lies_on_its_device_in_its_dtype(device, dtype, model):
     assert found["devices"] == {device}
     # The router's product, not its weight, is float32.
     assert found["dtypes"] == {f"torch.{dtype}"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("device", "dtype"), RUNS)
+def test_adam_is_the_fused_one_that_is_installed(device, dtype, model):
+    fused = (name for name in ("transformer_engine", "apex") if find_spec(name) is not None)
+    expected = next(fused, "torch") if device == "cuda" else "torch"
+    assert trained(device, dtype)[model]["adam"] == {expected}
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -213,6 +213,10 @@ def main() -> None:
             "weights": cpu(trained["weights"]),
             "devices": {str(p.device.type) for p in policy.model.chunks[0].parameters()},
             "dtypes": {str(p.dtype) for p in policy.model.chunks[0].parameters()},
+            "adam": {
+                type(part.optimizer).__module__.partition(".")[0]
+                for part in optimizer_parts(policy.optimizer)
+            },
         }
     results["controls"] = {each.name: controlled(rank, each, dtype) for each in CONTROLS}
     results["cosines"] = cosines(rank, dtype)

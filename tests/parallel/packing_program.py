@@ -37,9 +37,9 @@ DENSE_OBJECTIVES = {
 }
 RUNS = ("controls", "one_by_one", "all_at_once", *OBJECTIVES)
 DENSE_RUNS = (*RUNS, *DENSE_OBJECTIVES)
-CONTEXT_RUNS = ("controls", "all_at_once", "gspo", "value", "opob")
-CONTEXT_PADDED_RUNS = ("value", "opob")
+CONTEXT_PADDED_RUNS = ("value", "opob", "trajectory_balance", "oapl")
 """Under context parallelism on padded rows, too, which layout_program does not run."""
+CONTEXT_RUNS = ("controls", "all_at_once", "gspo", *CONTEXT_PADDED_RUNS)
 
 
 def runs_of(layout: str, virtual_stages: int) -> tuple[str, ...]:

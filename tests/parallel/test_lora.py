@@ -247,3 +247,22 @@ def test_the_adapter_is_written_as_peft_reads_it():
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", 3, 4.5)
     assert settings["target_modules"] == list(LORA.targets)
+
+
+def test_vllms_own_loader_takes_the_written_adapter_and_scales_it_as_the_policy_does():
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    folder = results("single")["folder"]
+    helper = PEFTHelper.from_local_dir(str(folder), max_position_embeddings=256)
+    assert (helper.r, helper.vllm_lora_scaling_factor) == (LORA.rank, LORA.alpha / LORA.rank)
+    found = LoRAModel.from_local_checkpoint(
+        str(folder), set(LORA.targets), helper, device="cpu", dtype=torch.float32
+    )
+    written = load_file(folder / "adapter_model.safetensors")
+    assert len(found.loras) == layouts.LAYERS * len(LORA.targets)
+    for module, pair in found.loras.items():
+        a, b = (written[f"base_model.model.{module}.lora_{each}.weight"] for each in "AB")
+        assert torch.equal(pair.lora_a, a)
+        # It multiplies by the scale once, here.
+        torch.testing.assert_close(pair.lora_b * pair.scaling, b * LORA.alpha / LORA.rank)
