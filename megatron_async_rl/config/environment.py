@@ -58,9 +58,9 @@ def environment_conflicts(config: Config) -> Iterator[str]:
     yield from _reward_conflicts(rollout)
     turns, limit_s = rollout.environment, config.watchdog.timeout_s
     timed = [one.name for one in rollout.reward.rewards.values() if one.name not in AT_ONCE]
-    if timed and rollout.reward.timeout_s >= limit_s:
+    if timed and rollout.reward.timeout_s > limit_s:
         yield (
-            f"rollout.reward.timeout_s: {rollout.reward.timeout_s:g} lets a reward take as long as"
+            f"rollout.reward.timeout_s: {rollout.reward.timeout_s:g} lets a reward take longer than"
             f" watchdog.timeout_s: {limit_s:g}, after which a run in which nothing moves ends;"
             " lower the one or raise the other"
         )

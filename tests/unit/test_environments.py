@@ -385,8 +385,9 @@ def test_an_openenv_server_is_asked_turn_by_turn(
         ({"environment": {"name": COUNTING, "timeout_s": 600}}, "watchdog.timeout_s: 600"),
         ({"environment": {"name": COUNTING}}, None),
         ({"environment": {"name": "agent", "timeout_s": 1200}}, None),
-        ({"reward": {"name": "math", "timeout_s": 600}}, "reward.timeout_s: 600 .*watchdog"),
-        ({"reward": {"name": "arithmetic", "timeout_s": 600}}, None),
+        ({"reward": {"name": "math", "timeout_s": 601}}, "reward.timeout_s: 601 .*watchdog"),
+        ({"reward": {"name": "math", "timeout_s": 600}}, None),
+        ({"reward": {"name": "arithmetic", "timeout_s": 601}}, None),
         ({"reward": {"parts": {"a": OWN, "b": {"name": "math"}}}}, "parts.a.name: environment is"),
         (
             {"reward": {"parts": {"a": {**OWN, "weight": 2}}}, "environment": {"name": COUNTING}},
