@@ -74,9 +74,9 @@ def handles(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """In a child of the process named by `PARENT`: the signal for this process when its parent ends.
-    In one that descends from it otherwise, and in itself: nothing while it lives, the signal at once
+def die_with_parent() -> None:
+    """In a child of the process named by `PARENT`: SIGKILL for this process when its parent ends.
+    In one that descends from it otherwise, and in itself: nothing while it lives, SIGKILL at once
     when it has ended. Elsewhere, nothing.
 
     Linux only, where vLLM runs. The kernel watches the thread that started the child: the actor's
@@ -87,11 +87,11 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         return
     parent = int(named)
     if os.getppid() == parent:
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
         os.environ[PARENT] = str(os.getpid())
     if os.getppid() != parent and condition(parent) is None:
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def collect_rarely() -> None:

@@ -41,13 +41,8 @@ from megatron_async_rl.rollout.environments import (
     require_finite,
     settled,
 )
-from megatron_async_rl.rollout.rewards.sandbox_program import (
-    adopt_orphans,
-    end_descendants,
-    give_up,
-    wait_for,
-)
-from megatron_async_rl.watchdog.processes import die_with_parent
+from megatron_async_rl.rollout.rewards.sandbox_program import keep
+from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 
 LENGTH = struct.Struct("!I")
 """Precedes every request and answer: its length in bytes."""
@@ -106,7 +101,7 @@ def _fork_when_asked(connection: socket.socket, factory: Factory, memory_mib: in
                 pid = os.fork()
                 if pid == 0:
                     connection.close()
-                    _keep(descriptors[0], factory, memory_mib)
+                    _live(descriptors[0], factory, memory_mib)
                 os.close(descriptors[0])
                 processes[order["fork"]] = pid
             elif "kill" in order and order["kill"] in processes:
@@ -126,32 +121,12 @@ def _kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def _keep(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
-    """The keeper; does not return."""
-    code = 1
-    try:
-        signal.signal(signal.SIGTERM, give_up)
-        adopt_orphans()
-        die_with_parent(signal.SIGTERM)
-        environment = os.fork()
-        if environment == 0:
-            _live(descriptor, factory, memory_mib)
-        os.close(descriptor)
-        signal.signal(signal.SIGUSR1, lambda *_: os.kill(environment, signal.SIGUSR1))
-        wait_for(environment)
-        end_descendants()
-        code = 0
-    finally:
-        os._exit(code)
-
-
 def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
-    """The fork; does not return."""
+    """The keeper, and the process of the environment; does not return."""
     code = 1
     try:
+        os.environ[PARENT] = str(keep((signal.SIGUSR1,)))
         os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        die_with_parent()
         faulthandler.register(signal.SIGUSR1, all_threads=False)
         if memory_mib is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -212,11 +212,6 @@ def run(source: str) -> None:
     exec(compile(source, "program.py", "exec"), main.__dict__)
 
 
-def adopt_orphans() -> None:
-    """What descends from this process is its child once the parent between them has ended."""
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def end_descendants() -> None:
     """All that this process, or the program it waited for, left behind: it adopts them, as their
     parents end."""
@@ -308,7 +303,7 @@ def main() -> None:
             control.recv(1)  # the starter has mapped the users
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         else:
-            adopt_orphans()
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             control.sendall(b"unshared\n")
             control.recv(1)
             os.chdir(settings["folder"])
