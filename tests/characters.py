@@ -4,6 +4,7 @@ and ends a turn."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -16,14 +17,18 @@ TEMPLATE = (
 """Of chats; what a tool is called with stands in no message of it."""
 
 
-def save_characters(directory: Path) -> Path:
+def save_characters(directory: Path, special: Sequence[str] = ()) -> Path:
+    """`special`: more tokens like `<end>`, from number 2 on."""
     directory.mkdir(parents=True, exist_ok=True)
     letters = {chr(code): code for code in (10, *range(32, 127))}
-    end = {"id": 1, "content": "<end>", "special": True, "normalized": False}
-    end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    plain = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
+    named = {text: number for number, text in enumerate(("<end>", *special), 1)}
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [end],
+        "added_tokens": [
+            {"id": number, "content": text, "special": True, **plain}
+            for text, number in named.items()
+        ],
         "pre_tokenizer": {
             "type": "Split",
             "pattern": {"Regex": "[\\s\\S]"},
@@ -31,7 +36,7 @@ def save_characters(directory: Path) -> Path:
             "invert": False,
         },
         "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": {"<end>": 1, **letters}, "unk_token": "?"},
+        "model": {"type": "WordLevel", "vocab": named | letters, "unk_token": "?"},
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))

@@ -66,7 +66,8 @@ def joined(samples: Sequence[Sample]) -> Sample:
             own = getattr(other, name)
             part += [context.astype(own.dtype), own]
     values = dict(zip(PER_TOKEN, map(np.concatenate, parts), strict=True))
-    return replace(first, segment_starts=np.array(starts, dtype=np.int32), **values)
+    segment_starts = np.array(starts, dtype=np.int32) if starts else None
+    return replace(first, segment_starts=segment_starts, **values)
 
 
 def make_sample(

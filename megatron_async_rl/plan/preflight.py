@@ -354,7 +354,7 @@ def _environment(
         fix = "give data.chat_template another, or set rollout.environment.format: text"
         return [Problem(key="rollout.environment.format", what=what, fix=fix)]
     if settings.name in (TOOLS, *AGENTS):
-        return []  # it would want a model that asks it, or whom it asks
+        return []  # nothing is asked without a model
     tried = {key: found.prompts[:TRIED_PROMPTS] for key, found in read.items()}
     answers = failures(settings, tried, MADE_UP_RESPONSE, PATIENCE_S, follow)
     return [

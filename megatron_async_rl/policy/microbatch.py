@@ -79,8 +79,8 @@ class MicroBatch:
     places of these tokens among those of the samples that their owner has in the planned batch.
     batch_samples: [S] int64, `samples`. packing: where segments begin and end in a row that has
     several; null where a row is one. Nothing predicts the first token of a further segment: its
-    place in `rows` is that of the second, and nobody trains on it. An all-masked micro-batch has samples == () and one token of
-    nobody, whose places are -1.
+    place in `rows` is that of the second, and nobody trains on it. An all-masked micro-batch has
+    samples == () and one token of nobody, whose places are -1.
 
     Under context parallelism L is the length of this rank's part, `rows` is [n] and of its own
     positions, and `places`, [n] int64, says which of the N tokens they predict; else null.

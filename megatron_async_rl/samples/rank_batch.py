@@ -167,8 +167,10 @@ class RankBatch:
     def segments(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`segment_lengths` of these samples."""
         prompts = self.prompt_lengths[rows]
-        starts = self.segment_starts.take(pa.array(rows))
-        return segment_lengths(prompts, prompts + self.lengths[rows], starts)
+        totals = prompts + self.lengths[rows]
+        if self.segment_starts.null_count == len(self):
+            return totals, np.ones_like(totals)
+        return segment_lengths(prompts, totals, self.segment_starts.take(pa.array(rows)))
 
     @cached_property
     def trained(self) -> NDArray[np.int64]:

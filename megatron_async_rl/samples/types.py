@@ -10,8 +10,9 @@ Invariants, checked on construction:
 - a request is one response; its id, `<group>-<k>`, is the id of the sample that answers it.
 
 Routed experts, where an engine records them, are the experts that it chose for every token it read:
-of prompt and response without the last token of each segment, which no layer has seen. One row for each token, as
-bytes: [layers, experts per token] numbers of experts, uint8, or uint16 in a model of more than 256.
+of prompt and response without the last token of each segment, which no layer has seen. One row for
+each token, as bytes: [layers, experts per token] numbers of experts, uint8, or uint16 in a model of
+more than 256.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ checkpoints."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -204,11 +203,9 @@ def stop(handles: Sequence[Any]) -> None:
 
 
 def give_environment(handle: Any, settings: Mapping[str, Any], template: str | None = None) -> None:
-    """From here on the samples of a running engine, which is none of the fleet's, are this
-    environment's: an engine of its own would take as long as all its tests."""
+    """From here on the samples of a running engine are this environment's: an engine of its own would
+    take as long as all its tests."""
     ray_get(handle.__ray_call__.remote(_begin, settings, template), "an engine to be told", 400)
-    while not ray_get(handle.__ray_call__.remote(_has_begun), "an engine's environment", 400):
-        time.sleep(0.01)
 
 
 def take_environment(handle: Any) -> None:
@@ -221,7 +218,7 @@ def _end(engine: Any) -> None:
 
 
 def _begin(engine: Any, settings: Mapping[str, Any], template: str | None) -> None:
-    """In the engine's process."""
+    """In the engine's process, in a thread beside its event loop."""
 
     async def begin() -> None:
         environments = Environments(EnvironmentConfig.model_validate(settings))
@@ -231,11 +228,7 @@ def _begin(engine: Any, settings: Mapping[str, Any], template: str | None) -> No
         engine._responses._conversations = await engine._converse(environments, tokenizer)
         engine._environments = environments
 
-    engine.beginning = asyncio.get_running_loop().create_task(begin())
-
-
-def _has_begun(engine: Any) -> bool:
-    return engine.beginning.done() and engine.beginning.result() is None
+    asyncio.run_coroutine_threadsafe(begin(), engine._watch.get_loop()).result(400)
 
 
 def call(handle: Any, method: str, *arguments: Any) -> Any:

@@ -19,7 +19,7 @@ from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
-from tests.characters import characters, read
+from tests.characters import characters, read, save_characters
 
 CALLED = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
 SAYS = [CALLED, "42"]
@@ -275,6 +275,13 @@ def test_what_is_no_call_stays_text(model: Path) -> None:
     assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [
         {"a": 6, "b": 7}
     ] * 2
+
+
+def test_a_call_may_stand_between_tokens_that_are_no_text(tmp_path: Path) -> None:
+    model = save_characters(tmp_path, special=("<tool_call>", "</tool_call>"))
+    call = CALLED.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    said = ToolParser("hermes", model, (1,)).message([2, *map(ord, call), 3, 1], call)
+    assert [one["function"]["name"] for one in said["tool_calls"]] == ["times"]
 
 
 def test_tool_parsers_are_those_of_vllm_that_read_text(model: Path) -> None:

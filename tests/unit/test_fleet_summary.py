@@ -140,11 +140,11 @@ def test_turns_are_counted_where_tokens_of_environments_stand_between_them() -> 
 def test_segments_are_counted_where_a_sample_has_several() -> None:
     prompt = Prompt(id="p", text="", token_ids=(1, 2))
     alone = [make_sample(prompt, f"0-{k}", [5, 5], versions=[k, k]) for k in range(3)]
-    batch = TrainBatch.of(3, [[joined(list(reversed(alone))), alone[0]]])
+    # The oldest version stands neither first nor last.
+    batch = TrainBatch.of(3, [[joined([alone[1], alone[0], alone[1]]), alone[2]]])
     seen = summarise(columns(batch), 3)
     assert seen["response/segments_mean"] == (3 + 1) / 2
     assert seen["response/turns_mean"] == (3 + 1) / 2
-    # The oldest and the newest of its versions, wherever they stand.
     assert (seen["response/mixed_versions"], seen["lag/start_max"]) == (0.5, 3)
     single = summarise(columns(TrainBatch.of(0, [alone[:1]])), 0)
     assert "response/segments_mean" not in single

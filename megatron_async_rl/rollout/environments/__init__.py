@@ -171,9 +171,10 @@ def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
     except RewardError as error:
         raise EnvironmentRefused("rollout.environment.settings", error.what, error.fix) from error
     except Exception as error:
+        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise EnvironmentRefused(
             "rollout.environment.settings",
-            f"{type(error).__name__}: {error}",
+            said,
             "give it the settings that it takes (docs/environments.md)",
         ) from error
     if getattr(made, "timeout_s", 0.0) >= settings.timeout_s:
