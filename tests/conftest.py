@@ -37,11 +37,13 @@ LAYOUTS = (
     "test_layout_objectives",
     "test_gac",
     "test_gradient_view",
-    "test_lora",
+    "test_routing_replay",
 )
 MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_loading")
 """Of tests/parallel: what each of these files looks at is computed once, by tests/parallel/layouts.py
 and models.py."""
+ENGINES = ("test_rollout_engine", "test_through_updates")
+"""Of tests/engine: they share engines (conftest.py there)."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +63,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             if file.startswith(("tests/end_to_end/", "tests/network/")):
                 return "runs"
-            for together in (LAYOUTS, MODELS):
-                if Path(file).stem in together and file.startswith("tests/parallel/"):
+            for together in (LAYOUTS, MODELS, ENGINES):
+                if Path(file).stem in together and file.startswith(
+                    ("tests/parallel/", "tests/engine/")
+                ):
                     return together[0]
             return file
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
-import textwrap
+import resource
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from megatron_async_rl.samples.segments import (
     segments_in,
 )
 from megatron_async_rl.samples.types import Prompt, Sample
+from tests.parallel.ranks import FORKS
 from tests.train_batches import row
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.flow_setup import TrainedGroup, controller_of, flow, position, run, stage, train
@@ -394,32 +394,25 @@ def test_a_log_that_cannot_be_written_is_noted_once_and_tried_again(
 
 
 def test_a_full_disk_leaves_what_was_whole_and_the_process_goes_on(tmp_path: Path) -> None:
-    """A limit on the size of a file stands for the disk: the kernel refuses the write."""
-    code = """
-        import resource, signal, sys
-        from pathlib import Path
-        from tests.unit.test_sample_log import begun, row, sample
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        log = begun(Path(sys.argv[1]))
-        for group in range(8):
-            log.finished(row(sample(group, length=5_000), group))
-            log.flush()
-        log.close()
-        print("went on")
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.stdout == "went on\n", done.stderr
-    assert done.returncode == 0
+    process = FORKS.Process(target=write_to_a_full_disk, args=(tmp_path,))
+    process.start()
+    process.join(600)
+    assert process.exitcode == 0
     groups = [entry.group for entry in read_entries(tmp_path)]
     assert groups == list(range(len(groups) - 1, -1, -1))
     assert 0 < len(groups) < 8
     assert len(events(tmp_path)) == 1
+
+
+def write_to_a_full_disk(folder: Path) -> None:
+    """A limit on the size of a file stands for the disk: the kernel refuses the write."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    log = begun(folder)
+    for group in range(8):
+        log.finished(row(sample(group, length=5_000), group))
+        log.flush()
+    log.close()
 
 
 def test_a_disk_that_hangs_costs_rows_and_not_the_loop(
