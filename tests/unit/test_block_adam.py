@@ -288,7 +288,9 @@ def test_gradients_in_bfloat16_need_one_of_the_output_layer_in_float32_besides(f
         return memory.logprobs, shape.vocabulary * shape.hidden
 
     narrow, head = logprobs("policy.optimizer.gradient_dtype=bfloat16")
-    assert narrow - logprobs()[0] == head * (4 + 2)
+    assert narrow - logprobs()[0] == head * 4
+    both = ("policy.optimizer.gradient_dtype=bfloat16", "policy.parallel.overlap_grad_reduce=true")
+    assert logprobs(*both)[0] - logprobs()[0] == head * (4 + 2), "autograd has a copy"
     adapters = ("policy.lora={rank: 4}", "policy.optimizer.gradient_dtype=bfloat16")
     assert logprobs(*adapters)[0] == logprobs(adapters[0])[0]
 
