@@ -1,6 +1,6 @@
 """Rates and lengths of a run, from its own logs: metrics.jsonl, samples/, timeline/.
 
-    decoding        the seconds of each response against its tokens and the responses beside it
+    decoding        an engine's busy seconds against its steps, tokens and new responses
     training        the seconds of each step against its tokens
     beside          how much slower either side is while the other works
     the rest        means, from span to span of the timelines
@@ -38,8 +38,6 @@ TOGETHER_S = 0.02
 """Responses that begin nearer to each other than this are one burst."""
 MOST_SLOWER = 0.8
 """By how much one side may be slowed by the other."""
-EACH, FINER = np.array([0.0, *np.geomspace(1e-3, 10.0, 25)]), np.geomspace(0.68, 1.47, 40)
-"""By how much one more response slows an engine, as a share of the time with none; and near by."""
 SEEN = 0.2
 """Standard deviation of the share of a step, or a response, beside the other side's work: with less,
 nothing is learnt of what that does."""
@@ -257,105 +255,85 @@ def _fit_decoding(
     logs: Sequence[_Log], assumed: float
 ) -> tuple[tuple[float, float, float], float, float | None]:
     """(fixed, each, of a new response), what the fit leaves, and by how much the trainer slows an
-    engine, None where that was not to be seen.
+    engine, None where that was not to be seen; over pieces of the engines' time:
 
-    A token of each of n responses takes fixed + each x n, all of them `once` at the beginning, divided
-    over those that begin together; and
-
-    integral over a response's life of (1 - slower beside the trainer) / (1 + each / fixed x n)
-        = once + fixed x tokens
-
-    Lives say how these compare. How long they are in all, the engine's busy time says: what waits to
-    be taken in, or to be handed over, lives on while the engine works for others, or not at all.
+    busy seconds - slower x those beside the trainer
+        = fixed x steps + each x tokens + of a new response x responses that begin
     """
-    lives = [
-        life
-        for log in logs
-        for index, spans in log.engines.items()
-        if len((life := _Lives(log, index, spans)).tokens)
-    ]
-    if not lives:
+    pieces = [_pieces(log, index, spans) for log in logs for index, spans in log.engines.items()]
+    busy, beside, steps, tokens, begun = np.concatenate(pieces, axis=1)
+    if not begun.sum():
         raise UserError.of("--from", "no response of a step that counts", "name a longer run")
-    tokens = np.concatenate([life.tokens for life in lives])
-    busy, beside, count = np.concatenate([life.bursts for life in lives], axis=1)
-    slower = _slower(busy, beside, count)
+    table = np.stack([steps, tokens, begun], axis=1)
+
+    def fit(slower: float) -> tuple[float, Floats]:
+        """What is left, relative to each piece, and the three rates, none of which is negative."""
+        work = busy - slower * beside
+        best, least = np.zeros(3), math.inf
+        for used in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+            found = np.zeros(3)
+            found[used] = np.linalg.lstsq((table / work[:, None])[:, used], np.ones(len(work)))[0]
+            left = float(np.sqrt(np.mean((1 - table @ found / work) ** 2)))
+            if (found >= 0).all() and left < least:
+                best, least = found, left
+        # In all an engine takes what it was seen to take.
+        return least, best * work.sum() / (table @ best).sum()
+
+    slower = _slower(busy, beside, begun)
     by = assumed if slower is None else slower
-
-    def fit(each: float) -> tuple[float, float, float]:
-        """(what is left, fixed, once)."""
-        seconds = np.concatenate([life.seconds(each, by) for life in lives])
-        table = np.stack([tokens, np.ones(len(tokens))], axis=1) / seconds[:, None]
-        found = np.linalg.lstsq(table, np.ones(len(table)))[0]
-        if min(found) < 0:  # lengths too much alike to tell them apart
-            found = np.array([np.linalg.lstsq(table[:, :1], np.ones(len(table)))[0][0], 0.0])
-        return float(np.sqrt(np.mean((1 - table @ found) ** 2))), *found.tolist()
-
-    each = min(EACH, key=lambda each: fit(each)[0])
-    each = min([each, *(each * FINER)], key=lambda near: fit(near)[0])
-    left, fixed, once = fit(each)
-    prompt_s = once * float(np.concatenate([life.begins(each) for life in lives]).mean())
-    shares = np.concatenate([life.shares(each) for life in lives])
-    own = prompt_s + fixed * float((tokens * (shares + each)).mean())
-    scale = float((busy - by * beside).sum() / count.sum()) / own
-    return (scale * fixed, scale * fixed * float(each), scale * prompt_s), left, slower
+    for width in (0.1, 0.005) if slower is not None else ():
+        near = np.clip(by + np.linspace(-width, width, 41), 0.0, MOST_SLOWER)
+        by = slower = float(min(near, key=lambda one: fit(one)[0]))
+    left, rates = fit(by)
+    fixed, each, prompt_s = rates.tolist()
+    return (fixed, each, prompt_s), left, slower
 
 
-class _Lives:
-    """The responses of one engine, which it samples in its busy spans. tokens: [n]. bursts: [3, m], of
-    responses that begin together, or between two loads: busy seconds until the next do, those of them
-    beside the trainer, and how many there are."""
+def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Floats:
+    """[5, n]: an engine's time from where responses begin together, or new weights are there, to where
+    that happens next: busy seconds, those beside the trainer, steps, tokens, responses that begin."""
+    of, training = log.samples, log.training
+    kept = (of["begun"] >= spans[0].start) & (of["ended"] <= spans[-1].end)
+    kept &= of["engine"] == engine
+    order = np.flatnonzero(kept)[np.argsort(of["begun"][kept], kind="stable")]
+    begun, ended, length = (of[name][order] for name in ("begun", "ended", "length"))
+    if not len(begun):
+        return np.zeros((5, 0))
+    # What had no place waited until enough others had ended.
+    held = log.places
+    begun[held:] = np.maximum(begun[held:], np.sort(ended)[: max(0, len(ended) - held)])
+    spans_busy = [span for span in spans if span.state == "busy"]
+    starts = [*begun[np.diff(begun, prepend=-np.inf) > TOGETHER_S], ended.max()]
+    starts += [span.end for span in spans if span.state == "loading"]
+    edges = [at for span in (*spans_busy, *training) for at in (span.start, span.end)]
+    cuts, times = np.unique(starts), np.unique(np.concatenate([begun, ended, edges, starts]))
+    middle = (times[1:] + times[:-1]) / 2
+    busy = np.diff(times) * _within(middle, spans_busy)
 
-    def __init__(self, log: _Log, engine: int, spans: Sequence[Span]) -> None:
-        of, training = log.samples, log.training
-        kept = (of["begun"] >= spans[0].start) & (of["ended"] <= spans[-1].end)
-        kept &= of["engine"] == engine
-        order = np.flatnonzero(kept)[np.argsort(of["begun"][kept], kind="stable")]
-        begun, ended, length = (of[name][order] for name in ("begun", "ended", "length"))
-        # What had no place waited until enough others had ended.
-        held = log.places
-        begun[held:] = np.maximum(begun[held:], np.sort(ended)[: max(0, len(ended) - held)])
-        busy = [span for span in spans if span.state == "busy"]
-        edges = [at for span in (*busy, *training) for at in (span.start, span.end)]
-        self._times = np.unique(np.concatenate([begun, ended, edges]))
-        middle = (self._times[1:] + self._times[:-1]) / 2
-        self._trains = _within(middle, training)
-        self._busy = np.diff(self._times) * _within(middle, busy)
-        self._count = np.searchsorted(begun, middle) - np.searchsorted(np.sort(ended), middle)
-        self._count = np.maximum(1, self._count)
-        self._begun, self._ended = begun, ended
-        seen = self._of(self._busy) > 1e-4
-        self._begun, self._ended = begun[seen], ended[seen]
-        self.tokens = length[seen].astype(np.float64)
-        self._together = np.searchsorted(begun, self._begun + TOGETHER_S)
-        self._together -= np.searchsorted(begun, self._begun - TOGETHER_S)
-        loads = [span.end for span in spans if span.state == "loading"]
-        first = begun[np.diff(begun, prepend=-np.inf) > TOGETHER_S]
-        cuts = np.unique([*first, *loads, ended.max(initial=0.0)])
-        counts = np.diff(np.searchsorted(begun, cuts))
-        parts = [np.diff(self._at(cuts, part)) for part in (self._busy, self._busy * self._trains)]
-        self.bursts = np.stack([*parts, counts])[:, parts[0] > 0]
-
-    def _at(self, times: Floats, of_interval: Floats) -> Floats:
-        """Sum up to each time."""
+    def until(at: Floats, of_interval: Floats) -> Floats:
         total = np.concatenate([[0.0], np.cumsum(of_interval)])
-        return np.asarray(np.interp(times, self._times, total))
+        return np.asarray(np.interp(at, times, total))
 
-    def _of(self, of_interval: Floats) -> Floats:
-        """[n]: sum over each response's life."""
-        return self._at(self._ended, of_interval) - self._at(self._begun, of_interval)
+    life = until(ended, busy) - until(begun, busy)
+    rate = np.where(life > 1e-4, length / np.maximum(life, 1e-4), 0.0)
+    running = np.searchsorted(begun, middle) - np.searchsorted(np.sort(ended), middle)
+    last = np.argsort(ended)
+    grown, gone = (np.concatenate([[0.0], np.cumsum(one)]) for one in (rate, rate[last]))
+    rates = grown[np.searchsorted(begun, middle)] - gone[np.searchsorted(ended[last], middle)]
 
-    def seconds(self, each: float, slower: float) -> Floats:
-        """[n]: what a response's life comes to where it is alone, and nothing else works."""
-        return self._of(self._busy * (1 - slower * self._trains) / (1 + each * self._count))
-
-    def shares(self, each: float) -> Floats:
-        """[n]: 1 / responses beside it, the mean over a response's tokens."""
-        grown = self._busy / (1 + each * self._count)
-        return self._of(grown / self._count) / self._of(grown)
-
-    def begins(self, each: float) -> Floats:
-        """[n]: by what `once` of a response becomes the engine's own seconds for each that begins."""
-        return np.asarray((1 + each * self._together) / self._together)
+    sums = [
+        busy,
+        busy * _within(middle, training),
+        busy * rates / np.maximum(1, running),
+        busy * rates,
+    ]
+    seconds, beside, steps, tokens = (np.diff(until(cuts, one)) for one in sums)
+    place = np.minimum(np.searchsorted(cuts, begun, side="right") - 1, len(cuts) - 2)
+    own = until(np.minimum(ended, cuts[place + 1]), busy) - until(begun, busy)
+    # What is there from a piece's beginning to its end has made a token in each step.
+    np.maximum.at(steps, place, rate * own)
+    begin = np.bincount(place, minlength=len(steps)).astype(np.float64)
+    return np.stack([seconds, beside, steps, tokens, begin])[:, seconds > 1e-4]
 
 
 def _within(times: Floats, spans: Sequence[Span]) -> NDArray[np.bool_]:

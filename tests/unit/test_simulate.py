@@ -122,9 +122,13 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return logs_of_a_run(tmp_path_factory.mktemp("measured"))
+
+
+def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Path:
     """The logs of a run of those rates. Every other step it samples the next batch while it trains,
-    which takes both sides twice as long."""
-    folder = tmp_path_factory.mktemp("measured")
+    which takes both sides twice as long. Responses have 4 tokens or more, below `longest`; each that
+    ends waits `handed_s` for those before it."""
     write_run(folder)
     out, chance, now = folder / "run", np.random.default_rng(0), 1e9
     (out / TIMELINE).mkdir(parents=True)
@@ -142,9 +146,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def burst(start: float, slower: float) -> tuple[float, int]:
         """Of 24 responses; the end of the last one, and their tokens."""
         at, grown, tokens = start + slower * PROMPT_S * 24, 0, 0
-        lengths = sorted(chance.integers(4, 40, size=24).tolist())
+        lengths = sorted(chance.integers(4, longest, size=24).tolist())
         for place, length in enumerate(lengths):
-            at += slower * (length - grown) * (FIXED_S + EACH_S * (24 - place))
+            at += slower * ((length - grown) * (FIXED_S + EACH_S * (24 - place)) + handed_s)
             grown, tokens = length, tokens + length + 3
             zeros = np.zeros(length, dtype=np.int32)
             samples.append(
@@ -213,6 +217,16 @@ def test_a_run_shows_its_rates(measured: Path) -> None:
     parts = (rates.take_s, rates.publish_s, rates.load_s, rates.ask_s)
     assert parts == pytest.approx((TAKE_S, STAGE_S, LOAD_S, ASK_S), abs=1e-4)
     assert all(len(group) == 2 for group in found.lengths.groups)
+
+
+def test_an_engine_takes_as_long_as_it_was_busy_where_responses_are_alike(tmp_path: Path) -> None:
+    """Then nothing tells a token's time from a response's, and lives are shorter than what the engine
+    does for all: those that end first wait for nobody."""
+    rates = calibrate([logs_of_a_run(tmp_path, longest=5, handed_s=0.01)], cores=2).rates
+    assert min(rates.decode[0]) >= 0
+    took = 24 * rates.prompt_s + 4 * rates.token_s(24)
+    assert took == pytest.approx(24 * (PROMPT_S + 0.01) + 4 * (FIXED_S + 24 * EACH_S), rel=0.02)
+    assert rates.engine_beside == pytest.approx(0.5, abs=0.03)
 
 
 HARDWARE = Hardware(tflops=1000, memory_gib=80, memory_tb_s=4, read_share=0.5, prefill_share=0.5)
