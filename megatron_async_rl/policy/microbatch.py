@@ -86,8 +86,8 @@ class MicroBatch:
     positions, and `places`, [n] int64, says which of the N tokens they predict; else null.
 
     padding: [B, L] bool, true of what is no token of a sample. routed_experts: [B, L, bytes] uint8
-    on the host (page-locked for CUDA), the experts that the engine chose (samples/types.py), of tokens where `routed`, [B,
-    L] bool, is true; both null where nobody recorded any.
+    on the host (page-locked for CUDA), the experts that the engine chose (samples/types.py), of
+    tokens where `routed`, [B, L] bool, is true; both null where nobody recorded any.
     """
 
     samples: tuple[int, ...]

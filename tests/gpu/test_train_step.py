@@ -358,3 +358,13 @@ def test_a_checkpoint_of_the_cpu_goes_on_where_it_ended(device, dtype, figure):
         at_most=TOLERANCES[dtype]["norm"],
         against=ON_THE_CPU,
     )
+
+
+def test_the_program_that_compares_families_of_layers_runs_on_a_cpu():
+    output = layouts.temporary() / "layers.pt"
+    arguments = ["cpu", layouts.material(), output, "local", "local"]
+    run_alone("tests.gpu.layers_program", arguments)
+    for one, other in torch.load(output, weights_only=False).values():
+        assert one["layers"] == other["layers"] == "local"
+        for kind, tensors in other["saved"].items():
+            assert_same(one["from_other"][kind], tensors)

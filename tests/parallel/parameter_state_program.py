@@ -37,7 +37,7 @@ from megatron_async_rl.config.schema import (
 )
 from megatron_async_rl.gradients import products_with
 from megatron_async_rl.plan.fit import memory_ran_out
-from megatron_async_rl.policy import device, forward
+from megatron_async_rl.policy import device, forward, model_blocks
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, optimizer_parameters
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.device_memory import Released
@@ -46,9 +46,16 @@ from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import DTYPES, build_model
 from megatron_async_rl.policy.model_blocks import ModelBlocks, read, write
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
-from megatron_async_rl.policy.parameter_state import adam_names, adam_shards, optimizer_state
+from megatron_async_rl.policy.parameter_state import (
+    adam_names,
+    adam_shards,
+    optimizer_slices,
+    optimizer_state,
+)
 from tests.gradients import cosine
+from tests.parallel.allocations import Allocations
 from tests.parallel.layout_program import Rank, received
+from tests.parallel.model_program import BLOCK
 from tests.parallel.objective_program import ReducedGradient
 from tests.parallel.reference_program import at_version
 from tests.parallel.whole_tensors import assembled
@@ -187,6 +194,27 @@ def lean(rank: Rank, checkpoints: Path) -> dict:
             "head": gradients_of_the_head(rank, first),
         }
     return found
+
+
+def lean_memory(rank: Rank, scratch: Path) -> dict[str, list]:
+    """With GAC's gradient and a reference that moves: bytes of the largest tensor that each rank makes to
+    save and to load, of the largest run of elements that is its own in float32, and of the
+    largest parameter."""
+    objective = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7))
+    first, again = (
+        rank.policy(controls=(GAC,), objective=objective, lr=1e-3, **LEAN) for _ in range(2)
+    )
+    first.train_step(received(first, rank.batches["a"]))
+    with mock.patch.object(model_blocks, "BLOCK_BYTES", BLOCK):
+        with Allocations() as saving:
+            first.save(scratch / "lean_memory", 1, {}, keep=1)
+        with Allocations() as loading:
+            again.load(scratch / "lean_memory")
+    own = max((each.end - each.start for each in optimizer_slices(first.optimizer)), default=0)
+    whole = max(p.numel() for chunk in first.model.chunks for p in chunk.parameters())
+    mine = (max(saving.sizes), max(loading.sizes), 4 * own, 4 * whole)
+    columns = zip(*rank.layout.gathered(mine), strict=True)
+    return dict(zip(("saving", "loading", "own", "whole"), map(list, columns), strict=True))
 
 
 def gradients_of_the_head(rank: Rank, policy) -> list[tuple[int, set]]:
@@ -357,6 +385,7 @@ def run_layout(
         }
         if name in LEAN_LAYOUTS:
             results["lean"] = lean(rank, checkpoints / name)
+            results["lean_memory"] = lean_memory(rank, rank.scratch)
         if name in WHOLE:
             results["room"] = {
                 dtype: with_room(rank, dtype, rank.scratch) for dtype in ("float32", "bfloat16")

@@ -4,15 +4,18 @@ those kept in 8 bits, bit for bit."""
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
-from tests.gpu.test_fp8 import BETWEEN_LAYOUTS
+from tests.gpu import test_fp8
 from tests.gpu.test_train_step import flat
 from tests.gradients import cosine
 from tests.parallel import layouts
 from tests.parallel.fp8_program import PARTS
+from tests.parallel.ranks import run_ranks
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 
 pytestmark = pytest.mark.parallel
@@ -49,8 +52,20 @@ def test_layouts_agree_within_the_rounding_of_a_recipe(layout, recipe):
     for distance in (of_log_probs, of_gradients):
         rounding = distance(rounded, usual)
         assert rounding > 0.01, "nothing was rounded"
-        assert distance(divided[recipe], rounded) < BETWEEN_LAYOUTS[recipe] * rounding
+        assert distance(divided[recipe], rounded) < test_fp8.BETWEEN_LAYOUTS[recipe] * rounding
         assert distance(divided["bfloat16"], usual) < 0.15 * rounding
+
+
+def test_the_program_that_a_gpu_runs_on_divided_models_runs_on_one_rank_of_a_cpu():
+    output = layouts.temporary() / "fp8.pt"
+    arguments = ["cpu", "blockwise", json.dumps({"ranks": 1}), test_fp8.material(), output]
+    run_ranks(1, "tests.gpu.fp8_layouts_program", arguments)
+    found = torch.load(output, weights_only=False)
+    assert of_log_probs(found["fp8"], found["bfloat16"]) == pytest.approx(
+        test_fp8.ROUNDED["blockwise"]["logprob"], rel=0.05
+    )
+    resumed = found["resumed"]
+    assert_same(resumed["loaded"], resumed["saved"])
 
 
 def of_log_probs(one: dict, other: dict) -> float:

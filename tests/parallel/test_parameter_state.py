@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.parallel import layouts
+from tests.parallel.model_program import BLOCK
 from tests.parallel.parameter_state_program import LEAN_LAYOUTS, MODELS, TRAINED, WHOLE
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
@@ -134,6 +135,17 @@ def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_goes_on_bit_for_bi
     assert found["moments"] == found["buffers"] == {torch.bfloat16}
     assert found["masters"] == {torch.float32}
     assert found["resumed"]
+
+
+@pytest.mark.parametrize("layout", LEAN_LAYOUTS)
+def test_state_in_fewer_bits_is_saved_and_loaded_in_blocks_and_shards_alone(layout):
+    """Of GAC's gradient and a moving reference, too. What is loaded takes the room that it will
+    have: this rank's own shard."""
+    found = of(layout)["lean_memory"]
+    assert max(found["whole"]) > 2 * BLOCK
+    assert max(found["saving"]) <= BLOCK
+    for made, own in zip(found["loading"], found["own"], strict=True):
+        assert made <= max(BLOCK, own)
 
 
 @pytest.mark.parametrize("layout", LEAN_LAYOUTS)
