@@ -267,15 +267,6 @@ class RewardConfig(Strict):
                 )
         return self
 
-    def total(self, parts: Mapping[str, float]) -> float:
-        """The reward of a response, of its `parts` by their names."""
-        added = sum(
-            self.parts[name].weight * value
-            for name, value in parts.items()
-            if not self.parts[name].gate
-        )
-        return added * math.prod(value for name, value in parts.items() if self.parts[name].gate)
-
     @property
     def rewards(self) -> Mapping[str | None, RewardPart]:
         """The parts by their names; one reward alone has none."""

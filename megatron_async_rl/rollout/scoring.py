@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_async_rl.config.schema import RewardConfig, RewardPart
 from megatron_async_rl.rollout.reward_process import START_S, Called, Job, RewardProcess
@@ -60,6 +60,14 @@ def reward_fields(settings: RewardConfig) -> tuple[str, ...]:
 
 def _key(part: str | None) -> str:
     return KEY if part is None else f"{KEY}.parts.{part}"
+
+
+def weighted(rewards: Mapping[str | None, RewardPart], parts: Mapping[str, float]) -> float:
+    """The sum of `parts` times their weights, times those that are gates; those that `rewards` does
+    not have are only shown."""
+    known = [(part, parts[n]) for n, part in rewards.items() if n is not None and n in parts]
+    total = sum(part.weight * value for part, value in known if not part.gate)
+    return total * math.prod(value for part, value in known if part.gate)
 
 
 class Inline:
@@ -206,9 +214,9 @@ class Scorer:
     """Used by one event loop. Call `start` first."""
 
     def __init__(self, settings: RewardConfig) -> None:
-        self._settings = settings
+        self._rewards = settings.rewards
         self._parts = {
-            name: _rewarding(settings, name, part) for name, part in settings.rewards.items()
+            name: _rewarding(settings, name, part) for name, part in self._rewards.items()
         }
         self.pools = [pool for pool in self._parts.values() if isinstance(pool, Pool)]
         self.inline = not self.pools
@@ -258,7 +266,7 @@ class Scorer:
             return Scored(reward=0.0, error="; ".join(errors), timed_out=timed_out)
 
         parts = {str(name): one.reward for name, one in zip(self._parts, scored, strict=True)}
-        total = self._settings.total(parts)
+        total = weighted(self._rewards, parts)
         if not math.isfinite(total):
             return Scored(reward=0.0, error=f"the reward of the parts {parts} is {total}")
         return Scored(reward=total, parts=parts)
