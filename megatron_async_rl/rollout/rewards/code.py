@@ -36,7 +36,7 @@ STARVED = 0.5
 """Share of the processor time that programs could have had, below which the machine was busy."""
 PYTHON = ("python", "python3", "py")
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^`]*")
-_CLASS = re.compile(r"^class Test|\bunittest\b", re.M)
+_CLASS = re.compile(r"^class Test|\bTestCase\b", re.M)
 _CHECK, _CHECK_CALLED = re.compile(r"^def check\b", re.M), re.compile(r"^check\(", re.M)
 _STUBS = Path(__file__).with_name("code_stubs.py")
 
