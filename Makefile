@@ -1,5 +1,5 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
-# make network-tests: runs over two and three machines with a network between them, which are namespaces of this one; needs root.
+# make network-tests: what goes wrong over two and three machines with a network between them, which are namespaces of this one; needs root.
 # make gpu-tests: on a host with a CUDA device, with $(VENV) where it is there and else with what PYTHONPATH has.
 # Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
 # VENV=DIR puts the environment elsewhere; PYTHON=... chooses the interpreter, a Python 3.12.

@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 LEAST_STEPS = 6
 TOGETHER_S = 0.02
 """Responses that begin nearer to each other than this are one burst."""
-MOST_SLOWER = 0.8
+SLOWER = np.linspace(0.0, 0.8, 161)
 """By how much one side may be slowed by the other."""
 SEEN = 0.2
 """Standard deviation of the share of a step, or a response, beside the other side's work: with less,
@@ -243,12 +243,18 @@ def _slower(seconds: Floats, beside: Floats, done: Floats) -> float | None:
     """By how much a side is slower beside the other, from pieces of its work that took `seconds`, some
     of them `beside`; None where that was not to be seen:
 
-    done = speed x (seconds - slower x beside)
+    log(seconds of what is done) = log(seconds of it alone) - log(1 - slower x share beside)
     """
-    if np.std(beside / seconds) < SEEN:
+    share, used = beside / seconds, done > 0
+    if np.std(share) < SEEN:
         return None
-    speed, lost = np.linalg.lstsq(np.stack([seconds, -beside], axis=1), done)[0]
-    return float(np.clip(lost / speed, 0.0, MOST_SLOWER))
+    took, share, weight = np.log(seconds[used] / done[used]), share[used], seconds[used]
+
+    def left(slower: float) -> float:
+        alone = took + np.log(1 - slower * share)
+        return float(np.cov(alone, aweights=weight))
+
+    return float(min(SLOWER, key=left))
 
 
 def _fit_decoding(
@@ -282,7 +288,7 @@ def _fit_decoding(
     slower = _slower(busy, beside, begun)
     by = assumed if slower is None else slower
     for width in (0.1, 0.005) if slower is not None else ():
-        near = np.clip(by + np.linspace(-width, width, 41), 0.0, MOST_SLOWER)
+        near = np.clip(by + np.linspace(-width, width, 41), 0.0, SLOWER[-1])
         by = slower = float(min(near, key=lambda one: fit(one)[0]))
     left, rates = fit(by)
     fixed, each, prompt_s = rates.tolist()

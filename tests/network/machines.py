@@ -31,7 +31,7 @@ hostname machine
 INSIDE = """
 hostname "$0"
 mount --bind hosts /etc/hosts
-mount --bind resolv.conf /etc/resolv.conf
+[[ ! -e /etc/resolv.conf ]] || mount --bind resolv.conf /etc/resolv.conf
 mount -t tmpfs tmpfs /dev/shm
 mkdir -p /tmp/ray
 mount -t tmpfs tmpfs /tmp/ray

@@ -367,27 +367,31 @@ def test_a_run_that_shows_too_little_is_refused(
     assert "too little to take rates from" in str(refused.value)
 
 
-def test_the_demo_is_predicted_within_an_eighth_of_what_its_runs_measured() -> None:
+def test_the_demo_is_predicted_within_a_tenth_of_what_its_runs_measured() -> None:
     """Rates from runs at 0 and 1; the runs at 2 are none of those. Written by
-    benchmarks/simulation_vs_runs.py."""
+    benchmarks/simulation_vs_runs.py, whose seeds and steps these are."""
     stored = json.loads((ROOT / "tests" / "data" / "simulate" / "arithmetic_cpu.json").read_text())
     for key in ("decode", "train_spread"):
         stored["rates"][key] = tuple(stored["rates"][key])
     lengths = Lengths(groups=tuple(stored["groups"]), prompts=tuple(stored["prompts"]))
-    config = load(ROOT / "examples" / "arithmetic_cpu.yaml")
+    config, rates = load(ROOT / "examples" / "arithmetic_cpu.yaml"), Rates(**stored["rates"])
     assert config.rollout is not None
     first: dict[str, float] = {}
     for ratio, measured in stored["measured"].items():
         flow = config.flow.model_copy(update={"async_ratio": float(ratio)})
-        found = simulate(flow, config.rollout, Rates(**stored["rates"]), lengths, steps=32)
-        for side, step_s in (("found", found.step_s), ("measured", measured["step_s"])):
-            first.setdefault(side, step_s)
-        speed_up = first["found"] / found.step_s
-        assert found.step_s == pytest.approx(measured["step_s"], rel=0.125)
-        assert speed_up == pytest.approx(first["measured"] / measured["step_s"], rel=0.125)
-        assert found.engine_busy == pytest.approx(measured["engine_busy"], rel=0.1)
-        shares = [*found.lags, *[0.0] * (len(measured["lags"]) - len(found.lags))]
-        assert shares == pytest.approx(measured["lags"], abs=0.1)
+        found = [
+            simulate(flow, config.rollout, rates, lengths, steps=40, seed=seed) for seed in range(3)
+        ]
+        step_s = float(np.mean([one.step_s for one in found]))
+        speed_up = first.setdefault("found", step_s) / step_s
+        measured_speed_up = first.setdefault("measured", measured["step_s"]) / measured["step_s"]
+        assert step_s == pytest.approx(measured["step_s"], rel=0.1)
+        assert speed_up == pytest.approx(measured_speed_up, rel=0.1)
+        busy = float(np.mean([one.engine_busy for one in found]))
+        assert busy == pytest.approx(measured["engine_busy"], rel=0.1)
+        for one in found:
+            shares = [*one.lags, *[0.0] * (len(measured["lags"]) - len(one.lags))]
+            assert shares == pytest.approx(measured["lags"], abs=0.1)
 
 
 def test_the_page_shows_what_the_simulation_chose() -> None:
