@@ -114,6 +114,12 @@ def _reward_conflicts(rollout: RolloutConfig) -> Iterator[str]:
                 " gives is added as it is; leave it out and scale it in the environment, or weigh"
                 " the other parts"
             )
+        if part.gate and rollout.environment is not None and rollout.environment.name != TOOLS:
+            yield (
+                f"{key}.gate: a gate multiplies the parts of rollout.reward, and what"
+                f" rollout.environment ({rollout.environment.name}) gives is added beside them; remove"
+                " gate, and give 0 in the environment"
+            )
         if part.name == "code":
             cpu_s = part.settings.get("cpu_s", CODE_CPU_S)
             most_s = CODE_SHARE_OF_TIME * rollout.reward.timeout_s

@@ -252,7 +252,11 @@ async def evaluate(
         tokens = 0
         for answered in range(len(prompts)):
             try:
-                index = await _next_answered(finished, fleet, timeout_s)
+                index = await _next_answered(
+                    finished,
+                    lambda: max(fleet.moved_at, 0.0 if rewards is None else rewards.moved_at),
+                    timeout_s,
+                )
             except TimeoutError:
                 raise BatchTimeout(_lateness(prompts, tasks, version, timeout_s)) from None
             samples = tasks[index].result()
@@ -293,11 +297,14 @@ async def _answer(
     return samples if rewards is None else await rewards.of(prompt, samples, held_out=True)
 
 
-async def _next_answered(finished: asyncio.Queue[int], fleet: Runner, timeout_s: float) -> int:
-    """Raises TimeoutError after `timeout_s` in which no response grew."""
+async def _next_answered(
+    finished: asyncio.Queue[int], moved_at: Callable[[], float], timeout_s: float
+) -> int:
+    """Raises TimeoutError after `timeout_s` in which no response grew, and no group got its
+    reward."""
     waited_from = time.monotonic()
     while True:
-        left = max(waited_from, fleet.moved_at) + timeout_s - time.monotonic()
+        left = max(waited_from, moved_at()) + timeout_s - time.monotonic()
         if left <= 0:
             raise TimeoutError
         try:

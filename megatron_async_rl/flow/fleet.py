@@ -115,6 +115,7 @@ class Fleet:
             self.on_lost(slot, slot.lost, suspect=False)
         if slot.engine is not None:
             await self._stop_engines([slot], timeout_s)
+            self.updates.held()
         self.requests.dispatch()
 
     def lose_machine(self, machine: str, reason: str, *, all_engines: bool) -> None:

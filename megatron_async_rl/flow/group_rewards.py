@@ -15,8 +15,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_async_rl.config.schema import RewardConfig
@@ -76,7 +77,6 @@ class GroupRewards:
     async def _score(self, group: Group, done: Done, fail: Callable[[BaseException], None]) -> None:
         try:
             samples = await self.of(group.prompt, group.samples)
-            self.moved_at = time.monotonic()
             done(group, samples)
         except Exception as error:  # noqa: BLE001 - the controller raises it
             fail(error)
@@ -91,24 +91,33 @@ class GroupRewards:
         shown = [row.sample() for row in rows]
         items = [Item(prompt, one.text, _context(one, held_out)) for one in shown]
         scored = await self._scorer.score_all(items)
-        for one, result in zip(shown, scored, strict=True):
+        whole = [self._whole(row, one) for row, one in zip(rows, scored, strict=True)]
+        for one, result in zip(shown, whole, strict=True):
             if result.error is not None:
                 self._failures.add(one.id, prompt, one.text, result.error)
-        pairs = [self._whole(row, one) for row, one in zip(rows, scored, strict=True)]
-        rewards, parts = zip(*pairs, strict=True)
-        new = {one.id: one for one in rescored(rows, rewards, parts, [s.error for s in scored])}
-        return [new.get(row.id, row) for row in samples]
+        self.moved_at = time.monotonic()
+        new = rescored(
+            rows,
+            [one.reward for one in whole],
+            [one.parts for one in whole],
+            [one.error for one in whole],
+        )
+        by_id = {one.id: one for one in new}
+        return [by_id.get(row.id, row) for row in samples]
 
-    def _whole(self, row: SampleRow, scored: Scored) -> tuple[float, Mapping[str, float] | None]:
-        """The reward of a sample, and its parts. What came from an environment stays."""
+    def _whole(self, row: SampleRow, scored: Scored) -> Scored:
+        """A sample's, with what it had before. What came from an environment stays."""
         if scored.error is not None:
-            return 0.0, None
+            return Scored(reward=0.0, error=scored.error)
         before = row.reward_parts or {}
         if scored.parts is None:  # the only reward, which has no name
-            return row.reward + scored.reward, before or None
-        parts = {**before, **scored.parts}
-        others = row.reward - self._settings.total(before)
-        return others + self._settings.total(parts), parts
+            total, parts = row.reward + scored.reward, before
+        else:
+            parts = {**before, **scored.parts}
+            total = row.reward - self._settings.total(before) + self._settings.total(parts)
+        if not math.isfinite(total):
+            return Scored(reward=0.0, error=f"the reward of the parts {parts} is {total}")
+        return Scored(reward=total, parts=parts or None)
 
 
 def _context(sample: Sample, held_out: bool) -> Context:

@@ -309,6 +309,12 @@ class Responses:
             entry.playing = None  # from here on it just finishes
             if entry.in_vllm is not None:  # a turn of an agent that is gone
                 await self._llm.abort(entry.in_vllm, internal=True)
+            both = transcript.measured.keys() & self._spec.rollout.reward.parts.keys()
+            if error is None and both:
+                error = (
+                    f"the environment measured {min(both)!r}, which is the name of a part of"
+                    " rollout.reward: rename one of the two"
+                )
             scored = Scored(reward=0.0, error=error)
             if error is None:
                 scored = await self._scorer.score(

@@ -69,12 +69,14 @@ def require_rewards(settings: RewardConfig) -> None:
 
 def reward_fields(settings: RewardConfig) -> Callable[[Mapping[str, Any]], tuple[str, ...] | None]:
     """Called with the columns of a row: those that it needs for its rewards, beside `prompt`; null
-    where no part of the reward is for it."""
+    where no part of the reward is for it, or gates alone."""
     parts = [(one, required_fields(one.name, one.settings)) for one in settings.rewards.values()]
 
     def needed(row: Mapping[str, Any]) -> tuple[str, ...] | None:
-        every = [fields for part, fields in parts if part.applies(row)]
-        return tuple(dict.fromkeys(chain.from_iterable(every))) if every else None
+        every = [(part, fields) for part, fields in parts if part.applies(row)]
+        if all(part.gate for part, _ in every):
+            return None
+        return tuple(dict.fromkeys(chain.from_iterable(fields for _, fields in every)))
 
     return needed
 

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -196,13 +197,15 @@ def rescored(
     """The rows with these rewards in the place of theirs. Where a sample has step rewards, the
     difference comes with its last token; one with an error has none."""
     steps: list[NDArray[np.float32] | None] = []
-    batch = gathered(rows)
-    for row, reward, error, old in zip(
-        rows, rewards, errors, rows_of_lists(batch.column("step_rewards")), strict=True
-    ):
+    batch, rewards = gathered(rows), list(rewards)
+    given = rows_of_lists(batch.column("step_rewards"))
+    for place, (row, error, old) in enumerate(zip(rows, errors, given, strict=True)):
         new = None if old is None or error is not None else old.copy()
         if new is not None:
-            new[-1] += reward - row.reward
+            new[-1] += rewards[place] - row.reward
+            exact = float(np.sum(new, dtype=np.float64))
+            if not math.isclose(rewards[place], exact, rel_tol=1e-6, abs_tol=1e-6):
+                rewards[place] = exact  # what is written and what it sums to are one
         steps.append(new)
     changed = {
         "step_rewards": list_array(steps, SCHEMA.field("step_rewards").type),

@@ -15,7 +15,13 @@ import pytest
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.rollout.environments import EnvironmentRefused, checked_words, load_factory
+from megatron_async_rl.rollout.environments import (
+    EnvironmentRefused,
+    Step,
+    checked_step,
+    checked_words,
+    load_factory,
+)
 from megatron_async_rl.rollout.environments.built_in import Tools, prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText, ToolParser
 from megatron_async_rl.rollout.environments.conversation import (
@@ -385,6 +391,8 @@ def test_a_trial_says_what_fails_before_anything_starts() -> None:
 
 
 def test_what_is_no_character_is_escaped() -> None:
+    step = checked_step(Step(measured={"a\udcff": 1.0}))
+    assert step["measured"] == {"a\\udcff": 1.0}
     assert checked_words("\udcff", "it") == "\\udcff"
     said = [{"role": "tool", "content": "a\ud800"}]
     assert checked_words(said, "it") == [{"role": "tool", "content": "a\\ud800"}]
@@ -516,6 +524,13 @@ def test_an_openenv_server_is_asked_turn_by_turn(
             "parts.a.weight: 2 would be without effect",
         ),
         ({"reward": {"parts": {"a": OWN}}, "environment": {"name": COUNTING}}, None),
+        (
+            {
+                "reward": {"parts": {"a": {"name": "math", "gate": True}, "b": OWN}},
+                "environment": {"name": COUNTING},
+            },
+            "parts.a.gate: a gate multiplies the parts",
+        ),
         (
             {"reward": {"name": "code", "settings": {"cpu_s": 60}, "timeout_s": 10}},
             "cpu_s: 60 .* set cpu_s to at most 8, or timeout_s to at least 75",

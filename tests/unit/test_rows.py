@@ -1,10 +1,12 @@
 """Samples as rows of the reports they came in, and what is made of them again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_async_rl.samples.columns import NUMERIC, SCHEMA, batch_of, samples_of
-from megatron_async_rl.samples.rows import TrainBatch, gathered, rows_of
+from megatron_async_rl.samples.rows import TrainBatch, gathered, rescored, rows_of
 from megatron_async_rl.samples.types import Prompt, Sample
 from tests.train_batches import joined, make_sample, row
 
@@ -49,6 +51,13 @@ def test_a_row_says_what_its_sample_says() -> None:
         again = one.sample()
         assert (again.id, again.prompt) == (expected.id, expected.prompt)
         assert again.response_ids.tolist() == expected.response_ids.tolist()
+
+
+def test_a_new_reward_is_what_its_steps_sum_to() -> None:
+    steps = np.array([-1000.0, 1000.0], dtype=np.float32)
+    one = replace(make_sample(PROMPTS[0], "0-0", [3, 4], reward=0.0), step_rewards=steps)
+    (new,) = rescored([row(one, 0)], [4e-5], [None], [None])
+    assert new.sample().reward == float(np.sum(new.sample().step_rewards, dtype=np.float64))
 
 
 @pytest.mark.parametrize(

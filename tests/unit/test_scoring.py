@@ -762,6 +762,30 @@ def test_a_reward_per_group_takes_all_its_responses_at_once(module: str, tmp_pat
     assert json.loads(line)["response"] == "nan"
 
 
+def test_a_reward_that_is_no_number_with_its_groups_part_is_an_error(
+    module: str, tmp_path: Path
+) -> None:
+    parts = {
+        "right": {"name": "arithmetic", "weight": 1e308},
+        "relative": {"name": f"{module}:relative", "per": "group", "gate": True},
+    }
+    settings = RewardConfig(parts=parts, workers=1, timeout_s=300)
+    found = grouped_by(settings, group_of("a", "b", "c", parts={"right": 1.0}), tmp_path)
+    assert [one.reward for one in found] == [0.0] * 3
+    assert all("the reward of the parts" in str(one.reward_error) for one in found)
+    assert len((tmp_path / LOG).read_text().splitlines()) == 3
+
+
+def test_a_row_that_gates_alone_are_for_has_no_reward() -> None:
+    parts = {
+        "right": {"name": "arithmetic", "where": {"kind": "sums"}},
+        "format": {"name": "math", "gate": True},
+    }
+    needed = reward_fields(RewardConfig(parts=parts))
+    assert needed({"kind": "sums"}) == ("answer",)
+    assert needed({"kind": "words"}) is None
+
+
 def test_a_group_whose_reward_raises_has_none(module: str, tmp_path: Path) -> None:
     settings = RewardConfig(name=f"{module}:relative", per="group", workers=1, timeout_s=300)
     found = grouped_by(settings, group_of("a", "bad"), tmp_path)

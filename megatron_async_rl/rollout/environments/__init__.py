@@ -247,7 +247,10 @@ def checked_step(step: Any) -> dict[str, Any]:
         raise TypeError(f"step returned a {type(step).__name__}, not a Step")
     words = checked_words(step.observation, "the observation of a step")
     reward = float(step.reward)
-    measured = {str(name): float(value) for name, value in step.measured.items()}
+    measured = {
+        str(name).encode(errors="backslashreplace").decode(): float(value)
+        for name, value in step.measured.items()
+    }
     for name, value in {"the reward": reward, **measured}.items():
         require_finite(value, f"{name} of a step")
     return asdict(step) | {"observation": words, "reward": reward, "measured": measured}

@@ -103,7 +103,13 @@ class Environments:
         assert self._imported is not None
         name = f"the environment {self.settings.name} to be imported"
         with watch.doing("wait", name, START_S):
-            await asyncio.shield(self._imported)
+            try:
+                await asyncio.shield(self._imported)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise EnvironmentStartError("its process ended; see the engine's log") from None
 
     async def open(self) -> Conversing:
         """A process for one sample, once there is room. Raises EnvironmentFailed."""
