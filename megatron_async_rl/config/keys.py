@@ -12,7 +12,6 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -62,7 +61,6 @@ def walk(
         yield from walk(one, f"{label}.")
 
 
-@cache
 def models_in(annotation: Any) -> tuple[type[Strict], ...]:
     """The config models a field may hold: none for a leaf, one for a section, several for a method
     chosen by name."""
