@@ -4,7 +4,8 @@ Tests are pairs of input and output, for a program that reads and prints, or Pyt
 for functions. Both the code and the tests run in sandboxes (sandbox.py), and never in the same: the
 expected outputs do not enter the sandbox of the code, and an `assert` runs in one of its own, where
 the functions of the code are stand-ins that send arguments over and get plain values back
-(code_stubs.py). So nothing that the code does to its interpreter can make a test pass.
+(code_stubs.py). So nothing that the code does to its interpreter can make a test pass; but a name
+that a test uses and does not import is the code's, as the function that it tests is.
 """
 
 from __future__ import annotations
