@@ -3,9 +3,8 @@ apart by settings alone. Each shows first what its settings do, and then how it 
 of it is killed, stopped or broken: the end names it, the work is kept, and nothing stays behind.
 
     exact    its launcher is killed and it is started again; then its controller is stopped
-    window   rank 0 of its two ranks is stopped
+    window   its reward never returns
     replay   its reward raises, which by the config ends the run
-    stuck    a run for its end alone: its reward never returns
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ WAYS: dict[str, dict[str, Any]] = {
         },
         "rollout": {
             "in_flight": "recompute",
-            "reward": {"name": "flaky_reward:varied"},
+            "reward": {"name": "flaky_reward:until_stuck", "timeout_s": 1000},
             "sampling": {"max_tokens": 48},
             **SOON,
         },
@@ -75,11 +74,6 @@ WAYS: dict[str, dict[str, Any]] = {
         "objective": {"loss": "trajectory_balance", "advantage": "none", "reference": {}},
         "data": {"train": "four.jsonl"},
         "policy": ONE_RANK,
-    },
-    "stuck": {
-        "rollout": {"reward": {"name": "flaky_reward:until_stuck", "timeout_s": 1000}, **SOON},
-        "policy": ONE_RANK,
-        **STILL,
     },
 }
 
@@ -127,19 +121,16 @@ def run(workspace: Workspace, name: str) -> Ended:
         orphaned = orphan(directory, process)
         steps += orphaned.status["step"]
         process = workspace.start("train", str(config))
-    if name == "stuck":
-        wait_until(lambda: (directory / "watch" / "engine-0 EngineCore.json").exists(), process)
-    elif name == "window":
+    if name == "window":
         wait_until(lambda: len(workspace.metrics(name)) >= steps and mixed(workspace), process)
     else:
         wait_until(lambda: len(workspace.metrics(name)) >= steps, process)
     processes = started_by(process)
-    stopped = {"exact": "controller", "window": "rank 0"}.get(name)
-    pid = pid_of(directory, stopped or "engine-0")
-    if stopped is not None:
+    pid = pid_of(directory, "controller" if name == "exact" else "engine-0")
+    if name == "exact":
         psutil.Process(pid).send_signal(signal.SIGSTOP)
     else:
-        (workspace.folder / {"replay": "broken"}.get(name, name)).touch()
+        (workspace.folder / {"replay": "broken", "window": "stuck"}[name]).touch()
     output, _ = process.communicate(timeout=400)
     left, rows = alive(processes), workspace.metrics(name)
     return Ended(process.returncode, output, pid, left, directory, rows, orphaned)
@@ -191,11 +182,6 @@ def window(runs: dict[str, Future[Ended]]) -> Ended:
 @pytest.fixture
 def replay(runs: dict[str, Future[Ended]]) -> Ended:
     return runs["replay"].result(RESULT_S)
-
-
-@pytest.fixture
-def stuck(runs: dict[str, Future[Ended]]) -> Ended:
-    return runs["stuck"].result(RESULT_S)
 
 
 def lags(row: dict[str, Any]) -> list[int]:
@@ -286,31 +272,31 @@ def test_replay_trains_on_stored_responses_of_any_age(replay: Ended) -> None:
     assert all(row["flow/consumed"] == 4 * row["step"] for row in replay.rows)
 
 
-@pytest.mark.parametrize(("way", "name"), [("window", "rank 0"), ("exact", "controller")])
-def test_a_stopped_process_ends_the_run_and_is_named(
-    runs: dict[str, Future[Ended]], way: str, name: str
-) -> None:
-    """Others are stopped in test_fleet.py (an engine's processes) and test_two_nodes.py (a rank)."""
-    ended = runs[way].result(RESULT_S)
+def test_a_stopped_process_ends_the_run_and_is_named(exact: Ended) -> None:
+    """Others are stopped in test_fleet.py (an engine's processes) and tests/network (a rank)."""
+    assert f"controller (pid {exact.pid}) is stopped" in exact.said, exact.said
+    assert " waits for " in exact.said
+    assert "rank 0 (pid" in exact.said
+    stood_still(exact)
+
+
+def test_a_reward_that_never_returns_is_named_with_its_prompt(window: Ended) -> None:
+    assert (
+        f"engine-0 (pid {window.pid}) is busy with the reward of a response to prompt "
+        in window.said
+    ), window.said
+    assert ", flaky_reward:until_stuck" in window.said
+    assert " waits for " in window.said
+    stood_still(window)
+
+
+def stood_still(ended: Ended) -> None:
     assert ended.code == 1
-    assert f"{name} (pid {ended.pid}) is stopped" in ended.said, ended.said
-    assert " waits for " in ended.said
-    assert ("rank 1 (pid" if name == "rank 0" else "rank 0 (pid") in ended.said
     assert "Traceback" not in ended.said
     assert len(ended.said.splitlines()) < 60
     assert json.loads((ended.directory / "status.json").read_text())["phase"] == "failed"
     assert "most recent call first" in (ended.directory / "stall.txt").read_text()
     assert ended.left == []
-
-
-def test_a_reward_that_never_returns_is_named_with_its_prompt(stuck: Ended) -> None:
-    assert stuck.code == 1
-    assert (
-        f"engine-0 (pid {stuck.pid}) is busy with the reward of a response to prompt " in stuck.said
-    ), stuck.said
-    assert ", flaky_reward:until_stuck" in stuck.said
-    assert "waits for" in stuck.said
-    assert stuck.left == []
 
 
 def test_a_failing_reward_ends_the_run_when_the_config_says_so(replay: Ended) -> None:
