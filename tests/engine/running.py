@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import batched, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from megatron_async_rl.config.environment import EnvironmentConfig
-from megatron_async_rl.config.sampling import SamplingConfig
+from megatron_async_rl.config.sampling import EvalSamplingConfig, SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.rollout.engine_process import start_engine
@@ -33,6 +32,34 @@ from tests.staged import stage
 
 TOLERANCE = 1e-5
 REWARD = "tests.engine.rewards_that_fail:misbehave"
+REWARD_S = 15.0
+"""rollout.reward.timeout_s: longer than a busy machine takes for a reward that returns."""
+KEEP, RECOMPUTE = 0, 1
+"""The engines of conftest.py."""
+CHECKPOINTS = 4
+TEMPERATURE, MAX_TOKENS, FEWER_TOKENS, SHORT_TOKENS = 1.0, 400, 160, 24
+SAMPLING = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
+"""Of training; of held-out sets, EVALUATIONS."""
+SHORT, FEWER = "short", "fewer"
+EVALUATIONS = {
+    name: EvalSamplingConfig.model_validate(own).over(
+        SamplingConfig(max_tokens=12, temperature=1.5)
+    )
+    for name, own in {
+        # The second stop string: a token after one whose number ends in 19.
+        SHORT: {"temperature": 0.7, "max_tokens": SHORT_TOKENS, "stop": ["never", "19 w"]},
+        FEWER: {"temperature": TEMPERATURE, "max_tokens": FEWER_TOKENS},
+        "cut": {"top_k": 40, "top_p": 0.7, "min_p": 0.002},
+        "penalised": {
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.8,
+            "frequency_penalty": -0.6,
+            "bad_words": ["w19", "w400"],
+        },
+        "greedy": {"temperature": 0},
+        "grammar": {"regex": "(w[2-9]){3}"},
+    }.items()
+}
 
 
 class Engines:
@@ -78,28 +105,34 @@ class Engines:
         self.staging = Staging(SharedMemory())
         self._groups = 0
 
-    def asked(self, prompts: Sequence[Prompt], n: int, index: int | None = None) -> list[Request]:
+    def asked(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        index: int | None = None,
+        sampling: str | None = None,
+    ) -> list[Request]:
         """Requests for `n` responses to each prompt, in groups never asked before, or all of group
-        `index`."""
+        `index`, drawn as in training or as the held-out set `sampling` says."""
         numbers = [self._groups + i if index is None else index for i in range(len(prompts))]
         self._groups += len(prompts)
         return [
-            Request(group=g, k=k, prompt=prompt)
+            Request(group=g, k=k, prompt=prompt, sampling=sampling)
             for g, prompt in zip(numbers, prompts, strict=True)
             for k in range(n)
         ]
 
     def groups(
-        self, engine: int, prompts: Sequence[Prompt], n: int, index: int | None = None
+        self,
+        engine: int,
+        prompts: Sequence[Prompt],
+        n: int,
+        index: int | None = None,
+        sampling: str | None = None,
     ) -> list[list[Sample]]:
         """`n` responses to each prompt."""
-        samples = sampled(self.handles[engine], self.asked(prompts, n, index))
+        samples = sampled(self.handles[engine], self.asked(prompts, n, index, sampling))
         return [samples[i : i + n] for i in range(0, len(samples), n)]
-
-    def held_out(self, engine: int, name: str, prompts: Sequence[Prompt], n: int) -> list[Sample]:
-        """`n` responses to each prompt, drawn as the set of that name says."""
-        asked = [replace(request, sampling=name) for request in self.asked(prompts, n)]
-        return sampled(self.handles[engine], asked)
 
     def publish(self, checkpoint: int, *, per_bucket: int = 1000) -> Manifest:
         """One version more into every engine, verified."""
@@ -114,23 +147,35 @@ class Engines:
 
     def feed(self, manifest: Manifest, only: Sequence[int] | None = None) -> None:
         """What is staged into all engines, or into those of `only`, at the same time. Raises what
-        the first of them raises, and WeightMismatch."""
+        the first of them raises, and WeightMismatch, once all have answered."""
         indices = range(len(self.handles)) if only is None else only
         calls = [self.handles[index].update.remote(self.version, manifest) for index in indices]
+        failures = []
         for index, answer in zip(indices, calls, strict=True):
-            loaded = ray_get(answer, "an engine to take weights", 400)
-            require_equal(self.specs[index].name, manifest.digests, loaded)
+            try:
+                loaded = ray_get(answer, "an engine to take weights", 400)
+                require_equal(self.specs[index].name, manifest.digests, loaded)
+            except Exception as failure:  # noqa: BLE001 - raised again, as itself
+                failures.append(failure)
+        if failures:
+            raise failures[0]
 
     def reference(self, version: int) -> Reference:
         return self.references[self.of_version[version]]
 
     def difference(
-        self, engine: int, sample: Sample, version: int, since: int = 0, upto: int | None = None
+        self,
+        engine: int,
+        sample: Sample,
+        version: int,
+        since: int = 0,
+        upto: int | None = None,
+        sampling: str | None = None,
     ) -> float:
         """Largest |engine's log-prob - transformers'| of the sample's tokens `since` to `upto`
         under the weights of `version`."""
         ids = sample.response_ids.tolist()[:upto]
-        temperature = self.specs[engine].rollout.sampling.temperature
+        temperature = self.specs[engine].sampling(sampling).temperature
         reference = self.reference(version).logprobs(sample.prompt.token_ids, ids, temperature)
         return float(
             (torch.from_numpy(sample.behavior_logprobs[since:upto].copy()) - reference[since:])
@@ -164,25 +209,12 @@ def spans(sample: Sample) -> list[tuple[int, int, int]]:
 
 @contextmanager
 def running(start: Callable[[], Engines]) -> Iterator[Engines]:
-    """Engines in a Ray of their own."""
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-    )
+    engines = start()
     try:
-        engines = start()
-        try:
-            yield engines
-        finally:
-            engines.staging.close()
-            stop(engines.handles)
+        yield engines
     finally:
-        ray.shutdown()
+        engines.staging.close()
+        stop(engines.handles)
 
 
 def started(specs: Sequence[EngineSpec], *, again: bool = False) -> list[Any]:

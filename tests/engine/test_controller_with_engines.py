@@ -42,11 +42,10 @@ def prompts(folder: Path, name: str) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def served(
+    in_ray: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Path, list[Any], list[EngineSpec]]]:
     """The folder of the example, its engines, and what these were told."""
-    import ray
-
     root = tmp_path_factory.mktemp("served")
     runpy.run_path(str(ROOT / "examples" / EXAMPLE / "prepare.py"))["write"](root, seed=1)
     rollout = {
@@ -67,20 +66,9 @@ def served(
             evaluations={"": SamplingConfig(max_tokens=8)},
         )
     ]
-    ray.init(
-        address="local",
-        num_cpus=1,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-    )
-    engines: list[Any] = []
-    try:
-        engines = started(specs)
-        yield root, engines, specs
-    finally:
-        stop(engines)
-        ray.shutdown()
+    engines = started(specs)
+    yield root, engines, specs
+    stop(engines)
 
 
 def test_vllm_serves_an_example_model_and_its_responses_are_scored(

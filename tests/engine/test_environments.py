@@ -25,7 +25,7 @@ TURNS = 3
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def engines(in_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     root = tmp_path_factory.mktemp("engines")
     settings = {
         "sampling": {"max_tokens": 200, "stop": ["7 w"]},

@@ -1,97 +1,64 @@
 """Two real vLLM engines behind Ray, fed with new weights by the real publisher, held against
 transformers.
 
-The tests share the engines and run in order; every one that loads weights takes the next version.
+The tests share the engines of conftest.py and run in order; every one that loads weights takes the
+next version.
 """
 
 import json
-import os
-import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
-from megatron_async_rl.config.sampling import EvalSamplingConfig, SamplingConfig
 from megatron_async_rl.rollout.engine_process import EngineStartError
-from megatron_async_rl.samples import Sample
+from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
 from megatron_async_rl.weights.manifest import WeightMismatch
 from tests.engine.asking import abort, grown, outcomes, report, sampled, submit
 from tests.engine.reference import checkpoint_weights, save_checkpoint
 from tests.engine.running import (
-    REWARD,
+    CHECKPOINTS,
+    EVALUATIONS,
+    KEEP,
+    MAX_TOKENS,
+    RECOMPUTE,
+    REWARD_S,
+    SHORT,
     TOLERANCE,
     Engines,
     buckets,
     call,
     prompt_of,
-    running,
     started,
 )
 from tests.staged import stage
-from tests.vllm_process import core_of
 
 pytestmark = pytest.mark.engine
 
-CHECKPOINTS = 4
-SHORT, LONG = 0, 1
-TEMPERATURES = (0.7, 1.0)
-MAX_TOKENS = (24, 400)
-STOPS = (["19 w", "never"], [])
-"""A token after one whose number ends in 19."""
 CACHE_BLOCK = 128
 """Tokens of a block of the key-value cache, vLLM's on a CPU."""
-EVALUATIONS = {
-    name: EvalSamplingConfig.model_validate(own).over(
-        SamplingConfig(max_tokens=12, temperature=1.5)
-    )
-    for name, own in {
-        "cut": {"top_k": 40, "top_p": 0.7, "min_p": 0.002},
-        "penalised": {
-            "repetition_penalty": 1.3,
-            "presence_penalty": 0.8,
-            "frequency_penalty": -0.6,
-            "bad_words": ["w19", "w400"],
-        },
-        "greedy": {"temperature": 0},
-        "grammar": {"regex": "(w[2-9]){3}"},
-    }.items()
-}
-REWARD_S = 15.0
-"""rollout.reward.timeout_s: longer than a busy machine takes for a reward that returns."""
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    root = tmp_path_factory.mktemp("engines")
-    settings = [
-        {
-            "sampling": {"temperature": temperature, "max_tokens": tokens, "stop": stop},
-            "reward": {"name": REWARD, "timeout_s": REWARD_S},
-        }
-        for temperature, tokens, stop in zip(TEMPERATURES, MAX_TOKENS, STOPS, strict=True)
-    ]
-    checkpoints = [
-        save_checkpoint(root / f"model-{seed}", seed=seed) for seed in range(CHECKPOINTS)
-    ]
-    with running(lambda: Engines(root, settings, checkpoints, EVALUATIONS)) as engines:
-        yield engines
-
-
-@pytest.mark.parametrize("engine", [SHORT, LONG], ids=["temperature 0.7", "temperature 1.0"])
+@pytest.mark.parametrize("engine", [KEEP, RECOMPUTE], ids=["one worker", "two workers"])
+@pytest.mark.parametrize("sampling", [SHORT, None], ids=["temperature 0.7", "temperature 1.0"])
 def test_sampled_logprobs_are_those_of_transformers_at_the_sampling_temperature(
-    engines: Engines, engine: int
+    engines: Engines, engine: int, sampling: str | None
 ) -> None:
-    for group in engines.groups(engine, [prompt_of(3), prompt_of(40), prompt_of(1)], 4):
+    prompts = [prompt_of(3), prompt_of(40), prompt_of(1)]
+    for group in engines.groups(engine, prompts, 4, sampling=sampling):
         for sample in group:
             assert sample.versions.tolist() == [0] * sample.length
-            assert engines.difference(engine, sample, 0) < TOLERANCE
+            assert engines.difference(engine, sample, 0, sampling=sampling) < TOLERANCE
+
+
+def drawn(engines: Engines, sampling: str, prompts: list[Prompt], n: int) -> list[Sample]:
+    """`n` responses to each prompt from KEEP."""
+    groups = engines.groups(KEEP, prompts, n, sampling=sampling)
+    return [sample for group in groups for sample in group]
 
 
 @pytest.mark.parametrize("name", ["cut", "penalised"])
@@ -99,7 +66,7 @@ def test_log_probs_are_those_of_the_distribution_that_the_settings_leave(
     engines: Engines, name: str
 ) -> None:
     sampling, others = EVALUATIONS[name], 0
-    for sample in engines.held_out(SHORT, name, [prompt_of(3), prompt_of(40)], 8):
+    for sample in drawn(engines, name, [prompt_of(3), prompt_of(40)], 8):
         ids, found = sample.response_ids.tolist(), torch.from_numpy(sample.behavior_logprobs.copy())
         left = engines.reference(0).drawn_from(sample.prompt.token_ids, ids, sampling)
         own = left.gather(1, sample_ids := torch.tensor(ids)[:, None])[:, 0]
@@ -115,11 +82,11 @@ def test_log_probs_are_those_of_the_distribution_that_the_settings_leave(
 def test_greedy_takes_the_likeliest_tokens_and_a_grammar_only_what_it_allows(
     engines: Engines,
 ) -> None:
-    first, second = engines.held_out(SHORT, "greedy", [prompt_of(9)], 2)
+    first, second = drawn(engines, "greedy", [prompt_of(9)], 2)
     assert first.response_ids.tolist() == second.response_ids.tolist()
     logits = engines.reference(0).logits(first.prompt.token_ids, first.response_ids.tolist())
     assert logits.argmax(-1).tolist() == first.response_ids.tolist()
-    for sample in engines.held_out(SHORT, "grammar", [prompt_of(9)], 4):
+    for sample in drawn(engines, "grammar", [prompt_of(9)], 4):
         assert [2 <= i < 10 for i in sample.response_ids] == [True, True, True, False]
         assert sample.finish_reason == "stop"
 
@@ -127,7 +94,7 @@ def test_greedy_takes_the_likeliest_tokens_and_a_grammar_only_what_it_allows(
 def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines: Engines) -> None:
     samples = [
         s
-        for group in engines.groups(LONG, [prompt_of(5, seed) for seed in range(8)], 4)
+        for group in engines.groups(KEEP, [prompt_of(5, seed) for seed in range(8)], 4)
         for s in group
     ]
     stopped = [s for s in samples if s.finish_reason == "stop"]
@@ -140,7 +107,7 @@ def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines:
         assert 0 not in sample.response_ids[:-1]
         assert not sample.truncated
     for sample in cut:
-        assert sample.length == MAX_TOKENS[LONG]
+        assert sample.length == MAX_TOKENS
         assert 0 not in sample.response_ids
     for sample in samples:
         assert sample.loss_mask.tolist() == [1] * sample.length
@@ -150,7 +117,7 @@ def test_a_response_ends_with_its_eos_token_or_is_recorded_as_truncated(engines:
 
 def test_a_group_is_repeated_by_its_index_and_its_samples_differ(engines: Engines) -> None:
     (first,), (again,), (other,) = (
-        engines.groups(SHORT, [prompt_of(9)], 4, index=index) for index in (77, 77, 78)
+        engines.groups(KEEP, [prompt_of(9)], 4, index, SHORT) for index in (77, 77, 78)
     )
     responses = [sample.response_ids.tolist() for sample in first]
     assert responses == [sample.response_ids.tolist() for sample in again]
@@ -167,10 +134,10 @@ def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(
 
     repeated = prompt_of(300)
     for checkpoint, per_bucket in ((1, 1000), (2, 5), (3, 1)):
-        engines.groups(LONG, [repeated], 2)
+        engines.groups(KEEP, [repeated], 2)
         report = engines.publish(checkpoint, per_bucket=per_bucket)
         assert len(report.digests) == len(checkpoint_weights(engines.checkpoints[checkpoint]))
-        for engine in (SHORT, LONG):
+        for engine in (KEEP, RECOMPUTE):
             assert ray.get(engines.handles[engine].version.remote(), timeout=400) == engines.version
             for group in engines.groups(engine, [repeated, prompt_of(6)], 2):
                 for sample in group:
@@ -204,7 +171,7 @@ def cached(handle: Any, requests: list[Request]) -> list[int]:
 def test_a_groups_prompt_is_read_once_and_anew_by_the_weights_that_begin_the_next(
     engines: Engines,
 ) -> None:
-    handle, prompt, blocks = engines.handles[SHORT], prompt_of(300, 1), 2 * CACHE_BLOCK
+    handle, prompt, blocks = engines.handles[KEEP], prompt_of(300, 1), 2 * CACHE_BLOCK
     call(handle, "__ray_call__", note_cached)
     for first in (0, blocks):
         asked = engines.asked([prompt], 3)
@@ -217,8 +184,8 @@ def test_a_groups_prompt_is_read_once_and_anew_by_the_weights_that_begin_the_nex
     submit(handle, asked)
     engines.publish(1)
     assert cached(handle, asked) == [0, blocks, blocks]
-    for (sample,) in engines.groups(SHORT, [prompt], 1):
-        assert engines.difference(SHORT, sample, engines.version) < TOLERANCE
+    for (sample,) in engines.groups(KEEP, [prompt], 1):
+        assert engines.difference(KEEP, sample, engines.version) < TOLERANCE
 
 
 def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_weights(
@@ -226,7 +193,7 @@ def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_wei
 ) -> None:
     """Tokens up to the switch match the old weights; after it the new ones, over the keys and values
     that the old ones left behind."""
-    handle = engines.handles[LONG]
+    handle = engines.handles[KEEP]
     both: list[Sample] = []
     while len(both) < 8:  # others are asked where too many had finished
         old = engines.version
@@ -242,11 +209,11 @@ def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_wei
     under_old = []
     for sample in both:
         found = torch.from_numpy(sample.behavior_logprobs.copy())
-        over = engines.over_kept_caches(LONG, sample)
+        over = engines.over_kept_caches(KEEP, sample)
         assert float((found - over).abs().max()) < TOLERANCE
         switch = int(np.argmax(np.diff(sample.versions))) + 1
         old = int(sample.versions[0])
-        under_old.append(engines.difference(LONG, sample, old, since=switch))
+        under_old.append(engines.difference(KEEP, sample, old, since=switch))
     # Of all of them: a single token may be as likely under both.
     assert max(under_old) > 0.1
 
@@ -254,7 +221,7 @@ def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_wei
 def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_other_weights(
     engines: Engines,
 ) -> None:
-    handle, old = engines.handles[LONG], engines.version
+    handle, old = engines.handles[KEEP], engines.version
     prefixes: dict[str, PartialResponse] = {}
     while len(prefixes) < 3:  # others are asked where too many had finished
         asked = engines.asked([prompt_of(7, seed) for seed in range(6)], 1)
@@ -278,16 +245,16 @@ def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_othe
         assert sample.response_ids[:length].tolist() == prefix.response_ids.tolist()
         assert sample.behavior_logprobs[:length].tolist() == prefix.behavior_logprobs.tolist()
         assert sample.versions.tolist() == [old] * length + [old + 1] * (sample.length - length)
-        assert engines.difference(LONG, sample, old, upto=length) < TOLERANCE
-        assert engines.difference(LONG, sample, old + 1, since=length) < TOLERANCE
-        assert length < sample.length <= MAX_TOKENS[LONG]
+        assert engines.difference(KEEP, sample, old, upto=length) < TOLERANCE
+        assert engines.difference(KEEP, sample, old + 1, since=length) < TOLERANCE
+        assert length < sample.length <= MAX_TOKENS
         assert len(sample.text.split()) == sample.length - (sample.finish_reason == "stop")
 
 
 def test_reports_say_whether_responses_grow_while_none_has_finished(engines: Engines) -> None:
     import ray
 
-    handle, grew = engines.handles[LONG], False
+    handle, grew = engines.handles[KEEP], False
     while not grew:  # all may have finished before the first report
         asked = engines.asked([prompt_of(5, seed) for seed in range(8)], 1)
         submit(handle, asked)
@@ -302,7 +269,7 @@ def test_reports_say_whether_responses_grow_while_none_has_finished(engines: Eng
 def test_a_request_cut_before_its_first_token_keeps_its_prefix_and_nothing_else(
     engines: Engines,
 ) -> None:
-    handle = engines.handles[LONG]
+    handle = engines.handles[KEEP]
     fresh, continued = engines.asked([prompt_of(7)], 2)
     begun = PartialResponse(
         response_ids=np.array([5, 6], np.int32),
@@ -328,7 +295,9 @@ def test_a_request_cut_before_its_first_token_keeps_its_prefix_and_nothing_else(
 def test_a_stop_string_ends_a_response_also_across_the_end_of_its_prefix(engines: Engines) -> None:
     samples = [
         sample
-        for group in engines.groups(SHORT, [prompt_of(3, seed) for seed in range(20)], 4)
+        for group in engines.groups(
+            KEEP, [prompt_of(3, seed) for seed in range(20)], 4, sampling=SHORT
+        )
         for sample in group
     ]
     stopped = [sample for sample in samples if "19 w" in sample.text]
@@ -341,25 +310,28 @@ def test_a_stop_string_ends_a_response_also_across_the_end_of_its_prefix(engines
         behavior_logprobs=np.zeros(2, np.float32),
         versions=np.zeros(2, np.int32),
     )
-    asked = [replace(request, prefix=begun) for request in engines.asked([prompt_of(3)], 2)]
+    asked = [
+        replace(request, prefix=begun)
+        for request in engines.asked([prompt_of(3)], 2, sampling=SHORT)
+    ]
     assert [
-        (sample.length, sample.finish_reason) for sample in sampled(engines.handles[SHORT], asked)
+        (sample.length, sample.finish_reason) for sample in sampled(engines.handles[KEEP], asked)
     ] == [(3, "stop")] * 2
 
 
 def test_requests_that_cannot_be_answered_are_refused_before_any_is_taken(engines: Engines) -> None:
-    handle = engines.handles[SHORT]
+    handle = engines.handles[KEEP]
     asked = engines.asked([prompt_of(3)], 2)
     full = PartialResponse(
-        response_ids=np.full(24, 5, np.int32),
-        behavior_logprobs=np.zeros(24, np.float32),
-        versions=np.zeros(24, np.int32),
+        response_ids=np.full(MAX_TOKENS, 5, np.int32),
+        behavior_logprobs=np.zeros(MAX_TOKENS, np.float32),
+        versions=np.zeros(MAX_TOKENS, np.int32),
     )
     with pytest.raises(ValueError, match=f"given requests twice: {asked[0].id}"):
         submit(handle, [*asked, asked[0]])
     with pytest.raises(
         ValueError,
-        match=r"prefix of 24 tokens and rollout\.sampling\.max_tokens is 24: nothing is left",
+        match=r"prefix of 400 tokens and rollout\.sampling\.max_tokens is 400: nothing is left",
     ):
         submit(handle, [asked[0], replace(asked[1], prefix=full)])
     assert report(handle, 0.1).running == 0
@@ -376,7 +348,7 @@ def test_rewards_that_fail_in_any_way_are_recorded_and_disturb_nobody(engines: E
     }
     prompts = [prompt_of(4, seed, reward=name) for seed, name in enumerate(failures)]
     good = [prompt_of(4, seed) for seed in range(10, 20)]
-    groups = engines.groups(SHORT, [*prompts, *good], 2)
+    groups = engines.groups(KEEP, [*prompts, *good], 2, sampling=SHORT)
     for group, error in zip(groups, failures.values(), strict=False):
         assert [sample.reward_error for sample in group] == [error] * 2
         assert all(sample.reward == 0.0 and not sample.valid for sample in group)
@@ -384,7 +356,7 @@ def test_rewards_that_fail_in_any_way_are_recorded_and_disturb_nobody(engines: E
         assert all(sample.valid and sample.reward == len(sample.text.split()) for sample in group)
 
     failed = [sample for group in groups[: len(failures)] for sample in group]
-    lines = [json.loads(line) for line in engines.specs[SHORT].reward_log.read_text().splitlines()]
+    lines = [json.loads(line) for line in engines.specs[KEEP].reward_log.read_text().splitlines()]
     assert sorted((line["error"], line["response"]) for line in lines) == sorted(
         (str(sample.reward_error), sample.text) for sample in failed
     )
@@ -413,12 +385,11 @@ def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(
 def test_a_version_that_does_not_grow_is_refused_and_the_weights_stay(engines: Engines) -> None:
     manifest = stage(engines.staging, engines.version, buckets(engines.checkpoints[2]))
     with pytest.raises(Exception, match=f"weight version {engines.version} was refused"):
-        engines.feed(manifest)
-    for handle in engines.handles:
-        call(handle, "resume")
-    (group,) = engines.groups(SHORT, [prompt_of(12)], 2)
+        engines.feed(manifest, [KEEP])
+    call(engines.handles[KEEP], "resume")
+    (group,) = engines.groups(KEEP, [prompt_of(12)], 2)
     for sample in group:
-        assert engines.difference(SHORT, sample, engines.version) < TOLERANCE
+        assert engines.difference(KEEP, sample, engines.version) < TOLERANCE
 
 
 def test_an_update_that_leaves_out_part_of_a_fused_parameter_is_refused(engines: Engines) -> None:
@@ -428,16 +399,16 @@ def test_an_update_that_leaves_out_part_of_a_fused_parameter_is_refused(engines:
     engines.version += 1
     manifest = stage(engines.staging, engines.version, [part])
     with pytest.raises(Exception, match=f"left out 1: {left_out}"):
-        engines.feed(manifest)
+        engines.feed(manifest, [KEEP])
     engines.publish(2)
-    (group,) = engines.groups(SHORT, [prompt_of(12)], 2)
-    assert all(engines.difference(SHORT, sample, engines.version) < TOLERANCE for sample in group)
+    (group,) = engines.groups(KEEP, [prompt_of(12)], 2)
+    assert all(engines.difference(KEEP, sample, engines.version) < TOLERANCE for sample in group)
 
 
 def test_engines_write_to_their_logs_and_not_to_the_terminal(
     engines: Engines, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    engines.groups(SHORT, [prompt_of(3)], 1)
+    engines.groups(KEEP, [prompt_of(3)], 1)
     reports = [engines.publish(checkpoint) for checkpoint in (3, 0, 1)]
     print("publishes:", *reports, sep="\n")
     captured = capfd.readouterr()
@@ -455,24 +426,10 @@ def test_an_engine_that_cannot_start_says_why_and_where_it_is_written(
     (model / "config.json").write_text(
         json.dumps(config | {"intermediate_size": config["intermediate_size"] + 16})
     )
-    spec = replace(engines.specs[SHORT], index=7, model_path=model, log_dir=tmp_path / "logs")
+    spec = replace(engines.specs[KEEP], index=7, model_path=model, log_dir=tmp_path / "logs")
     with pytest.raises(EngineStartError, match="engine-7 did not start") as failure:
         started([spec])
     assert "cause: RuntimeError: start (0) + length (64) exceeds dimension size (48)" in str(
         failure.value
     )
     assert str(tmp_path / "logs" / "engine-7.log") in str(failure.value)
-
-
-def test_the_engine_process_ends_when_its_actor_is_killed(engines: Engines) -> None:
-    actors = {
-        int(line.split("pid=")[1].split(")")[0])
-        for line in engines.specs[LONG].log.read_text().splitlines()
-        if "MainProcess pid=" in line
-    }
-    (actor,) = actors
-    core = core_of(engines.specs[LONG].log)
-    assert core.ppid() == actor
-    os.kill(actor, signal.SIGKILL)
-    _, alive = psutil.wait_procs([core], timeout=300)
-    assert not alive

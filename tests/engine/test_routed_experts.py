@@ -33,7 +33,7 @@ ROW = LAYERS * CHOSEN
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def engines(in_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     root = tmp_path_factory.mktemp("routed")
     checkpoints = [
         save_checkpoint(

@@ -1,14 +1,14 @@
 """What an update does to the responses that run through it, and engines that sleep, fall silent,
 die and come back.
 
-Two real engines: one keeps the key-value cache through an update, the other recomputes it, over two
-workers. The tests share them and run in order; every one that loads weights takes the next version.
+The tests share the two engines of conftest.py and run in order; every one that loads weights takes
+the next version, and the last ones end the engines.
 """
 
+import os
 import pickle
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,17 @@ from megatron_async_rl.watchdog.deadline import remote_cause
 from megatron_async_rl.weights.collective import Sender
 from megatron_async_rl.weights.manifest import Delivery, Manifest
 from tests.engine.asking import abort, finished, grown, outcomes, report, sampled, submit
-from tests.engine.reference import save_checkpoint
 from tests.engine.running import (
+    CHECKPOINTS,
+    FEWER,
+    KEEP,
+    RECOMPUTE,
+    TEMPERATURE,
     TOLERANCE,
     Engines,
     buckets,
     call,
     prompt_of,
-    running,
     spans,
     started,
 )
@@ -40,28 +43,9 @@ from tests.vllm_process import core_of, workers_of
 
 pytestmark = pytest.mark.engine
 
-KEEP, RECOMPUTE = 0, 1
 BOTH = pytest.mark.parametrize("engine", [KEEP, RECOMPUTE], ids=["keep", "recompute, two workers"])
 EMPTY = Manifest(buckets=(), digests={})
-TEMPERATURE = 1.0
-MAX_TOKENS = 400
-UPDATES = 3
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    root = tmp_path_factory.mktemp("in_flight")
-    sampling = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
-    settings = [
-        {"sampling": sampling},
-        {"sampling": sampling, "in_flight": "recompute", "tensor": 2},
-    ]
-    checkpoints = [
-        save_checkpoint(root / f"model-{seed}", seed=seed, kv_heads=2)
-        for seed in range(UPDATES + 1)
-    ]
-    with running(lambda: Engines(root, settings, checkpoints)) as engines:
-        yield engines
+UPDATES = CHECKPOINTS - 1
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +166,7 @@ def test_weights_come_over_a_communicator_while_the_engine_samples(
 def test_a_pause_changes_no_draw(engines: Engines, engine: int) -> None:
     """Recomputed, a response is read again from its beginning; its seed's generator must stand
     where it stood."""
-    asked = engines.asked([prompt_of(30)], 4, index=900)
+    asked = engines.asked([prompt_of(30)], 4, 900, FEWER)
     handle, answers = engines.handles[engine], []
     for pauses in (0, 3):
         submit(handle, asked)
@@ -337,7 +321,7 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
     while report(engines.handles[RECOMPUTE], 0.1).silent_s > 2:
         pass  # a busy machine may keep it waiting, but not for ever
     core.send_signal(signal.SIGSTOP)
-    while report(engines.handles[RECOMPUTE], 0.1).silent_s <= 10:
+    while report(engines.handles[RECOMPUTE], 0.1).silent_s <= 5:
         pass  # it grows now
     for process in (actor, *actor.children(recursive=True)):
         process.send_signal(signal.SIGSTOP)
@@ -346,4 +330,18 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
     assert not alive, "a worker ends with the process that started it, without a hand of its own"
     ray.kill(engines.handles[RECOMPUTE])
     _, alive = psutil.wait_procs([actor], timeout=300)
+    assert not alive
+
+
+def test_the_engine_process_ends_when_its_actor_is_killed(engines: Engines) -> None:
+    actors = {
+        int(line.split("pid=")[1].split(")")[0])
+        for line in engines.specs[KEEP].log.read_text().splitlines()
+        if "MainProcess pid=" in line
+    }
+    (actor,) = actors
+    core = core_of(engines.specs[KEEP].log)
+    assert core.ppid() == actor
+    os.kill(actor, signal.SIGKILL)
+    _, alive = psutil.wait_procs([core], timeout=300)
     assert not alive
