@@ -71,6 +71,7 @@ class StepTargets:
     denominators: Denominators
     corrected: bool
     metrics: Mapping[str, float]
+    _owned: dict[int, OwnedTargets] = field(default_factory=dict, init=False, repr=False)
     _placed: dict[int, OwnedTargets] = field(default_factory=dict, init=False, repr=False)
 
     def placed(self, owner: int, dtype: torch.dtype, device: torch.device) -> OwnedTargets:
@@ -82,7 +83,12 @@ class StepTargets:
 
     def owned_by(self, owner: int) -> OwnedTargets:
         """The step's numbers of its samples, and of the tokens of those that the data-parallel rank
-        `owner` trains; on the host."""
+        `owner` trains; on the host. Gathered at the first call."""
+        if owner not in self._owned:
+            self._owned[owner] = self._gathered(owner)
+        return self._owned[owner]
+
+    def _gathered(self, owner: int) -> OwnedTargets:
         whole, samples = self.whole, self.samples
         owned = torch.from_numpy(samples.owner[samples.rows] == owner)
         kinds: dict[Kind, Mapping[str, Tensor]] = {

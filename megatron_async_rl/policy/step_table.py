@@ -165,6 +165,7 @@ class RecordedLoss:
         self._targets = targets
         self._table = table
         self._owner = owner
+        targets.owned_by(owner)  # gathered before the micro-batches run, none of which waits for it
         self._advantage = advantage
         self._with_terms = with_terms
 
