@@ -49,7 +49,11 @@ class OneBucket(Padded):
     longest: int = 1
 
     def cut(
-        self, share: NDArray[np.int64], fed: NDArray[np.int64], budget: int
+        self,
+        share: NDArray[np.int64],
+        fed: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        budget: int,
     ) -> list[tuple[int, ...]]:
         pieces = -(-len(share) // (budget // self.longest))
         return [tuple(piece.tolist()) for piece in np.array_split(share, pieces)]

@@ -327,7 +327,7 @@ def counting_routers(rank: Rank, sequence: str) -> dict:
             if isinstance(module, TopKRouter):
                 module.routing_type = "aux_loss"
 
-    def together(self, share, fed, budget):
+    def together(self, share, fed, counts, budget):
         return [tuple(share[(-fed[share]).argsort(kind="stable")].tolist())]
 
     with mock.patch.object(Padded, "cut", together):
