@@ -142,7 +142,7 @@ def test_state_in_fewer_bits_is_saved_and_loaded_in_blocks_and_shards_alone(layo
     """Of GAC's gradient and a moving reference, too. What is loaded takes the room that it will
     have: this rank's own shard."""
     found = of(layout)["lean_memory"]
-    assert max(found["whole"]) > 2 * BLOCK
+    assert max(found["whole"]) > 1.5 * BLOCK
     assert max(found["saving"]) <= BLOCK
     for made, own in zip(found["loading"], found["own"], strict=True):
         assert made <= max(BLOCK, own)
