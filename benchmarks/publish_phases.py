@@ -103,10 +103,12 @@ class TimedEngine(RolloutEngine):
         self._rpc = engine._llm.engine_core.collective_rpc_async
         await self._rpc(time_worker)
 
-    async def update(self, version: int, manifest: Any) -> dict[str, str]:
+    async def update(
+        self, version: int, manifest: Any, first: bool = True, last: bool = True
+    ) -> dict[str, str]:
         started = time.perf_counter()  # Ray calls the class's own method, whatever is set later
         try:
-            return await super().update(version, manifest)
+            return await super().update(version, manifest, first, last)
         finally:
             _seconds["actor"] += time.perf_counter() - started
 
