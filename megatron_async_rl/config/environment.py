@@ -23,7 +23,7 @@ AT_ONCE = ("arithmetic", "countdown", OWN_REWARD)
 CODE_CPU_S = 5.0
 """Processor time of a program of the reward `code`, where its settings have no cpu_s."""
 CODE_SHARE_OF_TIME = 0.8
-"""Of `rollout.reward.timeout_s` that the reward `code` gives its programs: what takes longer is
+"""Share of `rollout.reward.timeout_s` that the reward `code` gives its programs: what takes longer is
 wrong, not an error."""
 
 

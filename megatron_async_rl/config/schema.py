@@ -217,7 +217,7 @@ class RewardPart(Strict):
     per: Literal["response", "group"] = "response"
     """As `rollout.reward.per`."""
     where: Annotated[Mapping[str, Any], OnlyJson] = {}
-    """Of which prompts it is a part, by their columns: `{kind: math}`, or one of several,
+    """The prompts that it is a part for, by their columns: `{kind: math}`, or one of several,
     `{kind: [math, physics]}`. Empty: of all. `fields` of a source or a held-out set gives all of a
     file's rows a column."""
 

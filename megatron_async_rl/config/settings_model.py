@@ -30,7 +30,7 @@ def _as_json(values: Any) -> Any:
 
 
 OnlyJson = AfterValidator(_as_json)
-"""Of values that go into samples, or are compared with theirs."""
+"""Validator of values that go into samples, or are compared with theirs."""
 
 
 class Strict(BaseModel):

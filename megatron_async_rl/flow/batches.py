@@ -60,7 +60,7 @@ class Batches(Protocol):
         """Returns when every engine that is there holds `version`, which is lent."""
 
     def next_fill(self, made: Future[Any]) -> Fill | None:
-        """What the ranks are to do next with the buckets that engines want; null once `made` is
+        """Returns what the ranks are to do next with the buckets that engines want; null once `made` is
         done."""
 
     def filled(self, done: BucketRef | None) -> None:

@@ -163,7 +163,7 @@ class Controller(Listener):
         self._require_no_failure()
 
     async def next_fill(self, done: BucketRef | None) -> Fill:
-        """What the ranks are to do next with the buckets of a version that is lent; `done`: where they
+        """Returns what the ranks are to do next with the buckets of a version that is lent; `done`: where they
         put the one that they were to fill."""
         return await self._fleet.updates.next_fill(done)
 

@@ -127,7 +127,7 @@ class Copies:
 
 @dataclass(frozen=True, kw_only=True)
 class Fill:
-    """What all ranks are to do: put bucket `number` of a version into a place, or, with null, give the
+    """An order to all ranks: put bucket `number` of a version into a place, or, with null, give the
     memory of all places back."""
 
     version: int
@@ -136,7 +136,7 @@ class Fill:
 
 
 class LentBuckets:
-    """Of one version. An engine wants a bucket, reads it once it is in a place, and then wants the
+    """The buckets of one version. An engine wants a bucket, reads it once it is in a place, and then wants the
     next."""
 
     def __init__(self, version: int, count: int) -> None:
@@ -147,7 +147,7 @@ class LentBuckets:
         """Bucket by engine."""
         self._there: list[int | None] = [None] * IN_FLIGHT
         self._refs: dict[int, BucketRef] = {}
-        """Of those that are there."""
+        """Buckets that are there, by their places."""
         self._filling: Fill | None = None
         self._taken = False
         """The ranks hold memory for places."""
@@ -168,7 +168,7 @@ class LentBuckets:
         self._reads.pop(engine, None)
 
     def next_fill(self) -> Fill | None:
-        """What the ranks are to do now; null: nothing."""
+        """Returns what the ranks are to do now; null: nothing."""
         if self._filling is not None:
             return None
         reads = set(self._reads.values())

@@ -370,7 +370,7 @@ class EngineTask:
     async def _asked[Result](
         self, what: str, call: Awaitable[Result], limit_s: float | None = None
     ) -> Result:
-        """What the engine answers, within `update_timeout_s` or another limit. Raises EngineLost."""
+        """Returns what the engine answers, within `update_timeout_s` or another limit. Raises EngineLost."""
         try:
             limit_s = limit_s or self._update_timeout_s
             return await await_named(f"{self.slot.name} to {what}", call, limit_s)

@@ -46,7 +46,7 @@ class GroupRewards:
 
     @property
     def any(self) -> bool:
-        """Whether the reward has such a part."""
+        """True where the reward has such a part."""
         return bool(self._scorer.pools)
 
     async def start(self) -> None:

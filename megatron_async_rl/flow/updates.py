@@ -72,7 +72,7 @@ class WeightUpdates:
         self._halted: BaseException | None = None
         self._changed = Signal()
         self._lent: LentBuckets | None = None
-        """Of the newest version, where that is lent."""
+        """Buckets of the newest version, where that is lent."""
         self.copies = Copies()
         self.newest: Staged | None = None
         self.last: Transfer | None = None
@@ -344,7 +344,7 @@ class WeightUpdates:
         self._changed.fire()
 
     async def next_fill(self, done: BucketRef | None) -> Fill:
-        """What the ranks are to do next; `done`: where they put the bucket that they were to fill."""
+        """Returns what the ranks are to do next; `done`: where they put the bucket that they were to fill."""
         if self._lent is not None:
             self._lent.filled(done)
             self._changed.fire()

@@ -72,7 +72,7 @@ class Part:
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = (ROOT / "launchers" / "setup.sh").is_file()
-"""Whether this is the repository, whose environment `make setup` makes; else the package was
+"""True in the repository, whose environment `make setup` makes; else the package was
 installed into an environment of the user's."""
 
 PARTS = (
@@ -370,7 +370,7 @@ def _machine(machine: Machine) -> list[Finding]:
 
 
 def _sandbox() -> Finding:
-    """Whether the `code` reward can run programs behind walls of the kernel's."""
+    """Says whether the `code` reward can run programs behind walls of the kernel's."""
     brings = "the `code` reward runs programs that nobody has read"
     try:
         run("pass")

@@ -182,7 +182,7 @@ def _kept(rank: RankMemory) -> int:
 
 
 def lent_bytes(config: Config, engine: EngineMemory) -> int:
-    """Of the buckets from which an engine loads on a device that it shares with the policy: each of at
+    """Bytes of the buckets from which an engine loads on a device that it shares with the policy: each of at
     most weights.bucket_mib, or of one tensor that is larger."""
     if config.weights.transport != "cuda_ipc":
         return 0
@@ -337,7 +337,7 @@ def _gib(count: int, *, up: bool = False) -> str:
 
 
 def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machine) -> list[Problem]:
-    """What /dev/shm has no room for."""
+    """Problems of what /dev/shm has no room for."""
     needed, what = _in_shared_memory(config, engine, machine)
     free = machine.shared_memory
     if machine.described or free >= needed:

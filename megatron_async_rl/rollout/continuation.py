@@ -1,4 +1,4 @@
-"""What vLLM sampled, as tokens of a response; and responses that begin with tokens sampled before, by
+"""Samples of vLLM as tokens of a response; and responses that begin with tokens sampled before, by
 this engine or another.
 
 Invariants:

@@ -352,7 +352,7 @@ class Responses:
         return self._spec.records_experts and request.group >= 0
 
     def _routed_experts(self, entry: _Running, completion: CompletionOutput) -> bytes | None:
-        """Of the tokens from `read` on, without the last. Raises RuntimeError when vLLM did not
+        """Experts of the tokens from `read` on, without the last. Raises RuntimeError when vLLM did not
         report them all."""
         if not self._records(entry.request):
             return None

@@ -166,7 +166,7 @@ class RewardProcess(asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        """Of the process that calls the reward, once it is ready."""
+        """Number of the process that calls the reward, once it is ready."""
         return self._worker
 
     @property

@@ -155,7 +155,7 @@ class Pool:
             await self._first
 
     async def ask(self, items: Sequence[Item]) -> Sequence[Scored]:
-        """Of one response, or of all that one call is to take."""
+        """Scores of one response, or of all that one call is to take."""
         job = Job(items)
         self._waiting.append(job)
         self._dispatch()
@@ -309,7 +309,7 @@ class Scorer:
         ]
 
     def scores(self, prompt: Prompt) -> bool:
-        """Whether any part is for `prompt`."""
+        """True where any part is for `prompt`."""
         return bool(self._parts_of(prompt))
 
     def close(self) -> None:

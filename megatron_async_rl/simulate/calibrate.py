@@ -159,7 +159,7 @@ class _Log:
         self.samples = _read_samples(run)
 
     def lengths(self) -> Lengths:
-        """Of every group, those of the first steps included: lengths are the model's, not the
+        """Lengths of every group, those of the first steps included: lengths are the model's, not the
         machine's."""
         group = self.samples["group"]
         order = np.argsort(group, kind="stable")
@@ -175,7 +175,7 @@ class _Log:
         )
 
     def takes(self, slower: float) -> list[float]:
-        """Of each batch, the trainer's work from its last response, or where that was there before,
+        """Seconds of each batch: the trainer's work from its last response, or where that was there before,
         from the end of the step before, to its step."""
         ends, found = np.sort(self.samples["ended"]), []
         for before, span in itertools.pairwise(self.rank0):
@@ -273,7 +273,7 @@ def _fit_decoding(
     table = np.stack([steps, tokens, begun], axis=1)
 
     def fit(slower: float) -> tuple[float, Floats]:
-        """What is left, relative to each piece, and the three rates, none of which is negative."""
+        """The remainder, relative to each piece, and the three rates, none of which is negative."""
         work = busy - slower * beside
         best, least = np.zeros(3), math.inf
         for used in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):

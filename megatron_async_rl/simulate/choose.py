@@ -59,7 +59,7 @@ HALVES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is simulated, and what comes of it."""
+    """A simulated setting, and what comes of it."""
 
     config: Config
     rates: Rates
@@ -195,7 +195,7 @@ def predict_from_run(
     seed: int,
     console: Console,
 ) -> None:
-    """Of several `ratios` the first run keeps the curves, for `mar report`. Raises UserError."""
+    """Simulates them. Of several `ratios` the first run keeps the curves, for `mar report`. Raises UserError."""
     _require_simulable(config)
     machine = this_machine()
     on_cpu = device_of(config, machine) == "cpu"

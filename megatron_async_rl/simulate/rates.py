@@ -1,4 +1,4 @@
-"""What a simulated run's parts take: `Rates` and `Lengths`. Here those of a run that has not run, from
+"""Times of a simulated run's parts: `Rates` and `Lengths`. Here those of a run that has not run, from
 the model's sizes, the config, and stated hardware; calibrate.py takes them from a run's logs.
 
     decoding a token    each GPU of an engine reads its weights and the keys and values of what it
@@ -49,23 +49,23 @@ class Rates:
     places: int
     """Responses that an engine decodes at a time."""
     prompt_s: float = 0.0
-    """Of an engine, which decodes nothing meanwhile: to take in one more response."""
+    """Time of an engine, which decodes nothing meanwhile, to take in one more response."""
     ask_s: float = 0.0
     """From a request that may be asked until its engine has it."""
     take_s: float = 0.0
-    """Of the trainer, from the last response that a batch waited for to the beginning of its step."""
+    """Time of the trainer, from the last response that a batch waited for to the beginning of its step."""
     train_s: float = 0.0
-    """Of the trainer, for a batch whatever it holds."""
+    """Time of the trainer for a batch whatever it holds."""
     train_token_s: float = 0.0
     """For each token of a batch, prompts included."""
     train_spread: tuple[float, ...] = (1.0,)
     """Factors, one of which each step takes."""
     publish_s: float = 0.0
-    """Of the trainer, to stage a version."""
+    """Time of the trainer to stage a version."""
     send_s: float = 0.0
-    """Of a version, to the machines that have engines; 0: they are where it was staged."""
+    """Time of a version to the machines that have engines; 0: they are where it was staged."""
     load_s: float = 0.0
-    """Of an engine, which samples nothing meanwhile, to load a version."""
+    """Time of an engine, which samples nothing meanwhile, to load a version."""
     trainer_beside: float = 1.0
     """Speed of the trainer while an engine works: below 1 where they share cores."""
     engine_beside: float = 1.0
@@ -96,7 +96,7 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Of a response."""
+        """Tokens of a response."""
         return float(np.mean(np.concatenate(self.groups)))
 
 
@@ -105,24 +105,24 @@ class Hardware:
     """A chip's data sheet, and shares of it that are assumed."""
 
     tflops: float
-    """Of a GPU, dense, in bfloat16."""
+    """Peak of a GPU, dense, in bfloat16."""
     memory_gib: float
     memory_tb_s: float
     gpus_per_machine: int = 8
     train_share: float = COMPUTE_SHARE
-    """Of tflops, in training."""
+    """Share of tflops in training."""
     prefill_share: float = 0.5
-    """Of tflops, in reading prompts and decoding large batches."""
+    """Share of tflops in reading prompts and decoding large batches."""
     read_share: float = READ_SHARE
-    """Of memory_tb_s, in decoding."""
+    """Share of memory_tb_s in decoding."""
     decode_step_ms: float = 3.0
-    """Of a decoding step, whatever it holds."""
+    """Time of a decoding step, whatever it holds."""
     gpu_network_gb_s: float = NETWORK_RATE / GB
-    """Of one GPU, for gradients and collectives."""
+    """Rate of one GPU, for gradients and collectives."""
     machine_network_gb_s: float = 17.5
-    """Of one machine, over TCP."""
+    """Rate of one machine, over TCP."""
     stream_gb_s: float = RELAY_RATE / GB
-    """Of one machine's copy over TCP."""
+    """Rate of one machine's copy over TCP."""
     copy_gb_s: float = COPY_RATE / GB
     """Between one GPU and its machine's shared memory."""
     bucket_ms: float = 5.0
@@ -133,7 +133,7 @@ class Hardware:
     response_share: float = 0.3
     """Mean tokens of a response, before it is cut, as a share of rollout.sampling.max_tokens."""
     response_sigma: float = 0.8
-    """Of the logarithm of a response's tokens."""
+    """Deviation of the logarithm of a response's tokens."""
     alike: float = 0.5
     """Share of that variance that lies between prompts."""
     carrier: str = ""

@@ -95,7 +95,7 @@ class Reader(ABC):
     """An engine worker's end."""
 
     lasting = True
-    """What a bucket holds is there until the update ends; else until the worker asks for the next."""
+    """A bucket's content is there until the update ends; else until the worker asks for the next."""
 
     @abstractmethod
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:

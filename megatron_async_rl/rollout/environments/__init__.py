@@ -34,12 +34,12 @@ BUILT_IN = {
 }
 
 LARGEST = 1e30
-"""Of a reward: a hundred million of them add up in float32."""
+"""Bound of a reward: a hundred million of them add up in float32."""
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and whatever else the template reads."""
 Words = str | Sequence[Message]
-"""What an environment says: text (of the user's role), or chat messages."""
+"""The words of an environment: text (of the user's role), or chat messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +187,7 @@ def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
 
 
 def _check_methods(factory: Any, name: str) -> None:
-    """Of a class; what a function returns is known once it is called."""
+    """Checks a class; what a function returns is known once it is called."""
     if not inspect.isclass(factory):
         return
     for method, takes in (("reset", "prompt"), ("step", "response")):
@@ -204,7 +204,7 @@ def _check_methods(factory: Any, name: str) -> None:
 
 
 async def settled[Answer](answer: Answer | Awaitable[Answer]) -> Answer:
-    """What a method that may be `async` returns."""
+    """Returns what a method that may be `async` returns."""
     if inspect.isawaitable(answer):
         return await answer
     return answer

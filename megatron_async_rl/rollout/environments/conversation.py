@@ -43,7 +43,7 @@ from megatron_async_rl.samples.types import FinishReason, PartialResponse, Promp
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What the model sampled in one go. `tokens`: with the experts of all tokens from those on that
+    """Tokens that the model sampled in one go. `tokens`: with the experts of all tokens from those on that
     had been read, the last one excepted. `text`: without special tokens."""
 
     tokens: PartialResponse
@@ -149,10 +149,10 @@ class Transcript:
         """The request's prompt, which the first segment's takes the place of."""
         self.segments: list[Segment] = []
         self.turns: list[Turn] = []
-        """Of all segments, as they came."""
+        """Turns of all segments, as they came."""
         self.truncated = False
         self.measured: Counter[str] = Counter()
-        """What the environment measured, by name."""
+        """Sums of what the environment measured, by name."""
 
     def room(self, segment: Segment, max_tokens: int) -> int:
         """Tokens that may be put behind the segment."""
@@ -318,7 +318,7 @@ every response of the engine would wait meanwhile."""
 
 
 def too_long(words: Words, room: int) -> bool:
-    """Whether the words take more than `room` tokens for certain."""
+    """True where the words take more than `room` tokens for certain."""
     return len(shown(words)) > CHARACTERS_A_TOKEN * max(1, room)
 
 

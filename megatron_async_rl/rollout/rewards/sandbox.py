@@ -72,7 +72,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a sandbox took until now, its start included. `cpu_s`: processor time of all its
+    """Time that a sandbox took until now, its start included. `cpu_s`: processor time of all its
     processes. `computing`: one of them runs, or would if the machine had a processor for it."""
 
     cpu_s: float

@@ -34,7 +34,7 @@ from megatron_async_rl.samples.types import Prompt
 AGAIN = (408, 425, 429)
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
 SHARE_OF_TIME = 0.9
-"""Of the call's time limit: so the failure can still be told in words."""
+"""Share of the call's time limit: so the failure can still be told in words."""
 LONGEST = 2**20
 """Bytes of an answer."""
 
