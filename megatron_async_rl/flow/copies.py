@@ -147,7 +147,7 @@ class LentBuckets:
         """Bucket by engine."""
         self._there: list[int | None] = [None] * IN_FLIGHT
         self._refs: dict[int, BucketRef] = {}
-        """Buckets that are there, by their places."""
+        """Buckets that are there, by their numbers."""
         self._filling: Fill | None = None
         self._taken = False
         """The ranks hold memory for places."""
