@@ -56,8 +56,9 @@ def waiting(name: str, timeout_s: float) -> Iterator[None]:
     """Names the deadline of a blocking call that takes its own `timeout_s`, such as
     `future.result(timeout_s)`.
 
-    It does not interrupt the call. Raises DeadlineExceeded in place of the call's TimeoutError. The
-    state of this process (watchdog/watch.py) shows the wait for as long as it lasts.
+    It does not interrupt the call. Raises DeadlineExceeded in place of the call's TimeoutError; any
+    other error gets a note of the wait. The state of this process (watchdog/watch.py) shows the
+    wait for as long as it lasts.
     """
     started = time.monotonic()
     try:
@@ -65,11 +66,12 @@ def waiting(name: str, timeout_s: float) -> Iterator[None]:
             yield
     except DeadlineExceeded:
         raise
-    except TimeoutError as error:
+    except Exception as error:
         waited = time.monotonic() - started
-        if waited < _CLOCK_SLACK * timeout_s:
-            raise
-        raise DeadlineExceeded(this_process(), name, waited) from error
+        if isinstance(error, TimeoutError) and waited >= _CLOCK_SLACK * timeout_s:
+            raise DeadlineExceeded(this_process(), name, waited) from error
+        error.add_note(f"{this_process()} had waited {waited:.1f} s for {name}.")
+        raise
 
 
 async def await_named[Result](name: str, awaitable: Awaitable[Result], timeout_s: float) -> Result:

@@ -110,7 +110,8 @@ def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -
             time.sleep(POLL_S)
         return
     words = f"{type(error).__name__}: {error}"
-    gather(run_dir, f"{words.splitlines()[0]}.", still_s=timeout_s)
+    waits = getattr(error, "__notes__", [])
+    gather(run_dir, " ".join([f"{words.splitlines()[0]}.", *waits]), still_s=timeout_s)
 
 
 def read_summary(run_dir: Path) -> str | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_async_rl.flow.errors import EngineFailed
 from megatron_async_rl.watchdog import snapshots, stall
 from megatron_async_rl.watchdog import watchdog as watchdog_module
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded
@@ -211,6 +212,12 @@ def test_only_a_missed_deadline_takes_the_picture(tmp_path: Path) -> None:
     gather_if_timed_out(tmp_path, DeadlineExceeded("rank 0", "engine-0 to pause", 5.0), 5)
     assert (read_summary(tmp_path) or "").startswith(
         "DeadlineExceeded: rank 0 waited 5.0 s for engine-0 to pause, which did not come."
+    )
+    lost = EngineFailed("no engine is left")
+    lost.add_note("rank 0 had waited 8.0 s for the batch.")
+    gather_if_timed_out(tmp_path, lost, 5)
+    assert (read_summary(tmp_path) or "").startswith(
+        "EngineFailed: no engine is left. rank 0 had waited 8.0 s for the batch."
     )
 
 

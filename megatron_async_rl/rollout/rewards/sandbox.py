@@ -250,10 +250,9 @@ class Sandbox:
     def _end(self) -> None:
         if self._process.poll() is not None:
             return
-        if self._limits.isolation == "limits":
-            # The launcher adopted them all and ends them.
-            self._process.send_signal(signal.SIGTERM)
-            self._ends_before(time.monotonic() + 5.0)
+        # The launcher ends once all that the program started has.
+        self._process.send_signal(signal.SIGTERM)
+        self._ends_before(time.monotonic() + 5.0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

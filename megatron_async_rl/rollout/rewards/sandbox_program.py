@@ -319,6 +319,8 @@ def main() -> None:
         init = os.fork()
         if init:
             control.close()
+            # Init's end is there to be waited for once every process of its namespace has ended.
+            signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
             os._exit(exit_code(wait_for(init)))
 
     try:
