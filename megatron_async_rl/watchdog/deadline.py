@@ -70,7 +70,7 @@ def waiting(name: str, timeout_s: float) -> Iterator[None]:
         waited = time.monotonic() - started
         if isinstance(error, TimeoutError) and waited >= _CLOCK_SLACK * timeout_s:
             raise DeadlineExceeded(this_process(), name, waited) from error
-        error.add_note(f"{this_process()} had waited {waited:.1f} s for {name}.")
+        error.add_note(f"{this_process()} had waited {waited:.1f} s for {name}")
         raise
 
 

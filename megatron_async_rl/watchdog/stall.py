@@ -109,9 +109,9 @@ def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -
         while not (run_dir / FILE).exists() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return
-    words = f"{type(error).__name__}: {error}"
-    waits = getattr(error, "__notes__", [])
-    gather(run_dir, " ".join([f"{words.splitlines()[0]}.", *waits]), still_s=timeout_s)
+    words = f"{type(error).__name__}: {error}".splitlines()[0]
+    notes = "; ".join(getattr(error, "__notes__", []))
+    gather(run_dir, f"{words} ({notes})." if notes else f"{words}.", still_s=timeout_s)
 
 
 def read_summary(run_dir: Path) -> str | None:

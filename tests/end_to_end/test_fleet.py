@@ -107,7 +107,7 @@ def test_the_loss_of_the_last_engine_ends_the_run_with_its_name_and_nothing_left
     assert "engine 1: it" in said
     assert "did not answer" in said
     assert "Log:" in said
-    assert re.search(r"rank 0 had waited [\d.]+ s for the ", said)
+    assert re.search(r"rank 0 had waited [\d.]+ s for ", said)
     assert "rank 0 (pid" in said
     assert "Traceback" not in said
     assert len(said.splitlines()) < 60

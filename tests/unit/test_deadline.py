@@ -101,7 +101,7 @@ def test_other_failures_pass_with_a_note_of_the_wait() -> None:
     with pytest.raises(queue.Empty) as empty, waiting("a batch", 0.01):
         queue.Queue().get(timeout=0.01)
     (note,) = empty.value.__notes__
-    assert re.fullmatch(r"rank 0 had waited [\d.]+ s for a batch\.", note)
+    assert re.fullmatch(r"rank 0 had waited [\d.]+ s for a batch", note)
     with pytest.raises(TimeoutError, match="the other machine") as caught, waiting("a batch", 60):
         raise TimeoutError("the other machine timed out")
     assert not isinstance(caught.value, DeadlineExceeded)

@@ -214,10 +214,11 @@ def test_only_a_missed_deadline_takes_the_picture(tmp_path: Path) -> None:
         "DeadlineExceeded: rank 0 waited 5.0 s for engine-0 to pause, which did not come."
     )
     lost = EngineFailed("no engine is left")
-    lost.add_note("rank 0 had waited 8.0 s for the batch.")
+    lost.add_note("rank 0 had waited 8.0 s for the batch")
+    lost.add_note("in phase publish")
     gather_if_timed_out(tmp_path, lost, 5)
     assert (read_summary(tmp_path) or "").startswith(
-        "EngineFailed: no engine is left. rank 0 had waited 8.0 s for the batch."
+        "EngineFailed: no engine is left (rank 0 had waited 8.0 s for the batch; in phase publish)."
     )
 
 
