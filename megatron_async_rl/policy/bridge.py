@@ -47,9 +47,7 @@ MBRIDGE_METHODS = {
         "_weight_name_mapping_mcore_to_hf",
         "_weight_name_mapping_mlp",
         "_weight_name_mapping_other",
-        "_weight_split_across_tp",
         "_weight_to_hf_format",
-        "_weight_to_mcore_format",
     ),
     "mbridge.core.llm_bridge.LLMBridge": ("_build_base_config",),
 }
@@ -167,7 +165,7 @@ class PolicyBridge(LLMBridge):
 
     def to_hugging_face(self, name: str, whole: Tensor) -> tuple[list[str], list[Tensor]]:
         """Names and tensors in Hugging Face's files, of adapters in PEFT's, of one whole Megatron
-        parameter."""
+        parameter, or of some of its columns."""
         if ADAPTER in name:
             layer, _, own = name.partition(ADAPTER)
             target, part = own.split(".")
@@ -177,19 +175,15 @@ class PolicyBridge(LLMBridge):
                 if f".{target}." in matrix
             )
             return [f"base_model.model.{matrix.removesuffix('weight')}{part}.weight"], [whole]
+        if ".linear_qkv." in name:  # mbridge takes all columns alone
+            config = self.config
+            head, groups = config.kv_channels, config.num_query_groups
+            sizes = [config.num_attention_heads // groups * head, head, head]
+            parts = whole.unflatten(0, (groups, -1)).split(sizes, dim=1)
+            names = self._weight_name_mapping_mcore_to_hf(name)
+            return names, [part.flatten(0, 1) for part in parts]
         names, tensors = self._weight_to_hf_format(name, whole)
         return names, tensors
-
-    def to_megatron(self, name: str, hf_tensors: Sequence[Tensor]) -> Tensor:
-        """The whole Megatron parameter that these Hugging Face tensors make up, in their dtype."""
-        own = self.dtype
-        # The parent would round to it, and the optimizer's weights keep the files' precision.
-        self.dtype = None
-        try:
-            whole: Tensor = self._weight_to_mcore_format(name, list(hf_tensors))
-        finally:
-            self.dtype = own
-        return whole
 
     def merge(self, name: str, shards: Sequence[Tensor], like: Any) -> Tensor:
         """The whole parameter from its tensor-parallel shards, in order."""
@@ -197,11 +191,6 @@ class PolicyBridge(LLMBridge):
             return torch.cat(list(shards), dim=like.partition_dim)
         whole: Tensor = self._weight_merge_across_tp(name, list(shards), like)
         return whole
-
-    def split(self, name: str, whole: Tensor, like: Tensor) -> list[Tensor]:
-        """The tensor-parallel shards of a whole parameter, in order; `like` has a shard's shape."""
-        shards: list[Tensor] = self._weight_split_across_tp(name, whole, like, self.mpu.tp_size)
-        return shards
 
     def layer_spec(self, vp_stage: int | None) -> TransformerBlockSubmodules:
         """The layers of this pipeline stage (of one virtual stage of it, where there are several)

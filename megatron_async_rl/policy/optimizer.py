@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from megatron_async_rl.gradients import blocks
 from megatron_async_rl.policy.adam_view import gradient_of
+from megatron_async_rl.policy.cuts import Cuts
 from megatron_async_rl.policy.fp8 import is_quantised
 from megatron_async_rl.policy.megatron_private import (
     model_slices,
@@ -46,7 +47,7 @@ from megatron_async_rl.policy.megatron_private import (
     replace_adam,
     weights_from_masters,
 )
-from megatron_async_rl.policy.parameters import HuggingFaceTensors, local_entries, shard_of
+from megatron_async_rl.policy.parameters import HuggingFaceTensors, local_entries
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
@@ -167,16 +168,15 @@ def load_masters(
         for entry in local_entries(bridge, chunks)
     }
     with ExitStack() as stack, torch.no_grad():
-        tensors = HuggingFaceTensors(directory, stack)
+        tensors, cuts = HuggingFaceTensors(directory, stack), Cuts(bridge)
         for part in optimizer_parts(optimizer):
-            for shard, parameter, start, end in model_slices(part):
+            for shard, parameter, start, _ in model_slices(part):
                 entry = entries.get(id(parameter))
                 if entry is None or (parameter.dtype == torch.float32 and not every):
                     continue
                 coarser = {tensors.dtype(name) for name in entry.hf_names} - {parameter.dtype}
                 if every or coarser or is_quantised(parameter):
-                    whole = shard_of(bridge, entry, [tensors[name] for name in entry.hf_names])
-                    shard.view(-1).copy_(whole.reshape(-1)[start:end])
+                    tensors.fill(shard.view(-1), entry, cuts.of(entry), start)
     if every or model.config.fp8_param:
         weights_from_masters(optimizer)
 

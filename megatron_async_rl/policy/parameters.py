@@ -14,10 +14,9 @@ Invariants of loading:
   WeightsDoNotFit names what is not;
 - the check comes first, on all ranks alike, from the files' headers: a model is never left half
   loaded;
-- only this rank's shards are copied to its device; files are mapped, not read whole. In host memory one
-  parameter at a time is whole in the files' numbers while it is cut: the largest is what Megatron
-  fuses of a layer. That goes for Adam's float32 weights at a run's start, too, and for nothing that is
-  saved or resumed (parameter_state.py).
+- a rank reads of the files what it keeps, in blocks of rows: no tensor is whole in its memory, neither
+  for the model nor for Adam's float32 weights at a run's start. Of a weight kept in 8 bits its shard
+  is, as scales are made of it.
 """
 
 from __future__ import annotations
@@ -37,6 +36,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_async_rl.policy.cuts import Cut, Cuts
+from megatron_async_rl.policy.fp8 import is_quantised
+
 NOT_EXPORTED = ("value_head.",)
 """Beginnings of the names of parameters that only training has: in no Hugging Face directory and in
 no engine."""
@@ -47,6 +49,8 @@ EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
 """The number of an expert in a canonical parameter name."""
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """By their names in safetensors."""
+BLOCK_ELEMENTS = 2**24
+"""Most elements of a file that are read at a time, but for a single row."""
 DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints store although the configuration determines them."""
 
@@ -191,17 +195,6 @@ def merged(bridge: Any, entry: ParameterEntry, shards: Sequence[Tensor]) -> list
     return tensors
 
 
-def shard_of(bridge: Any, entry: ParameterEntry, hf_tensors: Sequence[Tensor]) -> Tensor:
-    """This rank's shard of `entry` from its full Hugging Face tensors, which have the shapes of
-    `hf_shapes`."""
-    whole = bridge.to_megatron(entry.name, hf_tensors)
-    if entry.partition_dim is None:
-        return whole
-    like = torch.empty(entry.shard_shape, device="meta")
-    shard: Tensor = bridge.split(entry.name, whole, like)[bridge.mpu.tp_rank]
-    return shard
-
-
 class WeightsDoNotFit(ValueError):
     """The tensors of a model directory are not those of the model its config.json describes."""
 
@@ -237,9 +230,37 @@ class HuggingFaceTensors:
         """Null for one that no model here has."""
         return FILE_DTYPES.get(self._handles[name].get_slice(name).get_dtype())
 
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._handles[name].get_tensor(name)
-        return tensor
+    def fill(
+        self, target: Tensor, entry: ParameterEntry, cuts: Sequence[Cut], start: int = 0
+    ) -> None:
+        """Writes this rank's shard of `entry`, row after row, into `target`, which is flat and has
+        the dtype and device that it has; from the shard's element `start` on, as many as there is
+        room for. Rows of vocabulary padding are zero."""
+        width, end = prod(entry.shard_shape[1:]), start + target.numel()
+        most = max(1, BLOCK_ELEMENTS // width)
+        if sum(len(cut.source) for cut in cuts) < entry.shard_shape[0]:
+            target.zero_()
+        for cut in cuts:
+            for there, here, count in cut.runs():
+                last = min(here + count, -(-end // width))
+                for row in range(max(here, start // width), last, most):
+                    rows = min(most, last - row)
+                    block = self._block(
+                        entry.hf_names[cut.tensor], there + row - here, rows, cut.column, width
+                    )
+                    first, stop = max(row * width, start), min((row + rows) * width, end)
+                    own = block.flatten()[first - row * width : stop - row * width]
+                    target[first - start : stop - start].copy_(own)
+
+    def _block(self, name: str, row: int, rows: int, column: int, width: int) -> Tensor:
+        tensor = self._handles[name].get_slice(name)
+        rows_of = slice(row, row + rows)
+        block: Tensor = (
+            tensor[rows_of]
+            if len(tensor.get_shape()) == 1
+            else tensor[rows_of, column : column + width]
+        )
+        return block
 
 
 def safetensor_files(directory: Path) -> list[Path]:
@@ -293,9 +314,19 @@ def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> 
                 f" {'; '.join(problems[:8])}{more}"
             )
         with torch.no_grad():
+            cuts = Cuts(bridge)
             for entry in local_entries(bridge, chunks):
                 parameter = chunks[entry.chunk].get_parameter(entry.local_name)
-                parameter.copy_(shard_of(bridge, entry, [tensors[name] for name in entry.hf_names]))
+                if not is_quantised(parameter):
+                    tensors.fill(parameter.view(-1), entry, cuts.of(entry))
+                    continue
+                # Its scales are of the whole shard.
+                same = {tensors.dtype(name) for name in entry.hf_names} == {parameter.dtype}
+                shard = torch.empty(
+                    entry.shard_shape, dtype=parameter.dtype if same else torch.float32
+                )
+                tensors.fill(shard.view(-1), entry, cuts.of(entry))
+                parameter.copy_(shard)
 
 
 def _implied(bridge: Any, name: str) -> bool:

@@ -1,10 +1,6 @@
 """Parts of a staged version that each rank writes: of Hugging Face's tensors, out of its own shards.
 
-    shard of qkv, rank 1 of 2:  rows q q k v | q q k v     ->  q_proj rows 4..7, k_proj 2..3, v_proj 2..3
-    shard of linear_proj:       columns 2nd half           ->  o_proj columns 2nd half
-
-Where a shard's rows and columns belong is asked of the bridge, once for each kind of parameter, by
-numbers in place of weights; nothing here knows a model type.
+Which rows and columns those are, policy/cuts.py knows.
 
 Invariants:
 - the parts of all ranks are each tensor exactly once: vocabulary padding is left out, a tied output
@@ -17,14 +13,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
+from megatron_async_rl.policy.cuts import Cut, Cuts
 from megatron_async_rl.policy.parameters import ParameterEntry
 from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.transport import Part, TensorSpec
@@ -33,99 +27,6 @@ log = logging.getLogger(__name__)
 
 SMALL_BYTES = 2**18
 """A shard up to this size is one rank's; ranks that hold the same divide a larger one by rows."""
-
-
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """Part of a Hugging Face tensor that a tensor-parallel rank's shard of its parameter holds.
-
-    tensor: which of them. first, column: where the part begins in the tensor, in its first and
-    second dimension. source: the part's rows in the shard, or a vector's elements, in order.
-    """
-
-    tensor: int
-    first: int
-    column: int
-    source: Tensor
-
-    def share(self, holder: int, holders: int) -> Cut:
-        """One of `holders` equal parts by rows."""
-        start, end = (len(self.source) * number // holders for number in (holder, holder + 1))
-        return Cut(self.tensor, self.first + start, self.column, self.source[start:end])
-
-    def rows(self, device: torch.device) -> slice | Tensor:
-        """The part's rows as an index of the shard; a slice, which costs no copy, where they lie
-        one after the other."""
-        start, count = int(self.source[0]), len(self.source)
-        if torch.equal(self.source, torch.arange(start, start + count)):
-            return slice(start, start + count)
-        return self.source.to(device)
-
-
-def cuts_of(bridge: Any, entry: ParameterEntry) -> list[Cut]:
-    """Cuts of this tensor-parallel rank's shard. Raises ValueError for a parameter whose tensors are not
-    made of its rows and columns."""
-    below, *across = (_traced(bridge, entry, dim) for dim in range(len(entry.shard_shape)))
-    rank = bridge.mpu.tp_rank
-    cuts = []
-    for tensor, rows in enumerate(below):
-        columns = across[0][tensor] if across else torch.zeros(1, dtype=rows.dtype)
-        own, own_columns = (
-            torch.nonzero(line // entry.shard_shape[dim] == rank).flatten()
-            if dim == entry.partition_dim
-            else torch.arange(len(line))
-            for dim, line in enumerate((rows, columns))
-        )
-        wide = entry.shard_shape[1] if across else 1
-        start = int(own_columns[0])
-        expected = torch.arange(wide) + (wide * rank if entry.partition_dim == 1 else 0)
-        if not torch.equal(columns[start : start + wide], expected):
-            raise _NotCut(entry)
-        for run in _runs(own):
-            source = rows[run] % entry.shard_shape[0]
-            cuts.append(Cut(tensor, int(run[0]), start, source))
-    return cuts
-
-
-class _NotCut(ValueError):
-    def __init__(self, entry: ParameterEntry) -> None:
-        super().__init__(
-            f"{entry.name} is not made of whole rows and columns of {', '.join(entry.hf_names)}:"
-            " weights/shards.py cannot cut it"
-        )
-
-
-def _traced(bridge: Any, entry: ParameterEntry, dim: int) -> list[Tensor]:
-    """For each Hugging Face tensor, by its places in dimension `dim`: the place there in the shards
-    of all ranks, one after the other."""
-    size = entry.shard_shape[dim]
-    ranks = bridge.mpu.tp_size if dim == entry.partition_dim else 1
-    line = [1] * len(entry.shard_shape)
-    line[dim] = size
-    numbers = torch.arange(size * ranks, dtype=torch.int32)  # to be as many as the weights
-    shards = [one.view(line) for one in numbers.chunk(ranks)]
-    places = bridge.merge(entry.name, shards, entry.like()) if ranks > 1 else shards[0]
-
-    whole = list(entry.shard_shape)
-    if entry.partition_dim is not None:
-        whole[entry.partition_dim] *= bridge.mpu.tp_size
-    found = []
-    for tensor in bridge.to_hugging_face(entry.name, places.expand(whole))[1]:
-        across = 1 - dim
-        first = tensor if tensor.dim() == 1 else tensor.select(across, 0)
-        equal = tensor.dim() == 1 or tensor.stride(across) == 0  # one number in memory
-        if not equal and not torch.equal(tensor, first.unsqueeze(across).expand_as(tensor)):
-            raise _NotCut(entry)
-        found.append(first.long())
-    return found
-
-
-def _runs(places: Tensor) -> list[Tensor]:
-    """Cut where a number does not follow the one before it."""
-    if not len(places):
-        return []
-    ends = torch.nonzero(places.diff() != 1).flatten() + 1
-    return list(torch.tensor_split(places, ends))
 
 
 _Own = tuple[ParameterEntry, list[tuple[Cut, slice | Tensor]]]
@@ -205,14 +106,11 @@ class WeightShards:
 
     def _cut(self, seats: Sequence[Seat], own: Seat) -> list[_Own]:
         bridge = self._exporter.bridge
-        known: dict[Any, list[Cut]] = {}
+        cuts_of = Cuts(bridge)
         mine: list[_Own] = []
         for number, entry in enumerate(self._exporter.entries):
             if not own.holds(entry):
                 continue
-            kind = (re.sub(r"\d+", "", entry.name), entry.shard_shape, entry.partition_dim)
-            if kind not in known:
-                known[kind] = cuts_of(bridge, entry)
             holders = [
                 seat.rank
                 for seat in seats
@@ -220,7 +118,7 @@ class WeightShards:
                 and seat.holds(entry)
                 and (entry.partition_dim is None or seat.tensor == own.tensor)
             ]
-            place, cuts = holders.index(own.rank), known[kind]
+            place, cuts = holders.index(own.rank), cuts_of.of(entry)
             if entry.shard_elements * entry.dtype.itemsize > SMALL_BYTES:
                 cuts = [cut.share(place, len(holders)) for cut in cuts]
             elif number % len(holders) != place:

@@ -10,11 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """sizes: bytes of each new tensor, in order. touched: operations that were given memory of the
-    `watched` tensors."""
+    """sizes: bytes of each new tensor, in order, with `meta` of those without memory, too. touched:
+    operations that were given memory of the `watched` tensors."""
 
-    def __init__(self, watched: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, watched: Iterable[torch.Tensor] = (), *, meta: bool = True) -> None:
         super().__init__()
+        self._meta = meta
         self.sizes: list[int] = []
         self.touched: list[str] = []
         self._watched = {_place(tensor) for tensor in watched if tensor.numel()}
@@ -26,7 +27,7 @@ class Allocations(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):
             new = _is_tensor(leaf) and leaf.is_floating_point() and _place(leaf) not in given
-            if new and leaf.untyped_storage().nbytes():
+            if new and leaf.untyped_storage().nbytes() and (self._meta or not leaf.is_meta):
                 self.sizes.append(leaf.untyped_storage().nbytes())
         return found
 

@@ -25,11 +25,15 @@ from megatron_async_rl.config.fp8 import Fp8Config
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.config.schema import ParallelConfig, PolicyConfig
 from megatron_async_rl.policy import checkpoint, families
+from megatron_async_rl.policy import parameters as files
 from megatron_async_rl.policy.adam_view import masters_of
 from megatron_async_rl.policy.megatron_private import optimizer_parts
+from megatron_async_rl.policy.optimizer import load_masters
 from megatron_async_rl.policy.parameter_state import MASTER, adam_shards, optimizer_state
+from megatron_async_rl.policy.parameters import load_hf
 from megatron_async_rl.policy.weight_copies import HeldMasters
 from tests.gpu.fp8_emulation import in_8_bits
+from tests.parallel.allocations import Allocations
 from tests.parallel.layout_program import (
     Rank,
     exporter_of,
@@ -127,6 +131,8 @@ def loaded(rank: Rank, model: str, a: str) -> dict[str, bool]:
         "weights are their rounding": alike(rounded(kept), parameters(policy)),
         "rounding loses something": not alike(kept, [_float(own) for own in rounded(kept)]),
     }
+    found["files are read in blocks"] = all(everywhere(in_blocks(policy, rank.material / model)))
+    found["and again the same"] = alike(masters(policy), kept)
     rank.train(exact, [a])
     exact.save(rank.scratch / "float32", 1, {}, keep=1)
     policy.load(rank.scratch / "float32")
@@ -135,6 +141,17 @@ def loaded(rank: Rank, model: str, a: str) -> dict[str, bool]:
         "masters are the checkpoint's": alike(kept, parameters(exact)),
         "so are the weights": alike(rounded(kept), parameters(policy)),
     }
+
+
+def in_blocks(policy, path: Path) -> bool:
+    """Loads model and masters again; true where no tensor that is made for it has more elements than a
+    block."""
+    most = 512
+    with mock.patch.object(files, "BLOCK_ELEMENTS", most), Allocations(meta=False) as made:
+        load_hf(policy.model.bridge, policy.model.chunks, path)
+        load_masters(policy.optimizer, policy.model, path)
+    largest = max(p.numel() for chunk in policy.model.chunks for p in chunk.parameters())
+    return max(made.sizes, default=0) <= 4 * most < 4 * largest
 
 
 def _float(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

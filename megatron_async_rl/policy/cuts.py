@@ -1,0 +1,142 @@
+"""The rows and columns of Hugging Face's tensors that a rank's shard of a Megatron parameter has.
+
+    shard of qkv, rank 1 of 2:  rows q q k v | q q k v     <->  q_proj rows 4..7, k_proj 2..3, v_proj 2..3
+    shard of linear_proj:       columns 2nd half           <->  o_proj columns 2nd half
+
+Where a shard's rows and columns belong is asked of the bridge, once for each kind of parameter, by
+numbers in place of weights; nothing here knows a model type. Files are read by it into shards
+(parameters.py), and shards written by it into staged versions (weights/shards.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_async_rl.policy.parameters import ParameterEntry
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Part of a Hugging Face tensor that a tensor-parallel rank's shard of its parameter holds.
+
+    tensor: which of them. first, column: where the part begins in the tensor, in its first and
+    second dimension. source: the part's rows in the shard, or a vector's elements, in order.
+    """
+
+    tensor: int
+    first: int
+    column: int
+    source: Tensor
+
+    def share(self, holder: int, holders: int) -> Cut:
+        """One of `holders` equal parts by rows."""
+        start, end = (len(self.source) * number // holders for number in (holder, holder + 1))
+        return Cut(self.tensor, self.first + start, self.column, self.source[start:end])
+
+    def rows(self, device: torch.device) -> slice | Tensor:
+        """The part's rows as an index of the shard; a slice, which costs no copy, where they lie
+        one after the other."""
+        start, count = int(self.source[0]), len(self.source)
+        if torch.equal(self.source, torch.arange(start, start + count)):
+            return slice(start, start + count)
+        return self.source.to(device)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """(first row in the tensor, first row in the shard, number of rows) of what lies one after
+        the other in both."""
+        first = self.first
+        for run in _runs(self.source):
+            yield first, int(run[0]), len(run)
+            first += len(run)
+
+
+class Cuts:
+    """Those of this tensor-parallel rank's shards."""
+
+    def __init__(self, bridge: Any) -> None:
+        self._bridge = bridge
+        self._known: dict[Any, list[Cut]] = {}
+
+    def of(self, entry: ParameterEntry) -> list[Cut]:
+        """Cuts of the shard of `entry`. Raises ValueError for a parameter whose tensors are not
+        made of its rows and columns."""
+        kind = (re.sub(r"\d+", "", entry.name), entry.shard_shape, entry.partition_dim)
+        if kind not in self._known:
+            self._known[kind] = _cuts_of(self._bridge, entry)
+        return self._known[kind]
+
+
+def _cuts_of(bridge: Any, entry: ParameterEntry) -> list[Cut]:
+    below, *across = (_traced(bridge, entry, dim) for dim in range(len(entry.shard_shape)))
+    rank = bridge.mpu.tp_rank
+    cuts = []
+    for tensor, rows in enumerate(below):
+        columns = across[0][tensor] if across else torch.zeros(1, dtype=rows.dtype)
+        own, own_columns = (
+            torch.nonzero(line // entry.shard_shape[dim] == rank).flatten()
+            if dim == entry.partition_dim
+            else torch.arange(len(line))
+            for dim, line in enumerate((rows, columns))
+        )
+        wide = entry.shard_shape[1] if across else 1
+        start = int(own_columns[0])
+        expected = torch.arange(wide) + (wide * rank if entry.partition_dim == 1 else 0)
+        if not torch.equal(columns[start : start + wide], expected):
+            raise _NotCut(entry)
+        for run in _runs(own):
+            source = rows[run] % entry.shard_shape[0]
+            cuts.append(Cut(tensor, int(run[0]), start, source))
+    return cuts
+
+
+class _NotCut(ValueError):
+    def __init__(self, entry: ParameterEntry) -> None:
+        super().__init__(
+            f"{entry.name} is not made of whole rows and columns of {', '.join(entry.hf_names)}:"
+            " policy/cuts.py cannot cut it"
+        )
+
+
+def _traced(bridge: Any, entry: ParameterEntry, dim: int) -> list[Tensor]:
+    """For each Hugging Face tensor, by its places in dimension `dim`: the place there in the shards
+    of all ranks, one after the other."""
+    size = entry.shard_shape[dim]
+    ranks = bridge.mpu.tp_size if dim == entry.partition_dim else 1
+    line = [1] * len(entry.shard_shape)
+    line[dim] = size
+    numbers = torch.arange(size * ranks, dtype=torch.int32)
+    shards = [one.view(line) for one in numbers.chunk(ranks)]
+    places = bridge.merge(entry.name, shards, entry.like()) if ranks > 1 else shards[0]
+
+    whole = list(places.shape)
+    if dim == 1:  # rows are told apart; their numbers are one row in memory
+        whole[0] = entry.shard_shape[0]
+        if entry.partition_dim == 0:
+            whole[0] *= bridge.mpu.tp_size
+    found = []
+    tensors = bridge.to_hugging_face(entry.name, places.expand(whole))[1]
+    for tensor, shape in zip(tensors, entry.hf_shapes, strict=True):
+        across = 1 - dim
+        first = tensor if tensor.dim() == 1 else tensor.select(across, 0)
+        equal = tensor.dim() == 1 or tensor.stride(across) == 0  # one number in memory
+        if not equal and not torch.equal(tensor, first.unsqueeze(across).expand_as(tensor)):
+            raise _NotCut(entry)
+        if len(first) != shape[dim]:
+            raise _NotCut(entry)
+        found.append(first.long())
+    return found
+
+
+def _runs(places: Tensor) -> list[Tensor]:
+    """Cut where a number does not follow the one before it."""
+    if not len(places):
+        return []
+    ends = torch.nonzero(places.diff() != 1).flatten() + 1
+    return list(torch.tensor_split(places, ends))
