@@ -121,14 +121,15 @@ class Recipe:
 
 
 def skills(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of the answers to held-out tasks, the share whose last number is right: of the new operation,
-    of the known ones, and of each of these; and of the known ones that whose every number is."""
+    """Shares of the answers to held-out tasks whose last number is right: of the new operation, of
+    the known ones, and of each of these; and of the known ones whose every number is. An answer
+    without a reward does not count."""
     sys.path.insert(0, str(HERE.parents[1]))
     from examples.rewriting.prepare import NEW, steps
     from examples.rewriting.rewards import values
 
     found = defaultdict[str, list[float]](list)
-    for one in answers:
+    for one in (one for one in answers if one["reward"] is not None):
         operation, *digits = one["prompt"].rstrip("=")
         found[operation].append(one["reward"])
         found["new" if operation == NEW else "known"].append(one["reward"])

@@ -173,7 +173,7 @@ def test_the_first_consistent_rewrite_is_kept_and_else_the_demonstration() -> No
 
 
 def test_skills_are_shares_of_right_results_and_of_right_workings() -> None:
-    def answer(prompt: str, response: str, reward: float) -> dict[str, Any]:
+    def answer(prompt: str, response: str, reward: float | None) -> dict[str, Any]:
         return {"prompt": prompt, "response": response, "reward": reward}
 
     found = skills(
@@ -184,6 +184,7 @@ def test_skills_are_shares_of_right_results_and_of_right_workings() -> None:
             answer("S3572=", "3,7,5,7", 1.0),
             answer("M3572=", "3,5,7,6", 0.0),
             answer("N3572=", "3;3;3;2", 1.0),
+            answer("N3572=", "3", None),
         ]
     )
     assert found == {"new": 0.5, "D": 0.5, "known": 0.75, "S": 1.0, "M": 0.0, "N": 1.0} | {
