@@ -30,17 +30,10 @@ def consistent(prompt: Prompt, response: str) -> float:
     return float(values(response) == values(prompt.fields["demonstration"]))
 
 
-def diversity(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """Mean distance of each response, 0 to 1, from the others of the same prompt among these; 0 for
-    one that stands alone."""
-    found = []
-    for i, prompt in enumerate(prompts):
-        others = [
-            other for j, other in enumerate(responses) if j != i and prompts[j].id == prompt.id
-        ]
-        apart = [distance(responses[i], other) for other in others]
-        found.append(sum(apart) / len(apart) if apart else 0.0)
-    return found
+def diversity(prompt: Prompt, responses: Sequence[str]) -> list[float]:
+    """Mean distance of each response, 0 to 1, from the others to `prompt`; 0 for one alone."""
+    others = max(1, len(responses) - 1)
+    return [sum(distance(one, other) for other in responses) / others for one in responses]
 
 
 def distance(one: str, other: str) -> float:

@@ -1,4 +1,4 @@
-"""The whole rewriting example, from nothing to its table.
+"""The whole rewriting example, from nothing to its tables.
 
     python examples/rewriting/run.py [SEED ...]         default: 1
 
@@ -22,7 +22,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,11 @@ ARMS = {
     "rewriter": "rewrites of the trained rewriter",
 }
 """What the learner is fine-tuned on, by the name of its folder."""
+SKILLS = {"new": "new operation", "known": "known operations", "S": "sums"}
+SKILLS |= {"M": "maxima", "N": "minima", "working": "whole workings"}
+TAUGHT = {"consistent": "consistent", "alignment": "alignment", "diversity": "diversity"}
+TAUGHT |= {"rewritten": "rewritten", "nats": "log-prob per token", "forms": "forms"}
+"""Columns of the two tables, by the names of the numbers."""
 
 
 def mar(*arguments: str | Path) -> None:
@@ -72,10 +77,11 @@ class Recipe:
 
         found = {}
         for arm, model in models.items():
-            known, new = self.evaluate(arm, model)
-            found[arm] = {"known": known, "new": new}
+            found[arm] = self.evaluate(arm, model)
             if arm in taught:
                 found[arm] |= described(taught[arm], self.learner)
+            if arm in ("asked", "rewriter"):
+                found[arm] |= json.loads((self.folder / f"{arm}.json").read_text())["parts"]
         return found
 
     def rewriting(self) -> list[str]:
@@ -100,18 +106,37 @@ class Recipe:
         _write(out, verified(_read(responses)))
         return out
 
-    def evaluate(self, arm: str, model: Path) -> tuple[float, float]:
-        """Shares of the known operations' and of the new one's held-out tasks answered right."""
-        out = self.folder / f"accuracy_{arm}.json"
-        if not out.is_file():
+    def evaluate(self, arm: str, model: Path) -> dict[str, float]:
+        """SKILLS of a model."""
+        answers = self.folder / f"{arm}.answers.jsonl"
+        if not answers.is_file():
             sets = [
                 f"eval.sets.{i}.path={self.data / name}.jsonl"
                 for i, name in enumerate(("known", "new"))
             ]
             train = f"data.train={self.data / 'demonstrations.jsonl'}"
-            mar("eval", model, "--config", HERE / "evaluate.yaml", "--out", out, train, *sets)
-        known = json.loads(out.read_text())
-        return known["mean_reward"], known["others"][0]["mean_reward"]
+            result = ["--out", self.folder / f"{arm}.accuracy.json", "--responses", answers]
+            mar("eval", model, "--config", HERE / "evaluate.yaml", *result, train, *sets)
+        return skills(_read(answers))
+
+
+def skills(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Shares of the answers to held-out tasks whose last number is right: of the new operation, of
+    the known ones, and of each of these; and of the known ones whose every number is. An answer
+    without a reward does not count."""
+    sys.path.insert(0, str(HERE.parents[1]))
+    from examples.rewriting.prepare import NEW, steps
+    from examples.rewriting.rewards import values
+
+    found = defaultdict[str, list[float]](list)
+    for one in (one for one in answers if one["reward"] is not None):
+        operation, *digits = one["prompt"].rstrip("=")
+        found[operation].append(one["reward"])
+        found["new" if operation == NEW else "known"].append(one["reward"])
+        if operation != NEW:
+            whole = values(one["response"]) == steps(operation, [int(digit) for digit in digits])
+            found["working"].append(float(whole))
+    return {name: sum(right) / len(right) for name, right in found.items()}
 
 
 def verified(responses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -151,8 +176,9 @@ def described(data: Path, learner: Path) -> dict[str, float]:
     }
 
 
-def table(found: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
-    """Markdown: the mean over seeds, and where there are several the range."""
+def table(found: Sequence[Mapping[str, Mapping[str, float]]], columns: Mapping[str, str]) -> str:
+    """Markdown, of the arms that have any of the `columns`: the mean over seeds, and where there
+    are several the range."""
 
     def cell(arm: str, key: str) -> str:
         values = [one[arm][key] for one in found if key in one[arm]]
@@ -161,17 +187,11 @@ def table(found: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
         mean = f"{sum(values) / len(values):.2f}"
         return mean if len(values) == 1 else f"{mean} ({min(values):.2f} to {max(values):.2f})"
 
-    head = (
-        "fine-tuned on",
-        "new operation",
-        "known operations",
-        "log-prob per token",
-        "forms",
-        "rewritten",
-    )
-    keys = ("new", "known", "nats", "forms", "rewritten")
-    lines = [head, ("---",) * len(head)]
-    lines += [(name, *(cell(arm, key) for key in keys)) for arm, name in ARMS.items()]
+    lines = [("fine-tuned on", *columns.values()), ("---",) * (1 + len(columns))]
+    for arm, name in ARMS.items():
+        cells = [cell(arm, key) for key in columns]
+        if any(cells):
+            lines.append((name, *cells))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -188,7 +208,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("seeds", type=int, nargs="*", default=[1], metavar="SEED")
-    print(table([Recipe(seed).run() for seed in parser.parse_args().seeds]))
+    found = [Recipe(seed).run() for seed in parser.parse_args().seeds]
+    print(table(found, SKILLS), table(found, TAUGHT), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from megatron_async_rl.report.panel import (
     POINTS,
     SHADES,
     STEPS,
+    Key,
     Panel,
     shades_of,
 )
@@ -88,11 +89,14 @@ def _write_legend(panel: Panel, axes: Axes) -> None:
     """In one line between title and plot, where no curve can be."""
     if not panel.legend:
         return
+    signs: dict[Key, dict[str, Any]] = {
+        "line": {"linewidth": 2},
+        "dotted": {"linewidth": 2, "linestyle": DASHED},
+        "diamond": {"linestyle": "", "marker": "D", "markersize": 4},
+    }
     handles = [
-        axes.plot([], [], color=COLOURS[colour], linestyle=DASHED if dashed else "-", linewidth=2)[
-            0
-        ]
-        for _, colour, dashed in panel.legend
+        axes.plot([], [], color=COLOURS[colour], **signs[sign])[0]
+        for _, colour, sign in panel.legend
     ]
     axes.legend(
         handles,

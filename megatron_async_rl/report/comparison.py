@@ -253,7 +253,7 @@ def _table(
         f'<th style="color:var(--{one.colour})">{html.escape(one.name)}</th>' for one in compared
     )
     body = "".join(
-        f"<tr><th>{html.escape(name)}</th>"
+        f"<tr><th>{html.escape(name).replace('.', '.<wbr>')}</th>"
         + "".join(f"<td>{html.escape(value)}</td>" for value in values)
         + "</tr>"
         for name, values in rows

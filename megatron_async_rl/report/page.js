@@ -4,7 +4,7 @@
 // the parts that the server has escaped.
 
 const LINES = {line: "", dotted: "1.5 3", dashed: "5 4"};
-const FEW = 30, MARGIN = {left: 46, right: 12, top: 12, bottom: 34}, TRACK = 24;
+const FEW = 30, MARGIN = {left: 46, right: 12, top: 12, bottom: 34}, TRACK = 24, DIGIT = 7;
 
 function make(name, attributes = {}, ...children) {
   const drawn = ["svg", "g", "path", "line", "text", "rect"].includes(name);
@@ -202,9 +202,12 @@ function drawing(panel, width, hidden) {
   if (bars) {
     panel.names.forEach((name, row) => svg.append(make("text", {x: place.left - 6, y: y(row) + 4, "text-anchor": "end"}, name)));
     drawBars(panel, area, x, y);
+    let written = -Infinity;
     for (const [step, at] of panel.ends) {
       svg.append(make("line", {x1: x(at), x2: x(at), y1: place.top, y2: place.bottom, stroke: colour("ink"), "stroke-width": 0.7}));
-      svg.append(make("text", {x: x(at) - 2, y: place.top - 3, "text-anchor": "end"}, String(step)));
+      if (x(at) - DIGIT * (String(step).length + 1) < written) continue;
+      svg.append(make("text", {class: "end", x: x(at) - 2, y: place.top - 3, "text-anchor": "end"}, String(step)));
+      written = x(at);
     }
   } else {
     drawCells(panel, area, x, y);
@@ -260,7 +263,7 @@ function follow(figure, panel, drawn) {
   let at = null;
   const hide = () => { tip.hidden = true; line.setAttribute("visibility", "hidden"); };
   const show = (x, share) => {
-    const found = panel.kind === "bars" ? onBars(panel, x, share) : onCurves(panel, curves, x, Math.max(0.5, (to - from) / 150));
+    const found = panel.kind === "bars" ? onBars(panel, x, share) : onCurves(panel, curves, x, Math.max(panel.x === "optimizer step" ? 0.5 : 0, (to - from) / 150));
     if (found === null) return hide();
     at = found.x;
     tip.replaceChildren(...found.rows);
@@ -300,8 +303,8 @@ function spread(curve) {
 
 function legend(one) {
   const names = new Set(one.panel.curves.map(curve => curve.name));
-  const entries = one.panel.legend.map(([name, its, dashed]) => {
-    const key = make("i", {class: dashed ? "dashed" : "", style: `border-color:${colour(its)}`});
+  const entries = one.panel.legend.map(([name, its, sign]) => {
+    const key = make("i", {class: sign, style: `border-color:${colour(its)}`});
     if (!names.has(name) || names.size < 2) return make("span", {}, key, name);
     const button = make("button", {type: "button", "aria-pressed": String(!one.hidden.has(name)), title: "Show or hide"}, key, name);
     button.addEventListener("click", () => {

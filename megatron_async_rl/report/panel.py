@@ -40,6 +40,9 @@ CELLS = 120
 SHADES = 10
 
 
+Key = Literal["line", "dotted", "diamond"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     name: str
@@ -51,6 +54,13 @@ class Curve:
     style: Literal["line", "dotted", "points", "diamonds"] = "line"
     trend: Floats | None = None
     """[n]: drawn as a wide light line below the curve."""
+
+    @property
+    def key(self) -> Key:
+        """Its sign in a legend."""
+        if self.style == "diamonds" and len(self.x) == 1:
+            return "diamond"
+        return "dotted" if self.style == "dotted" else "line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +113,11 @@ class Panel:
     """On the sheet, too."""
 
     @property
-    def legend(self) -> list[tuple[str, str, bool]]:
-        """(name, colour, dashed)."""
-        named = [(one.name, one.colour, one.style == "dotted") for one in self.curves if one.name]
-        named += [(level.name, level.colour, True) for level in self.levels]
-        return named + [(name, colour, False) for colour, name in self.bar_names.items()]
+    def legend(self) -> list[tuple[str, str, Key]]:
+        """(name, colour, sign)."""
+        named = [(one.name, one.colour, one.key) for one in self.curves if one.name]
+        named += [(level.name, level.colour, "dotted") for level in self.levels]
+        return named + [(name, colour, "line") for colour, name in self.bar_names.items()]
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON for page.js; numbers that are not finite are null, and steps that follow each

@@ -16,6 +16,7 @@ from megatron_async_rl.report.series import Floats, column, histograms, numbers,
 from megatron_async_rl.report.summary import REGIMES
 from megatron_async_rl.report.time_panels import engine_panels, simulation, step_time, timeline
 
+PART = "reward/part/"
 REGIME_COLOURS = ("green", "amber", "red")
 """By the code in `gac/regime`: kept, projected, skipped."""
 
@@ -29,7 +30,7 @@ def panels_of(run: RunData) -> list[Panel]:
     panels.append(step_time(run))
     if run.summary.busy_share is not None:
         panels += engine_panels(run)
-    groups = SUPERVISED if run.supervised else SAMPLED
+    groups = SUPERVISED if run.supervised else (_reward_parts(run), *SAMPLED)
     panels += [panel for group in groups if (panel := _curves(run, group)) is not None]
     panels += simulation(run)
     if run.window is not None:
@@ -152,6 +153,16 @@ def _spans_decades(values: Floats) -> bool:
     """True where a linear axis would hide the small values."""
     above = values[np.isfinite(values) & (values > 0)]
     return bool(len(above) and above.max() > 20 * above.min())
+
+
+def _reward_parts(run: RunData) -> _Group:
+    keys = {key: None for row in run.rows for key in row if key.startswith(PART)}
+    colours = itertools.cycle(("blue", "green", "amber", "purple", "teal", "red", "brown"))
+    return _Group(
+        title="Parts of the reward",
+        unit="means, before they are weighted",
+        keys=[(key, key.removeprefix(PART), next(colours)) for key in keys],
+    )
 
 
 def _reward(run: RunData) -> Panel:

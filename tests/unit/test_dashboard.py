@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,15 @@ from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.report.time_panels import merge_short
 from tests.browser import BROWSER, DRIVER, MISSING, browser
 from tests.logged_samples import GROUP, STEPS, logged_run
-from tests.unit.test_report import fleet_run, sampled_run
+from tests.unit.test_report import CONFIG, fleet_run, sampled_run
 
+PREDICTED = {
+    "async_ratio": [0, 0.5, 2],
+    "tokens_per_s": [100, 150, 180],
+    "engine_busy": [0.4, 0.6, 0.7],
+    "trainer_busy": [0.6, 0.9, 1],
+    "lag_mean": [0, 0.5, 2],
+}
 HOSTILE = "</pre><script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
 
 
@@ -253,8 +261,13 @@ def test_ctrl_c_ends_it_with_code_0(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(DRIVER is None or BROWSER is None, reason=MISSING)
 def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) -> None:
-    runs = [sampled_run(tmp_path / "plain", 12), fleet_run(tmp_path / "fleet", 12)]
+    parts = {"parts": {"alignment": {"settings": {"learner": "a long key"}}}}
+    config = CONFIG | {"rollout": {"reward": parts}}
+    runs = [sampled_run(tmp_path / "plain", 12, config), fleet_run(tmp_path / "fleet", 12)]
+    metrics = runs[1] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("1110.0", "1119.0"), encoding="utf-8")
     logged_run(runs[1], lambda one: replace(one, text=HOSTILE))
+    (runs[1] / "simulation.json").write_text(json.dumps(PREDICTED))
     with served(*runs) as url, browser(tmp_path) as page:
         page.show_as(width=1200)
         page.open(url)
@@ -282,12 +295,38 @@ def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) 
         page.press("ArrowLeft")
         assert "step 11" in page.run("return document.querySelector('#first .tip').textContent")
 
-        add_step(runs[1], 13)
-        page.wait_for("document.querySelector('.numbers').textContent.includes('13steps')")
+        lag = "[...document.querySelectorAll('figure')].find(one => /Lag over/.test(one.innerText))"
+        signs = page.run(f"return [...{lag}.querySelectorAll('.legend i')].map(i => i.className)")
+        assert signs == ["line", "diamond"], "predicted, and this run"
+        page.run(f"{lag}.querySelector('svg').focus()")
+        tips = {}
+        for _ in PREDICTED["async_ratio"]:
+            page.press("ArrowLeft")
+            at, *rows = page.run(f"return {lag}.querySelector('.tip').innerText").split("\n")
+            tips[at] = rows
+        assert {at: len(rows) for at, rows in tips.items()} == {
+            "async_ratio 2": 1,
+            "async_ratio 0.5": 1,
+            "async_ratio 0": 2,
+        }, "the run itself was at 0"
 
         light = page.run("return getComputedStyle(document.body).backgroundColor")
         page.show_as(width=360, dark=True)
         page.wait_for("document.querySelector('#first svg').viewBox.baseVal.width < 360")
         assert page.run("return getComputedStyle(document.body).backgroundColor") != light
         assert page.run("return document.documentElement.scrollWidth") == 360
+        ends = page.run(
+            "return [...document.querySelectorAll('text.end')].map(one => one.getBoundingClientRect())"
+        )
+        assert ends[-1]["right"] < 360
+        assert all(one["right"] < other["left"] for one, other in pairwise(ends))
+
+        add_step(runs[1], 13)
+        page.wait_for("document.querySelector('.numbers').textContent.includes('13steps')")
+
+        page.run("location.hash = '#all'")
+        page.wait_for("document.title === '2 runs compared' && document.querySelector('td')")
+        values = "[...document.querySelectorAll('.compared td:nth-child(2)')]"
+        places = page.run(f"return {values}.map(one => one.offsetLeft)")
+        assert max(places) < 200, "the settings' values are on the first screen"
         assert page.complaints == []

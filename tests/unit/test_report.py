@@ -455,8 +455,18 @@ def test_a_calibrated_threshold_is_drawn_where_the_run_found_it(tmp_path: Path) 
     assert gac is not None
     assert gac["c_low"] == 0.31
     cosine = drawn_in(page(run))["Cosine of consecutive gradients"]
-    assert ["c_low 0.31", "amber", True] in cosine["legend"]
+    assert ["c_low 0.31", "amber", "dotted"] in cosine["legend"]
     assert [0.31, "amber"] in cosine["levels"]
+
+
+def test_every_part_of_the_reward_has_its_curve(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path, 2)
+    assert "Parts of the reward" not in drawn_in(page(run))
+    log = MetricsLog(run, tensorboard=False, first_step=3)
+    log.log(3, {"reward/part/right": 0.25, "reward/part/short": -1.0})
+    log.close()
+    curves = drawn_in(page(run))["Parts of the reward"]["curves"]
+    assert [(curve["name"], curve["y"][-1]) for curve in curves] == [("right", 0.25), ("short", -1)]
 
 
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@ kept, and that every one of its configs can run."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import runpy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from examples.rewriting.alignment import alignment, mean_logprobs
 from examples.rewriting.rewards import consistent, correct, distance, diversity
-from examples.rewriting.run import table, verified
+from examples.rewriting.run import ARMS, skills, table, verified
 from megatron_async_rl.config.load import load
+from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.samples import Prompt
+from tests.train_batches import make_sample, row
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PREPARE = runpy.run_path(str(EXAMPLES / "rewriting" / "prepare.py"))
@@ -48,10 +52,39 @@ def test_the_distance_of_two_texts_is_the_share_of_pairs_that_they_do_not_share(
     assert distance("3", "8") == 1.0
 
 
-def test_a_rewrite_is_as_diverse_as_it_is_far_from_the_others_of_its_prompt() -> None:
-    a, b = prompt("a"), prompt("b")
-    found = diversity([a, a, b, a, b, prompt("c")], ["3,8", "3,8", "3,8", "3;8", "3,8", "3,8"])
-    assert found == [0.5, 0.5, 0.0, 1.0, 0.0, 0.0]
+def test_a_rewrite_is_as_diverse_as_it_is_far_from_the_others_of_its_group() -> None:
+    assert diversity(prompt(), ["3,8", "3,8", "3;8"]) == [0.5, 0.5, 1.0]
+    assert diversity(prompt(), ["3,8"]) == [0.0]
+
+
+def test_a_group_s_diversity_adds_to_alignment_where_a_rewrite_is_consistent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    said = {"3,8": 1.0, "3;8": 1.0, "3;9": 0.0}
+    rows = [
+        row(
+            replace(
+                make_sample(prompt(), f"0-{k}", [1], reward=0.6 * consistent),
+                text=text,
+                reward_parts={"consistent": consistent, "alignment": 0.6},
+            )
+        )
+        for k, (text, consistent) in enumerate(said.items())
+    ]
+
+    async def scored() -> list[float]:
+        reward = load(EXAMPLES / "rewriting" / "rewriter.yaml").rollout.reward
+        rewards = GroupRewards(reward, None)
+        try:
+            await rewards.start()
+            return [one.reward for one in await rewards.of(prompt(), rows)]
+        finally:
+            rewards.close()
+
+    # `3;8` shares `3;` of three pairs with `3;9`, and nothing with `3,8`.
+    expected = [0.6 + 0.25 * 1.0, 0.6 + 0.25 * (1 + 2 / 3) / 2, 0.0]
+    assert asyncio.run(scored()) == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +97,13 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> str:
     characters = ["<pad>", "<bos>", "<eos>", "<unk>", *PREPARE["CHARACTERS"]]
     width = model.config.hidden_size
     probabilities = torch.full((len(characters), len(characters)), math.nan)
-    for last, row in zip(characters, probabilities, strict=True):
+    for last, shares in zip(characters, probabilities, strict=True):
         known = {"8": 1 / 8} | {",": {"3": 1 / 2}, "=": {"3": 1 / 2}, "3": {"<eos>": 1 / 4}}.get(
             last, {}
         )
-        row.fill_((1 - sum(known.values())) / (len(characters) - len(known)))
+        shares.fill_((1 - sum(known.values())) / (len(characters) - len(known)))
         for name, share in known.items():
-            row[characters.index(name)] = share
+            shares[characters.index(name)] = share
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -139,14 +172,41 @@ def test_the_first_consistent_rewrite_is_kept_and_else_the_demonstration() -> No
     ]
 
 
+def test_skills_are_shares_of_right_results_and_of_right_workings() -> None:
+    def answer(prompt: str, response: str, reward: float | None) -> dict[str, Any]:
+        return {"prompt": prompt, "response": response, "reward": reward}
+
+    found = skills(
+        [
+            answer("D3572=", "j", 1.0),
+            answer("D3572=", "8", 0.0),
+            answer("S3572=", "3,8,5,7", 1.0),
+            answer("S3572=", "3,7,5,7", 1.0),
+            answer("M3572=", "3,5,7,6", 0.0),
+            answer("N3572=", "3;3;3;2", 1.0),
+            answer("N3572=", "3", None),
+        ]
+    )
+    assert found == {"new": 0.5, "D": 0.5, "known": 0.75, "S": 1.0, "M": 0.0, "N": 1.0} | {
+        "working": 0.5
+    }
+
+
 def test_the_table_shows_means_and_ranges_over_seeds() -> None:
-    arms = ("base", "demonstrations", "asked", "rewriter")
-    seeds = [{arm: {"known": known, "new": 0.5} for arm in arms} for known in (0.25, 0.75)]
-    rewriter = table(seeds).splitlines()[-1]
-    assert rewriter.startswith(
+    seeds = [
+        {arm: {"known": known, "new": 0.5} for arm in ("base", "demonstrations", "asked")}
+        | {"rewriter": {"known": known, "new": 0.5, "nats": -1.0}}
+        for known in (0.25, 0.75)
+    ]
+    columns = {"new": "new operation", "known": "known operations"}
+    several = table(seeds, columns).splitlines()
+    assert len(several) == 2 + len(ARMS)
+    assert several[-1] == (
         "| rewrites of the trained rewriter | 0.50 (0.50 to 0.50) | 0.50 (0.25 to 0.75) |"
     )
-    assert "| 0.50 | 0.25 |" in table(seeds[:1])
+    assert "| 0.50 | 0.25 |" in table(seeds[:1], columns)
+    described = table(seeds, {"nats": "log-prob per token"}).splitlines()
+    assert described[2:] == ["| rewrites of the trained rewriter | -1.00 (-1.00 to -1.00) |"]
 
 
 def test_every_config_of_the_example_can_run(
