@@ -83,9 +83,9 @@ def environment_conflicts(config: Config) -> Iterator[str]:
             " chats; remove it"
         )
     timed = [one.name for one in rollout.reward.rewards.values() if one.name not in AT_ONCE]
-    if timed and rollout.reward.timeout_s > limit_s:
+    if timed and rollout.reward.timeout_s >= limit_s:
         yield (
-            f"rollout.reward.timeout_s: {rollout.reward.timeout_s:g} lets a reward take longer than"
+            f"rollout.reward.timeout_s: {rollout.reward.timeout_s:g} lets a reward take as long as"
             f" watchdog.timeout_s: {limit_s:g}, after which a run in which nothing moves ends;"
             " lower the one or raise the other"
         )

@@ -516,7 +516,8 @@ def test_an_openenv_server_is_asked_turn_by_turn(
         ({"environment": tools("my_tools")}, "tools rewards nothing by itself"),
         ({"environment": tools("my_tools"), "reward": {"name": "math"}}, None),
         ({"reward": {"name": "math", "timeout_s": 601}}, "reward.timeout_s: 601 .*watchdog"),
-        ({"reward": {"name": "math", "timeout_s": 600}}, None),
+        ({"reward": {"name": "math", "timeout_s": 600}}, "reward.timeout_s: 600 .*watchdog"),
+        ({"reward": {"name": "math", "timeout_s": 599}}, None),
         ({"reward": {"name": "arithmetic", "timeout_s": 601}}, None),
         ({"reward": {"parts": {"a": OWN, "b": {"name": "math"}}}}, "parts.a.name: environment is"),
         (
