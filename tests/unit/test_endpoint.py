@@ -131,6 +131,42 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
     assert transcript.rewards(0.0)[1].tolist()[-1] == 3.0
 
 
+@pytest.mark.parametrize("max_segments", [1, 2])
+def test_a_call_that_is_made_again_after_a_time_out_gets_the_turn_that_was_sampled_for_it(
+    played: Played, max_segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sample is that of an agent which was more patient."""
+    patient, _, _ = played(question="6*7?", max_segments=max_segments)
+    begun: list[list[int]] = []
+    sample, session = sampler(begun), played.agents._session
+    called: list[Any] = []
+    monkeypatch.setattr(
+        played.agents, "_session", lambda request: called.append(request) or session(request)
+    )
+
+    async def late(wanted: TurnRequest) -> Turn:
+        while len(called) < 2:  # until the agent has given up, and asks again
+            await asyncio.sleep(0.01)
+        turn: Turn = await sample(wanted)
+        return turn
+
+    fields = {"question": "6*7?", "fault": "asks again"}
+    transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
+    assert played.runner.run(played.agents.play(transcript, late, 400)) is None
+    assert len(called) == 3
+    assert [turn.text for turn in transcript.turns] == [CALLED, "42"]
+    assert transcript.text == patient.text
+    assert transcript.tokens.response_ids.tolist() == patient.tokens.response_ids.tolist()
+    assert transcript.mask.tolist() == patient.mask.tolist()
+
+
+def test_a_call_that_is_made_again_after_its_answer_begins_a_segment(played: Played) -> None:
+    transcript, error, asked = played(question="6*7?", fault="asks twice", max_segments=2)
+    assert error is None
+    assert asked[0] == asked[1]
+    assert [[turn.text for turn in one.turns] for one in transcript.segments] == [[CALLED], ["42"]]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "times"}}]

@@ -5,9 +5,10 @@
 
 A session is one sample: its base URL names it. The first call's messages become the prompt. A call
 that repeats all that was said in a segment of the sample, and adds to it, goes on there: the addition
-alone is rendered, so token in, token out holds as for any conversation (conversation.py). Any other
-call (of an agent that has compacted its context, or has begun another) begins a segment, while there
-are fewer than `rollout.environment.max_segments`.
+alone is rendered, so token in, token out holds as for any conversation (conversation.py). A call that
+is made again, as its caller had given up and hung up, gets the turn that was sampled for it. Any
+other call (of an agent that has compacted its context, or has begun another) begins a segment, while
+there are fewer than `rollout.environment.max_segments`.
 
 Invariants:
 - the server runs on the engine's event loop and listens on this machine alone; a session's name
@@ -70,6 +71,8 @@ class _Thread(Segment):
         super().__init__(prompt)
         self.tools = tools
         self.said: list[Message] = []
+        self.unread = False
+        """The caller had hung up when the last turn came."""
 
     def repeated(self, messages: Sequence[Message]) -> int:
         """How many of its messages are the first of these."""
@@ -79,6 +82,15 @@ class _Thread(Segment):
 
     def goes_on(self, messages: Sequence[Message], tools: Any) -> bool:
         return self.tools == tools and self.repeated(messages) == len(self.said) < len(messages)
+
+    def asked_again(self, messages: Sequence[Message], tools: Any) -> bool:
+        """An agent that got its answer, and wants another to the same, does not ask again."""
+        before = len(self.said) - 1
+        return (
+            self.unread
+            and self.tools == tools
+            and self.repeated(messages) == len(messages) == before
+        )
 
 
 class _Session:
@@ -174,7 +186,9 @@ class Agents:
         try:
             body = await request.json()
             async with session.lock:
-                answer = await self._answer(session, body)
+                thread = await self._answered(session, body)
+                answer = self._completion(thread, bool(body.get("logprobs")))
+                thread.unread = request.transport is None or request.transport.is_closing()
             if body.get("stream"):
                 return await _streamed(request, answer)
             return web.json_response(answer)
@@ -186,9 +200,13 @@ class Agents:
             {"error": {"message": session.refusal, "type": "invalid_request_error"}}, status=400
         )
 
-    async def _answer(self, session: _Session, body: Any) -> dict[str, Any]:
+    async def _answered(self, session: _Session, body: Any) -> _Thread:
+        """The segment whose last turn answers the call. Raises Refused."""
         messages, tools = _checked(body), body.get("tools")
         transcript, limit = session.transcript, self._environments.settings.max_turns
+        for thread in session.threads:
+            if thread.asked_again(messages, tools):
+                return thread
         thread = next((one for one in session.threads if one.goes_on(messages, tools)), None)
         words: list[int] = []
         if thread is not None:
@@ -211,7 +229,7 @@ class Agents:
         if thread not in session.threads:
             session.threads.append(thread)
         thread.said = [*messages, message]
-        return self._completion(turn, message, len(thread.ids), bool(body.get("logprobs")))
+        return thread
 
     def _full(self, session: _Session, *, turns: bool = False) -> Refused:
         """`turns`: the limit that is met is theirs, and not of tokens."""
@@ -245,10 +263,9 @@ class Agents:
         ids = tuple(_rendered(self._tokenizer.encode_rendered, text))
         return _Thread(Prompt(id=asked.id, text=text, token_ids=ids, fields=asked.fields), tools)
 
-    def _completion(
-        self, turn: Turn, message: Mapping[str, Any], total: int, logprobs: bool
-    ) -> dict[str, Any]:
-        """The answer. `total`: tokens of the segment."""
+    def _completion(self, thread: _Thread, logprobs: bool) -> dict[str, Any]:
+        """The answer of the segment's last turn."""
+        turn, message, total = thread.turns[-1], thread.said[-1], len(thread.ids)
         choice: dict[str, Any] = {"index": 0, "message": message}
         choice["finish_reason"] = (
             "length"
