@@ -3,8 +3,9 @@ of several."""
 
 import asyncio
 import json
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.config.environment import EnvironmentConfig
-from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory, tool_parsers
+from megatron_async_rl.rollout.environments import (
+    UNREAD,
+    EnvironmentRefused,
+    load_factory,
+    tool_parsers,
+)
 from megatron_async_rl.rollout.environments.chat import ToolParser
 from megatron_async_rl.rollout.environments.conversation import Transcript, Turn, TurnRequest
 from megatron_async_rl.rollout.environments.endpoint import Agents
@@ -34,10 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sampler(asked: list[list[int]]) -> Any:
+def sampler(asked: list[list[int]], says: Sequence[str] = SAYS) -> Any:
     async def sample(wanted: TurnRequest) -> Turn:
         asked.append(list(wanted.ids))
-        whole = [*map(ord, SAYS[(len(asked) - 1) % 2]), 1]
+        whole = [*map(ord, says[(len(asked) - 1) % 2]), 1]
         sampled = whole[: wanted.most]
         tokens = PartialResponse(
             response_ids=np.array(sampled, dtype=np.int32),
@@ -65,14 +71,18 @@ class Played:
         await self.agents.start()
 
     def __call__(
-        self, max_tokens: int = 400, max_segments: int = 1, **fields: Any
+        self,
+        max_tokens: int = 400,
+        max_segments: int = 1,
+        says: Sequence[str] = SAYS,
+        **fields: Any,
     ) -> tuple[Transcript, str | None, list[list[int]]]:
         update = {"max_segments": max_segments}
         self.pool.settings = self.pool.settings.model_copy(update=update)
         asked: list[list[int]] = []
         prompt = Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields)
         transcript = Transcript(prompt)
-        play = self.agents.play(transcript, sampler(asked), max_tokens)
+        play = self.agents.play(transcript, sampler(asked, says), max_tokens)
         return transcript, self.runner.run(play), asked
 
     async def close(self) -> None:
@@ -185,6 +195,17 @@ def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, str
     assert asked == [list(prompt), [*prompt, *response[: first + words]]]
     reward, steps = transcript.rewards(0.0)
     assert (reward, steps[-1]) == (42.0, 42.0)
+    assert transcript.measured == {"unread_tool_calls": 0}
+
+
+def test_a_call_that_cannot_be_read_is_counted_and_the_agent_gets_it_as_text(
+    played: Played,
+) -> None:
+    fields = {"question": "?", "body": {"tools": [{"type": "function", "function": {"name": "f"}}]}}
+    transcript, error, _ = played(says=[f"{CALLED}<tool_call>no", "42"], **fields)
+    assert error is not None
+    assert "could not convert string to float: '<tool_call>" in error
+    assert transcript.measured == {"unread_tool_calls": 1}
 
 
 @pytest.mark.parametrize(
@@ -298,14 +319,23 @@ def test_a_program_is_an_agent_too(model: Path, tmp_path: Path) -> None:
     assert transcript.rewards(0.0)[0] == 1.0
 
 
-def test_what_is_no_call_stays_text(model: Path) -> None:
+def test_what_is_no_call_stays_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = ToolParser("hermes", model, (1,))
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", logged.append)
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
 
     def message(text: str) -> dict[str, Any]:
         return parser.message([*map(ord, text), 1], text)
 
-    for text in ("the answer is 42", "<tool_call>{broken}</tool_call>"):
-        assert message(text) == {"role": "assistant", "content": text}
+    text = "the answer is 42"
+    assert message(text) == {"role": "assistant", "content": text}
+    text = "<tool_call>{broken}</tool_call>"
+    said = message(text)
+    assert said.pop(UNREAD).startswith("JSONDecodeError: Expecting property name")
+    assert said == {"role": "assistant", "content": text}
+    assert logged == [], "a policy makes thousands of them"
     said = message(f"let me see {CALLED}{CALLED}")
     assert said["content"] == "let me see "
     assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [

@@ -30,7 +30,7 @@ from typing import Any
 from aiohttp import web
 
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.rollout.environments import Message, Step
+from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, Message, Step
 from megatron_async_rl.rollout.environments.chat import ChatMessages, ToolParser
 from megatron_async_rl.rollout.environments.conversation import (
     SampleTurn,
@@ -226,6 +226,9 @@ class Agents:
         # An agent may go on with a shorter history where the one before was at its limit.
         transcript.truncated = turn.reason == "length" and most == room
         message = self._parser.message(turn.tokens.response_ids.tolist(), turn.text, tools)
+        unread = message.pop(UNREAD, None)  # the agent reads text, as of any server
+        if tools:
+            transcript.measured.update({UNREAD_CALLS: float(unread is not None)})
         if thread not in session.threads:
             session.threads.append(thread)
         thread.said = [*messages, message]
