@@ -22,9 +22,10 @@ from megatron_async_rl.rollout.environments import (
 from megatron_async_rl.rollout.environments.chat import ToolParser
 from megatron_async_rl.rollout.environments.conversation import Transcript, Turn, TurnRequest
 from megatron_async_rl.rollout.environments.endpoint import Agents
-from megatron_async_rl.rollout.environments.pool import Environments
+from megatron_async_rl.rollout.environments.pool import NOTICED_S, Environments
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
+from megatron_async_rl.watchdog import watch
 from tests.characters import characters, read, save_characters
 
 CALLED = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
@@ -139,6 +140,41 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
     assert [turn.text for turn in transcript.turns] == [CALLED]
     assert set(transcript.mask.tolist()) == {1}
     assert transcript.rewards(0.0)[1].tolist()[-1] == 3.0
+
+
+def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_model(
+    played: Played, tmp_path: Path
+) -> None:
+    """Until the agent's own time is over, as the watchdog sees it, and by what the engine reports."""
+    pool, seen = played.pool, []
+    begun: list[list[int]] = []
+    sample = sampler(begun)
+
+    def now() -> tuple[int, list[float]]:
+        phases = [one for one in watch.state()["activities"] if one["kind"] == "phase"]
+        return pool.at_work, [one["deadline_s"] for one in phases]
+
+    async def looked(wanted: TurnRequest) -> Turn:
+        seen.append(now())
+        turn: Turn = await sample(wanted)
+        return turn
+
+    async def run() -> None:
+        fields = {"question": "?", "fault": "works alone", "until": str(tmp_path / "go")}
+        transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
+        playing = asyncio.create_task(played.agents.play(transcript, looked, 400))
+        while not pool.at_work:
+            await asyncio.sleep(0.01)
+        seen.append(now())
+        (tmp_path / "go").touch()
+        assert await playing is None
+
+    played.runner.run(run())
+    alone, *in_calls = seen
+    longest = pool.settings.timeout_s + NOTICED_S
+    assert alone == (1, [pytest.approx(longest, abs=20)])
+    assert in_calls == [(0, []), (0, [])]
+    assert now() == (0, [])
 
 
 @pytest.mark.parametrize("max_segments", [1, 2])

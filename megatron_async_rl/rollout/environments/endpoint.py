@@ -14,6 +14,8 @@ Invariants:
 - the server runs on the engine's event loop and listens on this machine alone; a session's name
   cannot be guessed, and is unknown once its agent has ended;
 - the calls of a session are answered one after the other, whatever segment they belong to;
+- an agent may work by itself for as long as its time lasts, whatever `watchdog.timeout_s` is: between
+  its calls the run is allowed to be without progress;
 - how responses are drawn is the run's affair (rollout.sampling): a call's temperature and the like
   are read over, and what would need more than one sample is refused.
 """
@@ -24,7 +26,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from aiohttp import web
@@ -94,13 +97,48 @@ class _Thread(Segment):
 
 
 class _Session:
-    def __init__(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> None:
+    def __init__(
+        self,
+        transcript: Transcript,
+        sample: SampleTurn,
+        max_tokens: int,
+        environments: Environments,
+    ) -> None:
         self.transcript, self._sample, self.max_tokens = transcript, sample, max_tokens
+        self._environments = environments
         self.threads: list[_Thread] = []
         self.lock = asyncio.Lock()
         self.refusal = ""
         """The last one's reason."""
         self.ended = False
+        self._calls = 0
+        self._own_work = ExitStack()
+        """Entered while the agent works by itself."""
+
+    def begin(self) -> None:
+        """The agent's time runs from here on."""
+        self._until = asyncio.get_running_loop().time() + self._environments.settings.timeout_s
+        self._work_alone()
+
+    def end(self) -> None:
+        self.ended = True
+        self._own_work.close()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """The agent waits for the model."""
+        self._own_work.close()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls and not self.ended:
+                self._work_alone()
+
+    def _work_alone(self) -> None:
+        left_s = self._until - asyncio.get_running_loop().time()
+        self._own_work.enter_context(self._environments.working_alone(left_s))
 
     async def sample(self, asked: TurnRequest) -> Turn:
         """Raises Refused once the agent has ended: of a call that it gave up, nothing is in the
@@ -146,11 +184,12 @@ class Agents:
 
     async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
         """Runs the agent, whose calls fill `transcript`; why it ended early, where it failed."""
-        session, name = _Session(transcript, sample, max_tokens), secrets.token_urlsafe(16)
-        process = None
+        session = _Session(transcript, sample, max_tokens, self._environments)
+        name, process = secrets.token_urlsafe(16), None
         try:
             process = await self._environments.open()
             self._sessions[name] = session
+            session.begin()
             reward = await process.run(transcript.asked, f"{self._url}/session/{name}/v1")
         except EnvironmentFailed as error:
             # An agent that is told that there is no room left may well raise.
@@ -159,7 +198,7 @@ class Agents:
             return session.explained(str(error))
         finally:
             self._sessions.pop(name, None)
-            session.ended = True
+            session.end()
             if process is not None:
                 await process.close()
         if not transcript.turns:
@@ -185,10 +224,11 @@ class Agents:
         session = self._session(request)
         try:
             body = await request.json()
-            async with session.lock:
-                thread = await self._answered(session, body)
-                answer = self._completion(thread, bool(body.get("logprobs")))
-                thread.unread = request.transport is None or request.transport.is_closing()
+            with session.call():
+                async with session.lock:
+                    thread = await self._answered(session, body)
+                    answer = self._completion(thread, bool(body.get("logprobs")))
+                    thread.unread = request.transport is None or request.transport.is_closing()
             if body.get("stream"):
                 return await _streamed(request, answer)
             return web.json_response(answer)
