@@ -244,9 +244,9 @@ class Agents:
         """The segment whose last turn answers the call. Raises Refused."""
         messages, tools = _checked(body), body.get("tools")
         transcript, limit = session.transcript, self._environments.settings.max_turns
-        for thread in session.threads:
-            if thread.asked_again(messages, tools):
-                return thread
+        for one in session.threads:
+            if one.asked_again(messages, tools):
+                return one
         thread = next((one for one in session.threads if one.goes_on(messages, tools)), None)
         words: list[int] = []
         if thread is not None:
