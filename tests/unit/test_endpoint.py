@@ -20,9 +20,9 @@ from megatron_async_rl.rollout.environments import (
     tool_parsers,
 )
 from megatron_async_rl.rollout.environments.chat import ToolParser
-from megatron_async_rl.rollout.environments.conversation import Transcript, Turn, TurnRequest
 from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import NOTICED_S, Environments
+from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog import watch

@@ -24,18 +24,13 @@ from megatron_async_rl.rollout.environments import (
 )
 from megatron_async_rl.rollout.environments.built_in import Tools, prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText, ToolParser
-from megatron_async_rl.rollout.environments.conversation import (
-    Conversations,
-    Transcript,
-    Turn,
-    TurnRequest,
-    failures,
-)
+from megatron_async_rl.rollout.environments.conversation import Conversations, failures
 from megatron_async_rl.rollout.environments.pool import (
     EnvironmentFailed,
     Environments,
     EnvironmentStartError,
 )
+from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog.processes import condition

@@ -5,7 +5,7 @@
 
 A session is one sample: its base URL names it. The first call's messages become the prompt. A call
 that repeats all that was said in a segment of the sample, and adds to it, goes on there: the addition
-alone is rendered, so token in, token out holds as for any conversation (conversation.py). A call that
+alone is rendered, so token in, token out holds as for any sample (transcript.py). A call that
 is made again, as its caller had given up and hung up, gets the turn that was sampled for it. Any
 other call (of an agent that has compacted its context, or has begun another) begins a segment, while
 there are fewer than `rollout.environment.max_segments`.
@@ -35,15 +35,15 @@ from aiohttp import web
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, Message, Step
 from megatron_async_rl.rollout.environments.chat import ChatMessages, ToolParser
-from megatron_async_rl.rollout.environments.conversation import (
+from megatron_async_rl.rollout.environments.conversation import too_long
+from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
+from megatron_async_rl.rollout.environments.transcript import (
     SampleTurn,
     Segment,
     Transcript,
     Turn,
     TurnRequest,
-    too_long,
 )
-from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.samples.types import Prompt
 
 MODEL = "policy"
