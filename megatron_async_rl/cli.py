@@ -425,12 +425,20 @@ def dashboard(
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")
     ] = "localhost",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name of this machine, or of a proxy before it, that a browser may ask for;"
+            " may be given several times.",
+        ),
+    ] = None,
 ) -> None:
     """Show runs in a browser while they go on, or after: curves, engines, anomalies, samples; of
     several, curves on top of each other. Reads run directories, changes nothing."""
     from megatron_async_rl.report.dashboard import serve
 
-    serve(runs, host, port, _print)
+    serve(runs, host, port, _print, allow_host or ())
 
 
 @app.command()

@@ -51,8 +51,8 @@ class EnvironmentConfig(Strict):
     """vLLM's parser of the model's tool calls, by its name there, for `tools`, `agent` and
     `verifiers`."""
     timeout_s: PositiveFloat = 60.0
-    """Longest time of one reset or step, or of an agent's whole run; over it the environment's process is killed, and the
-    sample counts as an error."""
+    """Longest time of one reset or step, below watchdog.timeout_s, or of an agent's whole run; over it
+    the environment's process is killed, and the sample counts as an error."""
     processes: PositiveInt = 64
     """Most samples of each engine that are in an environment at a time: each has a process of its
     own meanwhile. The others wait to begin."""
@@ -83,9 +83,9 @@ def environment_conflicts(config: Config) -> Iterator[str]:
             " chats; remove it"
         )
     timed = [one.name for one in rollout.reward.rewards.values() if one.name not in AT_ONCE]
-    if timed and rollout.reward.timeout_s > limit_s:
+    if timed and rollout.reward.timeout_s >= limit_s:
         yield (
-            f"rollout.reward.timeout_s: {rollout.reward.timeout_s:g} lets a reward take longer than"
+            f"rollout.reward.timeout_s: {rollout.reward.timeout_s:g} lets a reward take as long as"
             f" watchdog.timeout_s: {limit_s:g}, after which a run in which nothing moves ends;"
             " lower the one or raise the other"
         )

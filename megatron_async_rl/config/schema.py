@@ -250,7 +250,7 @@ class RewardConfig(Strict):
     training; `stop` ends the run."""
     timeout_s: PositiveFloat = 30.0
     """Longest time for one call of one reward; over it the response counts as an error. The process
-    of a plain function is killed; the call of an `async` one is cancelled."""
+    of a plain function is killed; the call of an `async` one is cancelled. Below watchdog.timeout_s."""
     workers: PositiveInt = 4
     """Most processes of each engine that call a reward, and of the controller for one `per: group`;
     they start when responses wait. The built-in `arithmetic` and `countdown` need none."""

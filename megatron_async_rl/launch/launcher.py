@@ -32,14 +32,16 @@ from megatron_async_rl.launch.rendezvous import rendezvous
 from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir, usable
 from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import cut_unreadable
+from megatron_async_rl.metrics.status import FILE as STATUS
 from megatron_async_rl.metrics.status import Status, read_status, write_status
 from megatron_async_rl.report.progress import Progress, print_summary
 from megatron_async_rl.rollout.cluster import prepare_environment
+from megatron_async_rl.samples.segments import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import EventReader, Failure, first_failure, record_failure
 from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY, find_cause
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
-from megatron_async_rl.watchdog.progress_monitor import FOLDER
+from megatron_async_rl.watchdog.progress_monitor import FOLDER, PARTIAL
 from megatron_async_rl.watchdog.watchdog import Watchdog
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
@@ -165,6 +167,9 @@ def _prepare_directory(config: Config) -> None:
     for log in (run_dir / "logs").glob("*.log"):
         log.rename(log.with_suffix(".log.old"))
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+    for files in (stall.FILE, STATUS, f"{SAMPLES}/"):
+        for left in run_dir.glob(f"{files}*{PARTIAL}"):
+            left.unlink(missing_ok=True)
     (run_dir / stall.FILE).unlink(missing_ok=True)
 
 

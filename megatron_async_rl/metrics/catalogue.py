@@ -83,7 +83,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "reward/part/NAME": Metric(
                 "reward",
                 "Mean of what has that name: a part of `rollout.reward.parts`, before it is weighted, or a"
-                " number that the environment measured, such as `tool_errors`.",
+                " number that the environment measured, such as `tool_errors` and, of these,"
+                " `unread_tool_calls`: calls that the model wrote and vLLM's parser could not read.",
             ),
         },
     ),

@@ -6,13 +6,13 @@ Invariant: a reader sees the previous status or the next one, never a half of ei
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.watchdog.progress_monitor import write_whole
 
 FILE = "status.json"
 
@@ -44,9 +44,7 @@ _STATUS = TypeAdapter(Status)
 def write_status(run_dir: Path, status: Status) -> None:
     """Replaces the status of the run in `run_dir` (made if missing)."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    partial = run_dir / f"{FILE}.{os.getpid()}.partial"
-    partial.write_text(json.dumps(asdict(status)) + "\n")
-    os.replace(partial, run_dir / FILE)
+    write_whole(run_dir / FILE, json.dumps(asdict(status)) + "\n")
 
 
 def read_status(run_dir: Path) -> Status | None:

@@ -9,8 +9,9 @@ A view is a run by its number, from 0, or `all`: the runs compared.
 Invariants:
 - only runs that were named at the start are served, and of those only pages and samples: no name
   of a file is taken from a request, and no request changes anything;
-- on a loopback address only a browser that asked for this host is answered, so that a page of
-  another site cannot read the runs by a name of its own for this address;
+- only a browser that asked for this machine by an address, by one of its own names or by a name
+  that was allowed is answered, so that a page of another site cannot read the runs by a name of its
+  own for this address;
 - a line of a growing file is read once; a view is made anew only when a file of its runs changed;
 - what a run's files say wrong is shown on its page, and the page goes on.
 """
@@ -157,13 +158,18 @@ def _broken(run_dir: Path, error: UserError) -> Page:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, dashboard: Dashboard) -> None:
+    def __init__(
+        self, host: str, port: int, dashboard: Dashboard, allowed: Sequence[str] = ()
+    ) -> None:
+        """`allowed`: names beside the machine's own that a browser may ask for."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # `localhost` may mean both families: the older one, which everything else can reach.
         found.sort(key=lambda one: one[0] != socket.AF_INET)
         self.address_family, address = found[0][0], found[0][4]
         self.dashboard = dashboard
         self.loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        own = () if self.loopback else (socket.gethostname(), socket.getfqdn())
+        self.names = {_plain(name) for name in ("localhost", host, *own, *allowed)}
         super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -208,8 +214,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> tuple[HTTPStatus, str, bytes]:
         """(status, content type, content)."""
         text, data = "text/plain", "application/json"
-        if self.server.loopback and not _is_loopback(self.headers.get("Host", "")):
-            return HTTPStatus.FORBIDDEN, text, b"open the dashboard as localhost"
+        name = _name_in(self.headers.get("Host", ""))
+        if name not in self.server.names and not _is_address(name):
+            known = " or ".join(sorted(one for one in self.server.names if not _is_address(one)))
+            said = (
+                f"the dashboard does not answer to the name {name!r}: open it by an address of its"
+                f" machine or as {known}, or start it with --allow-host {name or 'NAME'}"
+            )
+            return HTTPStatus.FORBIDDEN, text, said.encode()
         asked = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
         dashboard = self.server.dashboard
@@ -235,25 +247,46 @@ class _Handler(BaseHTTPRequestHandler):
         return HTTPStatus.NOT_FOUND, text, b"there is no such page"
 
 
-def _is_loopback(host: str) -> bool:
-    """`host`: HOST or HOST:PORT, as a browser sends it."""
-    name = urlsplit(f"//{host}").hostname or ""
-    if name == "localhost":
-        return True
+def _name_in(host: str) -> str:
+    """`host`: HOST or HOST:PORT, as a browser sends it. Empty where it is neither."""
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return _plain(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return ""
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
     except ValueError:
         return False
+    return True
 
 
-def serve(run_dirs: Sequence[Path], host: str, port: int, show: Callable[[str], None]) -> None:
-    """Serves until Ctrl-C. `port` 0: one that is free. `show`: told where to look.
+def serve(
+    run_dirs: Sequence[Path],
+    host: str,
+    port: int,
+    show: Callable[[str], None],
+    allowed: Sequence[str] = (),
+) -> None:
+    """Serves until Ctrl-C. `port` 0: one that is free. `show`: told where to look. `allowed`: names
+    beside the machine's own that a browser may ask for.
 
-    Raises UserError for a directory that is missing, and for a host or port that cannot be had.
+    Raises UserError for a directory that is missing, for a host or port that cannot be had, and for
+    what is no name.
     """
+    for name in allowed:
+        if _name_in(name) != _plain(name):
+            fix = "give the name alone, as in http://NAME:8470/, such as node7.example.org"
+            raise UserError.of("--allow-host", f"{name!r} is not a host's name", fix)
     dashboard = Dashboard(run_dirs)
     try:
-        server = _Server(host, port, dashboard)
+        server = _Server(host, port, dashboard, allowed)
     except (OSError, ValueError, OverflowError) as error:
         raise _unavailable(host, port, error) from error
     with server:

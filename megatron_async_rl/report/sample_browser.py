@@ -24,9 +24,11 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.report.samples import card, check_log, log_readable
 from megatron_async_rl.samples.segments import (
     FOLDER,
+    KEY,
     OUTCOMES,
     Entry,
     load,
+    newest_rows,
     path_of,
     read_batches,
     resolve,
@@ -112,8 +114,7 @@ class SampleBrowser:
         if question.step is not None:
             outcomes = outcomes.filter(pc.equal(outcomes["step"], question.step))
         if question.kind != "all" or question.step is not None:
-            keys = outcomes.select(["id", "finished_at"])
-            samples = samples.join(keys, keys=["id", "finished_at"], join_type="left semi")
+            samples = samples.join(outcomes.select(KEY), keys=KEY, join_type="left semi")
         if question.order in ("best", "worst") or not question.least is question.most is None:
             samples = samples.filter(samples["valid"])
         if question.least is not None:
@@ -174,7 +175,7 @@ class SampleBrowser:
                 *(pa.field(name, pa.int64()) for name in _PLACE),
             ]
         )
-        return self._all("samples", schema)
+        return newest_rows(self._all("samples", schema))
 
     def _outcomes(self) -> pa.Table:
         return self._all("outcomes", OUTCOMES)

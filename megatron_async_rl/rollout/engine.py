@@ -157,6 +157,10 @@ class RolloutEngine:
         await self._agents.start()
         return self._agents
 
+    @property
+    def _agents_at_work(self) -> bool:
+        return self._environments is not None and self._environments.at_work > 0
+
     async def submit(self, requests: Sequence[Request]) -> None:
         """Takes requests for one response each. Raises ValueError for one it works on already, or
         with nothing left to sample."""
@@ -185,7 +189,7 @@ class RolloutEngine:
             tokens=responses.tokens,
             busy_s=self._busy.seconds,
             silent_s=self._health.silent_s,
-            sampling=self._sampled > before,
+            sampling=self._sampled > before or self._agents_at_work,
         )
 
     async def receive(self, delivery: Delivery) -> None:

@@ -57,7 +57,8 @@ from megatron_async_rl.rollout.continuation import (
     token_versions,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
-from megatron_async_rl.rollout.environments.conversation import Conversation, Player, TurnRequest
+from megatron_async_rl.rollout.environments.conversation import Conversation, Player
+from megatron_async_rl.rollout.environments.transcript import TurnRequest
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import Context
 from megatron_async_rl.rollout.rewards.worker import Scored

@@ -6,6 +6,8 @@
 Invariants:
 - a sample is one row, written when it finished, and is known by (id, finished_at): a run that
   resumes asks again under ids it has used before;
+- a resumed run writes the row of a sample again where its checkpoint does not know the reward of the
+  sample's group: whoever reads keeps the newest row of a sample;
 - the row of an outcome stands in the segment of its sample or in a later one, so segments can be
   deleted oldest first, both files at once, and no sample that is kept loses its outcome;
 - `seq` numbers the outcomes of the whole run; a resume removes those from its checkpoint's position
@@ -23,7 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from megatron_async_rl.samples.columns import LOGGED, ROUTED, SCHEMA, samples_of, with_experts
 from megatron_async_rl.samples.types import Sample
@@ -44,6 +48,9 @@ OUTCOMES = pa.schema(
 )
 """`step`: of `trained`, the optimizer step (its line in metrics.jsonl); of `dropped`, the step that
 was next; of `evaluated`, the weight version. `reason`: of `dropped`."""
+
+KEY = ["id", "finished_at"]
+"""Columns that a sample is known by."""
 
 MARK = b"\xff\xff\xff\xff"
 """Begins every stream."""
@@ -115,7 +122,8 @@ def read_entries(run_dir: Path) -> Iterator[Entry]:
     cost little."""
     folder = run_dir / FOLDER
     outcomes: dict[tuple[str, float], list[tuple[int, Outcome, int, str | None]]] = {}
-    newer: set[str] = set()
+    newer: dict[str, set[float]] = {}
+    """When the samples of each id that were read so far finished."""
 
     for segment in reversed(segments_in(folder)):
         # Outcomes first: what a running run adds in between is then read as `waiting`.
@@ -129,10 +137,13 @@ def read_entries(run_dir: Path) -> Iterator[Entry]:
         for number in reversed(range(len(batches))):
             for row, one in reversed(list(enumerate(batches[number].to_pylist()))):
                 key = (one["id"], one["finished_at"])
+                times = newer.setdefault(one["id"], set())
+                if one["finished_at"] in times:
+                    continue
                 state, steps, reason = resolve(outcomes.get(key, ()))
-                if state == "waiting" and one["id"] in newer:
+                if state == "waiting" and times:
                     state = "repeated"
-                newer.add(one["id"])
+                times.add(one["finished_at"])
                 yield Entry(
                     segment=segment,
                     batch=number,
@@ -167,7 +178,8 @@ def load(run_dir: Path, entries: Sequence[Entry]) -> list[tuple[Entry, Sample]]:
 
 
 def read_table(run_dir: Path, table: Literal["samples", "outcomes"]) -> pa.Table:
-    """One of the two tables, whole, for pandas, Polars or DuckDB."""
+    """One of the two tables, whole, for pandas, Polars or DuckDB; of `samples`, the newest row of
+    each."""
     folder = run_dir / FOLDER
     batches = [
         batch
@@ -177,8 +189,17 @@ def read_table(run_dir: Path, table: Literal["samples", "outcomes"]) -> pa.Table
     if table == "outcomes":
         return pa.Table.from_batches(batches, schema=OUTCOMES)
     if any(ROUTED in batch.schema.names for batch in batches):
-        return pa.Table.from_batches([with_experts(batch) for batch in batches], schema=SCHEMA)
-    return pa.Table.from_batches(batches, schema=LOGGED)
+        batches = [with_experts(batch) for batch in batches]
+        return newest_rows(pa.Table.from_batches(batches, schema=SCHEMA))
+    return newest_rows(pa.Table.from_batches(batches, schema=LOGGED))
+
+
+def newest_rows(table: pa.Table) -> pa.Table:
+    """The last row of each sample, in order, of rows in the order in which they were written."""
+    places = pa.array(np.arange(table.num_rows))
+    keys = table.select(KEY).append_column("place", places)
+    last = keys.group_by(KEY).aggregate([("place", "max")])["place_max"]
+    return table if len(last) == table.num_rows else table.filter(pc.is_in(places, last))
 
 
 def _read_some(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, pa.RecordBatch]]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, this_process
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge
-from megatron_async_rl.watchdog.progress_monitor import FOLDER
+from megatron_async_rl.watchdog.progress_monitor import FOLDER, write_whole
 
 FILE = "events.jsonl"
 OURS = "megatron_async_rl."
@@ -139,11 +138,9 @@ def with_notes(error: BaseException) -> str:
 def record_failure(run_dir: Path, failure: Failure) -> None:
     """Never raises: on a full disk the launcher reads the logs instead."""
     path = run_dir / FOLDER / f"{failure.process.replace('/', '_')}.failure"
-    partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(asdict(failure)))
-        os.replace(partial, path)
+        write_whole(path, json.dumps(asdict(failure)))
     except OSError:
         return
 

@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Container
 from dataclasses import asdict, dataclass, field
@@ -30,6 +31,9 @@ from typing import Any
 
 FOLDER = "watch"
 """Holds the state files, in the run's directory."""
+PARTIAL = ".partial"
+"""Ends the name of a file that is being written; what a killed process leaves of it, the next start
+of the run removes."""
 LAUNCHER = "launcher "
 """Begins the names of the launchers' own states; the number of the node follows."""
 FRESH_S = 10.0
@@ -79,6 +83,18 @@ class NodeSummary:
     last: str
     launcher_watches: bool
     states: list[ProcessState]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file that others read, so that they see the one before or this one. Raises OSError.
+
+    Its other name, until it is whole, is of this thread alone: a process writes files that differ in
+    their endings only, from several threads, and launchers of several machines write the same file.
+    """
+    writer = f"{socket.gethostname()}.{threading.get_native_id()}"
+    partial = path.with_name(f"{path.name}.{writer}{PARTIAL}")
+    partial.write_text(text)
+    os.replace(partial, path)
 
 
 def read_states(run_dir: Path, leave_out: Container[str] = ()) -> list[ProcessState]:
@@ -248,10 +264,8 @@ class ProgressMonitor:
             launcher_watches=self.launcher_watches,
             states=[state for state in self.states if state.host == self._host],
         )
-        partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            partial.write_text(json.dumps(asdict(summary)))
-            os.replace(partial, path)
+            write_whole(path, json.dumps(asdict(summary)))
         except OSError:  # a full disk, or no directory yet: the others look for themselves
             return
 

@@ -30,7 +30,12 @@ import psutil
 
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.processes import STOPPED, condition, handles
-from megatron_async_rl.watchdog.progress_monitor import FOLDER, ProcessState, read_states
+from megatron_async_rl.watchdog.progress_monitor import (
+    FOLDER,
+    ProcessState,
+    read_states,
+    write_whole,
+)
 
 STACKS_S = 2.0
 """Longest wait for the stacks."""
@@ -112,10 +117,8 @@ def look_here(
 def publish(run_dir: Path, snapshot: HostSnapshot) -> None:
     """For the other machines."""
     path = run_dir / FOLDER / f"{snapshot.host}.snapshot"
-    partial = path.with_suffix(f".{os.getpid()}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps(asdict(snapshot)))
-    os.replace(partial, path)
+    write_whole(path, json.dumps(asdict(snapshot)))
 
 
 def read_others(run_dir: Path) -> list[HostSnapshot]:

@@ -7,7 +7,6 @@ the other machines do (watchdog/snapshots.py); every process that has a state is
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import psutil
 
 from megatron_async_rl.watchdog.events import timed_out
 from megatron_async_rl.watchdog.processes import STOPPED
-from megatron_async_rl.watchdog.progress_monitor import read_states
+from megatron_async_rl.watchdog.progress_monitor import read_states, write_whole
 from megatron_async_rl.watchdog.snapshots import (
     ANSWER_S,
     STACKS_S,
@@ -92,9 +91,7 @@ def gather(
     every = "\n".join(
         f"\n{process.title}\n{process.stack or '  no stack came'}" for process in processes
     )
-    partial = run_dir / f"{FILE}.{os.getpid()}.partial"
-    partial.write_text(stall.text + "\n" + _STACKS + every + "\n")
-    os.replace(partial, run_dir / FILE)
+    write_whole(run_dir / FILE, stall.text + "\n" + _STACKS + every + "\n")
     return stall
 
 

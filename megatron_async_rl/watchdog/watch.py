@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_async_rl.watchdog.processes import condition
-from megatron_async_rl.watchdog.progress_monitor import FOLDER, ProgressMonitor
+from megatron_async_rl.watchdog.progress_monitor import FOLDER, ProgressMonitor, write_whole
 
 BEAT_S = 1.0
 INHERITED = "MEGATRON_ASYNC_RL_WATCH"
@@ -227,13 +227,11 @@ class _Heart(threading.Thread):
             self._beat()
 
     def _beat(self) -> None:
-        partial = self._path.with_suffix(f".{self.pid}.partial")
         with self._writing:
             if self._stopped:
                 return
             try:
-                partial.write_text(json.dumps({"name": self._process_name, **state()}))
-                os.replace(partial, self._path)
+                write_whole(self._path, json.dumps({"name": self._process_name, **state()}))
             except OSError as error:
                 # A full disk is the run's failure to report, where it writes something it needs.
                 if self._shown:

@@ -47,7 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "flow": {"async_ratio": LAG, "selection": {"name": "exact_lag", "lag": LAG}},
         "rollout": {
             "placement": "colocated",
-            "reward": {"name": "flaky_reward:varied"},
+            "reward": {"name": "flaky_reward:varied", "timeout_s": STILL_S - 2},
             "sampling": {"max_tokens": 24},
             **SOON,
         },
@@ -64,7 +64,7 @@ WAYS: dict[str, dict[str, Any]] = {
         },
         "rollout": {
             "in_flight": "recompute",
-            "reward": {"name": "flaky_reward:varied"},
+            "reward": {"name": "flaky_reward:varied", "timeout_s": STILL_S - 2},
             "sampling": {"max_tokens": 48},
             **SOON,
         },

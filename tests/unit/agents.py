@@ -6,6 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.samples import Prompt
@@ -43,8 +44,14 @@ def run(prompt: Prompt, base_url: str) -> float:
         return 1.0
     if fault in ("compacts", "compacts when full"):
         return compacts(prompt.fields["question"], base_url, full=fault != "compacts")
+    if fault == "works alone":
+        while not Path(prompt.fields["until"]).exists():
+            time.sleep(0.01)
     messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.fields["question"]}]
     body: dict[str, Any] = dict(prompt.fields.get("body", {}))
+    if fault in ("asks again", "asks twice"):
+        with suppress(TimeoutError):
+            ask(base_url, 0.1 if fault == "asks again" else None, messages=messages, **body)
     while True:
         answer = ask(base_url, messages=messages, logprobs=True, **body)
         choice = answer["choices"][0]

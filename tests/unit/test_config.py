@@ -253,9 +253,9 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("objective={loss: sft, advantage: none}", "config", "remove `rollout`", "change one"),
         ("data.max_tokens=9", "config", "is for given responses", "change one"),
         (
-            "rollout.reward={name: 'm:f', per: group, timeout_s: 601}",
+            "rollout.reward={name: 'm:f', per: group, timeout_s: 600}",
             "config",
-            "lets a reward take longer than watchdog.timeout_s: 600",
+            "lets a reward take as long as watchdog.timeout_s: 600",
             "change one",
         ),
     ],

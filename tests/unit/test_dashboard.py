@@ -12,7 +12,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -57,8 +57,8 @@ def add_step(run: Path, step: int) -> None:
 
 
 @contextmanager
-def served(*runs: Path) -> Iterator[str]:
-    server = _Server("localhost", 0, Dashboard(runs))
+def served(*runs: Path, host: str = "localhost", allowed: Sequence[str] = ()) -> Iterator[str]:
+    server = _Server(host, 0, Dashboard(runs), allowed)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield f"http://localhost:{server.server_port}/"
@@ -166,6 +166,38 @@ def test_nothing_is_served_but_the_runs_and_only_to_this_host(tmp_path: Path) ->
         assert ask(url + "state/0", Host="127.0.0.1")[0] == 200
 
 
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0"])
+def test_a_browser_that_asks_for_another_name_is_refused_with_the_option(
+    tmp_path: Path, host: str
+) -> None:
+    """On every address: a page of another site may give this machine's a name of its own."""
+    run = sampled_run(tmp_path / "run", 1)
+    with served(run, host=host, allowed=["Runs.Example."]) as url:
+        for name in ("evil.example", "evil.example:8470", "[::1", "127.0.0.1.evil.example"):
+            status, said = ask(url, Host=name)
+            assert status == 403, name
+        assert b"does not answer to the name '127.0.0.1.evil.example'" in said
+        assert b"--allow-host 127.0.0.1.evil.example" in said
+        names = [
+            "192.0.2.7:80",
+            "[2001:db8::7]:80",
+            "LOCALHOST",
+            "runs.example:443",
+            "runs.example.",
+        ]
+        own = socket.gethostname()
+        for name in [*names, *([own, f"{own}:8470"] if host == "0.0.0.0" else [])]:
+            assert ask(url, Host=name)[0] == 200, name
+
+
+def test_a_request_without_a_host_is_refused(tmp_path: Path) -> None:
+    with served(sampled_run(tmp_path / "run", 1)) as url:
+        port = int(url.rsplit(":", 1)[1].strip("/"))
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert connection.recv(100).split()[1] == b"403"
+
+
 # Samples
 
 
@@ -240,6 +272,10 @@ def test_a_port_in_use_and_a_run_that_is_none_are_refused_with_the_fix(tmp_path:
         ([tmp_path / "none"], "none is not a directory"),
         ([run, run], "named twice"),
         ([run, "--host", "192.0.2.1", "--port", "0"], "192.0.2.1 cannot be listened on"),
+        (
+            [run, "--host", "192.0.2.1", "--allow-host", "http://a/"],
+            "'http://a/' is not a host's name",
+        ),
     ):
         result = CliRunner().invoke(app, ["dashboard", *map(str, arguments)])
         assert (result.exit_code, what in result.output) == (2, True), result.output

@@ -3,8 +3,9 @@ of several."""
 
 import asyncio
 import json
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,19 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.config.environment import EnvironmentConfig
-from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory, tool_parsers
+from megatron_async_rl.rollout.environments import (
+    UNREAD,
+    EnvironmentRefused,
+    load_factory,
+    tool_parsers,
+)
 from megatron_async_rl.rollout.environments.chat import ToolParser
-from megatron_async_rl.rollout.environments.conversation import Transcript, Turn, TurnRequest
 from megatron_async_rl.rollout.environments.endpoint import Agents
-from megatron_async_rl.rollout.environments.pool import Environments
+from megatron_async_rl.rollout.environments.pool import NOTICED_S, Environments
+from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
+from megatron_async_rl.watchdog import watch
 from tests.characters import characters, read, save_characters
 
 CALLED = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
@@ -34,10 +41,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sampler(asked: list[list[int]]) -> Any:
+def sampler(asked: list[list[int]], says: Sequence[str] = SAYS) -> Any:
     async def sample(wanted: TurnRequest) -> Turn:
         asked.append(list(wanted.ids))
-        whole = [*map(ord, SAYS[(len(asked) - 1) % 2]), 1]
+        whole = [*map(ord, says[(len(asked) - 1) % 2]), 1]
         sampled = whole[: wanted.most]
         tokens = PartialResponse(
             response_ids=np.array(sampled, dtype=np.int32),
@@ -65,14 +72,18 @@ class Played:
         await self.agents.start()
 
     def __call__(
-        self, max_tokens: int = 400, max_segments: int = 1, **fields: Any
+        self,
+        max_tokens: int = 400,
+        max_segments: int = 1,
+        says: Sequence[str] = SAYS,
+        **fields: Any,
     ) -> tuple[Transcript, str | None, list[list[int]]]:
         update = {"max_segments": max_segments}
         self.pool.settings = self.pool.settings.model_copy(update=update)
         asked: list[list[int]] = []
         prompt = Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields)
         transcript = Transcript(prompt)
-        play = self.agents.play(transcript, sampler(asked), max_tokens)
+        play = self.agents.play(transcript, sampler(asked, says), max_tokens)
         return transcript, self.runner.run(play), asked
 
     async def close(self) -> None:
@@ -131,6 +142,77 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
     assert transcript.rewards(0.0)[1].tolist()[-1] == 3.0
 
 
+def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_model(
+    played: Played, tmp_path: Path
+) -> None:
+    """Until the agent's own time is over, as the watchdog sees it, and by what the engine reports."""
+    pool, seen = played.pool, []
+    begun: list[list[int]] = []
+    sample = sampler(begun)
+
+    def now() -> tuple[int, list[float]]:
+        phases = [one for one in watch.state()["activities"] if one["kind"] == "phase"]
+        return pool.at_work, [one["deadline_s"] for one in phases]
+
+    async def looked(wanted: TurnRequest) -> Turn:
+        seen.append(now())
+        turn: Turn = await sample(wanted)
+        return turn
+
+    async def run() -> None:
+        fields = {"question": "?", "fault": "works alone", "until": str(tmp_path / "go")}
+        transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
+        playing = asyncio.create_task(played.agents.play(transcript, looked, 400))
+        while not pool.at_work:
+            await asyncio.sleep(0.01)
+        seen.append(now())
+        (tmp_path / "go").touch()
+        assert await playing is None
+
+    played.runner.run(run())
+    alone, *in_calls = seen
+    longest = pool.settings.timeout_s + NOTICED_S
+    assert alone == (1, [pytest.approx(longest, abs=20)])
+    assert in_calls == [(0, []), (0, [])]
+    assert now() == (0, [])
+
+
+@pytest.mark.parametrize("max_segments", [1, 2])
+def test_a_call_that_is_made_again_after_a_time_out_gets_the_turn_that_was_sampled_for_it(
+    played: Played, max_segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sample is that of an agent which was more patient."""
+    patient, _, _ = played(question="6*7?", max_segments=max_segments)
+    begun: list[list[int]] = []
+    sample, session = sampler(begun), played.agents._session
+    called: list[Any] = []
+    monkeypatch.setattr(
+        played.agents, "_session", lambda request: called.append(request) or session(request)
+    )
+
+    async def late(wanted: TurnRequest) -> Turn:
+        while len(called) < 2:  # until the agent has given up, and asks again
+            await asyncio.sleep(0.01)
+        turn: Turn = await sample(wanted)
+        return turn
+
+    fields = {"question": "6*7?", "fault": "asks again"}
+    transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
+    assert played.runner.run(played.agents.play(transcript, late, 400)) is None
+    assert len(called) == 3
+    assert [turn.text for turn in transcript.turns] == [CALLED, "42"]
+    assert transcript.text == patient.text
+    assert transcript.tokens.response_ids.tolist() == patient.tokens.response_ids.tolist()
+    assert transcript.mask.tolist() == patient.mask.tolist()
+
+
+def test_a_call_that_is_made_again_after_its_answer_begins_a_segment(played: Played) -> None:
+    transcript, error, asked = played(question="6*7?", fault="asks twice", max_segments=2)
+    assert error is None
+    assert asked[0] == asked[1]
+    assert [[turn.text for turn in one.turns] for one in transcript.segments] == [[CALLED], ["42"]]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "times"}}]
@@ -149,6 +231,17 @@ def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, str
     assert asked == [list(prompt), [*prompt, *response[: first + words]]]
     reward, steps = transcript.rewards(0.0)
     assert (reward, steps[-1]) == (42.0, 42.0)
+    assert transcript.measured == {"unread_tool_calls": 0}
+
+
+def test_a_call_that_cannot_be_read_is_counted_and_the_agent_gets_it_as_text(
+    played: Played,
+) -> None:
+    fields = {"question": "?", "body": {"tools": [{"type": "function", "function": {"name": "f"}}]}}
+    transcript, error, _ = played(says=[f"{CALLED}<tool_call>no", "42"], **fields)
+    assert error is not None
+    assert "could not convert string to float: '<tool_call>" in error
+    assert transcript.measured == {"unread_tool_calls": 1}
 
 
 @pytest.mark.parametrize(
@@ -262,14 +355,23 @@ def test_a_program_is_an_agent_too(model: Path, tmp_path: Path) -> None:
     assert transcript.rewards(0.0)[0] == 1.0
 
 
-def test_what_is_no_call_stays_text(model: Path) -> None:
+def test_what_is_no_call_stays_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = ToolParser("hermes", model, (1,))
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", logged.append)
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
 
     def message(text: str) -> dict[str, Any]:
         return parser.message([*map(ord, text), 1], text)
 
-    for text in ("the answer is 42", "<tool_call>{broken}</tool_call>"):
-        assert message(text) == {"role": "assistant", "content": text}
+    text = "the answer is 42"
+    assert message(text) == {"role": "assistant", "content": text}
+    text = "<tool_call>{broken}</tool_call>"
+    said = message(text)
+    assert said.pop(UNREAD).startswith("JSONDecodeError: Expecting property name")
+    assert said == {"role": "assistant", "content": text}
+    assert logged == [], "a policy makes thousands of them"
     said = message(f"let me see {CALLED}{CALLED}")
     assert said["content"] == "let me see "
     assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [

@@ -4,10 +4,14 @@ be asked."""
 import asyncio
 import pickle
 from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_state import (
     DEADLINE_S,
     EVERY_S,
@@ -16,6 +20,7 @@ from megatron_async_rl.rollout.engine_state import (
     HealthCheck,
     WrongState,
 )
+from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import SCHEMA, batch_of
@@ -111,6 +116,27 @@ def test_a_failure_is_the_answer_from_then_on_and_the_first_one_counts() -> None
                 await reports.take(5.0)
 
     virtual_time.run(run())
+
+
+def test_an_agent_that_works_by_itself_is_reported_as_a_response_that_grows() -> None:
+    """So that whoever waits for its sample does not take it for late."""
+    environments = Environments(EnvironmentConfig(name="agent"))
+    responses = SimpleNamespace(reports=ReportQueue(), sampled=0, running=1, tokens=0)
+    engine: Any = RolloutEngine.__new__(RolloutEngine)
+    vars(engine).update(
+        _environments=environments,
+        _responses=responses,
+        _llm=object(),
+        _sampled=0,
+        _version=0,
+        _state=EngineState("engine-0"),
+        _busy=BusyClock(),
+        _health=SimpleNamespace(silent_s=0.0),
+    )
+    with asyncio.Runner() as runner:
+        with environments.working_alone(60):
+            assert runner.run(engine.report(0.01)).sampling
+        assert not runner.run(engine.report(0.01)).sampling
 
 
 def test_an_engine_is_busy_while_it_samples_at_least_one_response_and_is_not_paused() -> None:

@@ -24,18 +24,13 @@ from megatron_async_rl.rollout.environments import (
 )
 from megatron_async_rl.rollout.environments.built_in import Tools, prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText, ToolParser
-from megatron_async_rl.rollout.environments.conversation import (
-    Conversations,
-    Transcript,
-    Turn,
-    TurnRequest,
-    failures,
-)
+from megatron_async_rl.rollout.environments.conversation import Conversations, failures
 from megatron_async_rl.rollout.environments.pool import (
     EnvironmentFailed,
     Environments,
     EnvironmentStartError,
 )
+from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog.processes import condition
@@ -516,7 +511,8 @@ def test_an_openenv_server_is_asked_turn_by_turn(
         ({"environment": tools("my_tools")}, "tools rewards nothing by itself"),
         ({"environment": tools("my_tools"), "reward": {"name": "math"}}, None),
         ({"reward": {"name": "math", "timeout_s": 601}}, "reward.timeout_s: 601 .*watchdog"),
-        ({"reward": {"name": "math", "timeout_s": 600}}, None),
+        ({"reward": {"name": "math", "timeout_s": 600}}, "reward.timeout_s: 600 .*watchdog"),
+        ({"reward": {"name": "math", "timeout_s": 599}}, None),
         ({"reward": {"name": "arithmetic", "timeout_s": 601}}, None),
         ({"reward": {"parts": {"a": OWN, "b": {"name": "math"}}}}, "parts.a.name: environment is"),
         (
@@ -601,7 +597,8 @@ def test_whatever_is_wrong_with_a_call_is_the_tools_answer_and_counted() -> None
         ("times", "{"),
         ("time", "{}"),
     )
-    assert (step.done, step.measured) == (False, {"tool_calls": 7, "tool_errors": 4})
+    counted = {"tool_calls": 7, "tool_errors": 4, "unread_tool_calls": 0}
+    assert (step.done, step.measured) == (False, counted)
     assert [one["tool_call_id"] for one in step.observation] == list("0123456")
     texts = [one["content"] for one in step.observation]
     assert texts[:3] == ["42", "8", '{"egg": 3}']
@@ -621,18 +618,20 @@ def test_whatever_is_wrong_with_a_call_is_the_tools_answer_and_counted() -> None
         assert "no answer within 0.2 s" in step.observation[0]["content"]
         assert step.measured["tool_errors"] >= 1
     step = answered()
-    assert (step.done, step.measured) == (True, {"tool_calls": 0, "tool_errors": 0})
+    assert (step.done, step.measured) == (True, dict.fromkeys(counted, 0))
 
 
 def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
-    """The prompt names them, vLLM's parser reads the calls, and the answers are put behind them."""
+    """The prompt names them, vLLM's parser reads the calls, and the answers are put behind them; a call
+    that it cannot read is answered, too."""
     tokenizer = characters(tmp_path)
     settings = settings_of(**tools("tests.unit.agents:times"), format="chat")
     schemas = Tools(functions="tests.unit.agents:times").schemas
-    says = ['<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>', "42"]
+    called = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
+    says = ["<tool_call>{broken}</tool_call>", called, "42"]
 
     async def sample(asked: TurnRequest) -> Turn:
-        text = says[asked.begun > 0]
+        text = says[len(transcript.turns)]
         ids = np.array([*map(ord, text), 1], dtype=np.int32)
         zeros = np.zeros(len(ids))
         tokens = PartialResponse(
@@ -642,23 +641,23 @@ def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
         )
         return Turn(tokens=tokens, text=text, reason="stop")
 
-    async def run() -> tuple[Transcript, str | None]:
+    async def run() -> str | None:
         pool = Environments(settings)
         pool.start()
         try:
             parser = ToolParser("hermes", tmp_path, tokenizer.eos_ids, schemas)
             conversations = Conversations(pool, tokenizer, parser)
-            transcript = Transcript(Prompt(id="p", text="", token_ids=(60,)))
-            return transcript, await conversations.play(transcript, sample, 400)
+            return await conversations.play(transcript, sample, 400)
         finally:
             pool.close()
 
-    transcript, error = asyncio.run(run())
-    assert error is None
-    assert read(transcript.tokens.response_ids) == (
-        f"{says[0]}\x01\n<|tool|>42\x01\n<|assistant|>42\x01"
-    )
-    assert transcript.measured == {"tool_calls": 1, "tool_errors": 0}
+    transcript = Transcript(Prompt(id="p", text="", token_ids=(60,)))
+    assert asyncio.run(run()) is None
+    reason = "error: the tool call cannot be read: JSONDecodeError: Expecting property name"
+    said = read(transcript.tokens.response_ids)
+    assert said.startswith(f"{says[0]}\x01\n<|user|>{reason}")
+    assert said.endswith(f"\x01\n<|assistant|>{called}\x01\n<|tool|>42\x01\n<|assistant|>42\x01")
+    assert transcript.measured == {"tool_calls": 2, "tool_errors": 1, "unread_tool_calls": 1}
 
 
 def test_prompts_name_the_tools_where_their_template_can(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.errors import EngineFailed, RewardFailed
 from megatron_async_rl.launch import launcher
+from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.policy.parallel import RankZeroFailed
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ProcessDied
 from megatron_async_rl.watchdog.events import (
@@ -22,6 +26,9 @@ from megatron_async_rl.watchdog.events import (
     timed_out,
 )
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY
+from megatron_async_rl.watchdog.progress_monitor import ProgressMonitor, write_whole
+from megatron_async_rl.watchdog.snapshots import HostSnapshot, publish
+from tests.written_run import config_tree
 
 
 class Foreign(RuntimeError):
@@ -70,6 +77,51 @@ def test_a_wait_that_was_over_is_known_by_its_fields(error: BaseException, over:
 
 def failure(process: str, kind: int, at: float) -> Failure:
     return Failure(process=process, what=f"of {process}", where="log", kind=kind, time=at)
+
+
+def test_files_of_one_name_are_not_written_over_each_other_before_they_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's heartbeat and its failure, a node's summary and its snapshot: each pair comes from two
+    threads. The picture of a standstill comes from every machine's launcher."""
+    host, replace_file = socket.gethostname(), os.replace
+    partial: list[str] = []
+
+    def watched(source: Path, target: Path) -> None:
+        partial.append(Path(source).name)
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    publish(tmp_path, HostSnapshot(host=host, processes=()))
+    ProgressMonitor(tmp_path).look()
+    record_failure(tmp_path, failure(host, PRIMARY, 1.0))
+    for machine in (host, "second"):
+        monkeypatch.setattr(socket, "gethostname", lambda machine=machine: machine)
+        write_whole(tmp_path / "stall.txt", "picture")
+    assert len(set(partial)) == len(partial) == 5
+    assert {path.suffix for path in (tmp_path / "watch").iterdir()} == {
+        ".snapshot",
+        ".summary",
+        ".failure",
+    }
+
+
+def test_what_killed_processes_left_half_written_goes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({**config_tree(), "run": {"dir": tmp_path, "steps": 1}})
+    write_status(tmp_path, Status(phase="failed", step=0, steps=1, time=0.0))
+    (tmp_path / "mine.partial").touch()
+    kept = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr(os, "replace", lambda *_: None)  # as if it were killed before
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "watch").mkdir()
+    for name in ("status.json", "stall.txt", "watch/rank 0.json", "samples/outcomes-000000"):
+        write_whole(tmp_path / name, "")
+    assert len(list(tmp_path.rglob("*.partial"))) == 5
+    launcher._prepare_directory(config)
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*kept, "config.yaml"}
 
 
 def test_the_earliest_of_the_gravest_kind_is_the_failure_of_the_run(tmp_path: Path) -> None:

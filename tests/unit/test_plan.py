@@ -1216,7 +1216,7 @@ def test_a_plan_is_not_kept_waiting_by_a_reward_that_may_be_slow(file, monkeypat
     monkeypatch.syspath_prepend(file.parent)
     monkeypatch.setattr("megatron_async_rl.plan.preflight.PATIENCE_S", 0.2)
     slow = "rollout.reward={name: 'probed_rewards:never_answers', timeout_s: 3000}"
-    assert plan(file, slow, "watchdog.timeout_s=3000").problems == ()
+    assert plan(file, slow, "watchdog.timeout_s=3001").problems == ()
 
 
 @pytest.mark.parametrize("name", ["fine", "fails_on_the_first"])

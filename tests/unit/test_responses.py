@@ -20,7 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
-from megatron_async_rl.rollout.environments.conversation import Segment, Transcript
+from megatron_async_rl.rollout.environments.transcript import Segment, Transcript
 from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec

@@ -23,6 +23,8 @@ from megatron_async_rl.flow import sample_log
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.sample_log import SampleLog, SampleLogWriter, open_sample_log
 from megatron_async_rl.flow.spec import DataState
+from megatron_async_rl.report.sample_browser import SampleBrowser
+from megatron_async_rl.report.samples import Wanted, choose, samples_section
 from megatron_async_rl.samples.columns import NUMERIC, batch_of
 from megatron_async_rl.samples.segments import (
     FOLDER,
@@ -126,6 +128,38 @@ def test_a_response_that_trains_again_names_all_its_steps(tmp_path: Path) -> Non
 
 
 # Crashes
+
+
+def test_a_sample_that_a_resumed_run_wrote_again_is_read_once_with_its_newest_reward(
+    tmp_path: Path,
+) -> None:
+    """As the reward of its group came after the checkpoint; by every reader there is."""
+    again, other = sample(0, reward=0.25), sample(1, reward=0.5)
+    log = begun(tmp_path)
+    for one in (again, other):
+        log.finished(row(one))
+    log.close()
+    log = begun(tmp_path)
+    for reward in (0.625, 0.75):  # two crashes, and one segment
+        log.finished(row(replace(again, reward=reward)))
+    log.trained([row(one) for one in (again, other)], 1)
+    log.close()
+
+    entries = list(read_entries(tmp_path))
+    assert [(e.id, e.reward, e.state) for e in entries] == [
+        ("0-0", 0.75, "trained"),
+        ("1-0", 0.5, "trained"),
+    ]
+    assert [one.reward for _, one in load(tmp_path, entries)] == [0.75, 0.5]
+    table = read_table(tmp_path, "samples")
+    assert (table["id"].to_pylist(), table["reward"].to_pylist()) == (["1-0", "0-0"], [0.5, 0.75])
+    step = choose(tmp_path, Wanted(step=1))
+    assert [(one.id, one.reward) for _, one in step.samples] == [("0-0", 0.75), ("1-0", 0.5)]
+    page = samples_section(tmp_path)
+    assert (page.count("sample 0-0"), page.count("reward 0.25")) == (1, 0)
+    shown = SampleBrowser(tmp_path).answer({"order": "best"})
+    assert shown["words"] == "2 of 2 samples"
+    assert "reward 0.75" in shown["html"]
 
 
 def test_a_file_cut_anywhere_shows_the_whole_batches_before(tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ LARGEST = 1e30
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and whatever else the template reads."""
+UNREAD = "unread_tool_call"
+"""Key of a message of the model: why a tool call in it could not be read."""
+UNREAD_CALLS = "unread_tool_calls"
+"""What is measured of them."""
 Words = str | Sequence[Message]
 """The words of an environment: text (of the user's role), or chat messages."""
 

@@ -26,7 +26,14 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from megatron_async_rl.config.environment import TOOLS, EnvironmentConfig
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.tokenizer import Tokenizer, tokenizer_of
-from megatron_async_rl.rollout.environments import Message, Step, load_factory, settled
+from megatron_async_rl.rollout.environments import (
+    UNREAD,
+    UNREAD_CALLS,
+    Message,
+    Step,
+    load_factory,
+    settled,
+)
 from megatron_async_rl.rollout.rewards.registry import imported
 from megatron_async_rl.samples.types import Prompt
 
@@ -124,10 +131,15 @@ class Tools:
         """Nothing is said before the first turn."""
 
     async def step(self, message: Message) -> Step:
-        """`message`: the model's, with its `tool_calls`."""
-        calls = message.get("tool_calls") or ()
-        measured = {"tool_calls": float(len(calls)), "tool_errors": 0.0}
+        """`message`: the model's, with its `tool_calls`, or with UNREAD."""
+        calls, unread = message.get("tool_calls") or (), message.get(UNREAD)
+        measured = {"tool_calls": float(len(calls)), "tool_errors": 0.0, UNREAD_CALLS: 0.0}
         answers = []
+        if unread is not None:
+            measured = dict.fromkeys(measured, 1.0)
+            # A template may want a tool's answer to name the call.
+            text = f"error: the tool call cannot be read: {unread}"
+            answers.append({"role": "user", "content": text})
         until = asyncio.get_running_loop().time() + self.timeout_s
         for call in calls:
             try:
@@ -137,7 +149,7 @@ class Tools:
                 measured["tool_errors"] += 1
             named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
             answers.append({"role": "tool", **named, "content": text})
-        return Step(observation=answers, done=not calls, measured=measured)
+        return Step(observation=answers, done=not answers, measured=measured)
 
     async def _call(self, call: Mapping[str, Any], until: float) -> str:
         tool = self._tools.get(call["name"])

@@ -8,7 +8,8 @@ not change what is before them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import (
     PARSER_KEY,
+    UNREAD,
     EnvironmentRefused,
     Message,
     Words,
@@ -122,6 +124,40 @@ def shown(words: Words) -> str:
     return words if isinstance(words, str) else "".join(str(one["content"]) for one in words)
 
 
+PARSERS = [logging.getLogger(name) for name in ("vllm.tool_parsers", "vllm.parser")]
+"""Loggers of vLLM's tool parsers, which say there what they cannot read."""
+REASON = 200
+"""Characters of a reason that the model reads: a parser may repeat the whole response."""
+
+
+class _Faults(logging.Handler):
+    """Keeps what a parser reports, in the place of the log: a policy makes thousands of them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self.found.append(_described(error) if error is not None else record.getMessage())
+
+
+@contextmanager
+def _reported() -> Iterator[list[str]]:
+    faults = _Faults()
+    for logger in PARSERS:
+        logger.addHandler(faults)
+    try:
+        yield faults.found
+    finally:
+        for logger in PARSERS:
+            logger.removeHandler(faults)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 class ToolParser:
     """One of vLLM's tool parsers, with the model's tokenizer. Raises EnvironmentRefused where the
     model has not the tokens that it looks for."""
@@ -136,8 +172,9 @@ class ToolParser:
         from vllm.tool_parsers import ToolParserManager
 
         require_tool_parser(name)
-        # They write a traceback for each call that is wrong, of which a policy makes thousands.
-        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        for logger in PARSERS:
+            logger.setLevel(logging.WARNING)
+            logger.propagate = False
         self._request = ChatCompletionRequest
         self._parser: Any = ToolParserManager.get_tool_parser(name)
         self._tokenizer: Any = get_tokenizer(str(model_path))
@@ -156,16 +193,20 @@ class ToolParser:
     ) -> dict[str, Any]:
         """The assistant's message of a turn: `content`, and `tool_calls` where there are any, each
         with `id`, `type` and `function` (`name`; `arguments` as JSON). `text`: of the turn, without
-        special tokens. What cannot be parsed stays text."""
+        special tokens. What cannot be parsed stays text, and where the parser says so, UNREAD has
+        its reason."""
         # Calls stand between special tokens in many a model.
         end = len(ids) - (ids[-1] in self._eos_ids)
         whole = self._tokenizer.decode(list(ids[:end]), skip_special_tokens=False)
-        try:
-            found = self._parse(whole, tools or self._tools)
-        except Exception:  # noqa: BLE001 - a parser is given whatever a model writes
-            return {"role": "assistant", "content": text}
-        if not found.tool_calls:
-            return {"role": "assistant", "content": text}
+        found = None
+        with _reported() as faults:
+            try:
+                found = self._parse(whole, tools or self._tools)
+            except Exception as error:  # noqa: BLE001 - a parser is given whatever a model writes
+                faults.append(_described(error))
+        if found is None or not found.tool_calls:
+            unread = {UNREAD: faults[0][:REASON]} if faults else {}
+            return {"role": "assistant", "content": text, **unread}
         calls = [one.model_dump(include={"id", "type", "function"}) for one in found.tool_calls]
         return {"role": "assistant", "content": found.content, "tool_calls": calls}
 

@@ -5,14 +5,17 @@
 
 A session is one sample: its base URL names it. The first call's messages become the prompt. A call
 that repeats all that was said in a segment of the sample, and adds to it, goes on there: the addition
-alone is rendered, so token in, token out holds as for any conversation (conversation.py). Any other
-call (of an agent that has compacted its context, or has begun another) begins a segment, while there
-are fewer than `rollout.environment.max_segments`.
+alone is rendered, so token in, token out holds as for any sample (transcript.py). A call that
+is made again, as its caller had given up and hung up, gets the turn that was sampled for it. Any
+other call (of an agent that has compacted its context, or has begun another) begins a segment, while
+there are fewer than `rollout.environment.max_segments`.
 
 Invariants:
 - the server runs on the engine's event loop and listens on this machine alone; a session's name
   cannot be guessed, and is unknown once its agent has ended;
 - the calls of a session are answered one after the other, whatever segment they belong to;
+- an agent may work by itself for as long as its time lasts, whatever `watchdog.timeout_s` is: between
+  its calls the run is allowed to be without progress;
 - how responses are drawn is the run's affair (rollout.sampling): a call's temperature and the like
   are read over, and what would need more than one sample is refused.
 """
@@ -23,23 +26,24 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from aiohttp import web
 
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.rollout.environments import Message, Step
+from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, Message, Step
 from megatron_async_rl.rollout.environments.chat import ChatMessages, ToolParser
-from megatron_async_rl.rollout.environments.conversation import (
+from megatron_async_rl.rollout.environments.conversation import too_long
+from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
+from megatron_async_rl.rollout.environments.transcript import (
     SampleTurn,
     Segment,
     Transcript,
     Turn,
     TurnRequest,
-    too_long,
 )
-from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.samples.types import Prompt
 
 MODEL = "policy"
@@ -70,6 +74,8 @@ class _Thread(Segment):
         super().__init__(prompt)
         self.tools = tools
         self.said: list[Message] = []
+        self.unread = False
+        """The caller had hung up when the last turn came."""
 
     def repeated(self, messages: Sequence[Message]) -> int:
         """How many of its messages are the first of these."""
@@ -80,15 +86,59 @@ class _Thread(Segment):
     def goes_on(self, messages: Sequence[Message], tools: Any) -> bool:
         return self.tools == tools and self.repeated(messages) == len(self.said) < len(messages)
 
+    def asked_again(self, messages: Sequence[Message], tools: Any) -> bool:
+        """An agent that got its answer, and wants another to the same, does not ask again."""
+        before = len(self.said) - 1
+        return (
+            self.unread
+            and self.tools == tools
+            and self.repeated(messages) == len(messages) == before
+        )
+
 
 class _Session:
-    def __init__(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> None:
+    def __init__(
+        self,
+        transcript: Transcript,
+        sample: SampleTurn,
+        max_tokens: int,
+        environments: Environments,
+    ) -> None:
         self.transcript, self._sample, self.max_tokens = transcript, sample, max_tokens
+        self._environments = environments
         self.threads: list[_Thread] = []
         self.lock = asyncio.Lock()
         self.refusal = ""
         """The last one's reason."""
         self.ended = False
+        self._calls = 0
+        self._own_work = ExitStack()
+        """Entered while the agent works by itself."""
+
+    def begin(self) -> None:
+        """The agent's time runs from here on."""
+        self._until = asyncio.get_running_loop().time() + self._environments.settings.timeout_s
+        self._work_alone()
+
+    def end(self) -> None:
+        self.ended = True
+        self._own_work.close()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """The agent waits for the model."""
+        self._own_work.close()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls and not self.ended:
+                self._work_alone()
+
+    def _work_alone(self) -> None:
+        left_s = self._until - asyncio.get_running_loop().time()
+        self._own_work.enter_context(self._environments.working_alone(left_s))
 
     async def sample(self, asked: TurnRequest) -> Turn:
         """Raises Refused once the agent has ended: of a call that it gave up, nothing is in the
@@ -134,11 +184,12 @@ class Agents:
 
     async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
         """Runs the agent, whose calls fill `transcript`; why it ended early, where it failed."""
-        session, name = _Session(transcript, sample, max_tokens), secrets.token_urlsafe(16)
-        process = None
+        session = _Session(transcript, sample, max_tokens, self._environments)
+        name, process = secrets.token_urlsafe(16), None
         try:
             process = await self._environments.open()
             self._sessions[name] = session
+            session.begin()
             reward = await process.run(transcript.asked, f"{self._url}/session/{name}/v1")
         except EnvironmentFailed as error:
             # An agent that is told that there is no room left may well raise.
@@ -147,7 +198,7 @@ class Agents:
             return session.explained(str(error))
         finally:
             self._sessions.pop(name, None)
-            session.ended = True
+            session.end()
             if process is not None:
                 await process.close()
         if not transcript.turns:
@@ -173,8 +224,11 @@ class Agents:
         session = self._session(request)
         try:
             body = await request.json()
-            async with session.lock:
-                answer = await self._answer(session, body)
+            with session.call():
+                async with session.lock:
+                    thread = await self._answered(session, body)
+                    answer = self._completion(thread, bool(body.get("logprobs")))
+                    thread.unread = request.transport is None or request.transport.is_closing()
             if body.get("stream"):
                 return await _streamed(request, answer)
             return web.json_response(answer)
@@ -186,9 +240,13 @@ class Agents:
             {"error": {"message": session.refusal, "type": "invalid_request_error"}}, status=400
         )
 
-    async def _answer(self, session: _Session, body: Any) -> dict[str, Any]:
+    async def _answered(self, session: _Session, body: Any) -> _Thread:
+        """The segment whose last turn answers the call. Raises Refused."""
         messages, tools = _checked(body), body.get("tools")
         transcript, limit = session.transcript, self._environments.settings.max_turns
+        for one in session.threads:
+            if one.asked_again(messages, tools):
+                return one
         thread = next((one for one in session.threads if one.goes_on(messages, tools)), None)
         words: list[int] = []
         if thread is not None:
@@ -208,10 +266,13 @@ class Agents:
         # An agent may go on with a shorter history where the one before was at its limit.
         transcript.truncated = turn.reason == "length" and most == room
         message = self._parser.message(turn.tokens.response_ids.tolist(), turn.text, tools)
+        unread = message.pop(UNREAD, None)  # the agent reads text, as of any server
+        if tools:
+            transcript.measured.update({UNREAD_CALLS: float(unread is not None)})
         if thread not in session.threads:
             session.threads.append(thread)
         thread.said = [*messages, message]
-        return self._completion(turn, message, len(thread.ids), bool(body.get("logprobs")))
+        return thread
 
     def _full(self, session: _Session, *, turns: bool = False) -> Refused:
         """`turns`: the limit that is met is theirs, and not of tokens."""
@@ -245,10 +306,9 @@ class Agents:
         ids = tuple(_rendered(self._tokenizer.encode_rendered, text))
         return _Thread(Prompt(id=asked.id, text=text, token_ids=ids, fields=asked.fields), tools)
 
-    def _completion(
-        self, turn: Turn, message: Mapping[str, Any], total: int, logprobs: bool
-    ) -> dict[str, Any]:
-        """The answer. `total`: tokens of the segment."""
+    def _completion(self, thread: _Thread, logprobs: bool) -> dict[str, Any]:
+        """The answer of the segment's last turn."""
+        turn, message, total = thread.turns[-1], thread.said[-1], len(thread.ids)
         choice: dict[str, Any] = {"index": 0, "message": message}
         choice["finish_reason"] = (
             "length"

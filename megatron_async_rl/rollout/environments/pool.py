@@ -21,8 +21,8 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_async_rl.config.environment import EnvironmentConfig
@@ -38,6 +38,8 @@ READ_S = 0.1
 """Time for the event loop to read what came while it was busy."""
 SHOW_S = 0.2
 """Time for a process to write where it stands."""
+NOTICED_S = 30.0
+"""Time for the watchdog to hear of the end of an agent that took all of its time."""
 EXIT_S = 1.0
 """Grace for the template to end its forks."""
 
@@ -64,6 +66,8 @@ class Environments:
         self._orders: deque[tuple[bytes, socket.socket | None]] = deque()
         """Those that the template has not taken yet, with the sockets that they send."""
         self._closing: set[asyncio.Task[None]] = set()
+        self.at_work = 0
+        """Agents that ask the model nothing now."""
 
     def start(self) -> None:
         """Starts the process that imports the environment, while the engine starts."""
@@ -122,6 +126,17 @@ class Environments:
         except BaseException:
             self._room.release()
             raise
+
+    @contextmanager
+    def working_alone(self, left_s: float) -> Iterator[None]:
+        """An agent that has `left_s` of its time left asks the model nothing meanwhile: it moves
+        nothing, and is at no standstill."""
+        self.at_work += 1
+        try:
+            with watch.phase(f"at work in {self.settings.name}", max(0.0, left_s) + NOTICED_S):
+                yield
+        finally:
+            self.at_work -= 1
 
     async def _fork(self) -> _Process:
         if self._template is not None and self._template.poll() is not None:
@@ -265,7 +280,9 @@ class Conversing:
             raise EnvironmentFailed("its process is gone")
         payload = pickle.dumps((method, argument), pickle.HIGHEST_PROTOCOL)
         self._busy = True
-        with watch.doing("work", f"{what} of the environment {settings.name}", settings.timeout_s):
+        # An agent's run is work while it asks the model nothing, and `working_alone` shows that.
+        kind: watch.Kind = "wait" if method == "run" else "work"
+        with watch.doing(kind, f"{what} of the environment {settings.name}", settings.timeout_s):
             process.writer.write(framed(payload))
             answer = asyncio.ensure_future(_read(process.reader))
             try:
