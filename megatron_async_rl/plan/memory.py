@@ -76,9 +76,10 @@ class RankMemory:
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
     """Bytes of one engine. `cache` is null on a GPU, where `rollout.gpu_memory_utilization` gives
-    it what is left. `largest`: of its tensors."""
+    it what is left. `worker`: weights of the worker that has most of them. `largest`: of its tensors."""
 
     weights: int
+    worker: int
     largest: int
     cache: int | None
     cache_tokens: int | None
@@ -306,8 +307,19 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
     cache = None if on_gpu else int(rollout.kv_cache_gib * GIB)
     tokens = None if cache is None else cache // per_token
     largest = max(shape.vocabulary, shape.intermediate, shape.heads * shape.head_dim)
+    # The first stage has the embedding and the last the output layer, which may be one weight.
+    tables = shape.vocabulary * shape.hidden
+    tables *= 1 if shape.tied or rollout.pipeline > 1 else 2
+    layers = -(-shape.layers // rollout.pipeline)
+    products = layers * (shape.layer_sharded + shape.layer_experts)
+    values = tables + layers * shape.layer_replicated + shape.hidden
     return EngineMemory(
         weights=shape.parameters * value_bytes(config),
+        worker=(
+            values * value_bytes(config)
+            + products * (1 if rollout.quantised else value_bytes(config))
+        )
+        // rollout.tensor,
         largest=largest * shape.hidden * value_bytes(config),
         cache=cache,
         cache_tokens=tokens,
