@@ -18,9 +18,9 @@ def core_of(log: Path) -> psutil.Process:
 
 
 def workers_of(log: Path) -> list[psutil.Process]:
-    """The workers that `core_of` started, by stage and rank. Raises psutil.NoSuchProcess."""
-    numbers = dict(re.findall(r"\((Worker_\w+) pid=(\d+)\)", log.read_text()))
-    workers = [psutil.Process(int(numbers[name])) for name in sorted(numbers)]
+    """The tensor-parallel workers that `core_of` started, by rank. Raises psutil.NoSuchProcess."""
+    numbers = dict(re.findall(r"\(Worker_TP(\d+) pid=(\d+)\)", log.read_text()))
+    workers = [psutil.Process(int(numbers[rank])) for rank in sorted(numbers)]
     core = core_of(log)
     assert all(worker.ppid() == core.pid for worker in workers), (workers, core)
     return workers

@@ -171,7 +171,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
             )
         )
     if shape is not None:
-        found += _shape_problems(config, shape)
+        found += _shape_problems(config, shape) + _engine_problems(config, machine, shape)
     if config.policy.device == "cuda" and not machine.gpus:
         fix = "set it to auto or cpu, or see `mar doctor` for what keeps CUDA away"
         found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
@@ -250,11 +250,18 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     return [Problem(key=key, what=what, fix=fix)]
 
 
-def _engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
+def _engine_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Problem]:
     if config.rollout is None:
         return []
     tensor, pipeline = config.rollout.tensor, config.rollout.pipeline
     found = []
+    if config.rollout.vllm.get("enable_expert_parallel") and shape.experts < tensor:
+        what = f"{tensor} workers to divide the model's {shape.experts} experts"
+        key = "rollout.vllm.enable_expert_parallel"
+        found.append(Problem(key=key, what=what, fix="remove it"))
+    if config.rollout.quantised and shape.experts and device_of(config, machine) == "cpu":
+        what = "on a CPU vLLM cannot load new weights into a mixture of experts that it quantises"
+        found.append(Problem(key="rollout.vllm.quantization", what=what, fix="remove it"))
     if pipeline > shape.layers:
         what = f"{pipeline} stages, and the model has {shape.layers} layers"
         fix = f"set it to at most {shape.layers}"
@@ -311,7 +318,6 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
         + _virtual_problems(config, shape)
         + _expert_problems(config, shape)
         + _routing_problems(config, shape)
-        + _engine_problems(config, shape)
         + lora_problems(config, shape)
     )
 

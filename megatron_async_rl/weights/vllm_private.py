@@ -256,17 +256,24 @@ def draw_in_batches() -> None:
 
 
 def complete_cpu_worker(worker: Any) -> None:
-    """Gives a CPU worker of several what vLLM's lack there: memory for what the pipeline stage before
-    it computed, which vLLM makes in a warm-up that it leaves out where nothing is compiled; and experts
-    that a worker computes only if it has them, which vLLM's kernel takes to be all. Idempotent."""
+    """Gives a CPU worker what it lacks where there are several: memory for what the pipeline stage
+    before it computed, which vLLM makes in a warm-up that it leaves out where nothing is compiled, and
+    `compute_own_experts`."""
     from vllm.distributed import get_pp_group
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+    compute_own_experts()
     runner = worker.model_runner
     if not get_pp_group().is_first_rank:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+
+
+def compute_own_experts() -> None:
+    """A worker that has some of the experts computes those alone. vLLM's kernel on a CPU takes experts'
+    numbers for places in the worker's weights. Idempotent."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
     apply_all = CPUUnquantizedExperts.apply
     if hasattr(apply_all, "__wrapped__"):
         return

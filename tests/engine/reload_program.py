@@ -5,7 +5,8 @@ Arguments: where to write the answer, then `A:B` or `A:B:HOW`, checkpoints of on
 with A and is updated to B, A, B, in the way it chooses. HOW: `both`, to A and B by vLLM's layer-wise
 reload then; `halves`, there are two engines in turn, which are what two workers are with half of the
 experts each, but that they add nothing up; a value of vLLM's `quantization`. Each time to B for the last
-time its buckets are lent, two at a time, in memory that is overwritten as soon as it has been read.
+time its buckets are lent, but on a GPU, two at a time, in memory that is overwritten as soon as it has
+been read.
 
 The answer: for each A by name, for each state [way of the update, which checkpoint (0: A), log-probs and
 other outputs]; under `faults`, of a quantised model, [tensors whose digests differ after a bit was
@@ -114,11 +115,13 @@ def run(
         "init_weight_transfer_engine",
         kwargs={"init_info": {"version": 0, "transport": "shared_memory"}},
     )
-    engine.collective_rpc("complete_on_cpu")
+    if half is not None:
+        engine.collective_rpc("complete_on_cpu")
     found = Found([("none", 0, outputs(engine))])
     staging, lending = Staging(SharedMemory()), Lending(CudaIpc(torch.device("cpu")))
     for version, (which, layerwise, lent) in enumerate(updates, start=1):
         engine.collective_rpc(use_layerwise if layerwise else lend_memory_of_experts)
+        lent = lent and not torch.cuda.is_available()  # the program's own memory is the host's
         engine.collective_rpc(read_as, args=("cuda_ipc" if lent else "shared_memory",))
         if lent:
             digests, loaded = borrowed(engine, lending, version, checkpoints[which])
@@ -240,7 +243,7 @@ def outputs(engine: LLM) -> list[float]:
 def embedding_as_output_layer(worker: Any) -> list[float]:
     """What it gives models that use it as one."""
     embedding = worker.weight_transfer_engine.model.model.embed_tokens
-    ones = torch.ones(1, embedding.embedding_dim, dtype=worker.model_config.dtype)
+    ones = torch.ones_like(embedding.weight[:1])
     output = embedding.quant_method.apply(embedding, ones)
     return output.flatten()[:8].tolist()
 

@@ -326,6 +326,22 @@ def test_replay_of_experts_wants_a_pass_that_chose_them(file, overrides, what):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (
+            ["rollout.pipeline=2", "policy.routing_replay=rollout"],
+            "where one stage has all layers",
+        ),
+        (["rollout.vllm.enable_expert_parallel=true"], "that is 1"),
+        (["rollout.vllm.quantization=fp8_per_channel"], "set model.dtype: bfloat16"),
+    ],
+)
+def test_an_engine_that_vllm_cannot_start_is_refused_before(file, overrides, what):
+    assert what in problem(file, *overrides).what
+    load(file, ["model.dtype=bfloat16", "rollout.tensor=2", overrides[-1]])
+
+
+@pytest.mark.parametrize(
     ("changed", "why"),
     [
         ([], ""),
