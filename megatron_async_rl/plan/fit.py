@@ -134,7 +134,7 @@ def _needs(
     found["engine"] = Need(
         key="rollout.gpu_memory_utilization",
         what="each GPU of an engine",
-        parts=(("weights", engine.worker),),
+        parts=(("weights", engine.of_worker(rollout)),),
         has=share,
         of=f"that {rollout.gpu_memory_utilization:g} of a GPU gives",
     )
@@ -149,7 +149,7 @@ def _needs(
             key="rollout.tensor",
             what=f"an engine, loading beside a rank{_of_stage(kept, ranks)}",
             parts=(
-                ("the engine's weights", engine.worker),
+                ("the engine's weights", engine.of_worker(rollout)),
                 ("the policy's parameters", _kept(kept)),
                 ("buckets on their way", lent_bytes(config, engine)),
             ),
