@@ -23,3 +23,14 @@ def parts(buckets: Iterable[Bucket]) -> Iterator[Part]:
 
 def stage(staging: Staging, version: int, buckets: Sequence[Bucket]) -> Manifest:
     return staging.stage(version, specs(buckets), parts(buckets))
+
+
+def flip_a_bit(manifest: Manifest, name: str) -> None:
+    """Of the staged tensor of that name; its version is in one bucket."""
+    (staged,) = manifest.buckets
+    (entry,) = (entry for entry in staged.entries if entry.name == name)
+    with open(staged.path, "r+b") as file:
+        file.seek(entry.offset + 5)
+        byte = file.read(1)[0]
+        file.seek(entry.offset + 5)
+        file.write(bytes([byte ^ 1]))

@@ -84,6 +84,7 @@ _EXPERT_TENSOR = Alias(
 )
 _REPLAY = Alias(keys=("policy.routing_replay",))
 _TENSOR = Alias(keys=("policy.parallel.tensor", "rollout.tensor"), note="policy, and engines")
+_PIPELINE = Alias(keys=("policy.parallel.pipeline", "rollout.pipeline"), note=_TENSOR.note)
 
 ALIASES = {
     # Methods.
@@ -223,9 +224,9 @@ ALIASES = {
     "tensor_parallel_size": _TENSOR,
     "tensor_model_parallel_size": _TENSOR,
     "tp": _TENSOR,
-    "pipeline_parallel_size": Alias(keys=("policy.parallel.pipeline",)),
-    "pipeline_model_parallel_size": Alias(keys=("policy.parallel.pipeline",)),
-    "pp": Alias(keys=("policy.parallel.pipeline",)),
+    "pipeline_parallel_size": _PIPELINE,
+    "pipeline_model_parallel_size": _PIPELINE,
+    "pp": _PIPELINE,
     "expert_parallel_size": Alias(keys=("policy.parallel.expert",)),
     "expert_model_parallel_size": Alias(keys=("policy.parallel.expert",)),
     "ep": Alias(keys=("policy.parallel.expert",)),

@@ -7,10 +7,10 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_async_rl.config.problem import Problem
 
@@ -20,6 +20,7 @@ OWNED: Mapping[str, str] = {
     "dtype": "model.dtype",
     "seed": "run.seed",
     "tensor_parallel_size": "rollout.tensor",
+    "pipeline_parallel_size": "rollout.pipeline",
     "max_model_len": "rollout.max_context",
     "max_num_seqs": "rollout.max_concurrent",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization (on the CPU rollout.kv_cache_gib)",
@@ -38,19 +39,36 @@ OWNED: Mapping[str, str] = {
 
 _WEIGHTS = "new weights are loaded, and their digests taken, by code that knows engines without it"
 _MODEL = "policy and engines must be one model, as the files in model.path have it"
-_SHAPE = "an engine is rollout.tensor workers, each with its GPU; more engines are rollout.engines"
+_COPIES = (
+    "vLLM's data parallelism is engines behind a coordinator of its own: set rollout.engines, each of"
+    " which is filled, updated and started again by itself"
+)
+_ONE_MACHINE = (
+    "an engine's workers are processes of one machine, and this is set for them; rollout.tensor and"
+    " rollout.pipeline say how many there are, and rollout.engines may be on any machine"
+)
+_CONTEXT = (
+    "weights are updated over workers of rollout.tensor and rollout.pipeline: raise one of these"
+)
+_EXPERTS = (
+    "enable_expert_parallel divides whole experts over the workers of rollout.tensor, and new weights"
+    " come to where they lie then: they must not move, nor be held twice"
+)
 _LOGPROBS = "log-probs of what is sampled must be those of the policy's own distribution"
 _PREFIX = (
     "it is on, and no response begins on keys and values of weights before those that begin it"
 )
 _CACHE = "a weight update could not clear keys and values of old weights that lie elsewhere"
+QUANTISED_AS_LOADED = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
+"""Values of `quantization` with which vLLM quantises all linear layers, and experts, as it loads the
+policy's weights, at the start and in each update. Of the first its CPU kernels know, too."""
 _QUANTISED = (
-    "new weights come as the policy has them, and an update must bring every parameter, while"
-    " nobody sends a quantised layer's scales"
+    "new weights come as the policy has them; set `quantization` to one of"
+    f" {', '.join(QUANTISED_AS_LOADED)}, by which vLLM quantises them as it loads them"
 )
 
 BREAKS: Mapping[str, str] = {
-    **dict.fromkeys(("quantization*", "allow_deprecated_quantization"), _QUANTISED),
+    **dict.fromkeys(("quantization_config", "allow_deprecated_quantization"), _QUANTISED),
     **dict.fromkeys(
         (
             "weight_transfer_config",
@@ -87,25 +105,22 @@ BREAKS: Mapping[str, str] = {
         ),
         _MODEL,
     ),
+    "data_parallel_*": _COPIES,
+    **dict.fromkeys(
+        ("distributed_executor_backend", "nnodes", "node_rank", "master_*", "device_ids"),
+        _ONE_MACHINE,
+    ),
     **dict.fromkeys(
         (
-            "distributed_executor_backend",
-            "pipeline_parallel_size",
-            "data_parallel_*",
             "prefill_context_parallel_size",
             "decode_context_parallel_size",
             "dcp_*",
             "cp_kv_cache_interleave_size",
-            "nnodes",
-            "node_rank",
-            "master_*",
-            "device_ids",
         ),
-        _SHAPE,
+        _CONTEXT,
     ),
     **dict.fromkeys(
         (
-            "enable_expert_parallel",
             "enable_ep_weight_filter",
             "enable_eplb",
             "eplb_config",
@@ -116,7 +131,7 @@ BREAKS: Mapping[str, str] = {
             "dbo_*",
             "ubatch_size",
         ),
-        "experts are loaded as tensor parallelism divides them, and where each lies must not change",
+        _EXPERTS,
     ),
     "enable_prefix_caching": _PREFIX,
     **dict.fromkeys(("logprobs_mode", "logits_processors", "watermark_config"), _LOGPROBS),
@@ -142,10 +157,10 @@ BREAKS_ON_CPU: Mapping[str, str] = {
 
 
 def refused_options(
-    names: Iterable[str], device: Literal["cpu", "cuda"] | None = None
+    options: Mapping[str, Any], device: Literal["cpu", "cuda"] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(name, why not) of each that may not be set on `device`; null: on any."""
-    for name in names:
+    """(name, why not) of each that may not be set so on `device`; null: on any."""
+    for name, value in options.items():
         argument = name.replace("-", "_")
         if argument in OWNED:
             yield name, f"another key sets it: {OWNED[argument]}"
@@ -153,6 +168,11 @@ def refused_options(
             yield name, reason
         elif device == "cpu" and (reason := _matching(BREAKS_ON_CPU, argument)):
             yield name, f"on a CPU {reason}"
+        elif argument == "quantization" and value is not None:
+            if value not in QUANTISED_AS_LOADED:
+                yield name, f"{value} is for weights that were quantised before: {_QUANTISED}"
+            elif device == "cpu" and value != QUANTISED_AS_LOADED[0]:
+                yield name, f"on a CPU vLLM has no kernels for {value}: {QUANTISED_AS_LOADED[0]}"
 
 
 def unknown_option(name: str, known: Collection[str]) -> Problem:
@@ -160,7 +180,7 @@ def unknown_option(name: str, known: Collection[str]) -> Problem:
     near = difflib.get_close_matches(name.lower(), sorted(known), n=1)
     fix = "remove it, or look its name up in vLLM's `AsyncEngineArgs`"
     if near:
-        refused = dict(refused_options(near)).get(near[0])
+        refused = dict(refused_options({near[0]: None})).get(near[0])
         fix = (
             f"remove it; nor may {near[0]} be set here: {refused}"
             if refused

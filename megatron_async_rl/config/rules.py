@@ -165,6 +165,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from _precision(config)
     yield from _gather(config)
     yield from _transport(config)
+    yield from _engines(config)
     yield from _routing(config)
     yield from sampling_conflicts(config)
     yield from eval_conflicts(config)
@@ -263,6 +264,29 @@ def _gather(config: Config) -> Iterator[str]:
         yield (
             f"{key} waits for the weights of a layer where the layer begins, and adapters"
             " (policy.lora) are read by the layers beside them; remove one of the two"
+        )
+
+
+def _engines(config: Config) -> Iterator[str]:
+    """Reasons why no engine can be as the configuration has it; none: one can."""
+    rollout = config.rollout
+    if rollout is None:
+        return
+    if rollout.pipeline > 1 and config.policy.routing_replay == "rollout":
+        yield (
+            f"rollout.pipeline: {rollout.pipeline}, and vLLM records the experts of"
+            " policy.routing_replay: rollout where one stage has all layers; set rollout.pipeline: 1"
+            " and a larger rollout.tensor, or policy.routing_replay: none or proximal"
+        )
+    if rollout.vllm.get("enable_expert_parallel") and rollout.tensor == 1:
+        yield (
+            "rollout.vllm.enable_expert_parallel divides experts over the workers of rollout.tensor,"
+            " and that is 1; set it to more, or remove the option"
+        )
+    if rollout.quantised and config.model.dtype == "float32":
+        yield (
+            f"rollout.vllm.quantization: {rollout.vllm['quantization']} multiplies in 8 bits what is"
+            " bfloat16 else, and model.dtype is float32; set model.dtype: bfloat16, or remove it"
         )
 
 

@@ -319,6 +319,9 @@ class RolloutConfig(Strict):
     tensor: PositiveInt = 1
     """Workers that share every layer of one engine (vLLM's tensor parallelism); divides heads and
     key-value heads."""
+    pipeline: PositiveInt = 1
+    """Stages of one engine, each with some of the layers (vLLM's pipeline parallelism); an engine has
+    `tensor` times as many workers, each on a device of its own. At most the model's layers."""
     in_flight: Literal["keep", "recompute"] = "keep"
     """Effect of a weight update on running responses. `keep`: they go on over the key-value cache
     of the old weights. `recompute`: the cache is cleared, so the new weights read prompt and
@@ -344,8 +347,21 @@ class RolloutConfig(Strict):
     """Longest wait for an engine to start."""
     vllm: Mapping[str, Any] = {}
     """More arguments of vLLM's engine by their names in `AsyncEngineArgs`, such as
-    `max_num_batched_tokens: 16384`, handed on as they are. One that another key sets, or that would
-    break the loading of weights or the log-probs, is refused with the reason."""
+    `max_num_batched_tokens: 16384`, handed on as they are. `enable_expert_parallel: true` divides a
+    mixture's experts, whole, over the `tensor` workers of a stage; `quantization: fp8_per_channel` (or
+    `fp8_per_tensor`, `fp8_per_block`) has vLLM quantise the weights of every update as it loads them. One
+    that another key sets, or that would break the loading of weights or the log-probs, is refused
+    with the reason."""
+
+    @property
+    def quantised(self) -> bool:
+        """vLLM quantises weights as it loads them."""
+        return self.vllm.get("quantization") is not None
+
+    @property
+    def workers(self) -> int:
+        """Of one engine, each with its device."""
+        return self.tensor * self.pipeline
 
     @property
     def max_segments(self) -> int:

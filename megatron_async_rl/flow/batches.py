@@ -282,7 +282,7 @@ def controller_spec(
     rollout = config.rollout
     assert rollout is not None
     shares = rollout.placement == "colocated"
-    fits = rollout.engines * rollout.tensor <= sum(map(len, gpus.values()))
+    fits = rollout.engines * rollout.workers <= sum(map(len, gpus.values()))
     evaluators = config.eval.engines if config.eval is not None else 0
     sends = config.weights.transport == "collective"
     sets = config.eval_sets

@@ -117,7 +117,7 @@ class Communicators:
         slot = next((one for one in self._engines() if one.machine == spec.machine), None)
         if slot is None or slot.engine is None:
             raise RuntimeError("its engine has gone")
-        opening = asyncio.ensure_future(answer_of(sender.open.remote(slot.spec.rollout.tensor)))
+        opening = asyncio.ensure_future(answer_of(sender.open.remote(slot.spec.rollout.workers)))
         try:
             meeting: Meeting = await asyncio.shield(opening)
         except asyncio.CancelledError:

@@ -235,7 +235,7 @@ def estimate(
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
     responses = batch.samples / rollout.engines
     reading = 2 * batch.prompt * (_layer_weights(shape) + _attention(shape, batch.prompt))
-    reading_s = responses * reading / (rollout.tensor * COMPUTE_SHARE * chip.bfloat16)
+    reading_s = responses * reading / (rollout.workers * COMPUTE_SHARE * chip.bfloat16)
     return Estimate(
         chip=chip,
         batch=batch,
@@ -246,7 +246,7 @@ def estimate(
         relayed_s=_sent_s(config, version) if elsewhere else None,
         sending=SENDING[config.weights.transport] if elsewhere else "",
         lent=lent,
-        loaded_s=version / (LENT_RATE if lent else rollout.tensor * COPY_RATE),
+        loaded_s=version / (LENT_RATE if lent else rollout.workers * COPY_RATE),
         decoding=decoding,
         tokens_per_s=tokens_per_s,
         run_ahead=run_ahead(config),
@@ -321,7 +321,7 @@ def _decoding(
     assert rollout is not None
     own = value_bytes(config)
     cached = (batch.prompt + batch.response / 2) * shape.kv_values_per_token * own
-    room = rollout.gpu_memory_utilization * machine.gpus[0].memory * rollout.tensor
+    room = rollout.gpu_memory_utilization * machine.gpus[0].memory * rollout.workers
     most = max(1.0, (room - shape.parameters * own) / cached)
     count = min(rollout.max_concurrent, batch.samples / rollout.engines, most)
     head = shape.vocabulary * shape.hidden
@@ -330,9 +330,10 @@ def _decoding(
         # Those that none of the tokens visits are not read.
         missed = (1 - shape.experts_per_token / shape.experts) ** count
         read += int(shape.layers * shape.layer_experts * (1 - missed))
-    reading_s = (read * own + count * cached) / (READ_SHARE * chip.memory_rate)
+    # Each stage reads its weights anew for every batch on its way, and there are as many as stages.
+    reading_s = (read * own + count * cached / rollout.pipeline) / (READ_SHARE * chip.memory_rate)
     computing_s = 2 * count * (_layer_weights(shape) + head) / (COMPUTE_SHARE * chip.bfloat16)
-    return count, count * rollout.tensor / max(reading_s, computing_s)
+    return count, count * rollout.tensor / max(reading_s, computing_s / rollout.pipeline)
 
 
 def _writers(config: Config, machine: Machine) -> int:

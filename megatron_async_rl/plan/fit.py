@@ -134,14 +134,14 @@ def _needs(
     found["engine"] = Need(
         key="rollout.gpu_memory_utilization",
         what="each GPU of an engine",
-        parts=(("weights", engine.weights // rollout.tensor),),
+        parts=(("weights", engine.of_worker(rollout)),),
         has=share,
         of=f"that {rollout.gpu_memory_utilization:g} of a GPU gives",
     )
     if ranks and rollout.placement == "colocated":
         # The first node's ranks whose GPUs the engines take, too.
         beside = min(
-            config.policy.parallel.ranks // machine.nodes, rollout.engines * rollout.tensor
+            config.policy.parallel.ranks // machine.nodes, rollout.engines * rollout.workers
         )
         stages = {rank_coordinates(config, rank)[-1] for rank in range(beside)}
         kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
@@ -149,7 +149,7 @@ def _needs(
             key="rollout.tensor",
             what=f"an engine, loading beside a rank{_of_stage(kept, ranks)}",
             parts=(
-                ("the engine's weights", engine.weights // rollout.tensor),
+                ("the engine's weights", engine.of_worker(rollout)),
                 ("the policy's parameters", _kept(kept)),
                 ("buckets on their way", lent_bytes(config, engine)),
             ),
@@ -252,6 +252,7 @@ def _changes(
         if phase != "publish" and share is not None:
             yield "rollout.gpu_memory_utilization", round(share, 4)
         yield "rollout.tensor", 2 * rollout.tensor
+        yield "rollout.pipeline", 2 * rollout.pipeline
         if config.weights.transport == "cuda_ipc":
             yield "weights.bucket_mib", math.ceil(config.weights.bucket_mib / 4)
     beside = rollout is not None and rollout.placement == "colocated" and phase != "engine"

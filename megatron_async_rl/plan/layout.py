@@ -78,8 +78,8 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
         listed.append(Process("controller", "Ray actor: prompts, admission, batches", "1 thread"))
         for engine in range(engine_count(config)):
             kind = "Ray actor: vLLM and its core process, rewards"
-            if rollout.tensor > 1:
-                kind = f"Ray actor: vLLM, its core process and {rollout.tensor} workers, rewards"
+            if rollout.workers > 1:
+                kind = f"Ray actor: vLLM, its core process and {rollout.workers} workers, rewards"
             listed.append(
                 Process(
                     f"engine {engine}",
@@ -112,14 +112,14 @@ def engine_count(config: Config) -> int:
 def _engine_place(config: Config, device: Device, engine: int, ranks: int, machine: Machine) -> str:
     """Behind the `ranks` ranks of its node; unless by shared memory, any machine of the Ray cluster."""
     assert config.rollout is not None
-    tensor = config.rollout.tensor
+    workers = config.rollout.workers
     if engines_elsewhere(config, machine):
         what = "GPU" if device == "cuda" else "thread"
-        return f"{tensor} {what}{'s' if tensor > 1 else ''} of any machine"
+        return f"{workers} {what}{'s' if workers > 1 else ''} of any machine"
     if device == "cpu":
-        return "1 thread" if tensor == 1 else f"{tensor} threads"
-    first = engine * tensor + (0 if config.rollout.placement == "colocated" else ranks)
-    return f"GPU {first}" if tensor == 1 else f"GPU {first}-{first + tensor - 1}"
+        return "1 thread" if workers == 1 else f"{workers} threads"
+    first = engine * workers + (0 if config.rollout.placement == "colocated" else ranks)
+    return f"GPU {first}" if workers == 1 else f"GPU {first}-{first + workers - 1}"
 
 
 def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) -> list[Problem]:
@@ -171,7 +171,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
             )
         )
     if shape is not None:
-        found += _shape_problems(config, shape)
+        found += _shape_problems(config, shape) + _engine_problems(config, machine, shape)
     if config.policy.device == "cuda" and not machine.gpus:
         fix = "set it to auto or cpu, or see `mar doctor` for what keeps CUDA away"
         found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
@@ -188,30 +188,40 @@ def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     if rollout is None or node > 0 or engines_elsewhere(config, machine):
         return ranks
-    engines = engine_count(config) * rollout.tensor
+    engines = engine_count(config) * rollout.workers
     return max(ranks, engines) if rollout.placement == "colocated" else ranks + engines
 
 
 def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
-    tensor = rollout.tensor if rollout else 1
+    workers = rollout.workers if rollout else 1
     colocated = rollout is not None and rollout.placement == "colocated"
     # Unless by shared memory an engine finds its GPUs on any machine; these are taken to be alike.
     elsewhere = engines_elsewhere(config, machine)
-    wanted = max(gpus_wanted(config, machine), tensor if elsewhere else 0)
+    wanted = max(gpus_wanted(config, machine), workers if elsewhere else 0)
     if wanted <= len(machine.gpus):
         return []
-    held = f"{engine_count(config)} engines" + (f" of {tensor} GPUs" if tensor > 1 else "")
+    held = f"{engine_count(config)} engines" + (f" of {workers} GPUs" if workers > 1 else "")
     shared = " on the same devices" if colocated else " on any machine" if elsewhere else ""
     each = " a node" if machine.nodes > 1 else ""
     what = (
         f"{ranks} ranks{each} and {held}{shared} need {wanted} GPUs, and"
         f" {'a node has' if machine.nodes > 1 else 'this machine shows'} {len(machine.gpus)}"
     )
-    fix = "lower policy.parallel.ranks, rollout.engines" + (
-        " or rollout.tensor" if tensor > 1 else ""
+    lower = ["policy.parallel.ranks", "rollout.engines", *_divided(config)]
+    fix = (
+        f"lower {', '.join(lower[:-1])} or {lower[-1]}"
+        if lower[2:]
+        else f"lower {', '.join(lower)}"
     )
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
+
+
+def _divided(config: Config) -> list[str]:
+    """Keys that give an engine more than one worker."""
+    rollout = config.rollout
+    sizes = {} if rollout is None else {"tensor": rollout.tensor, "pipeline": rollout.pipeline}
+    return [f"rollout.{name}" for name, size in sizes.items() if size > 1]
 
 
 def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
@@ -222,42 +232,55 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
         return [Problem(key=key, what=what, fix="set it to shared_memory")]
     if config.rollout is None or device_of(config, machine) != "cuda":
         return []
-    tensor = config.rollout.tensor
-    taken = engine_count(config) * tensor
+    workers = config.rollout.workers
+    taken = engine_count(config) * workers
     if taken <= ranks:
         return []
-    engines = f"{engine_count(config)} engines" + (f" of {tensor} GPUs" if tensor > 1 else "")
+    engines = f"{engine_count(config)} engines" + (f" of {workers} GPUs" if workers > 1 else "")
     what = (
         f"cuda_ipc passes weights from a rank to an engine on the same GPU, and {engines} are on"
         f" {taken} GPUs, of which {ranks} have a rank"
     )
     fix = (
-        f"set rollout.engines to at most {ranks // tensor}, policy.parallel.ranks to {taken}, or this"
+        f"set rollout.engines to at most {ranks // workers}, policy.parallel.ranks to {taken}, or this"
         " to shared_memory"
-        if ranks >= tensor
+        if ranks >= workers
         else f"set policy.parallel.ranks to {taken}, or this to shared_memory"
     )
     return [Problem(key=key, what=what, fix=fix)]
 
 
-def _engine_problems(config: Config, shape: ModelShape) -> list[Problem]:
+def _engine_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Problem]:
     if config.rollout is None:
         return []
-    tensor = config.rollout.tensor
+    tensor, pipeline = config.rollout.tensor, config.rollout.pipeline
+    found = []
+    if config.rollout.vllm.get("enable_expert_parallel") and shape.experts < tensor:
+        what = f"{tensor} workers to divide the model's {shape.experts} experts"
+        key = "rollout.vllm.enable_expert_parallel"
+        found.append(Problem(key=key, what=what, fix="remove it"))
+    if config.rollout.quantised and shape.experts and device_of(config, machine) == "cpu":
+        what = "on a CPU vLLM cannot load new weights into a mixture of experts that it quantises"
+        found.append(Problem(key="rollout.vllm.quantization", what=what, fix="remove it"))
+    if pipeline > shape.layers:
+        what = f"{pipeline} stages, and the model has {shape.layers} layers"
+        fix = f"set it to at most {shape.layers}"
+        found.append(Problem(key="rollout.pipeline", what=what, fix=fix))
     counts = [(shape.heads, "attention heads"), (shape.kv_heads, "key-value heads")]
     if not shape.experts:
         counts.append((shape.intermediate, "MLP columns"))
     wrong = [f"{count} {noun}" for count, noun in counts if count % tensor]
     if not wrong:
-        return []
+        return found
     fitting = [
         one for one in range(1, shape.kv_heads + 1) if not any(count % one for count, _ in counts)
     ]
     what = f"{tensor} does not divide the model's {' and '.join(wrong)}"
     return [
+        *found,
         Problem(
             key="rollout.tensor", what=what, fix=f"set it to one of: {', '.join(map(str, fitting))}"
-        )
+        ),
     ]
 
 
@@ -295,7 +318,6 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
         + _virtual_problems(config, shape)
         + _expert_problems(config, shape)
         + _routing_problems(config, shape)
-        + _engine_problems(config, shape)
         + lora_problems(config, shape)
     )
 

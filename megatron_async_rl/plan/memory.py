@@ -11,7 +11,7 @@ from functools import partial
 
 from megatron_async_rl.config.advantages import OpobAdvantage
 from megatron_async_rl.config.controls import AlignmentSettings
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.schema import Config, RolloutConfig
 from megatron_async_rl.plan.activations import (
     FLOAT32,
     activations,
@@ -75,14 +75,27 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """Bytes of one engine. `cache` is null on a GPU, where `rollout.gpu_memory_utilization` gives
-    it what is left. `largest`: of its tensors."""
+    """Bytes of one engine. `weights`: as they come. `layer`: of one of its `layers`, as it keeps
+    them; `embedding`: of that and the last norm; `output`: of an output layer that is not the
+    embedding; `largest`: of its tensors. `cache` is null on a GPU, where
+    `rollout.gpu_memory_utilization` gives it what is left."""
 
     weights: int
+    layers: int
+    layer: int
+    embedding: int
+    output: int
     largest: int
     cache: int | None
     cache_tokens: int | None
     bytes_per_token: int
+
+    def of_worker(self, rollout: RolloutConfig) -> int:
+        """Weights of a worker of the stage with most: the first has the embedding, the last the output
+        layer."""
+        layers = -(-self.layers // rollout.pipeline) * self.layer
+        output = self.output if rollout.pipeline == 1 else 0
+        return (self.embedding + layers + output) // rollout.tensor
 
 
 def stage_experts(shape: ModelShape, *, pipeline: int, expert: int) -> int:
@@ -306,8 +319,15 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
     cache = None if on_gpu else int(rollout.kv_cache_gib * GIB)
     tokens = None if cache is None else cache // per_token
     largest = max(shape.vocabulary, shape.intermediate, shape.heads * shape.head_dim)
+    products = shape.layer_sharded + shape.layer_experts
+    product_bytes = 1 if rollout.quantised else value_bytes(config)
+    table = shape.vocabulary * shape.hidden * value_bytes(config)
     return EngineMemory(
         weights=shape.parameters * value_bytes(config),
+        layers=shape.layers,
+        layer=products * product_bytes + shape.layer_replicated * value_bytes(config),
+        embedding=table + shape.hidden * value_bytes(config),
+        output=0 if shape.tied else table,
         largest=largest * shape.hidden * value_bytes(config),
         cache=cache,
         cache_tokens=tokens,

@@ -186,6 +186,12 @@ def _warnings(
             + (" run.steps x minibatches x epochs" if several else " run.steps")
             + f" ({config.optimizer_steps}): lr never reaches its value"
         )
+    if rollout is not None and rollout.quantised and not config.objective.corrections:
+        found.append(
+            f"rollout.vllm.quantization ({rollout.vllm['quantization']}): log-probs of samples are those"
+            " of quantised weights, and the policy's are not: objective.corrections (tis) weighs by"
+            " their ratio"
+        )
     elsewhere = engines_elsewhere(config, machine)
     transport = config.weights.transport
     if transport in ELSEWHERE and not elsewhere:

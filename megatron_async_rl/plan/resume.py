@@ -62,6 +62,7 @@ ALLOWED = (
     "rollout.placement",
     "rollout.engines",
     "rollout.tensor",
+    "rollout.pipeline",
     "rollout.in_flight",
     "rollout.restarts_per_hour",
     "rollout.unresponsive_s",

@@ -117,6 +117,8 @@ class RolloutEngine:
         if self._environments is not None:
             self._environments.start()
         self._llm = AsyncLLM.from_engine_args(engine_arguments(spec))
+        if spec.device == "cpu" and spec.rollout.workers > 1:
+            await self._llm.collective_rpc("complete_on_cpu")
         await self._llm.init_weight_transfer_engine(
             WeightTransferInitRequest(
                 init_info={"version": spec.first_version, "transport": spec.transport}

@@ -74,6 +74,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         max_model_len=rollout.max_context,
         max_num_seqs=rollout.max_concurrent,
         tensor_parallel_size=rollout.tensor,
+        pipeline_parallel_size=rollout.pipeline,
         skip_tokenizer_init=not spec.needs_tokenizer,
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
@@ -89,7 +90,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
 def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {
         # Of each worker; together they hold what the engine may.
-        "kv_cache_memory_bytes": int(spec.rollout.kv_cache_gib * 2**30) // spec.rollout.tensor,
+        "kv_cache_memory_bytes": int(spec.rollout.kv_cache_gib * 2**30) // spec.rollout.workers,
         # Compiling takes up to 40 s of the first start and was not measurably faster in steady
         # state.
         "enforce_eager": True,
@@ -99,7 +100,7 @@ def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         # Where one worker is enough the model runs in the engine's own process: vLLM's default on a
         # CPU, a second one behind a queue, starts later and pays for the queue at every step.
-        "distributed_executor_backend": "mp" if spec.rollout.tensor > 1 else UNIPROC,
+        "distributed_executor_backend": "mp" if spec.rollout.workers > 1 else UNIPROC,
     }
 
 
@@ -109,5 +110,5 @@ def _gpu_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enable_sleep_mode": spec.rollout.placement == "colocated",
         # In a Ray actor vLLM might choose Ray for its workers, and they would not end with the
         # engine.
-        "distributed_executor_backend": "mp" if spec.rollout.tensor > 1 else "uni",
+        "distributed_executor_backend": "mp" if spec.rollout.workers > 1 else "uni",
     }

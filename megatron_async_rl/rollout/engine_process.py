@@ -100,7 +100,7 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
         ray.remote(RolloutEngine)
         .options(
             num_cpus=0,
-            num_gpus=spec.rollout.tensor if spec.device == "cuda" else 0,
+            num_gpus=spec.rollout.workers if spec.device == "cuda" else 0,
             max_concurrency=MAX_CALLS,
             scheduling_strategy=place_of_engine(spec),
         )

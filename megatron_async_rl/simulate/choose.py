@@ -184,7 +184,7 @@ def engines_of(config: Config) -> RolloutConfig:
 def gpus_of(config: Config) -> int:
     """That trainer and engines have."""
     rollout = engines_of(config)
-    return config.policy.parallel.ranks + rollout.engines * rollout.tensor
+    return config.policy.parallel.ranks + rollout.engines * rollout.workers
 
 
 def predict_from_run(
@@ -288,13 +288,13 @@ def splits(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> 
     best bucket. Raises UserError where there are too few."""
     rollout, parallel, flow = engines_of(config), config.policy.parallel, config.flow
     cell = parallel.replica_ranks
-    if gpus < cell + rollout.tensor:
+    if gpus < cell + rollout.workers:
         what = f"{gpus} are too few for {cell} ranks and an engine"
         raise UserError.of("--gpus", what, "add some")
-    for data in range(1, (gpus - rollout.tensor) // cell + 1):
+    for data in range(1, (gpus - rollout.workers) // cell + 1):
         if flow.prompts_per_step * flow.group_size % data == 0:
             layout = parallel.model_copy(update={"ranks": data * cell})
-            engines = (gpus - data * cell) // rollout.tensor
+            engines = (gpus - data * cell) // rollout.workers
             split = changed(changed(config, "policy", parallel=layout), "rollout", engines=engines)
             yield changed(split, "weights", bucket_mib=best_bucket(split, shape, hardware))
 

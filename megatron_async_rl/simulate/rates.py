@@ -204,17 +204,19 @@ def rates_of(config: Config, shape: ModelShape, hardware: Hardware, lengths: Len
     context = hardware.prompt_tokens + float((tokens**2).mean() / (2 * tokens.mean()))
     weights = shape.parameters * value_bytes(config)
     cached = context * shape.kv_values_per_token * value_bytes(config)
-    room = rollout.tensor * hardware.memory_gib * GIB * rollout.gpu_memory_utilization - weights
+    room = rollout.workers * hardware.memory_gib * GIB * rollout.gpu_memory_utilization - weights
     places = min(rollout.max_concurrent, int(room / cached))
     if places < 1:
-        what = f"the weights leave no room for a response on {rollout.tensor} GPUs"
+        what = f"the weights leave no room for a response on {rollout.workers} GPUs"
         raise UserError.of("rollout.tensor", what, "set it higher")
     read = rollout.tensor * hardware.memory_tb_s * 1e12 * hardware.read_share
-    compute = rollout.tensor * hardware.tflops * 1e12 * hardware.prefill_share
-    fixed_s = hardware.decode_step_ms / 1e3
+    compute = rollout.workers * hardware.tflops * 1e12 * hardware.prefill_share
+    # As many batches are on their way as an engine has stages, and each stage reads its weights for
+    # every one of them.
+    fixed_s = hardware.decode_step_ms / 1e3 * rollout.pipeline
     return Rates(
         decode=(
-            (fixed_s + weights / read, cached / read),
+            (fixed_s + weights / read, cached / read / rollout.pipeline),
             (fixed_s, _forward(shape, context) / compute),
         ),
         places=places,
@@ -267,12 +269,12 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
     bucket = min(config.weights.bucket_mib * MIB, nbytes)
     buckets, each_s = math.ceil(nbytes / bucket), hardware.bucket_ms / 1e3
     copy = hardware.copy_gb_s * 1e9
-    machines = math.ceil(rollout.engines * rollout.tensor / hardware.gpus_per_machine)
+    machines = math.ceil(rollout.engines * rollout.workers / hardware.gpus_per_machine)
     writers = min(config.policy.parallel.ranks, hardware.gpus_per_machine)
     staged = {
         "publish_s": nbytes / (writers * copy),
         # A bucket is copied while the one before it is put in place.
-        "load_s": nbytes / rollout.tensor / copy + buckets * each_s + bucket / copy,
+        "load_s": nbytes / rollout.workers / copy + buckets * each_s + bucket / copy,
     }
     if carrier == "relay":
         # The first machine sends to each of the others, four buckets at a time.
@@ -290,7 +292,7 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
         return {
             "publish_s": each_s,
             "send_s": (buckets + depth) * hop_s,
-            "load_s": 2 * nbytes / rollout.tensor / on_gpu,
+            "load_s": 2 * nbytes / rollout.workers / on_gpu,
         }
     return staged
 

@@ -90,10 +90,13 @@ class AwaitedWeight:
         return taken
 
     def _take(self, *args: Any, **named: Any) -> Any:
-        if self.full:
-            raise RuntimeError(f"{self.name} received more than its {self._total} elements")
         told = self._signature.bind(*args, **named)
         told.apply_defaults()
+        expert = told.arguments.get("expert_id")
+        if expert is not None and self._layer.expert_map_manager.map_global_to_local(expert) < 0:
+            return self._loader(*told.args, **told.kwargs)  # another worker has it
+        if self.full:
+            raise RuntimeError(f"{self.name} received more than its {self._total} elements")
         _, piece, *part = told.arguments.values()
         # A part may have this shape too: over two workers, one matrix is as large as a worker's
         # halves of two.

@@ -28,9 +28,10 @@ from vllm.distributed.weight_transfer.base import (
 from megatron_async_rl.weights.collective import Receiver
 from megatron_async_rl.weights.loaded import Loaded, LoadWatch
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
-from megatron_async_rl.weights.reload import reload_of
+from megatron_async_rl.weights.reload import loaded_parameters, reload_of
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 from megatron_async_rl.weights.transport import Reader, carrier
+from megatron_async_rl.weights.vllm_private import complete_cpu_worker
 
 
 @dataclass
@@ -88,7 +89,7 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._parameters = frozenset(name for name, _ in self.model.named_parameters())
+        self._parameters = loaded_parameters(self.model)
         self._watch = LoadWatch()
         self._reload = reload_of(self.model, self.model_config, self._watch.take)
         self._loaded: set[str] = set()
@@ -180,6 +181,10 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
 class WeightLoadingWorker:
     """Mixed into vLLM's worker (`worker_extension_cls`): a whole bucket in one call, with what was
     loaded as its answer; and, by `collective`, a version to receive before that."""
+
+    def complete_on_cpu(self: Any) -> None:
+        """Once, before anything is sampled."""
+        complete_cpu_worker(self)
 
     def receive_version(self: Any, delivery: bytes) -> None:
         """`delivery`: a pickled Delivery. Begins to receive it, and returns."""

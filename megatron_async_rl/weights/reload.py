@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from megatron_async_rl.weights.packed_layers import (
@@ -180,6 +181,17 @@ class InPlaceReload:
         return [
             weight.name for layer in self._packed for weight in layer.weights if not weight.full
         ]
+
+
+def loaded_parameters(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the parameters that weights are loaded to; others a quantised layer made of these."""
+    found = set()
+    for name, _ in model.named_parameters():
+        scope, _, own = name.rpartition(".")
+        original = get_layerwise_info(model.get_submodule(scope)).restore_metadata[0]
+        if not original or own in original:
+            found.add(name)
+    return frozenset(found)
 
 
 def tied_layers(model: torch.nn.Module) -> list[Any]:

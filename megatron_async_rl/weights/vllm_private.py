@@ -20,7 +20,10 @@ from megatron_async_rl.weights.loaded import digests_of
 
 NAMES = (
     "vllm.distributed.weight_transfer.WeightTransferEngineFactory._registry",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts.apply",
     "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase.moe_kernel",
+    "vllm.model_executor.layers.fused_moe.expert_map_manager.ExpertMapManager.map_global_to_local",
+    "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.expert_map_manager",
     "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo.restore_metadata",
     "vllm.v1.core.sched.scheduler.Scheduler._pause_state",
     "vllm.v1.core.sched.scheduler.Scheduler.get_request_counts",
@@ -52,6 +55,10 @@ NAMES = (
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.logprobs_mode",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.use_fp64_gumbel",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.device",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.intermediate_tensors",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.max_num_tokens",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.model_config",
 )
 """Module, class and name; attributes that only instances have included."""
 
@@ -246,6 +253,43 @@ def draw_in_batches() -> None:
         return torch.ops._C.fused_gumbel_argmax(logits.to(dtype=torch.float32), seeds), logprobs
 
     TopKTopPSampler.forward_cpu = forward_cpu
+
+
+def complete_cpu_worker(worker: Any) -> None:
+    """Gives a CPU worker what it lacks where there are several: memory for what the pipeline stage
+    before it computed, which vLLM makes in a warm-up that it leaves out where nothing is compiled, and
+    `compute_own_experts`."""
+    from vllm.distributed import get_pp_group
+
+    compute_own_experts()
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
+def compute_own_experts() -> None:
+    """A worker that has some of the experts computes those alone. vLLM's kernel on a CPU takes experts'
+    numbers for places in the worker's weights. Idempotent."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply_all = CPUUnquantizedExperts.apply
+    if hasattr(apply_all, "__wrapped__"):
+        return
+
+    @functools.wraps(apply_all)
+    def apply(self: Any, **given: Any) -> None:
+        places = given["expert_map"]  # [experts]: where this worker has each, -1 for another's
+        if places is not None:
+            if given["apply_router_weight_on_input"]:
+                raise NotImplementedError("experts of other workers cannot be weighted with 0")
+            own = places[given["topk_ids"].long()]
+            weights = given["topk_weights"].masked_fill(own < 0, 0.0)
+            given |= {"topk_weights": weights, "topk_ids": own.clamp_min(0)}
+        apply_all(self, **given)
+
+    CPUUnquantizedExperts.apply = apply
 
 
 class SeededDraws:

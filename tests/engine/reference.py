@@ -62,6 +62,10 @@ def checkpoint_weights(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
+VICTIM = "model.layers.1.self_attn.k_proj.weight"
+"""Part of a fused weight."""
+
+
 class Reference:
     """transformers on the same checkpoint, in float32."""
 

@@ -1,11 +1,16 @@
 """What vLLM's own model computes after updates, against what it computed when it had just read the
 same checkpoint.
 
-Arguments: where to write the answer, then `A:B` or `A:B:both`, checkpoints of one shape. The engine
-starts with A and is updated to B, A, B, in the way it chooses; with `both`, to A and B by vLLM's
-layer-wise reload then. Each time to B for the last time its buckets are lent, two at a time, in memory
-that is overwritten as soon as it has been read. The answer: for each A by name, for each state [way of the update, which
-checkpoint (0: A), log-probs and other outputs].
+Arguments: where to write the answer, then `A:B` or `A:B:HOW`, checkpoints of one shape. The engine starts
+with A and is updated to B, A, B, in the way it chooses. HOW: `both`, to A and B by vLLM's layer-wise
+reload then; `halves`, there are two engines in turn, which are what two workers are with half of the
+experts each, but that they add nothing up; a value of vLLM's `quantization`. Each time to B for the last
+time its buckets are lent, but on a GPU, two at a time, in memory that is overwritten as soon as it has
+been read.
+
+The answer: for each A by name, for each state [way of the update, which checkpoint (0: A), log-probs and
+other outputs]; under `faults`, of a quantised model, [tensors whose digests differ after a bit was
+flipped] and [what is said where a tensor is left out].
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -30,6 +37,7 @@ from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
 from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION, register
 from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
@@ -40,8 +48,8 @@ from megatron_async_rl.weights.reload import LayerwiseReload
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.transport import carrier
-from tests.engine.reference import PROMPT
-from tests.staged import parts, stage
+from tests.engine.reference import PROMPT, VICTIM
+from tests.staged import flip_a_bit, parts, stage
 
 OWN = [(1, False, False), (0, False, False), (1, False, True)]
 LAYERWISE = [(0, True, False), (1, True, True)]
@@ -49,40 +57,71 @@ LAYERWISE = [(0, True, False), (1, True, True)]
 LENT_BUCKETS = 7
 
 
+Proof = tuple[Mapping[str, str], list[dict[str, Loaded]]]
+"""Digests that were sent, and what was loaded."""
+
+
+@dataclass
+class Found:
+    states: list[tuple[str, int, list[float]]]
+    proofs: list[Proof] = field(default_factory=list)
+    faults: list[list[str]] = field(default_factory=list)
+
+
 def main() -> None:
     register()
-    answer = {}
+    answer: dict[str, Any] = {}
     for pair in sys.argv[2:]:
-        first, second, *both = pair.split(":")
-        answer[Path(first).name] = states(
-            [Path(first), Path(second)], [*OWN, *(LAYERWISE if both else [])]
-        )
+        first, second, *how = pair.split(":")
+        checkpoints = [Path(first), Path(second)]
+        if how == ["both"]:
+            found = [run(checkpoints, [*OWN, *LAYERWISE])]
+        elif how == ["halves"]:
+            found = [run(checkpoints, OWN, half=half) for half in (0, 1)]
+        else:
+            found = [run(checkpoints, OWN, quantization=how[0] if how else None)]
+        for proofs in zip(*(one.proofs for one in found), strict=True):
+            (sent, *_), loaded = zip(*proofs, strict=True)
+            require_equal(
+                "the engine", sent, digests_of([part for each in loaded for part in each])
+            )
+        answer[checkpoints[0].name] = [state for one in found for state in one.states]
+        answer["faults"] = [fault for one in found for fault in one.faults]
     Path(sys.argv[1]).write_text(json.dumps(answer))
 
 
-def states(
-    checkpoints: list[Path], updates: list[tuple[int, bool, bool]]
-) -> list[tuple[str, int, list[float]]]:
-    engine = LLM(
-        str(checkpoints[0]),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=64,
-        kv_cache_memory_bytes=2**26,
-        max_logprobs=-1,
-        enable_prefix_caching=False,
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls=WORKER_EXTENSION,
-    )
+def run(
+    checkpoints: list[Path],
+    updates: list[tuple[int, bool, bool]],
+    *,
+    quantization: str | None = None,
+    half: int | None = None,
+) -> Found:
+    with divided(half):
+        engine = LLM(
+            str(checkpoints[0]),
+            dtype="bfloat16" if quantization else "float32",
+            quantization=quantization,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=64,
+            kv_cache_memory_bytes=2**26,
+            max_logprobs=-1,
+            enable_prefix_caching=False,
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            worker_extension_cls=WORKER_EXTENSION,
+        )
     engine.collective_rpc(
         "init_weight_transfer_engine",
         kwargs={"init_info": {"version": 0, "transport": "shared_memory"}},
     )
-    done = [("none", 0, outputs(engine))]
+    if half is not None:
+        engine.collective_rpc("complete_on_cpu")
+    found = Found([("none", 0, outputs(engine))])
     staging, lending = Staging(SharedMemory()), Lending(CudaIpc(torch.device("cpu")))
     for version, (which, layerwise, lent) in enumerate(updates, start=1):
         engine.collective_rpc(use_layerwise if layerwise else lend_memory_of_experts)
+        lent = lent and not torch.cuda.is_available()  # the program's own memory is the host's
         engine.collective_rpc(read_as, args=("cuda_ipc" if lent else "shared_memory",))
         if lent:
             digests, loaded = borrowed(engine, lending, version, checkpoints[which])
@@ -91,19 +130,46 @@ def states(
             digests = manifest.digests
             for index, ref in enumerate(manifest.buckets):
                 loaded = load(engine, ref, version, index, len(manifest.buckets))
-        require_equal("the engine", digests, digests_of(loaded))
-        done.append((engine.collective_rpc(name_of_reload)[0], which, outputs(engine)))
+        found.proofs.append((digests, loaded))
+        found.states.append((engine.collective_rpc(name_of_reload)[0], which, outputs(engine)))
+    if quantization:
+        found.faults.extend(faults(engine, staging, checkpoints[0], version))
     lending.close()
     staging.close()
     del engine
     cleanup_dist_env_and_memory()
-    return done
+    return found
 
 
-def borrowed(
-    engine: LLM, lending: Lending, version: int, checkpoint: Path
-) -> tuple[Mapping[str, str], list[dict[str, Loaded]]]:
-    """Digests of the version, and what was loaded of it."""
+@contextmanager
+def divided(half: int | None) -> Iterator[None]:
+    """Layers that are made within have their experts divided over two workers, of which this is one."""
+    make = FusedMoEParallelConfig.make
+    own = {"use_ep": True, "ep_size": 2, "ep_rank": half}
+    if half is not None:
+        FusedMoEParallelConfig.make = staticmethod(lambda **given: replace(make(**given), **own))
+    yield
+    FusedMoEParallelConfig.make = staticmethod(make)
+
+
+def faults(engine: LLM, staging: Staging, checkpoint: Path, version: int) -> Iterator[list[str]]:
+    """[tensors whose digests differ] after a flipped bit, [what is said] of a tensor left out."""
+    engine.collective_rpc(read_as, args=("shared_memory",))
+    weights = load_file(checkpoint / "model.safetensors")
+    manifest = stage(staging, version + 1, [weights])
+    flip_a_bit(manifest, VICTIM)
+    loaded = digests_of(load(engine, manifest.buckets[0], version + 1, 0, 1))
+    yield [name for name in manifest.digests if loaded.get(name) != manifest.digests[name]]
+
+    del weights[VICTIM]
+    manifest = stage(staging, version + 2, [weights])
+    try:
+        load(engine, manifest.buckets[0], version + 2, 0, 1)
+    except RuntimeError as error:
+        yield [str(error)]
+
+
+def borrowed(engine: LLM, lending: Lending, version: int, checkpoint: Path) -> Proof:
     weights = load_file(checkpoint / "model.safetensors").items()
     lent = [dict(some) for some in batched(weights, -(-len(weights) // LENT_BUCKETS))]
     manifest = stage(lending, version, lent)
@@ -139,7 +205,7 @@ def use_layerwise(worker: Any) -> None:
 def lend_memory_of_experts(worker: Any) -> None:
     """As the allocator may: what experts were packed in before this update is where pieces of another
     weight, which comes in three, are put in it."""
-    packed = worker.weight_transfer_engine._reload._packed
+    packed = getattr(worker.weight_transfer_engine._reload, "_packed", [])
     experts = [one for one in packed if isinstance(one, PackedExperts)]
     fused = [
         one for one in packed if isinstance(one, PackedLinear) and "qkv" in one.weights[0].name
@@ -177,7 +243,8 @@ def outputs(engine: LLM) -> list[float]:
 def embedding_as_output_layer(worker: Any) -> list[float]:
     """What it gives models that use it as one."""
     embedding = worker.weight_transfer_engine.model.model.embed_tokens
-    output = embedding.quant_method.apply(embedding, torch.ones(1, embedding.embedding_dim))
+    ones = torch.ones_like(embedding.weight[:1])
+    output = embedding.quant_method.apply(embedding, ones)
     return output.flatten()[:8].tolist()
 
 

@@ -1,5 +1,6 @@
 """vLLM's model after an update against the same model freshly read: bit for bit, for each way in
-which families of models differ; and against the policy, whose log-probs are the same."""
+which families of models differ, and where vLLM quantises what is loaded; and against the policy, whose
+log-probs are the same."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.samples import Prompt
-from tests.engine.reference import PROMPT
+from tests.engine.reference import PROMPT, VICTIM
 from tests.parallel.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import make_sample
@@ -49,6 +50,13 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }
+HALVES, QUANTISED = "halves", "fp8_per_channel"
+"""The second: the one quantisation that vLLM's CPU kernels know."""
+HOW: dict[str, dict[str, Any]] = {
+    HALVES: {"family": "qwen3_moe", "tied": True, "num_experts": 6},
+    QUANTISED: {"family": "qwen3", "tied": True, "dtype": "bfloat16"},
+}
+"""With which reload_program.py runs these; the last one has the faults."""
 LAYERWISE_TOO = ("tied-with-bias", "untied")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,6 +80,12 @@ def states(root: Path) -> dict[str, list[State]]:
             for which, seed in (("a", 1), ("b", 2))
         )
         asked.append(f"{first}:{second}" + (":both" if name in LAYERWISE_TOO else ""))
+    for how, model in HOW.items():
+        pair = [
+            str(save_tiny_model(root / which / how, seed=seed, **model, **SHAPE))
+            for which, seed in (("a", 1), ("b", 2))
+        ]
+        asked.append(":".join([*pair, how]))
     answer = root / "answer.json"
     program = [sys.executable, "-m", "tests.engine.reload_program", str(answer), *asked]
     run = subprocess.run(
@@ -98,6 +112,36 @@ def test_after_an_update_it_computes_what_the_same_checkpoint_freshly_read_does(
     )
     for _, which, logprobs in layerwise:
         assert logprobs == (first if which else fresh)
+
+
+def test_the_experts_of_two_workers_are_all_of_them_and_each_takes_its_own(
+    states: dict[str, list[State]],
+) -> None:
+    """The program has added their digests up."""
+    first, second = states[HALVES][:4], states[HALVES][4:]
+    for (_, _, fresh), (way, _, new), (_, _, back), (_, _, again) in (first, second):
+        assert way == "InPlaceReload"
+        assert np.max(np.abs(np.subtract(new, fresh))) > 0.1
+        assert (back, again) == (fresh, new)
+    assert first[0][2] != second[0][2]
+
+
+def test_a_quantised_model_after_an_update_computes_what_it_does_freshly_read(
+    states: dict[str, list[State]],
+) -> None:
+    (_, _, fresh), (way, _, first), (_, _, back), (_, _, again) = states[QUANTISED]
+    assert way == "LayerwiseReload"
+    assert np.max(np.abs(np.subtract(first, fresh))) > 0.1
+    assert back == fresh
+    assert again == first
+
+
+def test_of_a_quantised_models_weights_each_bit_is_proved_and_each_must_come(
+    states: dict[str, list[State]],
+) -> None:
+    flipped, left_out = states["faults"]
+    assert flipped == [VICTIM]
+    assert f"left out 1: {VICTIM}" in str(left_out)
 
 
 @pytest.fixture(scope="module")

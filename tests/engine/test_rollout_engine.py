@@ -35,7 +35,7 @@ from tests.engine.running import (
     prompt_of,
     started,
 )
-from tests.staged import stage
+from tests.staged import flip_a_bit, stage
 
 pytestmark = pytest.mark.engine
 
@@ -373,13 +373,7 @@ def test_a_byte_that_flips_on_the_way_stops_the_publish_and_names_the_tensor(
 ) -> None:
     victim = "model.layers.1.mlp.up_proj.weight"
     manifest = engines.stage(1)
-    (staged,) = manifest.buckets
-    (entry,) = (entry for entry in staged.entries if entry.name == victim)
-    with open(staged.path, "r+b") as file:
-        file.seek(entry.offset + 5)
-        byte = file.read(1)[0]
-        file.seek(entry.offset + 5)
-        file.write(bytes([byte ^ 1]))
+    flip_a_bit(manifest, victim)
     with pytest.raises(WeightMismatch, match=r"engine-0") as failure:
         engines.feed(manifest)
     assert failure.value.name == victim

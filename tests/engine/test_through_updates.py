@@ -142,7 +142,7 @@ def test_weights_come_over_a_communicator_while_the_engine_samples(
 ) -> None:
     handle, spec = engines.handles[engine], engines.specs[engine]
     sender = Sender("127.0.0.1", torch.device("cpu"), 400.0)
-    meeting = sender.open(spec.rollout.tensor)
+    meeting = sender.open(spec.rollout.workers)
     asked = engines.asked([prompt_of(20)], 2)
     submit(handle, asked)
     left = {request.id for request in asked}

@@ -246,8 +246,11 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("rollout.vllm=3", "rollout.vllm", "3", "mapping of names to values"),
         ("rollout.vllm={dtype: auto}", "rollout.vllm", "sets it: model.dtype", "change one"),
         ("rollout.vllm.max-num-seqs=8", "rollout.vllm", "rollout.max_concurrent", "change one"),
-        ("rollout.vllm.pipeline_parallel_size=2", "rollout.vllm", "rollout.tensor", "change one"),
-        ("rollout.vllm.quantization=fp8", "rollout.vllm", "scales", "change one"),
+        ("rollout.vllm.pipeline_parallel_size=2", "rollout.vllm", "rollout.pipeline", "change one"),
+        ("rollout.vllm.quantization=fp8", "rollout.vllm", "fp8_per_channel", "change one"),
+        ("rollout.vllm.data_parallel_size=2", "rollout.vllm", "set rollout.engines", "change one"),
+        ("rollout.vllm.nnodes=2", "rollout.vllm", "rollout.pipeline say how many", "change one"),
+        ("rollout.vllm.enable_eplb=true", "rollout.vllm", "must not move", "change one"),
         ("controls=[gac, gac]", "config", "each at most once", "change one"),
         ("objective.loss=sft", "objective", "set advantage: none", "change one"),
         ("objective={loss: sft, advantage: none}", "config", "remove `rollout`", "change one"),
@@ -320,6 +323,22 @@ def test_replay_of_experts_wants_a_pass_that_chose_them(file, overrides, what):
     with pytest.raises(ConfigError) as caught:
         load(file, overrides)
     assert any(what in one.what for one in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (
+            ["rollout.pipeline=2", "policy.routing_replay=rollout"],
+            "where one stage has all layers",
+        ),
+        (["rollout.vllm.enable_expert_parallel=true"], "that is 1"),
+        (["rollout.vllm.quantization=fp8_per_channel"], "set model.dtype: bfloat16"),
+    ],
+)
+def test_an_engine_that_vllm_cannot_start_is_refused_before(file, overrides, what):
+    assert what in problem(file, *overrides).what
+    load(file, ["model.dtype=bfloat16", "rollout.tensor=2", overrides[-1]])
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,21 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from pydantic import ValidationError
 from vllm import AsyncEngineArgs
+from vllm.config.quantization import _ONLINE_SHORTHANDS
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
 from megatron_async_rl.config.engine_options import (
     BREAKS,
     BREAKS_ON_CPU,
     OWNED,
+    QUANTISED_AS_LOADED,
     refused_options,
     vllm_arguments,
 )
@@ -26,6 +31,9 @@ from megatron_async_rl.rollout import engine_arguments as arguments
 from megatron_async_rl.rollout.engine_arguments import engine_arguments
 from megatron_async_rl.rollout.spec import EngineSpec
 from tests.tiny_models import save_tiny_model
+
+KNOWN = tuple({*QUANTIZATION_METHODS, *_ONLINE_SHORTHANDS})
+"""All that vLLM's `quantization` may be."""
 
 
 def spec_with(tmp_path: Path, device: Literal["cpu", "cuda"] = "cpu", **vllm: Any) -> EngineSpec:
@@ -80,6 +88,27 @@ def test_the_preflight_knows_vllms_names_without_importing_it():
 def test_an_option_reaches_vllm_as_it_is_written(tmp_path: Path) -> None:
     found = engine_arguments(spec_with(tmp_path, max_num_batched_tokens=4096, block_size=32))
     assert (found.max_num_batched_tokens, found.block_size) == (4096, 32)
+
+
+def test_weights_are_quantised_as_they_are_loaded_or_not_at_all(tmp_path: Path) -> None:
+    for device, known in (("cpu", QUANTISED_AS_LOADED[:1]), ("cuda", QUANTISED_AS_LOADED)):
+        refused = [name for name in KNOWN if dict(refused_options({"quantization": name}, device))]
+        assert set(KNOWN) - set(refused) == set(known)
+    assert set(QUANTISED_AS_LOADED) < set(_ONLINE_SHORTHANDS)
+    found = engine_arguments(spec_with(tmp_path, quantization="fp8_per_channel"))
+    assert found.quantization == "fp8_per_channel"
+    with pytest.raises(ValidationError, match="gptq is for weights that were quantised before"):
+        spec_with(tmp_path, quantization="gptq")
+
+
+def test_an_engine_has_as_many_workers_as_stages_and_parts_of_a_layer(tmp_path: Path) -> None:
+    spec = spec_with(tmp_path, enable_expert_parallel=True)
+    rollout = spec.rollout.model_copy(update={"tensor": 2, "pipeline": 3})
+    found = engine_arguments(replace(spec, rollout=rollout))
+    assert (found.tensor_parallel_size, found.pipeline_parallel_size) == (2, 3)
+    assert found.enable_expert_parallel
+    assert found.kv_cache_memory_bytes == int(rollout.kv_cache_gib * 2**30) // 6
+    assert found.distributed_executor_backend == "mp"
 
 
 def test_an_engine_refuses_a_name_that_its_vllm_does_not_know(tmp_path: Path) -> None:

@@ -287,6 +287,20 @@ def test_an_estimate_of_a_dense_model_is_the_one_made_by_hand(tmp_path: Path) ->
     assert found.step_s == found.overlapped_s == found.train_s + found.staged_s
 
 
+def test_stages_of_an_engine_read_its_weights_once_for_each_batch_on_its_way(
+    tmp_path: Path,
+) -> None:
+    arguments = recipe(tmp_path, "qwen3_8b", "Qwen3-8B")
+    one, divided, stages = (
+        estimated(arguments, "rollout.engines=2", "rollout.max_concurrent=256", *more)
+        for more in ((), ("rollout.tensor=2",), ("rollout.pipeline=2",))
+    )
+    pace = (15.137e9 + 256 * 1280 * 147_456 / 2) / (0.6 * 4.8e12)
+    assert stages.tokens_per_s == pytest.approx(256 / pace, rel=1e-4)
+    assert one.tokens_per_s < stages.tokens_per_s < divided.tokens_per_s
+    assert stages.loaded_s == divided.loaded_s == one.loaded_s / 2
+
+
 def test_an_estimate_of_a_mixture_counts_the_experts_that_tokens_visit(tmp_path: Path) -> None:
     """Qwen3-30B-A3B: 8 of 128 experts, so 3.0 G of 30.2 G weights in its layers are active."""
     found = estimated(recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"))

@@ -585,6 +585,48 @@ def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
     assert problem.fix == "set it to one of: 1, 2"
 
 
+def test_the_stages_of_an_engine_multiply_its_gpus_and_divide_its_layers(file):
+    overrides = (
+        "policy.device=auto",
+        "policy.parallel.ranks=4",
+        "rollout.tensor=2",
+        "rollout.pipeline=2",
+    )
+    planned = plan(file, *overrides, machine=NODE)
+    assert planned.problems == ()
+    (engine,) = [process for process in planned.processes if "engine" in process.name]
+    assert engine.device == "GPU 4-7"
+    assert "4 workers" in engine.kind
+    (problem,) = plan(file, *overrides, "rollout.engines=2", machine=NODE).problems
+    assert problem.what == "4 ranks and 2 engines of 4 GPUs need 12 GPUs, and this machine shows 8"
+    assert problem.fix.endswith("rollout.engines, rollout.tensor or rollout.pipeline")
+    shape, _ = read_model(load(file).model.path)
+    left_out = shape.layer_sharded + shape.layer_replicated  # a layer, and one of the two tables
+    left_out += 0 if shape.tied else shape.vocabulary * shape.hidden
+    rollout, memory = load(file).rollout, planned.engine
+    whole = memory.of_worker(rollout)
+    assert whole == memory.weights
+    stages = memory.of_worker(rollout.model_copy(update={"pipeline": 2}))
+    assert whole - stages == 4 * left_out
+    assert memory.of_worker(rollout.model_copy(update={"tensor": 2})) == whole // 2
+    (problem,) = plan(file, "rollout.pipeline=9").problems
+    assert (problem.key, problem.fix) == ("rollout.pipeline", "set it to at most 2")
+
+
+def test_engines_divide_only_experts_that_there_are_and_quantise_none_on_a_cpu(file, tmp_path):
+    divided = ("rollout.tensor=2", "rollout.vllm.enable_expert_parallel=true")
+    (problem,) = plan(file, *divided).problems
+    assert problem.what == "2 workers to divide the model's 0 experts"
+    quantised = ("model.dtype=bfloat16", "rollout.vllm.quantization=fp8_per_channel")
+    full, eight_bit = plan(file, quantised[0]), plan(file, *quantised)
+    assert eight_bit.problems == ()
+    assert eight_bit.engine.layer < 0.6 * full.engine.layer
+    (warning,) = set(eight_bit.warnings) - set(full.warnings)
+    assert "log-probs of samples are those of quantised weights" in warning
+    mixture = write_run(tmp_path / "mixture", **MIXTURE)
+    assert keys(plan(mixture, *quantised)) == ["rollout.vllm.quantization"]
+
+
 def test_the_whole_model_must_fit_into_shared_memory(file):
     small = Machine(cores=2, memory=16 * GIB, shared_memory=1024, gpus=())
     assert keys(plan(file, machine=small)) == ["weights.transport"]

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 import megatron_async_rl
 from megatron_async_rl.rollout import expert_recorder
@@ -52,6 +55,41 @@ def found(name: str) -> bool:
 @pytest.mark.parametrize("name", sorted({*vllm_private.NAMES, *expert_recorder.NAMES, *imported()}))
 def test_the_installed_vllm_has_every_name_we_use(name: str) -> None:
     assert found(name), f"vLLM has no {name}"
+
+
+def test_two_workers_with_half_of_the_experts_add_up_to_one_with_all() -> None:
+    kernel = CPUUnquantizedExperts
+    vllm_private.compute_own_experts()
+    draw = torch.Generator().manual_seed(1)
+    experts, hidden, inner, tokens = 4, 64, 32, 5
+    w13 = torch.randn(experts, 2 * inner, hidden, generator=draw)
+    w2 = torch.randn(experts, hidden, inner, generator=draw)
+    states = torch.randn(tokens, hidden, generator=draw)
+    ids = torch.stack([torch.randperm(experts, generator=draw)[:2] for _ in range(tokens)]).int()
+
+    def output(own: slice, places: list[int] | None) -> torch.Tensor:
+        found = torch.empty(tokens, hidden)
+        kernel.apply(
+            SimpleNamespace(_use_zentorch=False, w1_bias=None, w2_bias=None, isa=kernel.isa),
+            output=found,
+            hidden_states=states,
+            w1=cpu_prepack_moe_weight(w13[own].contiguous(), kernel.isa),
+            w2=cpu_prepack_moe_weight(w2[own].contiguous(), kernel.isa),
+            topk_weights=torch.full(ids.shape, 0.5),
+            topk_ids=ids,
+            activation=MoEActivation.SILU,
+            global_num_experts=experts,
+            expert_map=None if places is None else torch.tensor(places, dtype=torch.int32),
+            apply_router_weight_on_input=False,
+            **dict.fromkeys(
+                ("a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta")
+            ),
+        )
+        return found
+
+    whole = output(slice(None), None)
+    halves = output(slice(0, 2), [0, 1, -1, -1]) + output(slice(2, 4), [-1, -1, 0, 1])
+    torch.testing.assert_close(halves, whole)
 
 
 def test_a_name_that_is_gone_is_found_out() -> None:
