@@ -173,7 +173,9 @@ def test_the_image_installs_the_version_of_transformer_engine_that_is_asked_for(
     locked = (root / "requirements" / "gpu.txt").read_text().splitlines()
     # Its parts do not import without the first.
     assert {f"transformer-engine=={PINNED}", f"transformer-engine-cu13=={PINNED}"} <= {*locked}
-    assert f" transformer-engine-torch=={PINNED}\n" in (root / "Dockerfile").read_text()
+    assert f" transformer-engine-torch=={PINNED} " in (root / "Dockerfile").read_text()
+    # It is installed without what it asks for.
+    assert {"onnx", "onnxscript", "nvdlfw-inspect"} <= {line.partition("==")[0] for line in locked}
 
 
 def test_ranks_with_different_layers_are_refused_by_number():
