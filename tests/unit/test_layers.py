@@ -228,6 +228,21 @@ def test_a_plan_counts_a_fused_gate_and_rotation_without_what_they_do_not_keep(t
     assert local - fused == 2 * sizes["num_hidden_layers"] * (16 * gate + longest * rotation)
 
 
+def test_a_plan_counts_no_copies_of_packed_rows_where_transformer_engine_takes_them(tmp_path):
+    file, given = write_run(tmp_path), ("model.dtype=bfloat16", "policy.tokens_per_micro_batch=24")
+    kept = {
+        (layers, sequence): plan(
+            file, *given, f"policy.layers={layers}", f"policy.sequence={sequence}"
+        )
+        .ranks[0]
+        .activations
+        for layers in ("transformer_engine", "local")
+        for sequence in ("packed", "padded")
+    }
+    assert kept["transformer_engine", "packed"] == kept["transformer_engine", "padded"]
+    assert kept["local", "packed"] > kept["local", "padded"]
+
+
 needs_transformer_engine = pytest.mark.skipif(
     not HAVE_TE, reason="needs Transformer Engine, which does not import (no GPU is needed)"
 )
