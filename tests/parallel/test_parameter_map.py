@@ -103,8 +103,7 @@ def test_replicas_adams_have_every_element_of_a_ranks_parameters_once(found):
     assert len(found["adam"]) == DATA
     # Two replicas cut one parameter between them, and have others whole.
     assert {len(held) for held in parts.values()} == {1, 2}
-    names = [entry for entry in found["Qwen3-32B"]["entries"][0]]
-    assert len(sizes) == len(names)
+    assert len(sizes) == len(found["Qwen3-32B"]["entries"][0])
     for name, held in parts.items():
         ends = [0, *(place for part in sorted(held) for place in part), sizes[name]]
         assert all(a == b for a, b in list(pairwise(ends))[::2]), name
