@@ -36,11 +36,13 @@ RUN nm --dynamic --undefined-only transformer_engine/wheel_lib/libtransformer_en
     && rm /tmp/asked /tmp/there /tmp/lacking
 
 # MAX_JOBS bounds the memory of the source builds (about 3 GiB a job); CUDA_ARCHS names the GPUs they are made for.
-# --no-build-isolation: against the torch above, not against whichever is newest.
+# --no-build-isolation: against the torch above, not against whichever is newest. Without one of the packages that it asks
+# for, Transformer Engine does not import, and Megatron goes on as if it were not installed: the last line names it.
 ARG MAX_JOBS=8
 ARG CUDA_ARCHS="80;90;100"
 RUN NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="${CUDA_ARCHS}" \
-    pip install --no-build-isolation --no-deps transformer-engine-torch==2.12.0
+    pip install --no-build-isolation --no-deps transformer-engine-torch==2.12.0 \
+    && python -c "import re; from importlib.metadata import requires, version; [version(re.match(r'[\w-]+', asked)[0]) for asked in requires('transformer-engine-torch')]"
 
 # Apex publishes no package: a commit makes the image repeatable.
 ARG APEX_REF=6424da3b4faa6c8f062da4a48c424fff3f02d42d

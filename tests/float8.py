@@ -11,11 +11,13 @@ from megatron_async_rl.controls.quantize import scales_of
 
 def tensorwise(values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """(numbers, scale): of any shape, and a scalar; values are about numbers x scale. The largest
-    value becomes the largest number of `dtype`, so that the scale is no power of two."""
+    value becomes the largest number of `dtype`, so that the scale is no power of two: values are
+    multiplied by its inverse, as Transformer Engine does, since a division rounds some of those
+    that lie halfway between two numbers to the other one."""
     largest = values.float().abs().amax()
     limit = torch.finfo(dtype).max
-    scale = torch.where(largest == 0, 1.0, largest / limit)
-    return (values.float() / scale).clamp(-limit, limit).to(dtype), scale
+    inverse = torch.where(largest == 0, 1.0, limit / largest)
+    return (values.float() * inverse).clamp(-limit, limit).to(dtype), 1.0 / inverse
 
 
 def blockwise(

@@ -148,7 +148,8 @@ def layer_activations(
         divided += 2 * shape.heads * longest * own
     # Cosine and sine of each place, for queries and for keys, which padded rows share.
     places = 0 if fused else min(tokens, -(-longest // parallel.context))
-    packed = config.policy.sequence == "packed"
+    # Transformer Engine takes a packed row as it is, and its places are one tensor for all layers.
+    packed = config.policy.sequence == "packed" and not fused
     if packed:
         places = tokens
     if packed or (lora is not None and lora.dropout):

@@ -49,9 +49,16 @@ def passed(module: CoreAttention, tensors, weights, packing) -> list[torch.Tenso
     return [output.detach(), *(leaf.grad for leaf in leaves)]
 
 
+def assert_near(theirs: torch.Tensor, ours: torch.Tensor) -> None:
+    """[tokens, ...] of two kernels in bfloat16 on the same numbers: each token's, as a vector. Single
+    numbers of a gradient are sums of far larger ones."""
+    apart, size = (each.float().flatten(1).norm(dim=1) for each in (theirs - ours, ours))
+    assert bool((apart <= 0.03 * (size + size.mean()) + 0.3).all()), (apart.max(), size)
+
+
 def compare(layout: Layout, kind, length: int, rows: int, lengths: tuple[int, ...]) -> None:
     """lengths: of the samples of a packed row; empty for padded ones."""
-    dtype, within = (torch.bfloat16, 0.03) if kind is not CoreAttention else (torch.float32, 1e-5)
+    dtype = torch.float32 if kind is CoreAttention else torch.bfloat16
     draw = torch.Generator().manual_seed(length + rows)
     *whole, weights = (
         torch.randn(length, rows, *shape, generator=draw).to(layout.device)
@@ -68,7 +75,10 @@ def compare(layout: Layout, kind, length: int, rows: int, lengths: tuple[int, ..
     parts = [each[own] for each in whole]
     found = passed(attention(kind, 2), parts, weights[own], shared)
     for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs[own], atol=within, rtol=within)
+        if dtype == torch.float32:
+            torch.testing.assert_close(mine, theirs[own], atol=1e-5, rtol=1e-5)
+        else:
+            assert_near(mine, theirs[own])
 
 
 def main(device_type: str) -> None:

@@ -262,12 +262,10 @@ def test_float32_weights_are_the_files_where_weights_are_kept_in_8_bits(recipe):
 def test_kept_weights_are_the_references_rounding_of_the_float32_ones(recipe, when, figure):
     kept = found(recipe)["kept"][when]
     weights, expected = flat(kept["weights"]), flat(kept["expected"])
-    # A scale that is no power of two is multiplied by here and divided by there: of two numbers
-    # that are equally near, another may be taken.
     figure(
         f"weights kept in 8 bits, {recipe}, {when}, share that differ",
         float((weights != expected).double().mean()),
-        at_most=0.0 if recipe == "blockwise" else 1e-3,
+        at_most=0.0,
         against="tests/float8.py",
     )
     assert bool(((weights - expected).abs() <= expected.abs() / 7 + 1e-3).all())

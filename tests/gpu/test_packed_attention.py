@@ -9,6 +9,7 @@ from megatron_async_rl.policy.attention import (
     PackedSequences,
     TransformerEngineAttention,
 )
+from tests.gpu.context_program import assert_near
 from tests.gpu.hardware import DEVICE, ON_DEVICE_WITH_TE
 from tests.unit.test_packed_attention import LENGTHS, built
 
@@ -35,4 +36,4 @@ def test_outputs_and_gradients_are_those_of_our_attention(lengths, window):
         found.append([output, *(each.grad for each in tensors)])
     for theirs, ours in zip(*found, strict=True):
         assert theirs.shape == ours.shape
-        torch.testing.assert_close(theirs, ours, atol=0.03, rtol=0.03)
+        assert_near(theirs, ours)

@@ -177,14 +177,9 @@ def kept(config: Config, rows: int, tokens: int) -> int:
     return sum(memory.nbytes() for memory in found.values())
 
 
-def main() -> None:
-    (large, small), output = json.loads(sys.argv[1]), sys.argv[2]
-    device.install("cpu")
-    found = {
-        "kept": [kept(load(Path(file), overrides), *sizes) for file, overrides, sizes in small]
-    }
-    # What Megatron makes on CUDA is made there from here on; its optimizers sort parameters by the
-    # name of their type.
+def build_on_meta() -> None:
+    """What Megatron makes on CUDA is made on the meta device from here on; its optimizers sort
+    parameters by the name of their type."""
     device._CPU = META
     named = torch.Tensor.type
 
@@ -192,6 +187,15 @@ def main() -> None:
         return named(self, *to) if to else named(self).replace("meta.", "")
 
     torch.Tensor.type = named_type
+
+
+def main() -> None:
+    (large, small), output = json.loads(sys.argv[1]), sys.argv[2]
+    device.install("cpu")
+    found = {
+        "kept": [kept(load(Path(file), overrides), *sizes) for file, overrides, sizes in small]
+    }
+    build_on_meta()
     found["held"] = [
         [held(load(Path(file), overrides), rank) for rank in ranks]
         for file, overrides, ranks in large

@@ -173,7 +173,9 @@ def test_the_image_installs_the_version_of_transformer_engine_that_is_asked_for(
     locked = (root / "requirements" / "gpu.txt").read_text().splitlines()
     # Its parts do not import without the first.
     assert {f"transformer-engine=={PINNED}", f"transformer-engine-cu13=={PINNED}"} <= {*locked}
-    assert f" transformer-engine-torch=={PINNED}\n" in (root / "Dockerfile").read_text()
+    assert f" transformer-engine-torch=={PINNED} " in (root / "Dockerfile").read_text()
+    # It is installed without what it asks for.
+    assert {"onnx", "onnxscript", "nvdlfw-inspect"} <= {line.partition("==")[0] for line in locked}
 
 
 def test_ranks_with_different_layers_are_refused_by_number():
@@ -224,6 +226,21 @@ def test_a_plan_counts_a_fused_gate_and_rotation_without_what_they_do_not_keep(t
     longest = plan(file, bf16).batch.longest
     gate, rotation = 2 * sizes["intermediate_size"], 4 * sizes["head_dim"]
     assert local - fused == 2 * sizes["num_hidden_layers"] * (16 * gate + longest * rotation)
+
+
+def test_a_plan_counts_no_copies_of_packed_rows_where_transformer_engine_takes_them(tmp_path):
+    file, given = write_run(tmp_path), ("model.dtype=bfloat16", "policy.tokens_per_micro_batch=24")
+    kept = {
+        (layers, sequence): plan(
+            file, *given, f"policy.layers={layers}", f"policy.sequence={sequence}"
+        )
+        .ranks[0]
+        .activations
+        for layers in ("transformer_engine", "local")
+        for sequence in ("packed", "padded")
+    }
+    assert kept["transformer_engine", "packed"] == kept["transformer_engine", "padded"]
+    assert kept["local", "packed"] > kept["local", "padded"]
 
 
 needs_transformer_engine = pytest.mark.skipif(

@@ -1,0 +1,97 @@
+"""The parameters of every rank of a layout of a published model, built on the meta device one rank
+after another: their names in Hugging Face's files, and the boxes of the model's tensors that a
+checkpoint has of each.
+
+Arguments: a JSON of [a configuration's file, its overrides] for each model; the file to write.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.policy import device
+from megatron_async_rl.policy.model import assemble_model
+from megatron_async_rl.policy.model_blocks import ModelBlocks
+from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
+from megatron_async_rl.policy.parameter_state import optimizer_slices
+from megatron_async_rl.policy.parameters import local_entries
+from tests.parallel.plan_program import META, build_on_meta, layout_of, leave
+
+
+def mapped(config: Config) -> dict[str, Any]:
+    """`entries`: of each rank [name, Hugging Face's names and shapes, shape here, cut dimension];
+    `boxes`: by key [the whole tensor's shape, [offsets, shape] of what the ranks write of it]."""
+    parallel = config.policy.parallel
+    entries, boxes, wholes = [], defaultdict(list), {}
+    for rank in range(parallel.ranks):
+        model = assemble_model(config.model, config.policy, layout_of(config, rank, META))
+        bridge, own = model.bridge, []
+        for entry in local_entries(bridge, model.chunks):
+            files = [torch.empty(shape, device="meta") for shape in entry.hf_shapes]
+            whole = bridge.to_megatron(entry.name, files)
+            if entry.partition_dim is not None:
+                like = torch.empty(entry.shard_shape, device="meta")
+                whole = bridge.split(entry.name, whole, like)[bridge.mpu.tp_rank]
+            parameter = model.chunks[entry.chunk].get_parameter(entry.local_name)
+            assert whole.shape == parameter.shape, entry
+            own.append(
+                [
+                    entry.name,
+                    dict(zip(entry.hf_names, entry.hf_shapes, strict=True)),
+                    entry.shard_shape,
+                    entry.partition_dim,
+                ]
+            )
+        entries.append(own)
+        for key, blocks in ModelBlocks(model).model(writes=True).items():
+            for block in blocks:
+                assert wholes.setdefault(key, block.shape) == block.shape
+                boxes[key].append([block.offsets, list(block.tensor.shape)])
+        leave()
+    return {"entries": entries, "boxes": {key: [wholes[key], boxes[key]] for key in wholes}}
+
+
+def replica_slices(config: Config) -> list[list[list[Any]]]:
+    """Of each data-parallel rank of the first model-parallel one: [name, elements, start, end] of
+    what its Adam updates."""
+    found, parallel = [], config.policy.parallel
+    for replica in range(parallel.data):
+        layout = layout_of(config, replica * parallel.tensor, META)
+        assert (layout.dp_rank, layout.tp_rank, layout.pp_rank) == (replica, 0, 0)
+        model = assemble_model(config.model, config.policy, layout)
+        wrapped = wrap_for_gradients(model.chunks, config.policy)
+        optimizer = build_optimizer(wrapped, config.policy, model.config.params_dtype)
+        names = {id(p): name for name, p in model.chunks[0].named_parameters()}
+        found.append(
+            [
+                [names[id(one.parameter)], one.parameter.numel(), one.start, one.end]
+                for one in optimizer_slices(optimizer)
+            ]
+        )
+        leave()
+    return found
+
+
+def main() -> None:
+    models, output = json.loads(sys.argv[1]), sys.argv[2]
+    device.install("cpu")
+    build_on_meta()
+    configs = [load(Path(file), overrides) for file, overrides in models]
+    replicated = [config for config in configs if config.policy.parallel.data > 1]
+    found = {
+        "mapped": [mapped(config) for config in configs if config not in replicated],
+        "adam": [replica_slices(config) for config in replicated],
+    }
+    Path(output).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
