@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.policy import device
+from megatron_async_rl.policy.cuts import Cuts
 from megatron_async_rl.policy.model import assemble_model
 from megatron_async_rl.policy.model_blocks import ModelBlocks
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
@@ -27,27 +29,29 @@ from tests.parallel.plan_program import META, build_on_meta, layout_of, leave
 
 
 def mapped(config: Config) -> dict[str, Any]:
-    """`entries`: of each rank [name, Hugging Face's names and shapes, shape here, cut dimension];
-    `boxes`: by key [the whole tensor's shape, [offsets, shape] of what the ranks write of it]."""
+    """`entries`: of each rank [name, Hugging Face's names and shapes, shape here, cut dimension, [name,
+    offsets, shape] of what it reads of files]; `boxes`: by key [the whole tensor's shape, [offsets,
+    shape] of what the ranks write of it]."""
     parallel = config.policy.parallel
     entries, boxes, wholes = [], defaultdict(list), {}
     for rank in range(parallel.ranks):
         model = assemble_model(config.model, config.policy, layout_of(config, rank, META))
-        bridge, own = model.bridge, []
-        for entry in local_entries(bridge, model.chunks):
-            files = [torch.empty(shape, device="meta") for shape in entry.hf_shapes]
-            whole = bridge.to_megatron(entry.name, files)
-            if entry.partition_dim is not None:
-                like = torch.empty(entry.shard_shape, device="meta")
-                whole = bridge.split(entry.name, whole, like)[bridge.mpu.tp_rank]
-            parameter = model.chunks[entry.chunk].get_parameter(entry.local_name)
-            assert whole.shape == parameter.shape, entry
+        cuts, own = Cuts(model.bridge), []
+        for entry in local_entries(model.bridge, model.chunks):
+            read = []
+            width = prod(entry.shard_shape[1:])
+            for cut in cuts.of(entry):
+                place = [[cut.first, cut.column], [len(cut.source), width]]
+                read.append([entry.hf_names[cut.tensor], *place])
+            rows = torch.cat([cut.source for cut in cuts.of(entry)]).sort().values
+            assert torch.equal(rows, torch.arange(entry.shard_shape[0])), entry
             own.append(
                 [
                     entry.name,
                     dict(zip(entry.hf_names, entry.hf_shapes, strict=True)),
                     entry.shard_shape,
                     entry.partition_dim,
+                    read,
                 ]
             )
         entries.append(own)

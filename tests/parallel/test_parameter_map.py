@@ -60,6 +60,14 @@ def reference(folder: Path) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
+def cover_once(shape: list[int], starts: np.ndarray, stops: np.ndarray, name: str) -> None:
+    assert (stops <= np.array(shape)).all(), name
+    assert prod(shape) == (stops - starts).prod(axis=1).sum(), name
+    for one, (start, stop) in enumerate(zip(starts[:-1], stops[:-1], strict=True)):
+        beside = (starts[one + 1 :] >= stop) | (stops[one + 1 :] <= start)
+        assert beside.any(axis=1).all(), name
+
+
 @pytest.mark.parametrize("name", TENSORS)
 def test_stages_have_the_names_and_shapes_of_transformers_once(found, name):
     expected, entries = reference(found["at"] / name), found[name]["entries"]
@@ -68,15 +76,32 @@ def test_stages_have_the_names_and_shapes_of_transformers_once(found, name):
     pairs = [pair for own in stages for entry in own for pair in entry[1].items()]
     assert len(pairs) == TENSORS[name]
     assert dict(pairs) == expected
-    assert all(entries[rank] == stages[rank // TENSOR] for rank in range(STAGES * TENSOR))
+    here = [[entry[:-1] for entry in own] for own in entries]
+    assert all(here[rank] == here[rank // TENSOR * TENSOR] for rank in range(STAGES * TENSOR))
 
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_shards_of_tensor_parallel_ranks_add_up_to_each_tensor(found, name):
     for own in found[name]["entries"]:
-        for parameter, whole, shard, cut in own:
+        for parameter, whole, shard, cut, _ in own:
             ranks = TENSOR if cut is not None else 1
             assert ranks * prod(shard) == sum(map(prod, whole.values())), parameter
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensor_parallel_ranks_read_every_element_of_the_files_once(found, name):
+    """Of what is not cut, each reads all."""
+    shapes = reference(found["at"] / name)
+    for stage in range(STAGES):
+        places: dict[str, set[Any]] = {}
+        for own in found[name]["entries"][stage * TENSOR : (stage + 1) * TENSOR]:
+            for *_, read in own:
+                for tensor, offsets, size in read:
+                    places.setdefault(tensor, set()).add((*offsets, *size))
+        for tensor, boxes in places.items():
+            held = np.array(sorted(boxes))
+            shape = shapes[tensor] + [1] * (2 - len(shapes[tensor]))
+            cover_once(shape, held[:, :2], held[:, :2] + held[:, 2:], tensor)
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -84,12 +109,7 @@ def test_what_ranks_write_covers_every_element_once(found, name):
     boxes, elements = found[name]["boxes"], 0
     for key, (shape, held) in boxes.items():
         starts = np.array([offsets for offsets, _ in held])
-        stops = starts + np.array([size for _, size in held])
-        assert (stops <= np.array(shape)).all(), key
-        assert prod(shape) == (stops - starts).prod(axis=1).sum(), key
-        for one, (start, stop) in enumerate(zip(starts[:-1], stops[:-1], strict=True)):
-            beside = (starts[one + 1 :] >= stop) | (stops[one + 1 :] <= start)
-            assert beside.any(axis=1).all(), key
+        cover_once(shape, starts, starts + np.array([size for _, size in held]), key)
         elements += prod(shape)
     assert elements == sum(map(prod, reference(found["at"] / name).values()))
 
