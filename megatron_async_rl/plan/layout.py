@@ -211,6 +211,8 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     fix = "lower policy.parallel.ranks, rollout.engines" + (
         " or rollout.tensor" if tensor > 1 else ""
     )
+    if rollout is not None and not colocated and not elsewhere:
+        fix += "; with weights.transport: relay and a Ray cluster engines may be on other machines"
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
 
 
