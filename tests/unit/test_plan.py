@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import socket
 import resource
 import struct
 import subprocess
@@ -559,6 +560,7 @@ def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_en
     ]
     (problem,) = plan(file, *overrides, "rollout.engines=5", machine=two).problems
     assert problem.what == "4 ranks a node and 5 engines need 9 GPUs, and a node has 8"
+    assert "weights.transport: relay" in problem.fix
     (problem,) = plan(file, "policy.parallel.ranks=1", machine=replace(LAPTOP, nodes=2)).problems
     assert problem.what == "1 ranks do not divide over 2 nodes (--nnodes)"
     assert problem.fix == "set ranks to a multiple of 2, or change --nnodes"
@@ -583,6 +585,30 @@ def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
     assert problem.key == "rollout.tensor"
     assert "3 does not divide the model's 4 attention heads and 2 key-value heads" in problem.what
     assert problem.fix == "set it to one of: 1, 2"
+
+
+def test_a_stop_token_that_the_model_does_not_have_is_refused(file):
+    held_out = f"eval.sets=[{{name: a, path: {file}, sampling: {{stop_token_ids: [14]}}}}]"
+    problems = plan(file, "rollout.sampling.stop_token_ids=[13, 99]", held_out).problems
+    found = {one.key: one.what for one in problems if "stop_token" in one.key}
+    assert found == {
+        "rollout.sampling.stop_token_ids": "99 is no token of the model, which has 14",
+        "eval.sets.0.sampling.stop_token_ids": "14 is no token of the model, which has 14",
+    }
+
+
+def test_a_reward_server_where_nobody_listens_is_told(file):
+    def told(port):
+        reward = f"{{name: http, settings: {{url: 'http://127.0.0.1:{port}/x'}}}}"
+        return [one for one in plan(file, f"rollout.reward={reward}").warnings if "answers" in one]
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        (note,) = told(port)
+        assert note.startswith(f"rollout.reward: nobody answers at 127.0.0.1:{port} (Connection re")
+        server.listen()
+        assert told(port) == []
 
 
 def test_the_whole_model_must_fit_into_shared_memory(file):
