@@ -169,10 +169,20 @@ class Style(StrEnum):
     SYNCHRONOUS = "synchronous"
 
 
+def _absent(out: Path) -> Path:
+    """Called before the first question."""
+    if out.exists():
+        raise UserError.of("OUT", f"{out} already exists", "name another file, or remove it")
+    return out
+
+
 @app.command()
 def init(
     out: Annotated[
-        Path, typer.Argument(metavar="[OUT]", help="YAML file to write; must not exist.")
+        Path,
+        typer.Argument(
+            metavar="[OUT]", callback=_absent, help="YAML file to write; must not exist."
+        ),
     ] = Path("run.yaml"),
     model: Annotated[
         str,

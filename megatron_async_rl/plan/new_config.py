@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_async_rl.config.load import YamlFault, load, parse_value
-from megatron_async_rl.config.problem import ConfigError, Problem, UserError
+from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.hub import located
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
@@ -82,10 +82,8 @@ class Answers:
 
 
 def write_config(answers: Answers, out: Path) -> None:
-    """Writes `out`. Raises UserError where the file exists, or the plan has a fault with every
-    layout: then with the last one's faults."""
-    if out.exists():
-        raise UserError.of("OUT", f"{out} already exists", "name another file, or remove it")
+    """Writes `out`. Raises ConfigError where the plan has a fault with every layout: then with the
+    last one's faults."""
     first = next(_candidates(answers, out, 1))
     shape, faults = read_model(_loaded(first, out).model.path, weights=False)
     if shape is None:

@@ -249,8 +249,8 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("rollout.vllm.pipeline_parallel_size=2", "rollout.vllm", "rollout.tensor", "change one"),
         ("rollout.vllm.quantization=fp8", "rollout.vllm", "scales", "change one"),
         ("controls=[gac, gac]", "config", "each at most once", "change one"),
-        ("objective.loss=sft", "objective", "set advantage: none", "change one"),
-        ("objective={loss: sft, advantage: none}", "config", "remove `rollout`", "change one"),
+        ("objective={loss: sft, advantage: rloo}", "objective", "set advantage: none", "change"),
+        ("objective.loss=sft", "config", "remove `rollout`", "change one"),
         ("data.max_tokens=9", "config", "is for given responses", "change one"),
         (
             "rollout.reward={name: 'm:f', per: group, timeout_s: 601}",

@@ -158,3 +158,5 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path):
     assert code == 2
     assert "already exists" in told
     assert out.read_text() == "mine"
+    code, told = run("init", out)  # before anything is asked
+    assert (code, "already exists" in told, "Model" in told) == (2, True, False)
