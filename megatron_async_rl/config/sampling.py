@@ -142,7 +142,9 @@ class EvalSamplingConfig(Strict):
                 validators.validator_for(schema).check_schema(schema)
             except SchemaError as error:
                 what = f"json_schema: {error.json_path}: {error.message}"
-                raise ValueError(f"{what.splitlines()[0]}; write it as JSON Schema has it") from error
+                raise ValueError(
+                    f"{what.splitlines()[0]}; write it as JSON Schema has it"
+                ) from error
         if self.regex is not None:
             try:
                 re.compile(self.regex)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import socket
 import resource
+import socket
 import struct
 import subprocess
 import sys

@@ -193,9 +193,9 @@ def load_reward(
     if not separator:
         nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        module, dot, function = name.rpartition(".")
-        if dot and module and function:
-            hint = f"did you mean '{module}:{function}'? "
+        before, _, last = name.rpartition(".")
+        if before and last:
+            hint = f"did you mean '{before}:{last}'? "
         raise RewardError(
             f"{key}.name",
             f"no reward {name!r}",
