@@ -105,7 +105,7 @@ def keys() -> set[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder of a reader: with the files of a checkout that pages name, and with what
     words in capitals stand for. No process starts from it."""
     for name in ("benchmarks", "launchers", "tests", "Makefile"):
@@ -144,7 +144,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    return tmp_path
+    modules = {
+        Path(title).stem for page in PAGES for _, title, _ in blocks(page) if title[-3:] == ".py"
+    }
+    for name in modules:  # other tests have files of these names
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    for name in modules:
+        sys.modules.pop(name, None)
 
 
 def finish(run: Path) -> None:
@@ -298,7 +305,6 @@ def test_python_on_a_page_imports_what_exists(page: Path, folder: Path) -> None:
                 assert not [one.name for one in node.names if not hasattr(module, one.name)]
         if title:
             importlib.import_module(title.removesuffix(".py"))
-            del sys.modules[title.removesuffix(".py")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

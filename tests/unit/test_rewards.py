@@ -277,6 +277,7 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
         ("arithmetic", {"tag": 1}, ".settings", "arithmetic has no setting 'tag'"),
         ("http", {}, ".settings", "'url' is missing"),
         ("http", {"url": "localhost:1"}, ".settings.url", "is no address of a server"),
+        ("http", {"url": "http://h:99999"}, ".settings.url", "is no address of a server"),
         ("http", {"url": "http://h", "api_key_env": "NOT_SET"}, ".settings.api_key_env", "not set"),
         ("judge", {}, ".settings", "url and model, and 'url' is missing; write"),
         ("judge", {"url": "http://h"}, ".settings", "'model' is missing"),
