@@ -44,6 +44,7 @@ setup(
         "einops>=0.8,<1",
         "huggingface_hub>=1,<3",
         "Jinja2>=3.1,<4",
+        "jsonschema>=4.20,<5",
         "math-verify>=0.9,<1",
         "matplotlib>=3.10,<4",
         "numpy>=2.0,<3",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -160,10 +161,28 @@ def _train(
     return launch(loaded, console(), nodes, peers)
 
 
+class Style(StrEnum):
+    """The styles of `mar init`, plan/new_config.py's."""
+
+    ASYNCHRONOUS = "asynchronous"
+    CLIPPED = "clipped"
+    SYNCHRONOUS = "synchronous"
+
+
+def _absent(out: Path) -> Path:
+    """Called before the first question."""
+    if out.exists():
+        raise UserError.of("OUT", f"{out} already exists", "name another file, or remove it")
+    return out
+
+
 @app.command()
 def init(
     out: Annotated[
-        Path, typer.Argument(metavar="[OUT]", help="YAML file to write; must not exist.")
+        Path,
+        typer.Argument(
+            metavar="[OUT]", callback=_absent, help="YAML file to write; must not exist."
+        ),
     ] = Path("run.yaml"),
     model: Annotated[
         str,
@@ -205,12 +224,9 @@ def init(
         bool, typer.Option("--as-chat", help="A prompt is a message to a chat model.")
     ] = False,
     style: Annotated[
-        str,
-        typer.Option(
-            prompt="Style: asynchronous, clipped or synchronous",
-            help="`asynchronous`, `clipped` or `synchronous`.",
-        ),
-    ] = "asynchronous",
+        Style,
+        typer.Option(case_sensitive=False, prompt="Style", help="How samples and updates overlap."),
+    ] = Style.ASYNCHRONOUS,
 ) -> None:
     """Ask five questions, and write a config that `mar plan` accepts. Options answer without
     being asked."""
@@ -224,7 +240,7 @@ def init(
         reward=reward,
         gpus=gpus,
         gpu_memory_gib=gpu_memory,
-        style=style,
+        style=style.value,
     )
     write_config(answers, out)
     _print(f"wrote {out}: mar plan {out} shows what it would do, mar train {out} does it")

@@ -37,6 +37,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "intermediate_size": 3072,
         "tie_word_embeddings": True,
     },
+    "Qwen3-1.7B": QWEN3
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 6144,
+        "tie_word_embeddings": True,
+    },
     "Qwen3-8B": QWEN3
     | {
         "hidden_size": 4096,

@@ -165,8 +165,8 @@ class PartialReturnAdvantage(AdvantageSettings):
 
 
 class NoAdvantage(AdvantageSettings):
-    """The reward itself, without a baseline. For losses that read no advantage (`sft` and
-    others)."""
+    """The reward itself, without a baseline. For losses that read no advantage (`sft` and others),
+    which have it where none is named."""
 
     name: Literal["none"] = "none"
 

@@ -82,6 +82,10 @@ _EXPERT_TENSOR = Alias(
         " names, digests and counts take an expert for one rank's"
     ),
 )
+_TRACKERS = Alias(
+    keys=("observe.trackers",),
+    note="a list such as [wandb]; offline by the tracker's own variable, WANDB_MODE=offline",
+)
 _REPLAY = Alias(keys=("policy.routing_replay",))
 _TENSOR = Alias(keys=("policy.parallel.tensor", "rollout.tensor"), note="policy, and engines")
 _PIPELINE = Alias(keys=("policy.parallel.pipeline", "rollout.pipeline"), note=_TENSOR.note)
@@ -133,6 +137,10 @@ ALIASES = {
     "save_total_limit": Alias(keys=("checkpoint.keep",)),
     "eval_steps": Alias(keys=("eval.every",)),
     "test_freq": Alias(keys=("eval.every",)),
+    "report_to": _TRACKERS,
+    "wandb": _TRACKERS,
+    "use_wandb": _TRACKERS,
+    "logger": _TRACKERS,
     # The optimizer.
     "learning_rate": Alias(keys=("policy.optimizer.lr",)),
     "max_grad_norm": Alias(keys=("policy.optimizer.clip_grad",)),
@@ -157,6 +165,7 @@ ALIASES = {
     "gradient_accumulation_steps": _MICRO_BATCH,
     "num_generations": _GROUP,
     "rollout_n": _GROUP,
+    "n": _GROUP,
     "n_samples_per_prompt": _GROUP,
     "staleness": _STALENESS,
     "max_staleness": _STALENESS,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from megatron_async_rl.config.advantages import Advantage, GrpoAdvantage
+from megatron_async_rl.config.advantages import Advantage, GrpoAdvantage, NoAdvantage
 from megatron_async_rl.config.corrections import Correction
 from megatron_async_rl.config.losses import Aggregation, Loss, PpoClipLoss
 from megatron_async_rl.config.rules import objective_conflicts
@@ -135,6 +135,8 @@ class ObjectiveConfig(Strict):
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> ObjectiveConfig:
+        if "advantage" not in self.model_fields_set and not self.loss.uses_advantage:
+            self.__dict__["advantage"] = NoAdvantage()  # past the lock of a frozen model
         for reason in objective_conflicts(self):
             raise ValueError(reason)
         return self

@@ -134,6 +134,17 @@ class EvalSamplingConfig(Strict):
     def _one_grammar(self) -> EvalSamplingConfig:
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("json_schema and regex both say what a response is; keep one")
+        if self.json_schema is not None:
+            from jsonschema import SchemaError, validators  # slow to import
+
+            schema = dict(self.json_schema)
+            try:
+                validators.validator_for(schema).check_schema(schema)
+            except SchemaError as error:
+                what = f"json_schema: {error.json_path}: {error.message}"
+                raise ValueError(
+                    f"{what.splitlines()[0]}; write it as JSON Schema has it"
+                ) from error
         if self.regex is not None:
             try:
                 re.compile(self.regex)

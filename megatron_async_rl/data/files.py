@@ -78,9 +78,8 @@ def _content(path: Path) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     reason = error.strerror or str(error)
-    return DataError(
-        path, None, f"cannot be read: {reason}", "check the path, in data or in eval.sets"
-    )
+    fix = "check the path; a data set on a hub is hf://datasets/OWNER/NAME/FILE"
+    return DataError(path, None, f"cannot be read: {reason}", fix)
 
 
 def _text(path: Path, line: int, raw: bytes) -> str:

@@ -131,7 +131,7 @@ class ChatTemplate:
                     None,
                     "has no chat template, and a prompt is a list of messages",
                     "set data.chat_template, add chat_template.jinja to the model directory, or"
-                    " write the prompt as plain text",
+                    " write the prompt as plain text, without data.as_chat",
                 )
             self._require_options(template)
             self._tokenizer = tokenizer

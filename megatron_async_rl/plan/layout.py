@@ -214,6 +214,8 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
         if lower[2:]
         else f"lower {', '.join(lower)}"
     )
+    if rollout is not None and not colocated and not elsewhere:
+        fix += "; with weights.transport: relay and a Ray cluster engines may be on other machines"
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
 
 

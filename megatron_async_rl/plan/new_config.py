@@ -5,13 +5,14 @@ The layout is the first of a list, from the simplest on, that the plan has no fa
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_async_rl.config.load import load
-from megatron_async_rl.config.problem import ConfigError, Problem, UserError
+from megatron_async_rl.config.load import YamlFault, load, parse_value
+from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.hub import located
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
@@ -60,8 +61,8 @@ class Columns:
 
     def __str__(self) -> str:
         """As lines of the section `data`."""
-        lines = [f"  prompt_key: {self.prompt_key}\n" * (self.prompt_key != "prompt")]
-        lines += [f"  answer_key: {self.answer_key}\n" * bool(self.answer_key)]
+        lines = [f"  prompt_key: {_scalar(self.prompt_key)}\n" * (self.prompt_key != "prompt")]
+        lines += [f"  answer_key: {_scalar(self.answer_key)}\n" * bool(self.answer_key)]
         return "".join([*lines, "  as_chat: true\n" * self.as_chat])
 
 
@@ -81,13 +82,8 @@ class Answers:
 
 
 def write_config(answers: Answers, out: Path) -> None:
-    """Writes `out`. Raises UserError where the file exists, a style is unknown, or the plan has a
-    fault with every layout: then with the last one's faults."""
-    if out.exists():
-        raise UserError.of("OUT", f"{out} already exists", "name another file, or remove it")
-    if answers.style not in STYLES:
-        known = ", ".join(STYLES)
-        raise UserError.of("--style", f"{answers.style!r} is not one of {known}", "name one")
+    """Writes `out`. Raises ConfigError where the plan has a fault with every layout: then with the
+    last one's faults."""
     first = next(_candidates(answers, out, 1))
     shape, faults = read_model(_loaded(first, out).model.path, weights=False)
     if shape is None:
@@ -109,6 +105,7 @@ def _by_option(fault: Problem) -> Problem:
     for key, option in (
         ("data.prompt_key=", "--prompt-key "),
         ("data.answer_key=", "--answer-key "),
+        ("data.messages_key=", "--prompt-key "),  # a prompt may be a list of messages
     ):
         fault = replace(fault, fix=fault.fix.replace(key, option))
     return fault
@@ -137,7 +134,12 @@ def _loaded(text: str, out: Path) -> Config:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=out.parent) as file:
         file.write(text)
         file.flush()
-        return located(load(Path(file.name)), weights=False)[0]
+        try:
+            config = load(Path(file.name))
+        except ConfigError as error:
+            faults = [replace(one, where=None) for one in error.problems]
+            raise ConfigError(f"{out} was not written", faults) from None
+    return located(config, weights=False)[0]
 
 
 def _candidates(answers: Answers, out: Path, longest: int) -> Iterator[str]:
@@ -189,13 +191,13 @@ def _text(answers: Answers, out: Path, policy: str, rollout: str, longest: int) 
 #   mar train {out.name}
 # Every key and its default: docs/config.md. Which method to start with: docs/choosing_a_method.md.
 run: {{dir: runs/{out.stem}, steps: {STEPS}}}
-model: {{path: {_path(answers.model, folder)}, dtype: {"bfloat16" if answers.gpus else "float32"}}}
+model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {"bfloat16" if answers.gpus else "float32"}}}
 data:
-  train: {_path(answers.data, folder)}
+  train: {_scalar(_path(answers.data, folder))}
 {answers.columns}  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
 {method.format(prompts=prompts, group=group)}rollout:
 {rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
-  reward: {{name: "{answers.reward}"{per}}}
+  reward: {{name: {_scalar(answers.reward)}{per}}}
 policy:
 {policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}
 """
@@ -207,3 +209,12 @@ def _path(name: str, folder: Path) -> str:
         return name
     path = Path(name).expanduser().resolve()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+
+
+def _scalar(text: str) -> str:
+    """As YAML: quoted where it would be read as something else, as a path with `, ` or ` #`."""
+    try:
+        plain = parse_value(f"{{key: {text}}}") == {"key": text}
+    except YamlFault:
+        plain = False
+    return text if plain else json.dumps(text, ensure_ascii=False)

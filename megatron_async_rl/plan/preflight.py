@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 from megatron_async_rl.config.data import FileConfig
 from megatron_async_rl.config.engine_options import (
@@ -56,6 +58,7 @@ from megatron_async_rl.samples import Prompt
 PROMPTS_IN_A_PLAN = 2000
 PATIENCE_S = 20.0
 """Longest wait for one made-up response: a plan is not kept waiting by a slow reward."""
+SERVERS, CONNECT_S = ("http", "judge"), 2.0
 MADE_UP_RESPONSE = "0"
 TRIED_PROMPTS = 3
 TRAINING = ("data.train", "data.sources")
@@ -84,7 +87,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
     if shape is not None:
         problems += _no_room(config, shape)
     if shape is not None and tokenizer is not None:
-        problems += _vocabulary(tokenizer, shape)
+        problems += _vocabulary(tokenizer, shape) + _stop_tokens(config, shape)
     limit = None if all_data else PROMPTS_IN_A_PLAN
     read: dict[str, PromptSet] = {}
     if tokenizer is None or shape is None:
@@ -114,6 +117,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
             *(f"not here, so not checked: {one.what} ({one.key})" for one in elsewhere),
             *_not_held_out(read),
             *_too_long(config, read),
+            *([] if machine.described or problems else _silent_servers(config)),
         ),
     )
 
@@ -240,6 +244,46 @@ def _vocabulary(tokenizer: Tokenizer, shape: ModelShape) -> list[Problem]:
     return [
         Problem(key="model.path", what=what, fix="use the tokenizer that belongs to this model")
     ]
+
+
+def _stop_tokens(config: Config, shape: ModelShape) -> list[Problem]:
+    """Those that the model does not have, which would end no response."""
+    if config.rollout is None:
+        return []
+    own = config.rollout.sampling.stop_token_ids
+    given = {"rollout.sampling": own} | {
+        f"{one.key}.sampling": one.sampling.stop_token_ids
+        for one in config.eval_sets
+        if one.sampling.stop_token_ids != own
+    }
+    return [
+        Problem(
+            key=f"{key}.stop_token_ids",
+            what=f"{token} is no token of the model, which has {shape.vocabulary}",
+            fix=f"take ids below {shape.vocabulary}, or text in {key}.stop",
+        )
+        for key, tokens in given.items()
+        for token in tokens
+        if token >= shape.vocabulary
+    ]
+
+
+def _silent_servers(config: Config) -> list[str]:
+    """Notes on reward servers where nobody listens, as far as this machine can see."""
+    notes = []
+    for part in config.rollout.reward.rewards.values() if config.rollout else ():
+        address = urlsplit(str(part.settings.get("url", "")))
+        if part.name not in SERVERS or not address.hostname:
+            continue
+        port = address.port or (443 if address.scheme == "https" else 80)
+        try:
+            socket.create_connection((address.hostname, port), CONNECT_S).close()
+        except OSError as error:
+            notes.append(
+                f"rollout.reward: nobody answers at {address.hostname}:{port}"
+                f" ({error.strerror or error}): start the {part.name} server before the run"
+            )
+    return notes
 
 
 def _reward(config: Config, read: Mapping[str, PromptSet]) -> list[Problem]:

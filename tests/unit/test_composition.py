@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_async_rl import cli
+from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from megatron_async_rl.objectives.targets import valid_samples
@@ -147,3 +148,12 @@ def test_methods_that_do_not_go_together_are_refused_with_the_reason(
     said = capsys.readouterr().err
     for reason in reasons:
         assert reason in said
+
+
+def test_a_loss_that_reads_no_advantage_has_none_where_none_is_named(tmp_path):
+    file = write_run(tmp_path)
+    assert load(file, ["objective.loss=topr"]).objective.advantage.name == "none"
+    assert load(file, ["objective.loss=gspo"]).objective.advantage.name == "grpo"
+    kept = tmp_path / "kept.yaml"
+    kept.write_text(dump(load(file, ["objective.loss=topr"])))
+    assert load(kept) == load(file, ["objective.loss=topr"])

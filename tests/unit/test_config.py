@@ -252,8 +252,8 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("rollout.vllm.nnodes=2", "rollout.vllm", "rollout.pipeline say how many", "change one"),
         ("rollout.vllm.enable_eplb=true", "rollout.vllm", "must not move", "change one"),
         ("controls=[gac, gac]", "config", "each at most once", "change one"),
-        ("objective.loss=sft", "objective", "set advantage: none", "change one"),
-        ("objective={loss: sft, advantage: none}", "config", "remove `rollout`", "change one"),
+        ("objective={loss: sft, advantage: rloo}", "objective", "set advantage: none", "change"),
+        ("objective.loss=sft", "config", "remove `rollout`", "change one"),
         ("data.max_tokens=9", "config", "is for given responses", "change one"),
         (
             "rollout.reward={name: 'm:f', per: group, timeout_s: 600}",

@@ -68,6 +68,8 @@ def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path)
     [
         ("mathh", "prompt", ("rollout.reward.name", "did you mean 'math'?")),
         ("arithmetic", "question", ("data.train", "--prompt-key question")),
+        ("arithmetic", "messages", ("data.train", "--prompt-key messages")),
+        ("environment", "prompt", ("run.yaml was not written", "rollout.reward")),
     ],
 )
 def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, reward, column, words):
@@ -79,6 +81,7 @@ def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, rewa
     assert "no layout fits" not in told
     for word in words:
         assert word in told
+    assert str(tmp_path / "tmp") not in told, "the name of a file that is gone"
 
 
 def test_a_reward_of_whole_groups_is_written_as_one(tmp_path, monkeypatch):
@@ -97,16 +100,25 @@ def test_a_reward_of_whole_groups_is_written_as_one(tmp_path, monkeypatch):
 def test_what_is_not_given_as_an_option_is_asked_for(tmp_path):
     out, model = tmp_path / "run.yaml", write_model(tmp_path)
     data = write_prompts(tmp_path / "data.jsonl")
-    asked = "\n".join(map(str, (model, data, "arithmetic", 0, "clipped"))) + "\n"
+    asked = "\n".join(map(str, (model, data, "arithmetic", 0, "clip", "Clipped"))) + "\n"
     code, told = run("init", out, answers=asked)
     assert code == 0, told
     assert load(out).objective.loss.name == "ppo_clip"
     assert load(out).data.train == data
 
 
+@pytest.mark.parametrize("name", ["a, b #1: {c}", 'it\'s 50% "new"', "ünï~\\", "- x", "true"])
+def test_a_path_of_any_characters_is_read_back_as_it_is(tmp_path, name):
+    out, model = tmp_path / "run.yaml", write_model(tmp_path / f"{name}_model")
+    data = write_prompts(tmp_path / f"{name}.jsonl")
+    code, told = init(out, model, data, 0, "clipped")
+    assert code == 0, told
+    assert (load(out).model.path, load(out).data.train) == (model, data)
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
-    [("style", "is not one of"), ("data", "data.train"), ("model", "model.path")],
+    [("style", "is not one of"), ("data", "data.train"), ("model", "hf://OWNER/NAME")],
 )
 def test_a_wrong_answer_is_named_and_nothing_is_written(tmp_path, wrong, named):
     answers = {
@@ -146,3 +158,5 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path):
     assert code == 2
     assert "already exists" in told
     assert out.read_text() == "mine"
+    code, told = run("init", out)  # before anything is asked
+    assert (code, "already exists" in told, "Model" in told) == (2, True, False)

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import resource
+import socket
 import struct
 import subprocess
 import sys
@@ -559,6 +560,7 @@ def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_en
     ]
     (problem,) = plan(file, *overrides, "rollout.engines=5", machine=two).problems
     assert problem.what == "4 ranks a node and 5 engines need 9 GPUs, and a node has 8"
+    assert "weights.transport: relay" in problem.fix
     (problem,) = plan(file, "policy.parallel.ranks=1", machine=replace(LAPTOP, nodes=2)).problems
     assert problem.what == "1 ranks do not divide over 2 nodes (--nnodes)"
     assert problem.fix == "set ranks to a multiple of 2, or change --nnodes"
@@ -625,6 +627,30 @@ def test_engines_divide_only_experts_that_there_are_and_quantise_none_on_a_cpu(f
     assert "log-probs of samples are those of quantised weights" in warning
     mixture = write_run(tmp_path / "mixture", **MIXTURE)
     assert keys(plan(mixture, *quantised)) == ["rollout.vllm.quantization"]
+
+
+def test_a_stop_token_that_the_model_does_not_have_is_refused(file):
+    held_out = f"eval.sets=[{{name: a, path: {file}, sampling: {{stop_token_ids: [14]}}}}]"
+    problems = plan(file, "rollout.sampling.stop_token_ids=[13, 99]", held_out).problems
+    found = {one.key: one.what for one in problems if "stop_token" in one.key}
+    assert found == {
+        "rollout.sampling.stop_token_ids": "99 is no token of the model, which has 14",
+        "eval.sets.0.sampling.stop_token_ids": "14 is no token of the model, which has 14",
+    }
+
+
+def test_a_reward_server_where_nobody_listens_is_told(file):
+    def told(port):
+        reward = f"{{name: http, settings: {{url: 'http://127.0.0.1:{port}/x'}}}}"
+        return [one for one in plan(file, f"rollout.reward={reward}").warnings if "answers" in one]
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        (note,) = told(port)
+        assert note.startswith(f"rollout.reward: nobody answers at 127.0.0.1:{port} (Connection re")
+        server.listen()
+        assert told(port) == []
 
 
 def test_the_whole_model_must_fit_into_shared_memory(file):

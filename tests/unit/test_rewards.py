@@ -2,6 +2,7 @@
 engine starts."""
 
 import asyncio
+import logging
 import re
 from dataclasses import replace
 from fractions import Fraction
@@ -29,6 +30,16 @@ from megatron_async_rl.samples import Prompt
 
 def prompt(**fields: Any) -> Prompt:
     return Prompt(id="p7", text="?", token_ids=(1,), fields=fields)
+
+
+def test_math_says_nothing_of_limits_that_its_process_has(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in ("grader", "parser"):
+        monkeypatch.setattr(f"math_verify.{part}.TIMEOUT_WARNING_SHOWN", False)
+    monkeypatch.setattr(logging.getLogger("math_verify"), "level", logging.NOTSET)
+    assert load_reward("math").function(prompt(answer="4"), "$2+2$") == 1.0
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("response", ["46", " 46", "46\n"])
@@ -221,7 +232,7 @@ def test_a_function_in_the_working_directory_is_a_reward(
         ("FILE:scores", "has no 'scores'"),
         ("FILE:number", "is a int, not a function"),
         ("FILE:one", r"takes \(response\), but is called with \(prompt, response\)"),
-        ("FILE:three", r"takes \(prompt, response, mood\)"),
+        ("FILE:three", "'FILE:three' needs mood, and 'mood' is missing"),
         ("FILE:keyword", r"takes \(prompt, \*, response\)"),
     ],
 )
@@ -260,14 +271,17 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
     ("name", "settings", "key", "message"),
     [
         ("FILE:tagged", {"tags": "x"}, ".settings", "has no setting 'tags'; did you mean 'tag'"),
-        ("FILE:tagged", {}, ".settings", "and 'tag' is missing"),
+        ("FILE:tagged", {}, ".settings", "needs tag, and 'tag' is missing; write rollout.reward"),
         ("FILE:tagged", {"tag": "x", "most": "y"}, ".settings.most", "got 'y': it should be a"),
         ("FILE:score", {"tag": 1}, ".settings", "has no setting 'tag'; it takes none"),
         ("arithmetic", {"tag": 1}, ".settings", "arithmetic has no setting 'tag'"),
         ("http", {}, ".settings", "'url' is missing"),
         ("http", {"url": "localhost:1"}, ".settings.url", "is no address of a server"),
+        ("http", {"url": "http://h:99999"}, ".settings.url", "is no address of a server"),
         ("http", {"url": "http://h", "api_key_env": "NOT_SET"}, ".settings.api_key_env", "not set"),
+        ("judge", {}, ".settings", "url and model, and 'url' is missing; write"),
         ("judge", {"url": "http://h"}, ".settings", "'model' is missing"),
+        ("my_rewards.score", {}, ".name", "did you mean 'my_rewards:score'?"),
         ("judge", {"url": "http://h", "modle": "m"}, ".settings", "did you mean 'model'"),
         ("judge", {"url": "http://h", "model": "m", "template": "x"}, ".settings.template", "resp"),
         (

@@ -14,6 +14,7 @@ numbers, a value that math-verify finds.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from fractions import Fraction
@@ -39,6 +40,8 @@ def arithmetic(prompt: Prompt, response: str, /) -> float:
 def math(prompt: Prompt, response: str, /) -> float:
     from math_verify import parse, verify
 
+    # It warns that nothing limits its time; the process does.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     answer = text_field(prompt, "answer")
     marked = any(mark in answer for mark in _MARKS)
     gold = parse(answer if marked else f"${answer}$", parsing_timeout=None)

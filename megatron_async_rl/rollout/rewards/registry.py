@@ -193,6 +193,9 @@ def load_reward(
     if not separator:
         nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        before, _, last = name.rpartition(".")
+        if before and last:
+            hint = f"did you mean '{before}:{last}'? "
         raise RewardError(
             f"{key}.name",
             f"no reward {name!r}",
@@ -301,10 +304,13 @@ def _bind(
             ) from error
         needed = [one for one in others if one not in extra and _is_needed(signature, one)]
         if needed and len(first) == len(BATCHED):
+            optional = [one for one in others if one not in (*needed, *CONTEXT)]
+            also = f"; it also takes {', '.join(optional)}" if optional else ""
+            own = "" if name in BUILT_IN else f", or make it one of {', '.join(CONTEXT)}"
             raise RewardError(
                 f"{key}.settings",
-                f"{name!r} takes {signature}, and {needed[0]!r} is missing",
-                f"give it here, or make it one of {', '.join(CONTEXT)}",
+                f"{name!r} needs {' and '.join(needed)}, and {needed[0]!r} is missing",
+                f"write {key}.settings: {{{needed[0]}: ...}}{own}{also}",
             ) from error
         raise RewardError(
             f"{key}.name",

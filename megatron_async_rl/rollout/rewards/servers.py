@@ -135,7 +135,11 @@ def short(value: Any) -> str:
 def check_server(*, key: str, url: str, api_key_env: str | None = None, **_: Any) -> None:
     """Raises RewardError for an address or a key that cannot work."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        possible = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none
+        possible = False
+    if not possible:
         fix = "write it as http://HOST:PORT/PATH"
         raise RewardError(f"{key}.url", f"{url!r} is no address of a server", fix)
     if api_key_env is not None and not os.environ.get(api_key_env):
