@@ -4,6 +4,7 @@ that writes down what it was asked."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -113,6 +114,14 @@ class Cluster:
             *("sbatch", "--parsable", log, *options, str(SCRIPT), "run.yaml"), **more
         ).split(";")[0]
 
+    def run(self, *options: str, **more: str) -> str:
+        """Its number, once it has ended well; `sbatch --wait` would look every ten seconds."""
+        job = self.submit(*options, **more)
+        self.wait_until(lambda: not self.call("squeue", "--noheader", "--jobs", job))
+        states = self.call("scontrol", "--oneliner", "show", "job", job)
+        assert set(re.findall(r"\bJobState=(\S+)", states)) == {"COMPLETED"}, states
+        return job
+
     def lines(self) -> list[str]:
         return sorted(self.asked.read_text().splitlines())
 
@@ -155,7 +164,7 @@ def going_on(cluster: Cluster) -> Iterator[None]:
 def test_each_machine_of_a_job_has_its_number_and_the_first_one_s_address(
     cluster: Cluster, going_on: None
 ) -> None:
-    job = cluster.submit("--nodes=2", "--wait")
+    job = cluster.run("--nodes=2")
     port = 20000 + int(job) % 5000
     assert cluster.lines() == [
         f"start train run.yaml --nnodes 2 --node-rank {rank} --rdzv-endpoint 127.0.0.1:{port}"
@@ -192,7 +201,7 @@ def test_a_job_whose_time_is_nearly_over_stops_and_goes_on_when_its_turn_comes(
 
 
 def test_an_array_is_a_run_for_each_seed(cluster: Cluster, going_on: None) -> None:
-    cluster.submit("--array=3-4", "--nodes=1", "--wait", RUNS="/runs/math")
+    cluster.run("--array=3-4", "--nodes=1", RUNS="/runs/math")
     assert cluster.lines() == [
         f"start train run.yaml run.seed={seed} run.dir=/runs/math/seed{seed}" for seed in (3, 4)
     ]
