@@ -1,5 +1,5 @@
-"""A real Slurm with two nodes on this machine runs launchers/slurm/train.sbatch; `mar` is a stand-in
-that writes down what it was asked."""
+"""A real Slurm with two nodes on this machine runs launchers/slurm/train.sbatch; `mar` and `ray` are
+stand-ins that write down what they were asked."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_ports
+from tests.unit.test_launchers import PYTHON, RAY
 
 pytestmark = [
     pytest.mark.faults,
@@ -29,10 +30,9 @@ SCRIPT = Path(__file__).parents[2] / "launchers" / "slurm" / "train.sbatch"
 MAR = """#!/bin/bash
 echo "start $*" >> "$ASKED"
 trap 'echo "stopped $*" >> "$ASKED"; exit 130' TERM
-[[ -e "$GO_ON" ]] && exit 0
-while :; do sleep 0.05; done
+until [[ -e "$GO_ON" ]]; do sleep 0.05; done
 """
-"""Ends well once the file $GO_ON is there, and till then only when it is asked to stop."""
+"""Ends well once the file $GO_ON is there, and before only when it is asked to stop."""
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -61,16 +61,19 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.asked, self.go_on = folder / "asked", folder / "go_on"
+        self.head_gone = folder / "head_gone"
         self.asked.touch()
         commands = folder / "venv" / "bin"
         commands.mkdir(parents=True)
-        (commands / "mar").write_text(MAR)
-        (commands / "mar").chmod(0o755)
+        for name, text in (("mar", MAR), ("ray", RAY), ("python", PYTHON)):
+            (commands / name).write_text(text)
+            (commands / name).chmod(0o755)
         self.environment = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"),
             "VENV": str(folder / "venv"),
             "ASKED": str(self.asked),
             "GO_ON": str(self.go_on),
+            "HEAD_GONE": str(self.head_gone),
             "MASTER_ADDR": "127.0.0.1",
         }
 
@@ -115,12 +118,20 @@ class Cluster:
         ).split(";")[0]
 
     def run(self, *options: str, **more: str) -> str:
-        """Its number, once it has ended well; `sbatch --wait` would look every ten seconds."""
+        """Its number, once it has ended well."""
         job = self.submit(*options, **more)
+        self.wait_for_its_end(job)
+        return job
+
+    def wait_for_its_end(self, job: str) -> None:
+        """And that it has ended well; `sbatch --wait` would look every ten seconds."""
         self.wait_until(lambda: not self.call("squeue", "--noheader", "--jobs", job))
         states = self.call("scontrol", "--oneliner", "show", "job", job)
         assert set(re.findall(r"\bJobState=(\S+)", states)) == {"COMPLETED"}, states
-        return job
+
+    def end_jobs(self) -> None:
+        self.call("scancel", "--user=root")
+        self.wait_until(lambda: not self.call("squeue", "--noheader"))
 
     def lines(self) -> list[str]:
         return sorted(self.asked.read_text().splitlines())
@@ -151,6 +162,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             if command[0] == "munged":
                 cluster.wait_until((cluster.folder / "munge.socket").exists)
         cluster.wait_until(lambda: cluster.call("sinfo", "-h", "-t", "idle", "-o", "%D") == "2")
+        stack.callback(cluster.end_jobs)  # of tests that failed
         yield cluster
 
 
@@ -198,6 +210,23 @@ def test_a_job_whose_time_is_nearly_over_stops_and_goes_on_when_its_turn_comes(
         cluster.go_on.unlink()
     assert cluster.state(job)["Restarts"] == "1"
     assert sum(line.startswith("start") for line in cluster.lines()) == 4
+
+
+def test_a_job_has_machines_that_train_and_machines_of_engines(cluster: Cluster) -> None:
+    job = cluster.submit("--nodes=2", TRAINER_NODES="1", REJOIN_S="0")
+    port = 25000 + int(job) % 5000
+    begun = (
+        "start train run.yaml --engine-nodes 1",
+        f"ray start --address=127.0.0.1:{port} --disable-usage-stats --block",
+    )
+    cluster.wait_until(lambda: set(begun) < set(cluster.lines()))
+    cluster.go_on.touch()
+    try:
+        cluster.wait_until(lambda: "ray TERM" in cluster.lines())
+        cluster.head_gone.touch()
+        cluster.wait_for_its_end(job)
+    finally:
+        cluster.go_on.unlink()
 
 
 def test_an_array_is_a_run_for_each_seed(cluster: Cluster, going_on: None) -> None:

@@ -262,3 +262,17 @@ def test_the_manifest_is_what_kubernetes_takes() -> None:
     assert environment["NNODES"] == str(spec["completions"]) == str(spec["parallelism"])
     assert environment["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert service["metadata"]["name"] == pod["subdomain"]
+
+
+def test_skypilot_s_task_tells_the_launcher_which_machine_it_is(machine: Machine) -> None:
+    task = yaml.safe_load((LAUNCHERS / "skypilot" / "train.yaml").read_text())
+    script = task["run"].replace("/opt/megatron-async-rl", str(LAUNCHERS.parent))
+    machine.codes.write_text("0\n")
+    given = {"NUM_NODES": "2", "NODE_RANK": "1", "NODE_IPS": "127.0.0.1\n127.0.0.2"}
+    settings = {f"SKYPILOT_{name}": value for name, value in given.items()}
+    settings |= {name: str(value) for name, value in task["envs"].items()}
+    environment = machine.environment | settings
+    subprocess.run(["bash", "-c", script], env=environment, check=True, timeout=600)
+    node = f"--nnodes 2 --node-rank 1 --rdzv-endpoint 127.0.0.1:{machine.port}"
+    assert machine.lines() == [f"mar train /shared/config.yaml {node} RAY_ADDRESS="]
+    assert task["num_nodes"] == task["envs"]["TRAINER_NODES"]
