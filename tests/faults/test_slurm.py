@@ -29,10 +29,24 @@ pytestmark = [
 SCRIPT = Path(__file__).parents[2] / "launchers" / "slurm" / "train.sbatch"
 MAR = """#!/bin/bash
 echo "start $*" >> "$ASKED"
-trap 'echo "stopped $*" >> "$ASKED"; exit 130' TERM
-until [[ -e "$GO_ON" ]]; do sleep 0.05; done
+stop() {
+  sleep 0.2
+  echo "stopped $*" >> "$ASKED"
+  exit 130
+}
+trap 'stop "$@"' TERM
+(
+  trap 'echo "a rank is killed" >> "$ASKED"' TERM
+  while :; do sleep 0.05; done
+) &
+trap "kill -KILL $!" EXIT
+until [[ -e "$GO_ON" ]]; do
+  ! grep -q ^stopped "$ASKED" || stop "$@"
+  sleep 0.05
+done
 """
-"""Ends well once the file $GO_ON is there, and before only when it is asked to stop."""
+"""Ends well once the file $GO_ON is there, and before only when it is asked to stop, or another of the
+run has been."""
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -184,12 +198,24 @@ def test_each_machine_of_a_job_has_its_number_and_the_first_one_s_address(
     ]
 
 
-def test_scancel_stops_the_run_on_every_machine(cluster: Cluster) -> None:
+def test_scancel_ends_the_run_on_every_machine(cluster: Cluster) -> None:
     job = cluster.submit("--nodes=2")
     cluster.wait_until(lambda: len(cluster.lines()) == 2)
     cluster.call("scancel", job)
     cluster.wait_until(lambda: cluster.state(job)["JobState"] == "CANCELLED")
     cluster.wait_until(lambda: sum(line.startswith("stopped") for line in cluster.lines()) == 2)
+
+
+def test_a_job_is_stopped_for_good_after_its_step(cluster: Cluster) -> None:
+    job = cluster.submit("--nodes=2")
+    cluster.wait_until(lambda: len(cluster.lines()) == 2)
+    cluster.call("scancel", "--batch", "--signal", "TERM", job)
+    cluster.wait_until(lambda: not cluster.call("squeue", "--noheader", "--jobs", job))
+    assert [line.partition(" ")[0] for line in cluster.lines()] == [
+        *["start"] * 2,
+        *["stopped"] * 2,
+    ]
+    assert cluster.state(job)["Restarts"] == "0"
 
 
 def test_a_job_whose_time_is_nearly_over_stops_and_goes_on_when_its_turn_comes(
@@ -200,6 +226,7 @@ def test_a_job_whose_time_is_nearly_over_stops_and_goes_on_when_its_turn_comes(
     # As Slurm does for the script's --signal.
     cluster.call("scancel", "--batch", "--signal", "USR1", job)
     cluster.wait_until(lambda: sum(line.startswith("stopped") for line in cluster.lines()) == 2)
+    assert "a rank is killed" not in cluster.lines()
     cluster.go_on.touch()
     try:
         cluster.wait_until(lambda: cluster.state(job)["JobState"] == "PENDING")

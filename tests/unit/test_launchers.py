@@ -22,11 +22,12 @@ echo "mar $* RAY_ADDRESS=${RAY_ADDRESS:-}" >> "$ASKED"
 trap 'echo "mar TERM" >> "$ASKED"; exit 130' TERM
 IFS= read -r code < "$CODES"
 sed -i 1d "$CODES"
-[[ "$code" == waits ]] || exit "$code"
+[[ "$code" != fails* ]] || trap 'exit 1' TERM
+[[ "$code" == waits || "$code" == fails* ]] || exit "$code"
 echo "mar waits" >> "$ASKED"
 while :; do sleep 0.05; done
 """
-"""Ends with the next line of $CODES; `waits`: with a signal."""
+"""Ends with the next line of $CODES; `waits`: with a signal; `fails when told`: badly."""
 RAY = """#!/bin/bash
 echo "ray $*" >> "$ASKED"
 trap 'echo "ray TERM" >> "$ASKED"; exit 0' TERM
@@ -179,6 +180,15 @@ def test_a_signal_stops_the_run_and_then_ray(machine: Machine, number: signal.Si
     said, _ = process.communicate(timeout=600)
     assert process.returncode == 130, said
     assert machine.lines()[-2:] == ["mar TERM", "ray TERM"]
+
+
+def test_a_run_that_fails_while_it_is_stopped_is_not_started_again(machine: Machine) -> None:
+    process = machine.start("fails when told", 0, NNODES="1", NODE_RANK="0")
+    machine.wait_for("mar waits")
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 1, said
+    assert sum(line.startswith("mar train") for line in machine.lines()) == 1
 
 
 def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
