@@ -105,7 +105,7 @@ train() {
   mar train "$@" &
   local child=$! code=0 signalled
   # A scheduler's SIGTERM and a Ctrl-C are for the run: it stops after the step, with a checkpoint.
-  trap 'signalled=1; kill -TERM "$child" 2>/dev/null || true' TERM INT
+  trap 'signalled=1 stopping=1; kill -TERM "$child" 2>/dev/null || true' TERM INT
   while :; do
     signalled="" code=0
     wait "$child" || code=$?
@@ -113,11 +113,12 @@ train() {
   done
 }
 
+stopping=""
 for ((start = 0; ; start++)); do
   code=0
   train "$@" || code=$?
   # 1: it failed. 0: finished; 2: refused, which it would be again; 130: stopped by somebody.
-  ((code == 1)) || exit "$code"
+  ((code == 1)) && [[ -z "$stopping" ]] || exit "$code"
   ((start < RESTARTS)) || { echo "torchrun_multinode.sh: failed $((RESTARTS + 1)) times; RESTARTS=$RESTARTS" >&2; exit 1; }
   echo "torchrun_multinode.sh: machine $NODE_RANK starts the run again from its last checkpoint ($((start + 1)) of RESTARTS=$RESTARTS)" >&2
 done

@@ -94,7 +94,8 @@ class Nodes:
         returned."""
         share = f"--nproc-per-node={ranks // self.count}"
         if self.count == 1:
-            return ["--standalone", share]
+            # By number: in a container nothing may know the machine's own name.
+            return ["--standalone", "--local-addr=127.0.0.1", share]
         host, _, port = self.endpoint.rpartition(":")
         there = [f"--master-addr={host}", f"--master-port={port}", f"--rdzv-id={start}"]
         return [f"--nnodes={self.count}", f"--node-rank={self.rank}", *there, share]

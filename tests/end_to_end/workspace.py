@@ -51,8 +51,12 @@ class Workspace:
         path.write_text(yaml.safe_dump(tree))
         return path
 
-    def start(self, *args: str) -> subprocess.Popen[str]:
+    def start(self, *args: str, named: str = "") -> subprocess.Popen[str]:
+        """`named`: this machine's name for the command alone; needs `unshare`."""
         command = [sys.executable, "-m", "megatron_async_rl", *args]
+        if named:
+            rename = ["unshare", "--uts", "bash", "-c", 'hostname "$0" && exec "$@"', named]
+            command = [*rename, *command]
         return subprocess.Popen(
             command,
             cwd=self.folder,
@@ -63,9 +67,9 @@ class Workspace:
             text=True,
         )
 
-    def mar(self, *args: str, timeout: float = 900) -> tuple[int, str]:
+    def mar(self, *args: str, timeout: float = 900, named: str = "") -> tuple[int, str]:
         """Exit code and output."""
-        process = self.start(*args)
+        process = self.start(*args, named=named)
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

@@ -1,9 +1,10 @@
-"""A real Slurm with two nodes on this machine runs launchers/slurm/train.sbatch; `mar` is a stand-in
-that writes down what it was asked."""
+"""A real Slurm with two nodes on this machine runs launchers/slurm/train.sbatch; `mar` and `ray` are
+stand-ins that write down what they were asked."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_ports
+from tests.unit.test_launchers import PYTHON, RAY
 
 pytestmark = [
     pytest.mark.faults,
@@ -27,11 +29,24 @@ pytestmark = [
 SCRIPT = Path(__file__).parents[2] / "launchers" / "slurm" / "train.sbatch"
 MAR = """#!/bin/bash
 echo "start $*" >> "$ASKED"
-trap 'echo "stopped $*" >> "$ASKED"; exit 130' TERM
-[[ -e "$GO_ON" ]] && exit 0
-while :; do sleep 0.05; done
+stop() {
+  sleep 0.2
+  echo "stopped $*" >> "$ASKED"
+  exit 130
+}
+trap 'stop "$@"' TERM
+(
+  trap 'echo "a rank is killed" >> "$ASKED"' TERM
+  while :; do sleep 0.05; done
+) &
+trap "kill -KILL $!" EXIT
+until [[ -e "$GO_ON" ]]; do
+  ! grep -q ^stopped "$ASKED" || stop "$@"
+  sleep 0.05
+done
 """
-"""Ends well once the file $GO_ON is there, and till then only when it is asked to stop."""
+"""Ends well once the file $GO_ON is there, and before only when it is asked to stop, or another of the
+run has been."""
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -60,16 +75,19 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.asked, self.go_on = folder / "asked", folder / "go_on"
+        self.head_gone = folder / "head_gone"
         self.asked.touch()
         commands = folder / "venv" / "bin"
         commands.mkdir(parents=True)
-        (commands / "mar").write_text(MAR)
-        (commands / "mar").chmod(0o755)
+        for name, text in (("mar", MAR), ("ray", RAY), ("python", PYTHON)):
+            (commands / name).write_text(text)
+            (commands / name).chmod(0o755)
         self.environment = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"),
             "VENV": str(folder / "venv"),
             "ASKED": str(self.asked),
             "GO_ON": str(self.go_on),
+            "HEAD_GONE": str(self.head_gone),
             "MASTER_ADDR": "127.0.0.1",
         }
 
@@ -113,6 +131,22 @@ class Cluster:
             *("sbatch", "--parsable", log, *options, str(SCRIPT), "run.yaml"), **more
         ).split(";")[0]
 
+    def run(self, *options: str, **more: str) -> str:
+        """Its number, once it has ended well."""
+        job = self.submit(*options, **more)
+        self.wait_for_its_end(job)
+        return job
+
+    def wait_for_its_end(self, job: str) -> None:
+        """And that it has ended well; `sbatch --wait` would look every ten seconds."""
+        self.wait_until(lambda: not self.call("squeue", "--noheader", "--jobs", job))
+        states = self.call("scontrol", "--oneliner", "show", "job", job)
+        assert set(re.findall(r"\bJobState=(\S+)", states)) == {"COMPLETED"}, states
+
+    def end_jobs(self) -> None:
+        self.call("scancel", "--user=root")
+        self.wait_until(lambda: not self.call("squeue", "--noheader"))
+
     def lines(self) -> list[str]:
         return sorted(self.asked.read_text().splitlines())
 
@@ -142,6 +176,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             if command[0] == "munged":
                 cluster.wait_until((cluster.folder / "munge.socket").exists)
         cluster.wait_until(lambda: cluster.call("sinfo", "-h", "-t", "idle", "-o", "%D") == "2")
+        stack.callback(cluster.end_jobs)  # of tests that failed
         yield cluster
 
 
@@ -155,7 +190,7 @@ def going_on(cluster: Cluster) -> Iterator[None]:
 def test_each_machine_of_a_job_has_its_number_and_the_first_one_s_address(
     cluster: Cluster, going_on: None
 ) -> None:
-    job = cluster.submit("--nodes=2", "--wait")
+    job = cluster.run("--nodes=2")
     port = 20000 + int(job) % 5000
     assert cluster.lines() == [
         f"start train run.yaml --nnodes 2 --node-rank {rank} --rdzv-endpoint 127.0.0.1:{port}"
@@ -163,12 +198,24 @@ def test_each_machine_of_a_job_has_its_number_and_the_first_one_s_address(
     ]
 
 
-def test_scancel_stops_the_run_on_every_machine(cluster: Cluster) -> None:
+def test_scancel_ends_the_run_on_every_machine(cluster: Cluster) -> None:
     job = cluster.submit("--nodes=2")
     cluster.wait_until(lambda: len(cluster.lines()) == 2)
     cluster.call("scancel", job)
     cluster.wait_until(lambda: cluster.state(job)["JobState"] == "CANCELLED")
     cluster.wait_until(lambda: sum(line.startswith("stopped") for line in cluster.lines()) == 2)
+
+
+def test_a_job_is_stopped_for_good_after_its_step(cluster: Cluster) -> None:
+    job = cluster.submit("--nodes=2")
+    cluster.wait_until(lambda: len(cluster.lines()) == 2)
+    cluster.call("scancel", "--batch", "--signal", "TERM", job)
+    cluster.wait_until(lambda: not cluster.call("squeue", "--noheader", "--jobs", job))
+    assert [line.partition(" ")[0] for line in cluster.lines()] == [
+        *["start"] * 2,
+        *["stopped"] * 2,
+    ]
+    assert cluster.state(job)["Restarts"] == "0"
 
 
 def test_a_job_whose_time_is_nearly_over_stops_and_goes_on_when_its_turn_comes(
@@ -179,6 +226,7 @@ def test_a_job_whose_time_is_nearly_over_stops_and_goes_on_when_its_turn_comes(
     # As Slurm does for the script's --signal.
     cluster.call("scancel", "--batch", "--signal", "USR1", job)
     cluster.wait_until(lambda: sum(line.startswith("stopped") for line in cluster.lines()) == 2)
+    assert "a rank is killed" not in cluster.lines()
     cluster.go_on.touch()
     try:
         cluster.wait_until(lambda: cluster.state(job)["JobState"] == "PENDING")
@@ -191,8 +239,25 @@ def test_a_job_whose_time_is_nearly_over_stops_and_goes_on_when_its_turn_comes(
     assert sum(line.startswith("start") for line in cluster.lines()) == 4
 
 
+def test_a_job_has_machines_that_train_and_machines_of_engines(cluster: Cluster) -> None:
+    job = cluster.submit("--nodes=2", TRAINER_NODES="1", REJOIN_S="0")
+    port = 25000 + int(job) % 5000
+    begun = (
+        "start train run.yaml --engine-nodes 1",
+        f"ray start --address=127.0.0.1:{port} --disable-usage-stats --block",
+    )
+    cluster.wait_until(lambda: set(begun) < set(cluster.lines()))
+    cluster.go_on.touch()
+    try:
+        cluster.wait_until(lambda: "ray TERM" in cluster.lines())
+        cluster.head_gone.touch()
+        cluster.wait_for_its_end(job)
+    finally:
+        cluster.go_on.unlink()
+
+
 def test_an_array_is_a_run_for_each_seed(cluster: Cluster, going_on: None) -> None:
-    cluster.submit("--array=3-4", "--nodes=1", "--wait", RUNS="/runs/math")
+    cluster.run("--array=3-4", "--nodes=1", RUNS="/runs/math")
     assert cluster.lines() == [
         f"start train run.yaml run.seed={seed} run.dir=/runs/math/seed{seed}" for seed in (3, 4)
     ]

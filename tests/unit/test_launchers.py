@@ -22,11 +22,12 @@ echo "mar $* RAY_ADDRESS=${RAY_ADDRESS:-}" >> "$ASKED"
 trap 'echo "mar TERM" >> "$ASKED"; exit 130' TERM
 IFS= read -r code < "$CODES"
 sed -i 1d "$CODES"
-[[ "$code" == waits ]] || exit "$code"
+[[ "$code" != fails* ]] || trap 'exit 1' TERM
+[[ "$code" == waits || "$code" == fails* ]] || exit "$code"
 echo "mar waits" >> "$ASKED"
 while :; do sleep 0.05; done
 """
-"""Ends with the next line of $CODES; `waits`: with a signal."""
+"""Ends with the next line of $CODES; `waits`: with a signal; `fails when told`: badly."""
 RAY = """#!/bin/bash
 echo "ray $*" >> "$ASKED"
 trap 'echo "ray TERM" >> "$ASKED"; exit 0' TERM
@@ -181,6 +182,15 @@ def test_a_signal_stops_the_run_and_then_ray(machine: Machine, number: signal.Si
     assert machine.lines()[-2:] == ["mar TERM", "ray TERM"]
 
 
+def test_a_run_that_fails_while_it_is_stopped_is_not_started_again(machine: Machine) -> None:
+    process = machine.start("fails when told", 0, NNODES="1", NODE_RANK="0")
+    machine.wait_for("mar waits")
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 1, said
+    assert sum(line.startswith("mar train") for line in machine.lines()) == 1
+
+
 def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
     machine: Machine, head: subprocess.Popen[str]
 ) -> None:
@@ -262,3 +272,17 @@ def test_the_manifest_is_what_kubernetes_takes() -> None:
     assert environment["NNODES"] == str(spec["completions"]) == str(spec["parallelism"])
     assert environment["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert service["metadata"]["name"] == pod["subdomain"]
+
+
+def test_skypilot_s_task_tells_the_launcher_which_machine_it_is(machine: Machine) -> None:
+    task = yaml.safe_load((LAUNCHERS / "skypilot" / "train.yaml").read_text())
+    script = task["run"].replace("/opt/megatron-async-rl", str(LAUNCHERS.parent))
+    machine.codes.write_text("0\n")
+    given = {"NUM_NODES": "2", "NODE_RANK": "1", "NODE_IPS": "127.0.0.1\n127.0.0.2"}
+    settings = {f"SKYPILOT_{name}": value for name, value in given.items()}
+    settings |= {name: str(value) for name, value in task["envs"].items()}
+    environment = machine.environment | settings
+    subprocess.run(["bash", "-c", script], env=environment, check=True, timeout=600)
+    node = f"--nnodes 2 --node-rank 1 --rdzv-endpoint 127.0.0.1:{machine.port}"
+    assert machine.lines() == [f"mar train /shared/config.yaml {node} RAY_ADDRESS="]
+    assert task["num_nodes"] == task["envs"]["TRAINER_NODES"]

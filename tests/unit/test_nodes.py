@@ -226,4 +226,5 @@ def test_each_node_starts_its_share_of_the_ranks() -> None:
         "--master-port=29500",
     } <= set(second)
     assert "--master-addr=[fd00::1]" in second
-    assert Nodes().torchrun(8, "abc") == ["--standalone", "--nproc-per-node=8"]
+    alone = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=8"]
+    assert Nodes().torchrun(8, "abc") == alone

@@ -10,11 +10,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 
 from megatron_async_rl.plan import doctor
 
@@ -30,6 +31,22 @@ def copied(image: str = "Dockerfile") -> list[str]:
     _, _, package = (ROOT / image).read_text().partition("WORKDIR ")
     instructions = re.findall(r"^COPY (.+)$", package, re.MULTILINE)
     return [source for one in instructions for source in one.split()[:-1]]
+
+
+def locked(*files: str) -> dict[NormalizedName, str]:
+    """Versions by name, of files in requirements/; the last file's word holds."""
+    text = "\n".join((ROOT / "requirements" / file).read_text() for file in files)
+    found = re.findall(r"^([\w.-]+)(?:\[\w+\])?==(\S+)", text, re.MULTILINE)
+    return {canonicalize_name(name): version for name, version in found}
+
+
+def unfulfilled(asked: Iterable[Requirement], versions: Mapping[NormalizedName, str]) -> list[str]:
+    found = [(one, versions.get(canonicalize_name(one.name))) for one in asked]
+    return [
+        f"{one}: the lock has {version}"
+        for one, version in found
+        if version is None or not one.specifier.contains(version)
+    ]
 
 
 def build(what: str, folder: Path, out: Path) -> Path:
@@ -127,21 +144,67 @@ def test_a_gpu_version_is_the_same_wherever_it_is_named(file: str) -> None:
 def test_locked_versions_lie_in_the_ranges_that_the_wheel_asks_for(installed: Path) -> None:
     (metadata,) = installed.glob("megatron_async_rl-*.dist-info")
     asked = [Requirement(one) for one in importlib.metadata.Distribution.at(metadata).requires]
-    locked = {
-        canonicalize_name(name): version
-        for lock in ("gpu", "dev", "cpu")
-        for name, version in re.findall(
-            r"^([\w.-]+)(?:\[\w+\])?==(\S+)",
-            (ROOT / "requirements" / f"{lock}.txt").read_text(),
-            re.MULTILINE,
-        )
-    }
-    outside = [
-        f"{one.name} {locked[canonicalize_name(one.name)]} is not {one.specifier}"
-        for one in asked
-        if not one.specifier.contains(locked[canonicalize_name(one.name)])
+    assert not unfulfilled(asked, locked("gpu.txt", "dev.txt", "cpu.txt"))
+
+
+def test_a_package_of_the_cpu_lock_finds_there_what_it_asks_for() -> None:
+    """Set-up installs with --no-deps. Not torch's own wishes: its standard build has more."""
+    versions = locked("cpu.txt")
+    asked = [
+        Requirement(line)
+        for name in versions.keys() - {"torch"}
+        for line in importlib.metadata.distribution(name).requires or ()
     ]
-    assert not outside
+    there = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]
+    not_for_text = {"torchvision", "torchaudio", "torchcodec"}
+    assert not unfulfilled([one for one in there if one.name not in not_for_text], versions)
+
+
+def test_the_versions_of_the_gpu_image_resolve_together() -> None:
+    """By uv, since pip fetches whole wheels (2 GB) to learn what they ask for."""
+    resolve = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--no-cache"]
+    only = ["--python", sys.executable, "--reinstall", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*resolve, *only, "--requirement", "requirements/gpu.txt"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    if done.returncode == 2:  # 1: there is no solution
+        pytest.skip(f"no package index is reached: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("cc", "nm"))), reason="needs a C compiler and binutils"
+)
+@pytest.mark.parametrize("lacking", ["", "cublasLtNewest"])
+def test_the_gpu_image_is_not_made_where_cublas_lacks_a_function(
+    tmp_path: Path, lacking: str
+) -> None:
+    """The step of the Dockerfile, over libraries of one function each."""
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", "").splitlines()
+    (step,) = (line.removeprefix("RUN ") for line in lines if line.startswith("RUN nm "))
+    calls = " ".join(f"{name}();" for name in ("cublasOld", "cublasLtOld", lacking) if name)
+    library = calls.replace("cublas", "void cublas") + f" void layer() {{ {calls} }}"
+    for path, code in {
+        "transformer_engine/wheel_lib/libtransformer_engine.so": library,
+        "nvidia/cu13/lib/libcublas.so.13": "void cublasOld() {}",
+        "nvidia/cu13/lib/libcublasLt.so.13": "void cublasLtOld() {}",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        compile_ = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path]
+        subprocess.run(compile_, cwd=tmp_path, input=code, text=True, check=True, timeout=600)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", step.replace("/tmp/", f"{tmp_path}/")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == bool(lacking), done.stderr
+    assert done.stderr == (f"Transformer Engine asks cuBLAS for: {lacking}\n" if lacking else "")
 
 
 def test_apex_is_built_from_one_commit() -> None:
