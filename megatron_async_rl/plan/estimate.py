@@ -36,6 +36,7 @@ from megatron_async_rl.plan.layout import (
     rank_coordinates,
 )
 from megatron_async_rl.plan.machine import CHIPS, Chip, Machine, chip_of
+from megatron_async_rl.plan.memory import engine_memory, product_bytes
 from megatron_async_rl.plan.model_files import ModelShape
 
 COMPUTE_SHARE = 0.4
@@ -322,16 +323,17 @@ def _decoding(
     own = value_bytes(config)
     cached = (batch.prompt + batch.response / 2) * shape.kv_values_per_token * own
     room = rollout.gpu_memory_utilization * machine.gpus[0].memory * rollout.workers
-    most = max(1.0, (room - shape.parameters * own) / cached)
+    most = max(1.0, (room - engine_memory(config, shape, on_gpu=True).kept) / cached)
     count = min(rollout.max_concurrent, batch.samples / rollout.engines, most)
     head = shape.vocabulary * shape.hidden
-    read = shape.layers * (shape.layer_sharded + shape.layer_replicated) + head
+    matrices = shape.layers * shape.layer_sharded
     if shape.experts:
         # Those that none of the tokens visits are not read.
         missed = (1 - shape.experts_per_token / shape.experts) ** count
-        read += int(shape.layers * shape.layer_experts * (1 - missed))
+        matrices += int(shape.layers * shape.layer_experts * (1 - missed))
+    read = matrices * product_bytes(config) + (shape.layers * shape.layer_replicated + head) * own
     # Each stage reads its weights anew for every batch on its way, and there are as many as stages.
-    reading_s = (read * own + count * cached / rollout.pipeline) / (READ_SHARE * chip.memory_rate)
+    reading_s = (read + count * cached / rollout.pipeline) / (READ_SHARE * chip.memory_rate)
     computing_s = 2 * count * (_layer_weights(shape) + head) / (COMPUTE_SHARE * chip.bfloat16)
     return count, count * rollout.tensor / max(reading_s, computing_s / rollout.pipeline)
 

@@ -90,6 +90,10 @@ class EngineMemory:
     cache_tokens: int | None
     bytes_per_token: int
 
+    @property
+    def kept(self) -> int:
+        return self.embedding + self.layers * self.layer + self.output
+
     def of_worker(self, rollout: RolloutConfig) -> int:
         """Weights of a worker of the stage with most: the first has the embedding, the last the output
         layer."""
@@ -311,6 +315,12 @@ def largest_parameter(shape: ModelShape, tensor: int) -> int:
     return max(-(-shape.vocabulary // tensor), 2 * shape.intermediate // tensor) * shape.hidden
 
 
+def product_bytes(config: Config) -> int:
+    """Bytes that an engine keeps of a number of its layers' matrices."""
+    quantised = config.rollout is not None and config.rollout.quantised
+    return 1 if quantised else value_bytes(config)
+
+
 def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineMemory:
     rollout = config.rollout
     if rollout is None:
@@ -320,12 +330,11 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
     tokens = None if cache is None else cache // per_token
     largest = max(shape.vocabulary, shape.intermediate, shape.heads * shape.head_dim)
     products = shape.layer_sharded + shape.layer_experts
-    product_bytes = 1 if rollout.quantised else value_bytes(config)
     table = shape.vocabulary * shape.hidden * value_bytes(config)
     return EngineMemory(
         weights=shape.parameters * value_bytes(config),
         layers=shape.layers,
-        layer=products * product_bytes + shape.layer_replicated * value_bytes(config),
+        layer=products * product_bytes(config) + shape.layer_replicated * value_bytes(config),
         embedding=table + shape.hidden * value_bytes(config),
         output=0 if shape.tied else table,
         largest=largest * shape.hidden * value_bytes(config),

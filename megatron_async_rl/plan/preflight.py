@@ -272,8 +272,10 @@ def _silent_servers(config: Config) -> list[str]:
     """Notes on reward servers where nobody listens, as far as this machine can see."""
     notes = []
     for part in config.rollout.reward.rewards.values() if config.rollout else ():
+        if part.name not in SERVERS:
+            continue
         address = urlsplit(str(part.settings.get("url", "")))
-        if part.name not in SERVERS or not address.hostname:
+        if not address.hostname:
             continue
         port = address.port or (443 if address.scheme == "https" else 80)
         try:

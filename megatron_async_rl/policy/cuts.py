@@ -11,7 +11,7 @@ numbers in place of weights; nothing here knows a model type. Files are read by 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,19 @@ def _cuts_of(bridge: Any, entry: ParameterEntry) -> list[Cut]:
         for run in _runs(own):
             source = rows[run] % entry.shard_shape[0]
             cuts.append(Cut(tensor, int(run[0]), start, source))
+    if not _covers(bridge, entry, cuts):
+        raise _NotCut(entry)
     return cuts
+
+
+def _covers(bridge: Any, entry: ParameterEntry, cuts: Sequence[Cut]) -> bool:
+    """True where each row of the shard is in one cut, but for vocabulary padding at the end."""
+    held = torch.cat([cut.source for cut in cuts]) if cuts else torch.arange(0)
+    wanted = entry.shard_shape[0]
+    if [shape[0] for shape in entry.hf_shapes] == [bridge.vocab_size]:
+        before = bridge.mpu.tp_rank * wanted if entry.partition_dim == 0 else 0
+        wanted = min(wanted, max(0, bridge.vocab_size - before))
+    return torch.equal(held.sort().values, torch.arange(wanted))
 
 
 class _NotCut(ValueError):

@@ -32,6 +32,7 @@ from megatron_async_rl.plan.estimate import (
     RELAY_RATE,
 )
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
+from megatron_async_rl.plan.memory import engine_memory
 from megatron_async_rl.plan.model_files import ModelShape
 
 GB = 1e9
@@ -202,7 +203,7 @@ def rates_of(config: Config, shape: ModelShape, hardware: Hardware, lengths: Len
     tokens = np.concatenate(lengths.groups).astype(float)
     # Tokens of a response at a moment at which it runs: longer ones are met more often.
     context = hardware.prompt_tokens + float((tokens**2).mean() / (2 * tokens.mean()))
-    weights = shape.parameters * value_bytes(config)
+    weights = engine_memory(config, shape, on_gpu=True).kept
     cached = context * shape.kv_values_per_token * value_bytes(config)
     room = rollout.workers * hardware.memory_gib * GIB * rollout.gpu_memory_utilization - weights
     places = min(rollout.max_concurrent, int(room / cached))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.rollout.environments import (
@@ -355,6 +356,20 @@ def test_a_program_is_an_agent_too(model: Path, tmp_path: Path) -> None:
     assert transcript.rewards(0.0)[0] == 1.0
 
 
+def test_a_brace_is_no_call_of_a_parser_whose_calls_begin_with_a_token(tmp_path: Path) -> None:
+    """Llama's parser reports each brace that begins no JSON."""
+    save_characters(tmp_path, special=["<|python_tag|>"])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    parser = ToolParser("llama3_json", tmp_path, (1,))
+
+    def message(text: str) -> dict[str, Any]:
+        return parser.message(tokenizer.encode(text), text)
+
+    text = "the answer is \\boxed{42}"
+    assert message(text) == {"role": "assistant", "content": text}
+    assert UNREAD in message("<|python_tag|>{broken}")
+
+
 def test_what_is_no_call_stays_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = ToolParser("hermes", model, (1,))
     logged: list[logging.LogRecord] = []
@@ -362,7 +377,7 @@ def test_what_is_no_call_stays_text(model: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(handler, "emit", logged.append)
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
 
-    def message(text: str) -> dict[str, Any]:
+    def message(text: str, parser: ToolParser = parser) -> dict[str, Any]:
         return parser.message([*map(ord, text), 1], text)
 
     text = "the answer is 42"

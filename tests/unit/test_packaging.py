@@ -162,6 +162,7 @@ def test_a_package_of_the_cpu_lock_finds_there_what_it_asks_for() -> None:
 
 def test_the_versions_of_the_gpu_image_resolve_together() -> None:
     """By uv, since pip fetches whole wheels (2 GB) to learn what they ask for."""
+    pytest.importorskip("uv")
     resolve = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--no-cache"]
     only = ["--python", sys.executable, "--reinstall", "--only-binary", ":all:"]
     done = subprocess.run(

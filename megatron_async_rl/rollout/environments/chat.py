@@ -198,18 +198,22 @@ class ToolParser:
         # Calls stand between special tokens in many a model.
         end = len(ids) - (ids[-1] in self._eos_ids)
         whole = self._tokenizer.decode(list(ids[:end]), skip_special_tokens=False)
-        found = None
-        with _reported() as faults:
-            try:
-                found = self._parse(whole, tools or self._tools)
-            except Exception as error:  # noqa: BLE001 - a parser is given whatever a model writes
-                faults.append(_described(error))
+        found, fault = self._parse(whole, tools or self._tools)
         if found is None or not found.tool_calls:
-            unread = {UNREAD: faults[0][:REASON]} if faults else {}
+            unread = {UNREAD: fault[:REASON]} if fault is not None else {}
             return {"role": "assistant", "content": text, **unread}
         calls = [one.model_dump(include={"id", "type", "function"}) for one in found.tool_calls]
         return {"role": "assistant", "content": found.content, "tool_calls": calls}
 
-    def _parse(self, text: str, tools: Sequence[Any]) -> Any:
+    def _parse(self, text: str, tools: Sequence[Any]) -> tuple[Any, str | None]:
+        """What the parser found, and why it could not read a call."""
         request = self._request(messages=[QUESTION], model="", tools=list(tools) or None)
-        return self._parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        parser, found = self._parser(self._tokenizer, request.tools), None
+        with _reported() as faults:
+            try:
+                found = parser.extract_tool_calls(text, request)
+            except Exception as error:  # noqa: BLE001 - a parser is given whatever a model writes
+                faults.append(_described(error))
+        # Llama's try every brace of a text; a call that is to be one begins with their token.
+        begins = getattr(parser, "bot_token", None) or ""
+        return found, faults[0] if faults and begins in text else None

@@ -228,10 +228,10 @@ class Agents:
                 async with session.lock:
                     thread = await self._answered(session, body)
                     answer = self._completion(thread, bool(body.get("logprobs")))
-                    thread.unread = request.transport is None or request.transport.is_closing()
-            if body.get("stream"):
-                return await _streamed(request, answer)
-            return web.json_response(answer)
+                    thread.unread = True
+            response = await _written(request, answer, stream=bool(body.get("stream")))
+            thread.unread = False
+            return response
         except Refused as error:
             session.refusal = str(error)
         except ValueError as error:
@@ -348,6 +348,17 @@ def _rendered[Result](render: Callable[..., Result], *messages: Any, **options: 
         return render(*messages, **options)
     except Exception as error:
         raise Refused(f"the messages cannot be rendered: {error}") from error
+
+
+async def _written(
+    request: web.Request, answer: dict[str, Any], *, stream: bool
+) -> web.StreamResponse:
+    if stream:
+        return await _streamed(request, answer)
+    response = web.json_response(answer)
+    await response.prepare(request)
+    await response.write_eof()
+    return response
 
 
 async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
