@@ -278,6 +278,13 @@ def test_an_estimate_of_a_dense_model_is_the_one_made_by_hand(tmp_path: Path) ->
     pace = (15.137e9 + 256 * 1280 * 147_456) / (0.6 * 4.8e12)
     assert found.tokens_per_s == pytest.approx(256 / pace, rel=1e-4)
     assert found.decoding == 256
+    in_8_bits = estimated(
+        recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), "rollout.vllm.quantization=fp8_per_channel"
+    )
+    # All but the norms of a layer, 8,448 weights, takes half.
+    halved = pace - 36 * (192_946_432 - 8_448) / (0.6 * 4.8e12)
+    assert in_8_bits.tokens_per_s == pytest.approx(256 / halved, rel=1e-4)
+    assert in_8_bits.loaded_s == found.loaded_s
     prompts_s = 256 * 2 * 256 * 36 * (192_946_432 + 4096 * 256) / (0.4 * 989e12)
     assert found.generate_s == pytest.approx(2048 * pace + prompts_s, rel=1e-4)
     # 8,190,735,360 weights of 2 bytes: written by four ranks, read by each engine.

@@ -252,6 +252,11 @@ def test_stated_hardware_gives_the_rates_that_its_sizes_do(recipe: Path) -> None
     rates = rates_of(config, shape, HARDWARE, lengths)
     nbytes = 2 * shape.parameters
     assert rates.decode[0][0] == pytest.approx(0.003 + nbytes / 4e12)  # two GPUs, half of 4 TB/s
+    in_8_bits = load(recipe, ["rollout.vllm.quantization=fp8_per_channel"])
+    table = 152064 * 5120
+    kept = shape.parameters + 2 * table + shape.layers * shape.layer_replicated + 5120
+    read_s = rates_of(in_8_bits, shape, HARDWARE, lengths).decode[0][0]
+    assert read_s == pytest.approx(0.003 + kept / 4e12, rel=1e-6)
     tokens = 200 + lengths.mean
     attends = 4 * 64 * 5120 * tokens / 2
     forward = 2 * (shape.parameters - 152064 * 5120) + attends
