@@ -82,11 +82,8 @@ def test_a_loss_that_compares_responses_needs_groups(configured, loss):
 
 @pytest.mark.parametrize("loss", ["topr", "oapl", "kimi", "trajectory_balance"])
 def test_an_advantage_beside_a_loss_that_reads_rewards_is_refused(configured, loss):
-    objective = (
-        {"loss": loss, "advantage": "grpo", "reference": {}}
-        if loss == "trajectory_balance"
-        else {"loss": loss}
-    )
+    reference = {"reference": {}} if loss == "trajectory_balance" else {}
+    objective = {"loss": loss, "advantage": "grpo", **reference}
     assert "would be without effect" in refused(configured, objective, async_ratio=0)
 
 
