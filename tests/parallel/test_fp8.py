@@ -49,10 +49,11 @@ def test_layouts_agree_within_the_rounding_of_a_recipe(layout, recipe):
     """Scales are of what a rank holds of a tensor in a micro-batch, so not to the bit."""
     divided, alone = (results(each)["rounded"] for each in (layout, "single"))
     rounded, usual = alone[recipe], alone["bfloat16"]
-    for distance in (of_log_probs, of_gradients):
+    for what, distance in (("logprob", of_log_probs), ("gradient", of_gradients)):
         rounding = distance(rounded, usual)
         assert rounding > 0.01, "nothing was rounded"
-        assert distance(divided[recipe], rounded) < test_fp8.BETWEEN_LAYOUTS[recipe] * rounding
+        most = test_fp8.between_layouts(recipe, what) * rounding
+        assert distance(divided[recipe], rounded) < most
         assert distance(divided["bfloat16"], usual) < 0.15 * rounding
 
 
