@@ -82,9 +82,10 @@ class DataConfig(Strict):
 
     train: Path | None = None
     """JSONL, JSON (a list), Parquet or CSV, by its ending; a folder or a pattern such as
-    `data/train-*.parquet` of them; or `hf://datasets/OWNER/NAME[@REVISION][/PATH]`. Each row has a
-    prompt and whatever the reward reads; with `loss: sft` a response and optionally a `weight`.
-    Null: `sources`."""
+    `data/train-*.parquet` of them; `hf://datasets/OWNER/NAME[@REVISION]/PATH`, or a whole data
+    set's split, `hf://datasets/OWNER/NAME[@REVISION][#SPLIT]`, for training `train` where none is
+    named. Each row has a prompt and whatever the reward reads; with `loss: sft` a response and
+    optionally a `weight`. Null: `sources`."""
     sources: tuple[SourceConfig, ...] = ()
     """A mixture, in the place of `train`."""
     eval: Path | None = None

@@ -4,7 +4,8 @@ Invariants:
 - a row is a mapping of columns to plain Python values, and is known by its file and its place in
   it, from 1: a line of JSONL and CSV, an item of a JSON list, a row of Parquet;
 - cells of CSV stay text: nothing guesses that "007" is a number;
-- files of a folder are read in the order of their names.
+- files of a folder are read in the order of their names;
+- paths inside a data set on a hub are text with `/`, whatever the machine.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import csv
 import glob
 import io
 import json
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from fnmatch import fnmatchcase
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_async_rl.config.problem import DataError
@@ -25,6 +29,14 @@ Row = tuple[Path, int, dict[str, Any]]
 
 SPLITS = ("train", "test", "val", "dev", "eval")
 """Beginnings of file names that hold one part of a data set."""
+
+WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Splits and the words for them in names of files and folders, as the `datasets` library has them:
+https://huggingface.co/docs/hub/datasets-file-names-and-splits"""
 
 
 def read_rows(location: Path, limit: int | None = None) -> Iterator[Row]:
@@ -69,6 +81,53 @@ def data_files(location: Path) -> list[Path]:
     return files
 
 
+def splits_by_name(paths: Collection[str]) -> dict[str, list[str]]:
+    """Files of a data set by their split: of pieces in its folder `data` it is the beginning of the
+    name, else a word in the name of a folder, else in that of the file. Empty where no name says
+    one."""
+    files = [PurePosixPath(path) for path in sorted(paths)]
+    found: dict[str, list[str]] = {}
+    for file in files:
+        piece = re.fullmatch(r"data/(.+)-\d{5}-of-\d{5}[^/]*", str(file))
+        if piece and "/" not in piece[1]:
+            found.setdefault(piece[1], []).append(str(file))
+    for names in (slice(-1), slice(-1, None)):
+        if found:
+            break
+        for split, words in WORDS.items():
+            them = [str(one) for one in files if any(_has(n, words) for n in one.parts[names])]
+            found |= {split: them} if them else {}
+    return found
+
+
+def _has(name: str, words: Collection[str]) -> bool:
+    return any(word in words for word in re.split(r"[-._ 0-9]+", name))
+
+
+def matches(path: str, pattern: str) -> bool:
+    """As a shell has it: `*` stays in a folder, `**` does not."""
+    if "**" in pattern:
+        return fnmatchcase(path, pattern) or fnmatchcase(path, pattern.replace("**/", ""))
+    return path.count("/") == pattern.count("/") and fnmatchcase(path, pattern)
+
+
+def one_pattern(wanted: Collection[str], among: Collection[str]) -> str | None:
+    """One that matches these paths and no other; null where there is none."""
+    parts = [path.split("/") for path in wanted]
+    if len({len(one) for one in parts}) > 1:
+        return None
+    pattern = "/".join(_alike(list(names)) for names in zip(*parts, strict=True))
+    return pattern if {one for one in among if matches(one, pattern)} == set(wanted) else None
+
+
+def _alike(names: list[str]) -> str:
+    before = os.path.commonprefix(names)  # noqa: RUF071 - letters in common
+    if set(names) == {before}:
+        return glob.escape(before)
+    after = os.path.commonprefix([name[len(before) :][::-1] for name in names])  # noqa: RUF071
+    return f"{glob.escape(before)}*{glob.escape(after[::-1])}"
+
+
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -78,7 +137,7 @@ def _content(path: Path) -> bytes:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     reason = error.strerror or str(error)
-    fix = "check the path; a data set on a hub is hf://datasets/OWNER/NAME/FILE"
+    fix = "check the path; a data set on a hub is hf://datasets/OWNER/NAME[/FILE]"
     return DataError(path, None, f"cannot be read: {reason}", fix)
 
 

@@ -1,5 +1,5 @@
-"""Models and data sets on a Hugging Face hub, as local folders: `hf://OWNER/NAME[@REVISION]` and
-`hf://datasets/OWNER/NAME[@REVISION]/PATH`.
+"""Models and data sets on a Hugging Face hub, as local folders: `hf://OWNER/NAME[@REVISION]`,
+`hf://datasets/OWNER/NAME[@REVISION]/PATH` and `hf://datasets/OWNER/NAME[@REVISION][#SPLIT]`.
 
 Invariants:
 - a name is resolved once, by the command, before anything is checked or started; what starts knows
@@ -8,16 +8,19 @@ Invariants:
   RUN/config.yaml: a run that goes on reads the bytes it began with, also when the name has moved;
 - without a network, or with HF_HUB_OFFLINE, the cache answers, and one that lacks a file is refused:
   the hub's client compares it with the commit's list of files where the cache has one, and data
-  in numbered pieces says itself how many there are.
+  in numbered pieces says itself how many there are;
+- which files are a split is for the data set's card to say, or else for their names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import glob
+import posixpath
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,11 @@ import yaml
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import Strict
-from megatron_async_rl.data.files import FORMATS
+from megatron_async_rl.data.files import FORMATS, matches, one_pattern, splits_by_name
 
 NAME = re.compile(
-    r"hf:/{1,2}(?P<data>datasets/)?(?P<id>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(/(?P<path>.+))?"
+    r"hf:/{1,2}(?P<data>datasets/)?(?P<id>[^/@#]+/[^/@#]+)(@(?P<revision>[^/#]+))?"
+    r"(/(?P<path>.+)|#((?P<part>[^/]+)/)?(?P<split>[^/]+))?"
 )
 """A path that went through pathlib has one slash in the place of two."""
 SNAPSHOT = re.compile(
@@ -40,23 +44,31 @@ PIECE = re.compile(r"(?P<before>.*-)\d+-of-(?P<of>\d+)(?P<after>\..+)")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS = "*.safetensors"
+CARD = "README.md"
+NO_DATA = re.compile(r"(^|/)(\.|__|(config|dataset_infos?|dataset_dict)\.json$)")
+"""Hidden files and folders, and what a data set says of itself; in a path inside it."""
 NOT_READ = ("*/*", "consolidated*")
 """Folders of a model for other programs, and Mistral's second copy of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubName:
-    """`path`: of files inside a data set."""
+    """`path`: of files inside a data set; without one it is the files of `split`. `part`: one of
+    the configurations that its card names."""
 
     id: str
     is_data: bool
     revision: str | None
     path: str | None
+    part: str | None = None
+    split: str | None = None
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
         path = f"/{self.path}" if self.path else ""
-        return f"hf://{'datasets/' if self.is_data else ''}{self.id}{revision}{path}"
+        part = f"{self.part}/" if self.part else ""
+        split = f"#{part}{self.split}" if self.split else ""
+        return f"hf://{'datasets/' if self.is_data else ''}{self.id}{revision}{path}{split}"
 
 
 def parse(path: Path) -> HubName | None:
@@ -66,13 +78,18 @@ def parse(path: Path) -> HubName | None:
         return None
     found = NAME.fullmatch(text)
     if found is None:
-        fix = "write hf://OWNER/NAME, or hf://datasets/OWNER/NAME/FILE; @REVISION may follow NAME"
+        fix = (
+            "write hf://OWNER/NAME, hf://datasets/OWNER/NAME/FILE or hf://datasets/OWNER/NAME#SPLIT;"
+            " @REVISION may follow NAME"
+        )
         raise UserError.of(text, "is no name on a hub", fix)
     return HubName(
         id=found["id"],
         is_data=found["data"] is not None,
         revision=found["revision"],
         path=found["path"],
+        part=found["part"],
+        split=found["split"],
     )
 
 
@@ -92,13 +109,8 @@ def located(config: Config, *, weights: bool = True) -> tuple[Config, list[str]]
     notes: list[str] = []
 
     def place(key: str, name: HubName) -> Path:
-        data = key.startswith(("data.", "eval."))
-        if not data and key not in ("model.path", "objective.reference.path"):
+        if not _is_data(key) and key not in ("model.path", "objective.reference.path"):
             raise UserError.of(key, f"{name} is on a hub", "name a local path here")
-        if name.is_data != data:
-            fix = f"write {_other_kind(name, data=data)}"
-            kind = "a data set" if name.is_data else "a model"
-            raise UserError.of(key, f"{name} is the name of {kind}", fix)
         found = fetch(key, name, commit=_pinned(before, key, name), weights=weights)
         notes.append(f"{key}: {name} is {found}")
         return found
@@ -106,10 +118,8 @@ def located(config: Config, *, weights: bool = True) -> tuple[Config, list[str]]
     return _replaced(config, "", place), notes
 
 
-def _other_kind(name: HubName, *, data: bool) -> str:
-    if data:
-        return f"hf://datasets/{name.id}/FILE"
-    return f"hf://{name.id}"
+def _is_data(key: str) -> bool:
+    return key.startswith(("data.", "eval."))
 
 
 def _replaced[Model: Strict](model: Model, prefix: str, place: Any) -> Model:
@@ -161,37 +171,134 @@ def _pinned(before: Mapping[str, Any], key: str, name: HubName) -> str | None:
 def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool = True) -> Path:
     """The local folder, or the file or pattern in it. `commit`: the one to take, whatever the
     name's revision is now. Raises UserError with `key`."""
-    from huggingface_hub import snapshot_download
-
-    if name.is_data and name.path is None:
-        raise UserError.of(key, f"{name} is a whole data set", _name_a_file(name))
-    if not name.is_data and name.path is not None:
+    if name.is_data != _is_data(key):
+        kind, other = ("a data set", "") if name.is_data else ("a model", "datasets/")
+        raise UserError.of(key, f"{name} is the name of {kind}", f"write hf://{other}{name.id}")
+    if not name.is_data and (name.path or name.split):
         raise UserError.of(key, f"{name} is a part of a model", f"write hf://{name.id}")
+    if name.is_data and name.path is None:
+        folder = _download(key, name, commit, [CARD])
+        commit = folder.name
+        name = replace(name, path=_path_of_split(key, name, folder), part=None, split=None)
     if name.is_data:
-        wanted, unwanted = [str(name.path), f"{name.path}/*"], None
+        wanted, unwanted = [str(name.path), f"{name.path}/*"], []
     else:
         wanted = [*SMALL_FILES, *([WEIGHTS] if weights else [])]
         unwanted = list(NOT_READ)
+    folder = _download(key, name, commit, wanted, unwanted)
+    if name.path is None:
+        return folder
+    place = folder / name.path
+    if not place.exists() and not glob.glob(str(place)):
+        raise UserError.of(key, f"{name.id} has no {name.path}", _name_a_file(name))
+    missing = _missing_pieces(folder, name.path)
+    if missing:
+        what = f"lacks {len(missing)} pieces, such as {missing[0]}"
+        raise UserError.of(key, f"{name} {what}", _fetch_it(name))
+    return place
+
+
+def _download(
+    key: str, name: HubName, commit: str | None, wanted: list[str], unwanted: Iterable[str] = ()
+) -> Path:
+    """The folder of a commit, with the files of these patterns in it."""
+    from huggingface_hub import snapshot_download
+
     try:
         folder = snapshot_download(
             name.id,
             repo_type="dataset" if name.is_data else "model",
             revision=commit or name.revision,
             allow_patterns=wanted,
-            ignore_patterns=unwanted,
+            ignore_patterns=list(unwanted) or None,
         )
     except Exception as error:
         raise UserError.of(key, *_explained(name, error)) from error
-    if name.path is None:
-        return Path(folder)
-    place = Path(folder) / name.path
-    if not place.exists() and not glob.glob(str(place)):
-        raise UserError.of(key, f"{name.id} has no {name.path}", _name_a_file(name))
-    missing = _missing_pieces(Path(folder), name.path)
-    if missing:
-        what = f"lacks {len(missing)} pieces, such as {missing[0]}"
-        raise UserError.of(key, f"{name} {what}", _fetch_it(name))
-    return place
+    return Path(folder)
+
+
+def _path_of_split(key: str, name: HubName, folder: Path) -> str:
+    """The file or pattern of the split that `name` asks for; for training that is `train` where it
+    names none. `folder`: of a commit, with the card."""
+    whole = replace(name, part=None, split=None)
+    files = _listed(key, name, folder)
+    part, splits = _splits(key, name, folder / CARD, files)
+    if not splits:
+        what = f"{whole} says neither in its card nor by names which of its files are a split"
+        raise UserError.of(key, what, _name_a_file(whole, files))
+    training = key == "data.train" or key.startswith("data.sources.")
+    split = name.split or ("train" if training else None)
+    if split not in splits:
+        which = ", ".join(str(replace(whole, part=part, split=one)) for one in splits)
+        what = f"{whole} has no split {split}" if split else f"{name} names no split to evaluate on"
+        raise UserError.of(key, what, f"write one of {which}")
+    pattern = one_pattern(splits[split], files)
+    if pattern is None:
+        what = f"the split {split} of {whole} is files that no one pattern names"
+        fix = f"name each in data.sources or eval.sets: {', '.join(splits[split][:6])}"
+        raise UserError.of(key, what, fix)
+    return pattern
+
+
+def _listed(key: str, name: HubName, folder: Path) -> list[str]:
+    """Every file of the commit, as the client has listed it or the hub lists it; without either
+    those in the cache, where the card is one of them."""
+    import huggingface_hub as client
+
+    with contextlib.suppress(Exception):  # clients of the first version keep no list
+        kept = client.get_cached_repo_tree(name.id, repo_type="dataset", revision=folder.name)
+        return sorted(file.path for file in kept)
+    try:
+        api = client.HfApi()
+        return sorted(api.list_repo_files(name.id, repo_type="dataset", revision=folder.name))
+    except Exception as error:
+        there = {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
+        if CARD not in there:
+            absent = client.errors.LocalEntryNotFoundError(CARD)
+            raise UserError.of(key, *_explained(name, absent)) from error
+        return sorted(there | _every_piece(there))
+
+
+def _splits(
+    key: str, name: HubName, card: Path, files: list[str]
+) -> tuple[str | None, dict[str, list[str]]]:
+    """The files of each split of the configuration that is meant, and its name where the card has
+    several."""
+    from huggingface_hub import metadata_load
+
+    try:
+        header = (metadata_load(card) if card.exists() else None) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        what = f"the card of {name} cannot be read: {_first_line(error)}"
+        raise UserError.of(key, what, _name_a_file(name, files)) from error
+    configs = [one for one in header.get("configs") or [] if isinstance(one, dict)]
+    parts = {str(one.get("config_name", "default")): one for one in configs or [{}]}
+    several = len(parts) > 1
+    meant = [one for one in parts if one == "default" or parts[one].get("default") or not several]
+    if name.part:
+        meant = [one for one in parts if one == name.part]
+    if len(meant) != 1:
+        what = f"has no configuration {name.part}" if name.part else "has several configurations"
+        each = [replace(name, part=part, split=name.split or "train") for part in parts]
+        raise UserError.of(key, f"{name} {what}", f"write one of {', '.join(map(str, each))}")
+    entry = parts[meant[0]]
+    part = meant[0] if several else None
+    inside = posixpath.normpath(str(entry.get("data_dir") or ".")) + "/"
+    inside = "" if inside == "./" else inside
+    readable = [one for one in files if one.endswith(tuple(FORMATS)) and not NO_DATA.search(one)]
+    listed = entry.get("data_files")
+    if listed is None:
+        named = [one.removeprefix(inside) for one in readable if one.startswith(inside)]
+        by_name = splits_by_name(named)
+        return part, {split: [f"{inside}{one}" for one in them] for split, them in by_name.items()}
+    found: dict[str, set[str]] = {}
+    for item in listed if isinstance(listed, list) else [listed]:
+        one = item if isinstance(item, dict) else {"split": "train", "path": item}
+        for path in one["path"] if isinstance(one.get("path"), list) else [one.get("path")]:
+            pattern = posixpath.normpath(f"{inside}{path}")
+            them = {file for file in readable if matches(file, pattern)}
+            found.setdefault(str(one.get("split")), set()).update(them)
+    return part, {split: sorted(them) for split, them in found.items() if them}
 
 
 def _missing_pieces(folder: Path, wanted: str) -> list[str]:
@@ -199,17 +306,21 @@ def _missing_pieces(folder: Path, wanted: str) -> list[str]:
     by the names of their neighbours."""
     inside = glob.glob(str(folder / wanted)) + glob.glob(str(folder / wanted / "*"))
     there = {str(Path(one).relative_to(folder)) for one in inside}
+    return sorted(
+        one
+        for one in _every_piece(there) - there
+        if fnmatch.fnmatch(one, wanted) or fnmatch.fnmatch(one, f"{wanted}/*")
+    )
+
+
+def _every_piece(there: Iterable[str]) -> set[str]:
+    """The names of all pieces of which some are there."""
     sets = {(f["before"], f["of"], f["after"]) for one in there if (f := PIECE.fullmatch(one))}
-    every = {
+    return {
         f"{before}{number:0{len(of)}}-of-{of}{after}"
         for before, of, after in sets
         for number in range(int(of))
     }
-    return sorted(
-        one
-        for one in every - there
-        if fnmatch.fnmatch(one, wanted) or fnmatch.fnmatch(one, f"{wanted}/*")
-    )
 
 
 def _explained(name: HubName, error: Exception) -> tuple[str, str]:
@@ -254,14 +365,15 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _name_a_file(name: HubName) -> str:
-    """Shows the files that it holds, where the hub can be asked."""
+def _name_a_file(name: HubName, listed: list[str] | None = None) -> str:
+    """Shows the files that it holds, where they are known or the hub can be asked."""
     from huggingface_hub import HfApi
 
-    try:
-        listed = HfApi().list_repo_files(name.id, repo_type="dataset", revision=name.revision)
-    except Exception:  # noqa: BLE001 - what a user is told does not depend on it
-        listed = []
+    if listed is None:
+        try:
+            listed = HfApi().list_repo_files(name.id, repo_type="dataset", revision=name.revision)
+        except Exception:  # noqa: BLE001 - what a user is told does not depend on it
+            listed = []
     files = [file for file in listed if file.endswith(tuple(FORMATS))]
     shown = f": {', '.join(files[:6])}" if files else ", such as /data/train-*.parquet"
     return f"add the file, or a pattern of files, in it{shown}"

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import constants
@@ -17,6 +18,7 @@ from megatron_async_rl.config.grid import read_grid, runs_of
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data.files import read_rows
 from megatron_async_rl.data.hub import located, name_of, parse
 from megatron_async_rl.plan.model_files import read_model
 from tests.unit.test_study import write_grid
@@ -66,6 +68,10 @@ def test_a_name_keeps_its_slashes_and_takes_no_part_of_a_folder(tmp_path: Path) 
     files = parse(Path("hf://datasets/me/tiny/data/train-*.parquet"))
     assert files is not None
     assert (files.id, files.path, files.is_data) == ("me/tiny", "data/train-*.parquet", True)
+    whole = parse(Path("hf://datasets/me/tiny@v1#main/test"))
+    assert whole is not None
+    assert str(whole) == "hf://datasets/me/tiny@v1#main/test"
+    assert (whole.revision, whole.part, whole.split, whole.path) == ("v1", "main", "test", None)
 
 
 def test_what_is_in_the_cache_is_taken_from_there_without_a_network(
@@ -127,10 +133,14 @@ def test_what_an_evaluation_writes_is_not_put_into_the_cache(
             "data.train=hf://datasets/me/tiny@v2/x.jsonl",
             ("data.train", "HF_HUB_OFFLINE is set", "--repo-type dataset me/tiny --revision v2"),
         ),
-        ("data.train=hf://datasets/me/tiny", ("is a whole data set", "add the file")),
-        ("data.train=hf://me/tiny", ("is the name of a model", "write hf://datasets/me/tiny/FILE")),
+        (
+            "data.train=hf://datasets/me/tiny#test",
+            ("hf://datasets/me/tiny#test is not whole in the cache", "--repo-type dataset me/tiny"),
+        ),
+        ("data.train=hf://me/tiny", ("is the name of a model", "write hf://datasets/me/tiny")),
         ("model.path=hf://datasets/me/tiny/x", ("is the name of a data set", "write hf://me/tiny")),
         ("model.path=hf://me/tiny/part", ("is a part of a model", "write hf://me/tiny")),
+        ("model.path=hf://me/tiny#train", ("is a part of a model", "write hf://me/tiny")),
         ("model.path=hf://tiny", ("is no name on a hub", "write hf://OWNER/NAME")),
         ("model.path=hf://me/ti!ny", ("is no name on a hub", "write hf://OWNER/NAME")),
         ("run.dir=hf://me/tiny", ("run.dir", "name a local path here")),
@@ -200,7 +210,8 @@ class Answer(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        hub, path = self.server, self.path.partition("?")[0]
+        hub, path = self.server, unquote(self.path.partition("?")[0])
+        path = path.replace("/datasets/", "/models/" if path.startswith("/api/") else "/", 1)
         if path.startswith("/api/models/me/tiny/revision/"):
             known = path.endswith(("/main", hub.commit))
             error = None if known else "RevisionNotFound"
@@ -272,6 +283,157 @@ def test_a_cache_that_lost_a_file_is_not_taken_for_the_whole_model(
     assert located(config)[0].model.path == found.model.path
     (found.model.path / "tokenizer.json").unlink()
     assert "hf://me/tiny is not whole in the cache" in refusal(config)
+
+
+ONE_PART = """---
+configs:
+- config_name: main
+  data_dir: main
+  data_files:
+  - split: train
+    path: "*-learn.jsonl"
+  - {split: held, path: [b-test.jsonl, "**/c-test.jsonl"]}
+---
+# A data set
+"""
+TWO_PARTS = """---
+configs:
+- {config_name: main, data_dir: main}
+- {config_name: socratic, data_files: "other/*"}
+---
+"""
+ONE_OF_TWO = TWO_PARTS.replace("data_dir: main", "data_dir: main, default: true")
+
+
+def on_hub(hub: Hub, card: str | None, *names: str) -> None:
+    """A data set, each of whose files has one prompt."""
+    hub.files = {"README.md": card.encode()} if card is not None else {}
+    hub.files |= {name: json.dumps({"prompt": name}).encode() for name in names}
+
+
+def prompts_of(location: Path) -> list[str]:
+    return [row["prompt"] for _, _, row in read_rows(location)]
+
+
+@pytest.mark.parametrize(
+    ("card", "names", "asked", "read"),
+    [
+        (ONE_PART, "main/a-learn.jsonl main/b-learn.jsonl x-learn.jsonl", "", 2),
+        (ONE_PART, "main/b-test.jsonl main/c-test.jsonl main/d.jsonl", "#held", 2),
+        (ONE_PART, "main/a-learn.jsonl", "#main/train", 1),
+        (ONE_OF_TWO, "main/train.jsonl train.jsonl other/x.jsonl", "", 1),
+        (
+            TWO_PARTS,
+            "other/x.jsonl other/y.jsonl other/config.json main/train.jsonl",
+            "#socratic/train",
+            2,
+        ),
+        (None, "train.jsonl test.jsonl notes.csv .a/train.jsonl", "", 1),
+        ("# no header", "train-00000-of-00002.json train-00001-of-00002.json dev.json", "", 2),
+        (None, "data/odd-00000-of-00001.json data/even-00000-of-00001.json", "#odd", 1),
+        (None, "train/a.jsonl train/b.jsonl test/train.jsonl", "@main", 2),
+        (None, "my_dev.jsonl train.jsonl", "#validation", 1),
+        (None, "train/[a].jsonl test/[b].jsonl", "", 1),
+    ],
+)
+def test_a_whole_data_set_is_the_files_of_its_split(
+    tmp_path: Path, hub: Hub, card: str | None, names: str, asked: str, read: int
+) -> None:
+    on_hub(hub, card, *names.split())
+    wanted = names.split()[:read]
+    config = run_of(tmp_path, f"data.train=hf://datasets/me/tiny{asked}")
+    found, notes = located(config)
+    assert found.data.train is not None
+    assert prompts_of(found.data.train) == wanted
+    assert sorted(hub.fetched) == sorted([*wanted, *["README.md"] * (card is not None)])
+    assert notes[0].startswith(f"data.train: hf://datasets/me/tiny{asked} is ")
+
+
+@pytest.mark.parametrize(
+    ("key", "card", "names", "asked", "words"),
+    [
+        ("train", ONE_PART, "main/a-learn.jsonl", "#held", ("no split held", "tiny#train")),
+        (
+            "train",
+            None,
+            "dev.csv test.csv",
+            "",
+            ("no split train", "tiny#validation, hf://", "#test"),
+        ),
+        ("eval", None, "train.csv test.csv", "", ("names no split to evaluate on", "tiny#test")),
+        ("train", TWO_PARTS, "x", "", ("several configurations", "#main/train, ", "#socratic/tr")),
+        ("train", TWO_PARTS, "x", "#x/test", ("has no configuration x", "#socratic/test")),
+        ("train", TWO_PARTS, "other/x.csv", "#socratic/test", ("no split test", "#socratic/train")),
+        (
+            "train",
+            None,
+            "a.csv b.txt",
+            "",
+            ("names which of its files are a split", "in it: a.csv"),
+        ),
+        (
+            "train",
+            None,
+            "train/a.csv train/x/b.csv",
+            "",
+            ("no one pattern", "data.sources", "train/x/b.csv"),
+        ),
+        (
+            "train",
+            None,
+            "train-a.csv my-train.csv my.csv",
+            "",
+            ("no one pattern", "my-train.csv, train-a.csv"),
+        ),
+        ("train", "---\na: [\n---\n", "train.csv", "", ("card", "cannot be read", "train.csv")),
+    ],
+)
+def test_a_split_that_is_not_one_is_refused_with_those_there_are(
+    tmp_path: Path, hub: Hub, key: str, card: str | None, names: str, asked: str, words: list[str]
+) -> None:
+    on_hub(hub, card, *names.split())
+    said = refusal(run_of(tmp_path, f"data.{key}=hf://datasets/me/tiny{asked}"))
+    for word in words:
+        assert word in said
+    assert set(hub.fetched) <= {"README.md"}
+
+
+def test_a_whole_data_set_in_the_cache_needs_no_network(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_hub(hub, None, "train-1.jsonl", "train-2.jsonl", "test.jsonl")
+    config = run_of(tmp_path, "data.train=hf://datasets/me/tiny")
+    found = located(config)[0].data.train
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert located(config)[0].data.train == found
+    test = run_of(tmp_path, "data.train=hf://datasets/me/tiny#test")
+    assert "hf://datasets/me/tiny/test.jsonl is not whole in the cache" in refusal(test)
+
+
+def test_a_cache_that_does_not_list_the_data_set_must_have_its_card(
+    tmp_path: Path, cache: Path
+) -> None:
+    """The cache as clients leave it that keep no list of a commit's files."""
+    folder = cached(cache, "datasets", OLD)
+    (folder / "train-00000-of-00002.jsonl").write_text('{"prompt": "0"}')
+    config = run_of(tmp_path, "data.train=hf://datasets/me/tiny")
+    assert "hf://datasets/me/tiny is not whole in the cache" in refusal(config)
+    (folder / "README.md").write_text("# A data set")
+    assert "lacks 1 pieces, such as train-00001-of-00002.jsonl" in refusal(config)
+    (folder / "train-00001-of-00002.jsonl").write_text('{"prompt": "1"}')
+    found = located(config)[0].data.train
+    assert found is not None
+    assert prompts_of(found) == ["0", "1"]
+
+
+def test_a_run_goes_on_with_the_commit_of_its_whole_data_set(tmp_path: Path, hub: Hub) -> None:
+    on_hub(hub, "# A data set", "train.jsonl")
+    config = run_of(tmp_path, "data.train=hf://datasets/me/tiny")
+    begun, _ = located(config)
+    config.run.dir.mkdir()
+    (config.run.dir / "config.yaml").write_text(dump(begun))
+    hub.commit = NEW
+    assert located(config)[0] == begun
 
 
 @pytest.mark.parametrize(
