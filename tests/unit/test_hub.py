@@ -320,7 +320,7 @@ def prompts_of(location: Path) -> list[str]:
     [
         (ONE_PART, "main/a-learn.jsonl main/b-learn.jsonl x-learn.jsonl", "", 2),
         (ONE_PART, "main/b-test.jsonl main/c-test.jsonl main/d.jsonl", "#held", 2),
-        (ONE_PART, "main/a-learn.jsonl", "#main/train", 1),
+        (ONE_PART, "main/a-learn.jsonl main/x/b-learn.jsonl", "#main/train", 1),
         (ONE_OF_TWO, "main/train.jsonl train.jsonl other/x.jsonl", "", 1),
         (
             TWO_PARTS,
