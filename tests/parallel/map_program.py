@@ -2,7 +2,8 @@
 after another: their names in Hugging Face's files, and the boxes of the model's tensors that a
 checkpoint has of each.
 
-Arguments: a JSON of [a configuration's file, its overrides] for each model; the file to write.
+Arguments: a JSON of [a configuration's file, its overrides] for each model, one of [file, overrides]
+of whose ranks the optimizer's parts are wanted; the file to write.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from tests.parallel.plan_program import META, build_on_meta, layout_of, leave
 
 def mapped(config: Config) -> dict[str, Any]:
     """`entries`: of each rank [name, Hugging Face's names and shapes, shape here, cut dimension, [name,
-    offsets, shape] of what it reads of files]; `boxes`: by key [the whole tensor's shape, [offsets,
-    shape] of what the ranks write of it]."""
+    offsets, shape] of what it reads of files]; `stages`: of each rank; `boxes`: by key [the whole
+    tensor's shape, [offsets, shape] of what the ranks write of it]."""
     parallel = config.policy.parallel
-    entries, boxes, wholes = [], defaultdict(list), {}
+    entries, stages, boxes, wholes = [], [], defaultdict(list), {}
     for rank in range(parallel.ranks):
         model = assemble_model(config.model, config.policy, layout_of(config, rank, META))
         cuts, own = Cuts(model.bridge), []
@@ -55,12 +56,14 @@ def mapped(config: Config) -> dict[str, Any]:
                 ]
             )
         entries.append(own)
+        stages.append(model.bridge.mpu.pp_rank)
         for key, blocks in ModelBlocks(model).model(writes=True).items():
             for block in blocks:
                 assert wholes.setdefault(key, block.shape) == block.shape
                 boxes[key].append([block.offsets, list(block.tensor.shape)])
         leave()
-    return {"entries": entries, "boxes": {key: [wholes[key], boxes[key]] for key in wholes}}
+    held = {key: [wholes[key], boxes[key]] for key in wholes}
+    return {"entries": entries, "stages": stages, "boxes": held}
 
 
 def replica_slices(config: Config) -> list[list[list[Any]]]:
@@ -85,14 +88,12 @@ def replica_slices(config: Config) -> list[list[list[Any]]]:
 
 
 def main() -> None:
-    models, output = json.loads(sys.argv[1]), sys.argv[2]
+    models, replicated, output = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
     device.install("cpu")
     build_on_meta()
-    configs = [load(Path(file), overrides) for file, overrides in models]
-    replicated = [config for config in configs if config.policy.parallel.data > 1]
     found = {
-        "mapped": [mapped(config) for config in configs if config not in replicated],
-        "adam": [replica_slices(config) for config in replicated],
+        "mapped": [mapped(load(Path(file), overrides)) for file, overrides in models],
+        "adam": replica_slices(load(Path(replicated[0]), replicated[1])),
     }
     Path(output).write_text(json.dumps(found))
 

@@ -1,10 +1,11 @@
-"""The parameters of published 32B models, cut over TP=8 and PP=4, against those of transformers'
-model of the same configuration; both on the meta device."""
+"""The parameters of published 32B models, cut over TP=8 and PP=4, and of every recipe's model on its
+layout, against those of transformers' model of the same configuration; both on the meta device."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,16 @@ TENSORS = {"Qwen3-32B": 707, "Qwen2.5-32B": 771}
 STAGES, TENSOR = 4, 8
 LAYOUT = {"tensor": TENSOR, "pipeline": STAGES, "sequence": "true"}
 DATA = 2
+RECIPES = {
+    "qwen2.5_32b": "Qwen2.5-32B",
+    "qwen3_0.6b": "Qwen3-0.6B",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "qwen3_32b_fp8": "Qwen3-32B",
+    "qwen3_8b": "Qwen3-8B",
+    "qwen3_8b_colocated": "Qwen3-8B",
+}
+"""Those whose model or layout differs."""
+MODELS = {name: name for name in TENSORS} | RECIPES
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +50,44 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             }
         )
     )
+    for name in set(MODELS.values()):
+        write_config(folder / name, name)
 
     def of(name: str, data: int) -> tuple[str, list[str]]:
         sizes = LAYOUT | {"ranks": STAGES * TENSOR * data}
         overrides = [f"policy.parallel.{key}={value}" for key, value in sizes.items()]
         return str(folder / "run.yaml"), [f"model.path={folder / name}", *overrides]
 
-    for name in TENSORS:
-        write_config(folder / name, name)
-    models = [*(of(name, 1) for name in TENSORS), of("Qwen3-32B", DATA)]
+    recipes = Path(__file__).parents[2] / "examples" / "recipes"
+    models = [of(name, 1) for name in TENSORS]
+    for recipe, name in RECIPES.items():
+        # In 8 bits a parameter has the same name, shape and part.
+        overrides = [f"model.path={folder / name}", "policy.fp8=null", "policy.layers=local"]
+        models.append((str(recipes / f"{recipe}.yaml"), overrides))
     output = folder / "mapped.json"
-    run_alone("tests.parallel.map_program", [json.dumps(models), output])
+    arguments = [json.dumps(models), json.dumps(of("Qwen3-32B", DATA)), output]
+    run_alone("tests.parallel.map_program", arguments)
     read = json.loads(output.read_text())
-    return dict(zip(TENSORS, read["mapped"], strict=True)) | {"adam": read["adam"][0], "at": folder}
+    return dict(zip(MODELS, read["mapped"], strict=True)) | {"adam": read["adam"], "at": folder}
 
 
+@functools.cache
 def reference(folder: Path) -> dict[str, list[int]]:
+    """Names and shapes in files. A tied output layer is in none, and experts, which transformers has
+    in one tensor, lie there one by one."""
+    config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        model = AutoModelForCausalLM.from_config(config)
+    found = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del found["lm_head.weight"]
+    for name in [name for name in found if ".mlp.experts." in name]:
+        count, rows, columns = found.pop(name)
+        prefix, _, kind = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for expert, part in itertools.product(range(count), parts):
+            found[f"{prefix}.{expert}.{part}.weight"] = [rows // len(parts), columns]
+    return found
 
 
 def cover_once(shape: list[int], starts: np.ndarray, stops: np.ndarray, name: str) -> None:
@@ -68,50 +98,46 @@ def cover_once(shape: list[int], starts: np.ndarray, stops: np.ndarray, name: st
         assert beside.any(axis=1).all(), name
 
 
-@pytest.mark.parametrize("name", TENSORS)
+def tensors_of(found: dict[str, Any], name: str) -> dict[str, list[int]]:
+    return reference(found["at"] / MODELS[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_stages_have_the_names_and_shapes_of_transformers_once(found, name):
-    expected, entries = reference(found["at"] / name), found[name]["entries"]
-    assert len(expected) == TENSORS[name]
-    stages = [entries[stage * TENSOR] for stage in range(STAGES)]
-    pairs = [pair for own in stages for entry in own for pair in entry[1].items()]
-    assert len(pairs) == TENSORS[name]
-    assert dict(pairs) == expected
-    here = [[entry[:-1] for entry in own] for own in entries]
-    assert all(here[rank] == here[rank // TENSOR * TENSOR] for rank in range(STAGES * TENSOR))
+    expected, read = tensors_of(found, name), found[name]
+    assert len(expected) == TENSORS.get(name, len(expected))
+    stages: list[dict[str, list[int]]] = [{} for _ in set(read["stages"])]
+    for stage, own in zip(read["stages"], read["entries"], strict=True):
+        for _, tensors, *_ in own:
+            for tensor, shape in tensors.items():
+                assert stages[stage].setdefault(tensor, shape) == shape
+    assert sum(map(len, stages)) == len(expected)
+    assert {tensor: shape for own in stages for tensor, shape in own.items()} == expected
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_shards_of_tensor_parallel_ranks_add_up_to_each_tensor(found, name):
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_read_every_element_of_the_files_once(found, name):
+    """Where several hold the same, each reads it."""
+    shapes, places = tensors_of(found, name), {}
     for own in found[name]["entries"]:
-        for parameter, whole, shard, cut, _ in own:
-            ranks = TENSOR if cut is not None else 1
-            assert ranks * prod(shard) == sum(map(prod, whole.values())), parameter
+        for *_, read in own:
+            for tensor, offsets, size in read:
+                places.setdefault(tensor, set()).add((*offsets, *size))
+    assert places.keys() == shapes.keys()
+    for tensor, boxes in places.items():
+        held = np.array(sorted(boxes))
+        shape = shapes[tensor] + [1] * (2 - len(shapes[tensor]))
+        cover_once(shape, held[:, :2], held[:, :2] + held[:, 2:], tensor)
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensor_parallel_ranks_read_every_element_of_the_files_once(found, name):
-    """Of what is not cut, each reads all."""
-    shapes = reference(found["at"] / name)
-    for stage in range(STAGES):
-        places: dict[str, set[Any]] = {}
-        for own in found[name]["entries"][stage * TENSOR : (stage + 1) * TENSOR]:
-            for *_, read in own:
-                for tensor, offsets, size in read:
-                    places.setdefault(tensor, set()).add((*offsets, *size))
-        for tensor, boxes in places.items():
-            held = np.array(sorted(boxes))
-            shape = shapes[tensor] + [1] * (2 - len(shapes[tensor]))
-            cover_once(shape, held[:, :2], held[:, :2] + held[:, 2:], tensor)
-
-
-@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("name", MODELS)
 def test_what_ranks_write_covers_every_element_once(found, name):
     boxes, elements = found[name]["boxes"], 0
     for key, (shape, held) in boxes.items():
         starts = np.array([offsets for offsets, _ in held])
         cover_once(shape, starts, starts + np.array([size for _, size in held]), key)
         elements += prod(shape)
-    assert elements == sum(map(prod, reference(found["at"] / name).values()))
+    assert elements == sum(map(prod, tensors_of(found, name).values()))
 
 
 def test_replicas_adams_have_every_element_of_a_ranks_parameters_once(found):
@@ -126,4 +152,4 @@ def test_replicas_adams_have_every_element_of_a_ranks_parameters_once(found):
     assert len(sizes) == len(found["Qwen3-32B"]["entries"][0])
     for name, held in parts.items():
         ends = [0, *(place for part in sorted(held) for place in part), sizes[name]]
-        assert all(a == b for a, b in list(pairwise(ends))[::2]), name
+        assert all(a == b for a, b in list(itertools.pairwise(ends))[::2]), name
