@@ -360,7 +360,7 @@ class RolloutConfig(Strict):
 
     @property
     def workers(self) -> int:
-        """Of one engine, each with its device."""
+        """Processes of one engine, each with its device."""
         return self.tensor * self.pipeline
 
     @property

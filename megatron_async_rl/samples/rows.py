@@ -57,8 +57,8 @@ class EngineReport:
     silent_s: float
     """Seconds since vLLM's own process last answered."""
     sampling: bool = False
-    """Whether a response has grown since the last report, or an agent works on one by itself; looked
-    at where nothing finished and nothing was aborted."""
+    """True where a response has grown since the last report, or an agent works on one by itself; read
+    where nothing finished and nothing was aborted."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Bytes, in one piece: what is handed to Ray as buffers is read in its object store, which

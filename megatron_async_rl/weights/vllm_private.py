@@ -283,7 +283,10 @@ def compute_own_experts() -> None:
         places = given["expert_map"]  # [experts]: where this worker has each, -1 for another's
         if places is not None:
             if given["apply_router_weight_on_input"]:
-                raise NotImplementedError("experts of other workers cannot be weighted with 0")
+                raise ValueError(
+                    "enable_expert_parallel on a CPU: this model weighs an expert's inputs, so what"
+                    " another worker's would add cannot be weighed with 0; leave it out"
+                )
             own = places[given["topk_ids"].long()]
             weights = given["topk_weights"].masked_fill(own < 0, 0.0)
             given |= {"topk_weights": weights, "topk_ids": own.clamp_min(0)}

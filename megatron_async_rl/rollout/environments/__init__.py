@@ -41,7 +41,7 @@ Message = Mapping[str, Any]
 UNREAD = "unread_tool_call"
 """Key of a message of the model: why a tool call in it could not be read."""
 UNREAD_CALLS = "unread_tool_calls"
-"""What is measured of them."""
+"""Name of their count among what a sample has measured."""
 Words = str | Sequence[Message]
 """The words of an environment: text (of the user's role), or chat messages."""
 

@@ -206,7 +206,7 @@ class ToolParser:
         return {"role": "assistant", "content": found.content, "tool_calls": calls}
 
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[Any, str | None]:
-        """What the parser found, and why it could not read a call."""
+        """The parser's find, and why it could not read a call."""
         request = self._request(messages=[QUESTION], model="", tools=list(tools) or None)
         parser, found = self._parser(self._tokenizer, request.tools), None
         with _reported() as faults:
