@@ -104,7 +104,8 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
             else:
                 lengths = _longer(lengths, found.prompts)
                 read[one.key] = found
-    problems += _reward(config, read) + _environment(config, read, tokenizer)
+    silent = _silent_servers(config)
+    problems += _reward(config, {} if silent else read) + _environment(config, read, tokenizer)
     problems += _engine_options(config, machine)
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
@@ -117,7 +118,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
             *(f"not here, so not checked: {one.what} ({one.key})" for one in elsewhere),
             *_not_held_out(read),
             *_too_long(config, read),
-            *([] if machine.described or problems else _silent_servers(config)),
+            *([] if machine.described or problems else silent),
         ),
     )
 

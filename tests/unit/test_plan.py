@@ -639,18 +639,23 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused(file):
     }
 
 
-def test_a_reward_server_where_nobody_listens_is_told(file):
-    def told(port):
-        reward = f"{{name: http, settings: {{url: 'http://127.0.0.1:{port}/x'}}}}"
-        return [one for one in plan(file, f"rollout.reward={reward}").warnings if "answers" in one]
+def test_a_reward_server_where_nobody_listens_is_told_and_not_waited_for(file, monkeypatch):
+    def told(port, timeout_s):
+        settings = f"{{url: 'http://127.0.0.1:{port}/x'}}"
+        reward = f"{{name: http, timeout_s: {timeout_s}, settings: {settings}}}"
+        planned = plan(file, f"rollout.reward={reward}")
+        assert planned.problems == ()
+        return [one for one in planned.warnings if "answers" in one]
 
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        (note,) = told(port)
+        # A response that was tried would time out, which is a problem.
+        (note,) = told(port, timeout_s=0.1)
         assert note.startswith(f"rollout.reward: nobody answers at 127.0.0.1:{port} (Connection re")
-        server.listen()
-        assert told(port) == []
+        server.listen()  # and never answers
+        monkeypatch.setattr("megatron_async_rl.plan.preflight.PATIENCE_S", 0.1)
+        assert told(port, timeout_s=30) == []
 
 
 def test_the_whole_model_must_fit_into_shared_memory(file):
