@@ -15,6 +15,7 @@ flipped] and [what is said where a tensor is left out].
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -97,6 +98,7 @@ def run(
     quantization: str | None = None,
     half: int | None = None,
 ) -> Found:
+    gc.freeze()  # as the plugin does, which vLLM takes back as an engine ends
     with divided(half):
         engine = LLM(
             str(checkpoints[0]),
