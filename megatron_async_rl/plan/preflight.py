@@ -21,7 +21,7 @@ from megatron_async_rl.config.engine_options import (
 )
 from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.config.problem import Problem, UserError
-from megatron_async_rl.config.sampling import EvalConfig, eval_sets
+from megatron_async_rl.config.sampling import EvalConfig, eval_sets, held_out_files
 from megatron_async_rl.config.schema import Config, RewardConfig
 from megatron_async_rl.data import (
     DataError,
@@ -151,8 +151,14 @@ def _files(config: Config, shape: ModelShape | None) -> list[_File]:
     else:
         places = enumerate(data.sources)
         files = [_File(f"data.sources.{index}.path", one, most) for index, one in places]
-    sets = eval_sets(config, config.eval or EvalConfig())
-    return files + [_File(one.path_key, one.file, room(one.sampling.max_tokens)) for one in sets]
+    evaluation = config.eval or EvalConfig()
+    if config.supervised:
+        sets = held_out_files(config, evaluation)
+        return files + [_File(one.path_key, one.file, None) for one in sets]
+    return files + [
+        _File(one.path_key, one.file, room(one.sampling.max_tokens))
+        for one in eval_sets(config, evaluation)
+    ]
 
 
 def _read(
