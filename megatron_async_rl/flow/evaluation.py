@@ -125,7 +125,7 @@ class EvalResult:
         return len(self.per_prompt)
 
     def metrics(self) -> dict[str, float]:
-        """Of the set that has no name in them."""
+        """Of this result, in which the set has no name."""
         return {
             "eval/mean": self.mean_reward,
             "eval/truncated": self.truncated,
