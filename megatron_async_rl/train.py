@@ -84,7 +84,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
             rank0.say("training")
 
     rank0.publish(version)
-    rank0.evaluate()
+    rank0.evaluate(policy.mean_loss)
     rank0.say("training")
     collect_rarely()
     while version < config.run.steps:
@@ -100,7 +100,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
         version += 1
         rank0.give_devices()
         rank0.publish(version)
-        rank0.evaluate()
+        rank0.evaluate(policy.mean_loss)
         rank0.log(batch, metrics)
         if config.checkpoint.every and version % config.checkpoint.every == 0:
             save()

@@ -89,7 +89,8 @@ class DataConfig(Strict):
     sources: tuple[SourceConfig, ...] = ()
     """A mixture, in the place of `train`."""
     eval: Path | None = None
-    """Held-out prompts, as `train`; several sets are `eval.sets`."""
+    """Held-out prompts, as `train`, with `loss: sft` and their responses; several sets are
+    `eval.sets`."""
     shuffle: bool = True
     """A new seeded order every epoch, of each source."""
     prompt_key: Column = "prompt"

@@ -178,8 +178,8 @@ def run_conflicts(config: Config) -> Iterator[str]:
         )
     loss, advantage = objective.loss, objective.advantage
     if config.supervised:
-        if config.rollout is not None or config.eval is not None:
-            yield "objective.loss: sft trains on given responses: remove `rollout` and `eval`"
+        if config.rollout is not None:
+            yield "objective.loss: sft trains on given responses: remove `rollout`"
         if flow.group_size != 1 or flow.async_ratio != 0:
             yield "objective.loss: sft needs flow.group_size: 1 and flow.async_ratio: 0"
     elif config.rollout is None:

@@ -88,6 +88,10 @@ RENORMALISING = (
 )
 
 
+SAMPLED_ONLY = ("sampling", "samples_per_prompt", "pass_at", "pass_reward", "engines")
+"""Settings of `eval` and its sets that say how to sample, or how to score it."""
+
+
 class EvalSampling(SamplingConfig):
     """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. Nobody trains on what
     is drawn, so it need not be the trainer's distribution."""
@@ -174,7 +178,9 @@ class EvalSetConfig(FileConfig):
 
 
 class EvalConfig(Strict):
-    """Held-out reward before, during and after; without this section there is none."""
+    """Held-out reward before, during and after; without this section there is none. With
+    objective.loss: sft it is the loss of held-out responses, and `sets` and `every` are all there is
+    to say."""
 
     sets: tuple[EvalSetConfig, ...] = ()
     """Several sets of held-out prompts, each with its own sampling, in the place of data.eval. The
@@ -210,13 +216,23 @@ class EvalConfig(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSet:
-    """One set of held-out prompts with everything filled in. `key`: where it stands in the
-    configuration. `name`: empty for data.eval."""
+class HeldOutFile:
+    """The rows of one held-out set. `key`: where it stands in the configuration. `name`: empty for
+    data.eval."""
 
     key: str
     name: str
     file: FileConfig
+
+    @property
+    def path_key(self) -> str:
+        return f"{self.key}.path" if self.name else "data.eval"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet(HeldOutFile):
+    """One set of held-out prompts with everything filled in."""
+
     samples_per_prompt: int
     pass_at: tuple[int, ...]
     pass_reward: float
@@ -224,20 +240,29 @@ class EvalSet:
     max_tokens_key: str
     """Where its sampling.max_tokens comes from."""
 
-    @property
-    def path_key(self) -> str:
-        return f"{self.key}.path" if self.name else "data.eval"
 
-
-def eval_sets(config: Config, evaluation: EvalConfig) -> list[EvalSet]:
-    """The sets in their order; data.eval alone is a list of one."""
-    if config.rollout is None:
-        return []
+def _named_sets(config: Config, evaluation: EvalConfig) -> list[tuple[str, EvalSetConfig]]:
+    """The sets in their order with the keys they stand at; data.eval alone is a list of one."""
     named = [(f"eval.sets.{index}", one) for index, one in enumerate(evaluation.sets)]
     if not named and config.data.eval is not None:
         named = [("eval", EvalSetConfig.model_construct(name="", path=config.data.eval))]
+    return named
+
+
+def held_out_files(config: Config, evaluation: EvalConfig) -> list[HeldOutFile]:
+    """Where held-out rows are, sampled or given."""
+    return [
+        HeldOutFile(key=key, name=one.name, file=one)
+        for key, one in _named_sets(config, evaluation)
+    ]
+
+
+def eval_sets(config: Config, evaluation: EvalConfig) -> list[EvalSet]:
+    """The sets to sample; none where there are no engines."""
+    if config.rollout is None:
+        return []
     found = []
-    for key, one in named:
+    for key, one in _named_sets(config, evaluation):
         sampling = one.sampling or evaluation.sampling
         section = "rollout" if sampling.max_tokens is None else key if one.sampling else "eval"
         found.append(
@@ -264,6 +289,8 @@ def eval_conflicts(config: Config) -> Iterator[str]:
         yield "data.eval and eval.sets both name held-out prompts; name all of them in eval.sets"
     if not evaluation.sets and config.data.eval is None:
         yield "`eval` needs held-out prompts: name a file as data.eval, or several as eval.sets"
+    if config.supervised:
+        yield from _sampled_only(evaluation)
     for one in eval_sets(config, evaluation):
         place = one.key
         most = max(one.pass_at, default=1)
@@ -278,6 +305,24 @@ def eval_conflicts(config: Config) -> Iterator[str]:
                 f" {one.samples_per_prompt} responses to a prompt would be one; set"
                 f" {place}.samples_per_prompt: 1"
             )
+
+
+def _sampled_only(evaluation: EvalConfig) -> Iterator[str]:
+    """Settings of an evaluation that samples, where responses are given."""
+    places = {"eval": evaluation} | {
+        f"eval.sets.{index}": one for index, one in enumerate(evaluation.sets)
+    }
+    set_here = [
+        f"{key}.{name}"
+        for key, one in places.items()
+        for name, field in type(one).model_fields.items()
+        if name in SAMPLED_ONLY and getattr(one, name) != field.default
+    ]
+    if set_here:
+        yield (
+            f"{set_here[0]} is of sampled responses, and objective.loss: sft measures the loss of"
+            f" held-out responses that are given; remove {' and '.join(set_here)}"
+        )
 
 
 def sampling_conflicts(config: Config) -> Iterator[str]:

@@ -31,7 +31,14 @@ from megatron_async_rl.config.fp8 import Fp8Config, row_multiple
 from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.rules import run_conflicts
-from megatron_async_rl.config.sampling import EvalConfig, EvalSet, SamplingConfig, eval_sets
+from megatron_async_rl.config.sampling import (
+    EvalConfig,
+    EvalSet,
+    HeldOutFile,
+    SamplingConfig,
+    eval_sets,
+    held_out_files,
+)
 from megatron_async_rl.config.settings_model import OnlyJson, Strict
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -493,7 +500,7 @@ class SamplesConfig(Strict):
 
 
 class Config(Strict):
-    """One run. With `objective.loss: sft` there are no engines: `rollout` and `eval` are absent."""
+    """One run. With `objective.loss: sft` there are no engines: `rollout` is absent."""
 
     run: RunConfig
     model: ModelConfig
@@ -518,6 +525,11 @@ class Config(Strict):
     def eval_sets(self) -> list[EvalSet]:
         """Held-out prompts that the run evaluates on."""
         return [] if self.eval is None else eval_sets(self, self.eval)
+
+    @property
+    def held_out_files(self) -> list[HeldOutFile]:
+        """Held-out rows that the run evaluates on, sampled or given."""
+        return [] if self.eval is None else held_out_files(self, self.eval)
 
     @property
     def optimizer_steps(self) -> int:

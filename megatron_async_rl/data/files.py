@@ -55,13 +55,8 @@ def data_files(location: Path) -> list[Path]:
     """Raises DataError where there is none, where one is not there or has no known format, and
     where they are of several splits."""
     endings = ", ".join(FORMATS)
-    if location.is_dir():
-        found = [one for one in location.iterdir() if one.suffix.lower() in FORMATS]
-    elif not location.exists() and glob.has_magic(str(location)):
-        found = [Path(one) for one in glob.glob(str(location))]
-    else:
-        found = [location]
-    files = sorted(file for file in found if file.is_file() or file == location)
+    alternatives = [Path(one) for one in alternatives_of(str(location))]
+    files = sorted({file for one in alternatives for file in _files_at(one)})
     if not files:
         fix = f"name a file, or a folder that holds some ({endings})"
         raise DataError(location, None, "holds no data file", fix)
@@ -81,10 +76,21 @@ def data_files(location: Path) -> list[Path]:
     return files
 
 
+def _files_at(location: Path) -> list[Path]:
+    """Those of a folder or a pattern; of a file itself, whether it is there or not."""
+    if location.is_dir():
+        found = [one for one in location.iterdir() if one.suffix.lower() in FORMATS]
+    elif not location.exists() and glob.has_magic(str(location)):
+        found = [Path(one) for one in glob.glob(str(location))]
+    else:
+        return [location]
+    return [file for file in found if file.is_file()]
+
+
 def splits_by_name(paths: Collection[str]) -> dict[str, list[str]]:
     """Files of a data set by their split: of pieces in its folder `data` it is the beginning of the
-    name, else a word in the name of a folder, else in that of the file. Empty where no name says
-    one."""
+    name, else a word in the name of a folder, else in that of the file. Where no name says one they
+    are all for training."""
     files = [PurePosixPath(path) for path in sorted(paths)]
     found: dict[str, list[str]] = {}
     for file in files:
@@ -97,7 +103,7 @@ def splits_by_name(paths: Collection[str]) -> dict[str, list[str]]:
         for split, words in WORDS.items():
             them = [str(one) for one in files if any(_has(n, words) for n in one.parts[names])]
             found |= {split: them} if them else {}
-    return found
+    return found or ({"train": [str(one) for one in files]} if files else {})
 
 
 def _has(name: str, words: Collection[str]) -> bool:
@@ -111,8 +117,24 @@ def matches(path: str, pattern: str) -> bool:
     return path.count("/") == pattern.count("/") and fnmatchcase(path, pattern)
 
 
-def one_pattern(wanted: Collection[str], among: Collection[str]) -> str | None:
-    """One that matches these paths and no other; null where there is none."""
+def one_pattern(wanted: Collection[str], among: Collection[str]) -> str:
+    """One that matches these paths and no other: with a `*` in some names where that does, else with
+    such a pattern for each folder, or the names, as alternatives."""
+    whole = _starred(wanted, among)
+    if whole is not None:
+        return whole
+    folders: dict[str, list[str]] = {}
+    for path in sorted(wanted):
+        folders.setdefault(path.rpartition("/")[0], []).append(path)
+    each: list[str] = []
+    for paths in folders.values():
+        of_folder = _starred(paths, among)
+        each += [_escaped(path) for path in paths] if of_folder is None else [of_folder]
+    return f"{{{','.join(each)}}}"
+
+
+def _starred(wanted: Collection[str], among: Collection[str]) -> str | None:
+    """Null where the paths have no such pattern to themselves."""
     parts = [path.split("/") for path in wanted]
     if len({len(one) for one in parts}) > 1:
         return None
@@ -123,9 +145,22 @@ def one_pattern(wanted: Collection[str], among: Collection[str]) -> str | None:
 def _alike(names: list[str]) -> str:
     before = os.path.commonprefix(names)  # noqa: RUF071 - letters in common
     if set(names) == {before}:
-        return glob.escape(before)
+        return _escaped(before)
     after = os.path.commonprefix([name[len(before) :][::-1] for name in names])  # noqa: RUF071
-    return f"{glob.escape(before)}*{glob.escape(after[::-1])}"
+    return f"{_escaped(before)}*{_escaped(after[::-1])}"
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"[{,}]", r"[\g<0>]", glob.escape(name))
+
+
+def alternatives_of(pattern: str) -> list[str]:
+    """The patterns that one with `{one,other}` in it stands for, as in a shell; another one alone."""
+    found = re.fullmatch(r"(.*?)(?<!\[)\{(.*)(?<!\[)\}(.*)", pattern)
+    if found is None or os.path.lexists(pattern):
+        return [pattern]
+    before, inside, after = found.groups()
+    return [f"{before}{one}{after}" for one in re.split(r"(?<!\[),", inside)]
 
 
 def _content(path: Path) -> bytes:

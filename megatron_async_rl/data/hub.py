@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import glob
+import os
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
@@ -29,7 +30,13 @@ import yaml
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import Strict
-from megatron_async_rl.data.files import FORMATS, matches, one_pattern, splits_by_name
+from megatron_async_rl.data.files import (
+    FORMATS,
+    alternatives_of,
+    matches,
+    one_pattern,
+    splits_by_name,
+)
 
 NAME = re.compile(
     r"hf:/{1,2}(?P<data>datasets/)?(?P<id>[^/@#]+/[^/@#]+)(@(?P<revision>[^/#]+))?"
@@ -181,21 +188,27 @@ def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool =
         commit = folder.name
         name = replace(name, path=_path_of_split(key, name, folder), part=None, split=None)
     if name.is_data:
-        wanted, unwanted = [str(name.path), f"{name.path}/*"], []
+        patterns = alternatives_of(str(name.path))
+        wanted, unwanted = [*patterns, *(f"{one}/*" for one in patterns)], []
     else:
         wanted = [*SMALL_FILES, *([WEIGHTS] if weights else [])]
         unwanted = list(NOT_READ)
     folder = _download(key, name, commit, wanted, unwanted)
     if name.path is None:
         return folder
-    place = folder / name.path
-    if not place.exists() and not glob.glob(str(place)):
-        raise UserError.of(key, f"{name.id} has no {name.path}", _name_a_file(name))
+    places = alternatives_of(str(folder / name.path))
+    if not all(os.path.lexists(one) or glob.glob(one) for one in places):
+        try:
+            listed = _files_on_hub(name, folder)
+        except Exception as error:
+            absent = _absent(str(name.path))
+            raise UserError.of(key, *_explained(name, absent)) from error
+        raise UserError.of(key, f"{name.id} has no {name.path}", _name_a_file(name, listed))
     missing = _missing_pieces(folder, name.path)
     if missing:
         what = f"lacks {len(missing)} pieces, such as {missing[0]}"
         raise UserError.of(key, f"{name} {what}", _fetch_it(name))
-    return place
+    return folder / name.path
 
 
 def _download(
@@ -232,31 +245,39 @@ def _path_of_split(key: str, name: HubName, folder: Path) -> str:
         which = ", ".join(str(replace(whole, part=part, split=one)) for one in splits)
         what = f"{whole} has no split {split}" if split else f"{name} names no split to evaluate on"
         raise UserError.of(key, what, f"write one of {which}")
-    pattern = one_pattern(splits[split], files)
-    if pattern is None:
-        what = f"the split {split} of {whole} is files that no one pattern names"
-        fix = f"name each in data.sources or eval.sets: {', '.join(splits[split][:6])}"
-        raise UserError.of(key, what, fix)
-    return pattern
+    return one_pattern(splits[split], files)
 
 
-def _listed(key: str, name: HubName, folder: Path) -> list[str]:
-    """Every file of the commit, as the client has listed it or the hub lists it; without either
-    those in the cache, where the card is one of them."""
+def _files_on_hub(name: HubName, folder: Path) -> list[str]:
+    """Every file of the commit, as the client has listed it or the hub lists it. Raises the client's
+    errors; where the hub cannot be reached, at the first attempt."""
     import huggingface_hub as client
 
     with contextlib.suppress(Exception):  # clients of the first version keep no list
         kept = client.get_cached_repo_tree(name.id, repo_type="dataset", revision=folder.name)
         return sorted(file.path for file in kept)
+    api = client.HfApi()
+    # The client asks for a list again and again, and for this once.
+    api.repo_info(name.id, repo_type="dataset", revision=folder.name)
+    return sorted(api.list_repo_files(name.id, repo_type="dataset", revision=folder.name))
+
+
+def _listed(key: str, name: HubName, folder: Path) -> list[str]:
+    """Every file of the commit; where nobody can list them those in the cache, if the card is among
+    them."""
     try:
-        api = client.HfApi()
-        return sorted(api.list_repo_files(name.id, repo_type="dataset", revision=folder.name))
+        return _files_on_hub(name, folder)
     except Exception as error:
         there = {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
-        if CARD not in there:
-            absent = client.errors.LocalEntryNotFoundError(CARD)
-            raise UserError.of(key, *_explained(name, absent)) from error
+        if CARD not in there or len(there) == 1:
+            raise UserError.of(key, *_explained(name, _absent(CARD))) from error
         return sorted(there | _every_piece(there))
+
+
+def _absent(file: str) -> Exception:
+    from huggingface_hub import errors
+
+    return errors.LocalEntryNotFoundError(file)
 
 
 def _splits(
@@ -304,12 +325,13 @@ def _splits(
 def _missing_pieces(folder: Path, wanted: str) -> list[str]:
     """Files that `wanted`, a file, folder or pattern in `folder`, asks for and that are not there,
     by the names of their neighbours."""
-    inside = glob.glob(str(folder / wanted)) + glob.glob(str(folder / wanted / "*"))
+    patterns = [each for one in alternatives_of(wanted) for each in (one, f"{one}/*")]
+    inside = [one for pattern in patterns for one in glob.glob(str(folder / pattern))]
     there = {str(Path(one).relative_to(folder)) for one in inside}
     return sorted(
         one
         for one in _every_piece(there) - there
-        if fnmatch.fnmatch(one, wanted) or fnmatch.fnmatch(one, f"{wanted}/*")
+        if any(fnmatch.fnmatch(one, pattern) for pattern in patterns)
     )
 
 
@@ -365,15 +387,8 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _name_a_file(name: HubName, listed: list[str] | None = None) -> str:
-    """Shows the files that it holds, where they are known or the hub can be asked."""
-    from huggingface_hub import HfApi
-
-    if listed is None:
-        try:
-            listed = HfApi().list_repo_files(name.id, repo_type="dataset", revision=name.revision)
-        except Exception:  # noqa: BLE001 - what a user is told does not depend on it
-            listed = []
+def _name_a_file(name: HubName, listed: list[str]) -> str:
+    """Shows the files that it holds."""
     files = [file for file in listed if file.endswith(tuple(FORMATS))]
     shown = f": {', '.join(files[:6])}" if files else ", such as /data/train-*.parquet"
     return f"add the file, or a pattern of files, in it{shown}"

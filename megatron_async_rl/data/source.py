@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -225,15 +225,27 @@ class SupervisedSource:
     def next_batch(self, version: int) -> TrainBatch:
         samples = []
         for _ in range(self._prompts_per_step):
-            samples.append([self._sample(self._order.next(), version)])
+            samples.append([self._sample(f"{self._consumed}-0", self._order.next(), version)])
             self._consumed += 1
         return TrainBatch.of(version, samples)
 
-    def _sample(self, position: int, version: int) -> Sample:
+    def once(self, version: int) -> Iterator[TrainBatch]:
+        """Every response once, in the order of the data, without a step of the position."""
+        places = range(len(self._prompts))
+        for start in places[:: self._prompts_per_step]:
+            chosen = places[start : start + self._prompts_per_step]
+            yield TrainBatch.of(
+                version, [[self._sample(f"{place}-0", place, version)] for place in chosen]
+            )
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def _sample(self, name: str, position: int, version: int) -> Sample:
         prompt, given = self._prompts[position], self._given[position]
         length = len(given.ids)
         return Sample(
-            id=f"{self._consumed}-0",
+            id=name,
             prompt=prompt,
             response_ids=given.ids,
             behavior_logprobs=np.zeros(length, dtype=np.float32),

@@ -10,7 +10,7 @@ Both keep one contract with the loop:
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
@@ -18,10 +18,12 @@ import ray
 
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import (
+    PromptSet,
     PromptSource,
     SupervisedSource,
     fitting,
     log_too_long,
+    read_set,
     read_training,
     tokenizer_of,
 )
@@ -39,6 +41,7 @@ from megatron_async_rl.rollout.cluster import (
 )
 from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer, tool_schemas
 from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import ray_get
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
@@ -71,6 +74,10 @@ class Batches(Protocol):
 
     def publish(self, version: int, manifest: Manifest) -> None:
         """`version` is staged; the engines load it while the loop goes on."""
+
+    def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
+        """Supervised: the responses of held-out set number `place`, once, for the weights
+        `version`."""
 
     def evaluate(self, version: int) -> None:
         """Begins to evaluate `version`, published before, on the held-out prompts; waits for the
@@ -171,6 +178,9 @@ class RolloutBatches:
     def publish(self, version: int, manifest: Manifest) -> None:
         self._released = self._controller.staged.remote(version, manifest)
 
+    def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
+        raise RuntimeError("engines sample the held-out prompts")
+
     def evaluate(self, version: int) -> None:
         self._take_result(wait=True)
         self._evaluation = self._controller.evaluate.remote(version)
@@ -205,23 +215,30 @@ class RolloutBatches:
 
 
 class GivenResponses:
-    """Supervised; no engines, nobody to publish to or to evaluate."""
+    """Supervised; no engines, nobody to publish to. Held-out responses are measured by the ranks."""
 
     def __init__(self, config: Config, position: DataState | None) -> None:
         tokenizer = tokenizer_of(config.model.path, config.data)
-        read = read_training(config.data, tokenizer, supervised=True)
-        given = fitting(read, tokenizer, config.data.max_tokens)
-        log_too_long(given)
+
+        def source(read: PromptSet) -> SupervisedSource:
+            given = fitting(read, tokenizer, config.data.max_tokens)
+            log_too_long(given)
+            return SupervisedSource(
+                given.prompts,
+                tokenizer,
+                prompts_per_step=config.flow.prompts_per_step,
+                seed=config.run.seed,
+                shuffle=config.data.shuffle,
+                max_context=None,
+                parts=given.parts,
+            )
+
         self._stop = config.run.dir / watch.STOP
-        self._source = SupervisedSource(
-            given.prompts,
-            tokenizer,
-            prompts_per_step=config.flow.prompts_per_step,
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            max_context=None,
-            parts=given.parts,
-        )
+        self._source = source(read_training(config.data, tokenizer, supervised=True))
+        self._held_out = [
+            source(read_set(config.data, one.file, tokenizer, supervised=True))
+            for one in config.held_out_files
+        ]
         if position is not None:
             self._source.load_state(position.state)
 
@@ -248,6 +265,9 @@ class GivenResponses:
 
     def publish(self, version: int, manifest: Manifest) -> None:
         """There is nobody to send to."""
+
+    def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
+        return self._held_out[place].once(version)
 
     def evaluate(self, version: int) -> None:
         raise RuntimeError("a supervised run has no engines to sample with")

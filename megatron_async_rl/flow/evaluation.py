@@ -1,5 +1,6 @@
 """Held-out evaluation: the engines of training, nothing of training's data, order or numbering. Each
-set of prompts has its own sampling.
+set of prompts has its own sampling. Of given responses (`loss: sft`) the ranks measure the loss
+(`rank0.py`); here is its result.
 
 Invariants:
 - requests have negative group numbers, so that no scheduler mistakes one for training's: prompt i,
@@ -123,6 +124,24 @@ class EvalResult:
     def prompts(self) -> int:
         return len(self.per_prompt)
 
+    def metrics(self) -> dict[str, float]:
+        """Of this result, in which the set has no name."""
+        return {
+            "eval/mean": self.mean_reward,
+            "eval/truncated": self.truncated,
+            **_passed("eval/pass@k", self),
+            **_parts("eval/part/NAME", self),
+        }
+
+    def metrics_of_set(self) -> dict[str, float]:
+        """The same, with SET in the place of the name."""
+        return {
+            "eval/SET/mean": self.mean_reward,
+            "eval/SET/truncated": self.truncated,
+            **_passed("eval/SET/pass@k", self),
+            **_parts("eval/SET/part/NAME", self),
+        }
+
     def as_json(self) -> dict[str, Any]:
         """Plain JSON, a number that is not finite as null."""
         return {
@@ -148,6 +167,39 @@ class EvalResult:
             ],
             **({"others": [one.as_json() for one in self.others]} if self.others else {}),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossResult:
+    """Of one set of given responses. `loss`: nats per token that is trained on, as
+    `Policy.mean_loss`; `seconds`: of all sets together."""
+
+    version: int
+    loss: float
+    tokens: int
+    seconds: float
+    name: str = ""
+    others: tuple[LossResult, ...] = ()
+    """Of the sets after the first, which this is."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON, a number that is not finite as null."""
+        return {
+            "version": self.version,
+            **({"set": self.name} if self.name else {}),
+            "loss": _finite(self.loss),
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 3),
+            **({"others": [one.as_json() for one in self.others]} if self.others else {}),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """As EvalResult's."""
+        return {"eval/loss": self.loss}
+
+    def metrics_of_set(self) -> dict[str, float]:
+        """As EvalResult's."""
+        return {"eval/SET/loss": self.loss}
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -374,7 +426,7 @@ class EvalSchedule:
         self._every = every
         self._steps = steps
         self.means = dict(means)
-        """Version -> mean reward; for the checkpoint."""
+        """Version -> mean reward, or held-out loss; for the checkpoint."""
         self._begun: int | None = None
 
     def due(self, version: int) -> bool:
@@ -390,34 +442,28 @@ class EvalSchedule:
         """True while an evaluation is under way that a resume from `version` could not repeat."""
         return self._begun is not None and self._begun < version and self._begun not in self.means
 
-    def record(self, result: EvalResult) -> dict[str, float]:
+    def record(self, result: EvalResult | LossResult) -> dict[str, float]:
         """Takes a result; returns its metrics, for the next line of the log."""
-        self.means[result.version] = result.mean_reward
-        found = {
-            "eval/mean": result.mean_reward,
-            "eval/truncated": result.truncated,
+        self.means[result.version] = (
+            result.mean_reward if isinstance(result, EvalResult) else result.loss
+        )
+        found: dict[str, float] = {
             "eval/version": result.version,
             "eval/seconds": result.seconds,
-            **_passed("eval/pass@k", result),
-            **_parts("eval/part/NAME", result),
+            **result.metrics(),
         }
         for one in (result, *result.others):
             if one.name:
-                of_set = {
-                    "eval/SET/mean": one.mean_reward,
-                    "eval/SET/truncated": one.truncated,
-                    **_passed("eval/SET/pass@k", one),
-                    **_parts("eval/SET/part/NAME", one),
-                }
+                of_set = one.metrics_of_set()
                 found |= {name.replace("SET", one.name, 1): of_set[name] for name in of_set}
         return found
 
     @property
     def before(self) -> float | None:
-        """Mean reward before the first step; None while not measured."""
+        """`means` before the first step; None while not measured."""
         return self.means.get(0)
 
     @property
     def after(self) -> float | None:
-        """Mean reward after the last step; None while not measured."""
+        """`means` after the last step; None while not measured."""
         return self.means.get(self._steps)

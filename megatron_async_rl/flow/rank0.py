@@ -15,8 +15,10 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron_async_rl.config.schema import Config
@@ -24,7 +26,7 @@ from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.batches import Batches, open_batches
 from megatron_async_rl.flow.colocated import DeviceTurns
 from megatron_async_rl.flow.copies import Fill
-from megatron_async_rl.flow.evaluation import EvalSchedule
+from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResult
 from megatron_async_rl.flow.spec import DataState, Handout
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.flow.summary import MetricValue, summarise
@@ -46,6 +48,9 @@ from megatron_async_rl.weights.manifest import BucketRef, Manifest
 from megatron_async_rl.weights.shards import WeightShards
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.transport import carrier
+
+MeanLoss = Callable[[Callable[[], TrainBatch | None]], tuple[float, int]]
+"""`Policy.mean_loss`."""
 
 
 class OtherRank:
@@ -188,17 +193,38 @@ class OtherRank:
     def _staged(self, manifest: Manifest) -> None:
         """On rank 0."""
 
-    def evaluate(self) -> None:
+    def evaluate(self, mean_loss: MeanLoss) -> None:
         """Collective where this version is evaluated or is the last one, whose result is waited
-        for: while rank 0 sees to that, the others wait as long as it takes."""
+        for: while rank 0 sees to that, the others wait as long as it takes. `mean_loss`: measures
+        given responses, on all ranks."""
         if self.schedule is None:
             return
         last, due = self.version == self.config.run.steps, self.schedule.due(self.version)
-        if due or last:
+        if self.config.supervised:
+            if due:
+                self._measure(mean_loss)
+        elif due or last:
             self.enter("waiting", "evaluation")
             self._meanwhile(lambda: self._evaluate(due=due, wait=last))
         else:
             self._take_evaluations(wait=False)
+
+    def _measure(self, mean_loss: MeanLoss) -> None:
+        """Collective: the loss of every held-out set of given responses."""
+        self.enter("evaluating")
+        self.say("evaluating", f"held-out responses, version {self.version}")
+        started, measured = time.monotonic(), []
+        for place, one in enumerate(self.config.held_out_files):
+            loss, tokens = mean_loss(partial(next, self._held_out(place), None))
+            measured.append((one.name, loss, tokens))
+        self._measured(measured, time.monotonic() - started)
+
+    def _held_out(self, place: int) -> Iterator[TrainBatch]:
+        """On rank 0: set number `place`, batch by batch."""
+        return iter(())
+
+    def _measured(self, sets: Sequence[tuple[str, float, int]], seconds: float) -> None:
+        """(name, loss, tokens) of each set. Other ranks know that it was measured, and no more."""
 
     def _evaluate(self, *, due: bool, wait: bool) -> None:
         """On rank 0."""
@@ -355,13 +381,27 @@ class Rank0(OtherRank):
         self._take_evaluations(wait=wait)
 
     def _take_evaluations(self, *, wait: bool) -> None:
+        if self.schedule is not None:
+            for result in self._open.evaluated(wait=wait):
+                self._record(result)
+
+    def _held_out(self, place: int) -> Iterator[TrainBatch]:
+        return self._open.held_out(place, self.version)
+
+    def _measured(self, sets: Sequence[tuple[str, float, int]], seconds: float) -> None:
+        first, *others = (
+            LossResult(version=self.version, name=name, loss=loss, tokens=tokens, seconds=seconds)
+            for name, loss, tokens in sets
+        )
+        self._record(replace(first, others=tuple(others)))
+
+    def _record(self, result: EvalResult | LossResult) -> None:
         if self.schedule is None or self._log is None:
             return
-        for result in self._open.evaluated(wait=wait):
-            values = self.schedule.record(result)
-            if self._eval_log is not None:
-                self._eval_log.append(result.as_json())
-            self._log.evaluated(result.version, values)
+        values = self.schedule.record(result)
+        if self._eval_log is not None:
+            self._eval_log.append(result.as_json())
+        self._log.evaluated(result.version, values)
 
     def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
         assert self._log is not None
@@ -404,6 +444,7 @@ class Rank0(OtherRank):
                 time=time.time(),
                 before=self.schedule.before if self.schedule else None,
                 after=self.schedule.after if self.schedule else None,
+                measure="loss" if self.config.supervised else "reward",
                 error=error,
                 log=str(run.dir / "logs" / "rank_0.log"),
             ),

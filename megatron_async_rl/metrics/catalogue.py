@@ -433,10 +433,16 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         (
             "Of the held-out evaluation that ended since the last step, if one did, and of the last"
             " one if several did. TensorBoard shows each at the version evaluated; `RUN/eval.jsonl`"
-            " has every evaluation, prompt by prompt."
+            " has every evaluation, prompt by prompt where prompts were sampled."
         ),
         {
             "eval/mean": Metric("reward", "Mean over prompts of their responses' mean reward."),
+            "eval/loss": Metric(
+                "nats per token",
+                "With `loss: sft`: -log p of the held-out responses, over the tokens that would be"
+                " trained on, each row by its weight; on the training data it would be `policy/loss`"
+                " with `aggregation: token-mean`.",
+            ),
             "eval/pass@k": Metric(
                 "share",
                 "Prompts that one of k responses passes (unbiased estimate); a key for each k of"
@@ -451,12 +457,15 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "reward",
                 "With `eval.sets`: of the set of that name. What has no name is the first set's.",
             ),
+            "eval/SET/loss": Metric("nats per token", "The same of the held-out loss."),
             "eval/SET/pass@k": Metric("share", "The same of pass@k."),
             "eval/SET/part/NAME": Metric("reward", "The same of a part of the reward."),
             "eval/SET/truncated": Metric("share", "The same of the truncated share."),
             "eval/version": Metric("version", "Weights evaluated."),
             "eval/truncated": Metric("share", "Responses cut at `rollout.sampling.max_tokens`."),
-            "eval/seconds": Metric("s", "From the first request to the last response."),
+            "eval/seconds": Metric(
+                "s", "From the first request to the last response, or over all held-out responses."
+            ),
         },
     ),
     "Flow": (

@@ -307,6 +307,7 @@ class _Evaluation(BaseModel):
 
     version: int
     mean_reward: float | None = None
+    loss: float | None = None
     pass_at: dict[int, float | None] = {}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -30,9 +31,11 @@ class Status:
     """Unix seconds of the moment it was written."""
     detail: str = ""
     before: float | None = None
-    """Held-out mean reward before the first step; None while not measured."""
+    """Held-out mean reward, or loss, before the first step; None while not measured."""
     after: float | None = None
-    """Held-out mean reward after the last step."""
+    """The same after the last step."""
+    measure: Literal["reward", "loss"] = "reward"
+    """What those are."""
     error: str | None = None
     log: str | None = None
     """The file that has the rest of `error`."""

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from megatron_async_rl.config.data import FileConfig
@@ -21,7 +22,13 @@ from megatron_async_rl.config.engine_options import (
 )
 from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.config.problem import Problem, UserError
-from megatron_async_rl.config.sampling import EvalConfig, eval_sets
+from megatron_async_rl.config.sampling import (
+    EvalConfig,
+    EvalSampling,
+    EvalSetConfig,
+    eval_sets,
+    held_out_files,
+)
 from megatron_async_rl.config.schema import Config, RewardConfig
 from megatron_async_rl.data import (
     DataError,
@@ -62,6 +69,16 @@ SERVERS, CONNECT_S = ("http", "judge"), 2.0
 MADE_UP_RESPONSE = "0"
 TRIED_PROMPTS = 3
 TRAINING = ("data.train", "data.sources")
+FAULT = 240
+"""Characters of what a library says of a grammar: it may repeat the whole."""
+GRAMMAR_FIX = {
+    "regex": (
+        "write it without what such grammars do not have: look-around, back-references, conditions,"
+        " word boundaries (it is matched from the first to the last character as it is)"
+    ),
+    "json_schema": "leave out the keywords that it names, and judge the rest in the reward",
+}
+"""What of a regex or a schema is to be written in another way."""
 
 
 def preflight(config: Config, *, all_data: bool, machine: Machine | None = None) -> Plan:
@@ -107,6 +124,8 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
     silent = _silent_servers(config)
     problems += _reward(config, {} if silent else read) + _environment(config, read, tokenizer)
     problems += _engine_options(config, machine)
+    if tokenizer is not None:
+        problems += _grammars(config)
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
         problems += _beside(config) + lacking(config.observe.trackers)
@@ -152,8 +171,14 @@ def _files(config: Config, shape: ModelShape | None) -> list[_File]:
     else:
         places = enumerate(data.sources)
         files = [_File(f"data.sources.{index}.path", one, most) for index, one in places]
-    sets = eval_sets(config, config.eval or EvalConfig())
-    return files + [_File(one.path_key, one.file, room(one.sampling.max_tokens)) for one in sets]
+    evaluation = config.eval or EvalConfig()
+    if config.supervised:
+        sets = held_out_files(config, evaluation)
+        return files + [_File(one.path_key, one.file, None) for one in sets]
+    return files + [
+        _File(one.path_key, one.file, room(one.sampling.max_tokens))
+        for one in eval_sets(config, evaluation)
+    ]
 
 
 def _read(
@@ -424,6 +449,46 @@ def _engine_options(config: Config, machine: Machine) -> list[Problem]:
         Problem(key=f"rollout.vllm.{name}", what=f"may not be set: {why}", fix="remove it")
         for name, why in refused_options(options, device_of(config, machine))
     ]
+
+
+def _grammars(config: Config) -> list[Problem]:
+    """Held-out sets whose regex or JSON schema this machine's vLLM cannot read, as its engines would
+    say of the first response. vLLM is imported, which takes seconds, where there is one alone."""
+    found: list[Problem] = []
+    if config.rollout is None or find_spec("vllm") is None:
+        return found
+    told: dict[str, str | None] = {}
+    for one in config.eval_sets:
+        name = "regex" if one.sampling.regex is not None else "json_schema"
+        value = getattr(one.sampling, name)
+        if value is None:
+            continue
+        if repr(value) not in told:
+            told[repr(value)] = _grammar_fault(config, one.sampling)
+        fault = told[repr(value)]
+        if fault is not None:
+            own = isinstance(one.file, EvalSetConfig) and one.file.sampling is not None
+            at = one.key if own else "eval"
+            found.append(
+                Problem(
+                    key=f"{at}.sampling.{name}",
+                    what=f"vLLM cannot hold responses to it: {fault}",
+                    fix=GRAMMAR_FIX[name],
+                )
+            )
+    return found
+
+
+def _grammar_fault(config: Config, sampling: EvalSampling) -> str | None:
+    from megatron_async_rl.rollout.engine_arguments import structured
+    from megatron_async_rl.weights.vllm_private import require_grammar
+
+    given = config.rollout.vllm.get("structured_outputs_config") if config.rollout else None
+    try:
+        require_grammar(str(config.model.path), structured(sampling), given)
+    except Exception as error:  # noqa: BLE001 - of one of several libraries, each with its own
+        return " ".join(str(error).split())[:FAULT] or type(error).__name__
+    return None
 
 
 def _run_directory(config: Config) -> list[Problem]:

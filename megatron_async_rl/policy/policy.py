@@ -304,6 +304,18 @@ class Policy:
         table.run(self.schedule, self.batcher.of(samples)[1], [Fill("logp", "logp")])
         return np.split(table.finish()["logp"].numpy(), samples.starts[1:-1])
 
+    def mean_loss(self, take: Callable[[], TrainBatch | None]) -> tuple[float, int]:
+        """The loss `sft` of the samples in all batches that `take` gives on rank 0, up to its None,
+        under the current weights: the sum of -log p over the tokens that are trained on, each by its
+        sample's weight, over their number, and that number. Nothing is trained. Collective."""
+        total, tokens = 0.0, 0
+        while (samples := receive(take, self.layout)) is not None:
+            trained = samples.loss_mask.astype(bool)
+            logp = np.concatenate(self.score(samples)).astype(np.float64)
+            total -= float((samples.weights[samples.rows] * logp)[trained].sum())
+            tokens += int(trained.sum())
+        return total / max(tokens, 1), tokens
+
     def _precompute(
         self, samples: RankBatch, minibatches: Sequence[Minibatch]
     ) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import html
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class Compared:
         return self._curve(self.places(axis)[having], values if trend is None else trend)
 
     def held_out(self, axis: str) -> Curve | None:
-        """The reward of each evaluation where its version was made; None where there is none."""
+        """The reward, or loss, of each evaluation where its version was made; None where there is
+        none."""
         versions = self.run.evaluations.versions
         steps = self.places(STEPS)
         known = np.isin(versions, steps)
@@ -135,13 +137,11 @@ def panels_of(compared: Sequence[Compared]) -> list[Panel]:
     """Reward over steps, tokens and seconds, then what tells how stable a run was. The first is the
     main one."""
     rewards: list[Panel] = []
-    for axis in (STEPS, TOKENS, SECONDS):
-        rewards += _panel(
-            "Held-out reward",
-            "mean reward of a sample",
-            axis,
-            [one.held_out(axis) for one in compared],
-        )
+    for measure, unit in (("reward", "mean reward of a sample"), ("loss", "nats per token")):
+        measured = [one for one in compared if one.run.summary.measure == measure]
+        for axis in (STEPS, TOKENS, SECONDS):
+            curves = [one.held_out(axis) for one in measured]
+            rewards += _panel(f"Held-out {measure}", unit, axis, curves)
     for axis in (STEPS, TOKENS, SECONDS):
         rewards += _panel(
             "Reward trained on",
@@ -200,8 +200,11 @@ def ends_of(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
     facts: tuple[tuple[str, Callable[[Compared], str]], ...] = (
         ("phase", lambda one: one.run.status.phase if one.run.status else "–"),
         ("steps", lambda one: f"{one.run.summary.steps:,}"),
-        ("held-out reward before", lambda one: _number(one.run.summary.before)),
-        ("held-out reward after", lambda one: _number(one.run.summary.after)),
+        *(
+            (f"held-out {measure} {when}", partial(_held_out_end, measure=measure, when=when))
+            for measure in ("reward", "loss")
+            for when in ("before", "after")
+        ),
         ("reward trained on, last tenth", lambda one: _number(_last(one, "reward/mean"))),
         ("mean cosine of consecutive gradients", lambda one: _number(_mean(one, "gac/cosine"))),
         ("tokens trained on", lambda one: f"{one.run.summary.trained:,}"),
@@ -210,6 +213,11 @@ def ends_of(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
     )
     rows = [(name, [value(one) for one in compared]) for name, value in facts]
     return [(name, row) for name, row in rows if set(row) != {"–"}]
+
+
+def _held_out_end(one: Compared, *, measure: str, when: str) -> str:
+    summary = one.run.summary
+    return _number(getattr(summary, when)) if summary.measure == measure else "–"
 
 
 def _number(value: float | None) -> str:
@@ -235,7 +243,8 @@ def _tiles(compared: Sequence[Compared]) -> str:
     for one in compared[:TILES]:
         after = one.run.summary.after
         value = after if after is not None else _last(one, "reward/mean")
-        what = "held-out reward" if after is not None else "reward at the end"
+        measure = one.run.summary.measure
+        what = f"held-out {measure}" if after is not None else "reward at the end"
         tiles.append(
             f'<div class="whole"><b style="color:var(--{one.colour})">{_number(value)}</b>'
             f"<small>{what}, {html.escape(one.name)}</small></div>"

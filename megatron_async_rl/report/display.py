@@ -95,19 +95,19 @@ class DisplayState:
 
     @property
     def held_out(self) -> str:
-        """Reward before the first step, and that of the newest evaluation among the rows; empty
-        where there is none."""
+        """Reward, or loss, before the first step, and that of the newest evaluation among the rows;
+        empty where there is none."""
         before = self.status.before if self.status else None
+        measure = self.status.measure if self.status else "reward"
+        key = "eval/loss" if measure == "loss" else "eval/mean"
         newest = next(
-            (row for row in reversed(self.rows) if row.get("eval/version") and "eval/mean" in row),
+            (row for row in reversed(self.rows) if row.get("eval/version") and key in row),
             None,
         )
         parts = [f"before {before:.3f}"] if before is not None else []
         if newest is not None:
-            parts.append(
-                f"version {number(newest, 'eval/version')}: {number(newest, 'eval/mean'):.3f}"
-            )
-        return f"held-out reward {', '.join(parts)}" if parts else ""
+            parts.append(f"version {number(newest, 'eval/version')}: {number(newest, key):.3f}")
+        return f"held-out {measure} {', '.join(parts)}" if parts else ""
 
     def latest(self, key: str) -> float | None:
         """The value in the last row; None where that has no such number."""

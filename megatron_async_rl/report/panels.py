@@ -295,11 +295,18 @@ def _cosine(run: RunData) -> Panel:
 
 
 def _loss(run: RunData) -> Panel:
-    curve = _curve(run, "policy/loss", "", "blue")
+    held_out = _held_out(run, "held out", "red")
+    trained = _curve(run, "policy/loss", "" if held_out is None else "trained on", "blue")
+    drawn = [trained, held_out]
+    if run.beside is not None:
+        drawn += [
+            _trend(run.beside, "policy/loss", run.beside.name),
+            _held_out(run.beside, f"{run.beside.name}, held out", "brown"),
+        ]
     return Panel(
         title="Loss",
         unit="nats per token",
-        curves=[] if curve is None else [curve],
+        curves=[curve for curve in drawn if curve is not None],
         marks=run.anomalies,
         wide=True,
         overview=True,

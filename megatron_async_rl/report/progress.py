@@ -126,12 +126,13 @@ class Progress:
 
 
 def print_summary(run_dir: Path, console: Console) -> None:
-    """A run's last words: held-out reward before and after, steps, tokens, time, and where
+    """A run's last words: held-out reward or loss before and after, steps, tokens, time, and where
     everything is."""
     summary = summarise_run(read_metrics(run_dir), read_status(run_dir))
     facts: list[tuple[str, str | Text]] = []
     if summary.before is not None and summary.after is not None:
-        facts.append(("held-out reward", _change(summary.before, summary.after, style="bold")))
+        change = _change(summary.before, summary.after, style="bold")
+        facts.append((f"held-out {summary.measure}", change))
     beside = _run_beside(run_dir)
     if beside is not None:
         before, after = beside.summary.before, beside.summary.after

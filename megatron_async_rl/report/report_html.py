@@ -130,13 +130,15 @@ def _numbers(run: RunData) -> str:
     """(number, what it is, class)."""
     if summary.before is not None and summary.after is not None:
         change = summary.after - summary.before
-        tone = "better" if change > 0 else "worse" if change < 0 else ""
+        gain = -change if summary.measure == "loss" else change
+        tone = "better" if gain > 0 else "worse" if gain < 0 else ""
         number_ = (
             f'{summary.before:.3f} → {summary.after:.3f} <span class="{tone}">{change:+.3f}</span>'
         )
-        tiles.append((number_, "held-out reward, before and after", "whole"))
+        tiles.append((number_, f"held-out {summary.measure}, before and after", "whole"))
     elif summary.before is not None:
-        tiles.append((f"{summary.before:.3f}", "held-out reward before the first step", "whole"))
+        what = f"held-out {summary.measure} before the first step"
+        tiles.append((f"{summary.before:.3f}", what, "whole"))
     if not run.supervised and (trained := _ends(column(run.rows, "reward/mean")[1])) is not None:
         tiles.append(
             (
@@ -238,9 +240,9 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
         ("time in steps", span(summary.in_steps_s)),
     ]
     if summary.before is not None:
-        result.append(("held-out reward before", f"{summary.before:.3f}"))
+        result.append((f"held-out {summary.measure} before", f"{summary.before:.3f}"))
     if summary.after is not None:
-        result.append(("held-out reward after", f"{summary.after:.3f}"))
+        result.append((f"held-out {summary.measure} after", f"{summary.after:.3f}"))
     if summary.lag_mean is not None and not run.supervised:
         lag = f"mean {summary.lag_mean:.2f}, max {summary.lag_max} versions"
         result.append(("lag of a token", lag))

@@ -152,7 +152,8 @@ class RunData:
             f"{summary.tokens_per_s:,.0f} tokens/s",
         ]
         if summary.before is not None and summary.after is not None:
-            parts.insert(0, f"held-out reward {summary.before:.3f} → {summary.after:.3f}")
+            ends = f"{summary.before:.3f} → {summary.after:.3f}"
+            parts.insert(0, f"held-out {summary.measure} {ends}")
         if self.status is not None and self.status.phase != "finished":
             parts.append(f"{self.status.phase} at step {self.status.step} of {self.status.steps}")
         return "   ·   ".join(parts)
@@ -242,7 +243,7 @@ class RunReader:
         if restarted:
             self._evaluated = []
         # Only what is drawn: a line has every held-out prompt's score.
-        kept = ("version", "mean_reward", "pass_at")
+        kept = ("version", "mean_reward", "loss", "pass_at")
         self._evaluated += [{key: one[key] for key in kept if key in one} for one in evaluated]
         self._evaluated.sort(key=lambda one: int(one["version"]))
 

@@ -141,7 +141,7 @@ class Evaluations:
     versions: NDArray[np.int64]
     """[n], growing; empty where nothing was evaluated."""
     mean: NDArray[np.float64]
-    """[n]: mean reward, nan where every reward failed."""
+    """[n]: mean reward, or loss where responses are given; nan where every reward failed."""
     pass_at: Mapping[int, NDArray[np.float64]]
     """k -> [n]: pass@k, nan for versions that were evaluated without this k."""
 
@@ -151,7 +151,9 @@ def evaluation_curves(lines: Sequence[Mapping[str, Any]]) -> Evaluations:
     ks = sorted({int(k) for line in lines for k in line.get("pass_at", ())})
     return Evaluations(
         versions=np.array([line["version"] for line in lines], dtype=np.int64),
-        mean=np.array([line.get("mean_reward") for line in lines], dtype=np.float64),
+        mean=np.array(
+            [line.get("loss", line.get("mean_reward")) for line in lines], dtype=np.float64
+        ),
         pass_at={
             k: np.array([line.get("pass_at", {}).get(str(k)) for line in lines], dtype=np.float64)
             for k in ks

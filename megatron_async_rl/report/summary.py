@@ -49,7 +49,10 @@ class Summary:
     """Versions, mean over trained tokens of the whole run."""
     lag_max: int | None
     before: float | None
+    """Held-out `measure` before the first step, and `after` the last one."""
     after: float | None
+    measure: str
+    """`reward`, or `loss` where responses are given."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -91,6 +94,7 @@ def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
         else None,
         before=status.before if status else None,
         after=status.after if status else None,
+        measure=status.measure if status else "reward",
     )
 
 

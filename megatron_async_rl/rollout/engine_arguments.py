@@ -32,7 +32,7 @@ def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> Sam
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         bad_words=list(sampling.bad_words),
-        structured_outputs=_structured(sampling),
+        structured_outputs=structured(sampling),
         max_tokens=sampling.max_tokens,
         stop=list(sampling.stop),
         stop_token_ids=list(dict.fromkeys((*eos_ids, *sampling.stop_token_ids))),
@@ -46,7 +46,7 @@ def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> Sam
     )
 
 
-def _structured(sampling: SamplingConfig) -> StructuredOutputsParams | None:
+def structured(sampling: SamplingConfig) -> StructuredOutputsParams | None:
     if not isinstance(sampling, EvalSampling):
         return None
     if sampling.json_schema is not None:

@@ -9,9 +9,11 @@ says what it no longer has before an engine starts.
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ NAMES = (
     "vllm.model_executor.layers.fused_moe.expert_map_manager.ExpertMapManager.map_global_to_local",
     "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.expert_map_manager",
     "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo.restore_metadata",
+    "vllm.parser.engine.adapters.ParserEngineToolAdapter._parser_engine",
+    "vllm.parser.engine.parser_engine.ParserEngine.parser_engine_config",
+    "vllm.sampling_params.SamplingParams._validate_structured_outputs",
     "vllm.v1.core.sched.scheduler.Scheduler._pause_state",
     "vllm.v1.core.sched.scheduler.Scheduler.get_request_counts",
     "vllm.v1.core.sched.scheduler.Scheduler.requests",
@@ -293,6 +298,46 @@ def compute_own_experts() -> None:
         apply_all(self, **given)
 
     CPUUnquantizedExperts.apply = apply
+
+
+CALL_BEGINS = re.compile(
+    r"_?(tool_calls?|tools?|bot|tc)_(start|begin|open|token|string)(_token)?", re.I
+)
+"""Attributes in which tool parsers that read text by themselves keep what a call begins with."""
+
+
+def call_beginnings(parser: Any) -> tuple[str, ...]:
+    """The marks that a call begins with for one of vLLM's tool parsers, as it has them itself; none
+    where it keeps none, or a plain word, which stands in other texts too."""
+    found = {
+        value
+        for name in dir(parser)
+        if CALL_BEGINS.fullmatch(name) and isinstance(value := getattr(parser, name), str)
+    }
+    engine = getattr(parser, "_parser_engine", None)
+    if engine is not None:
+        config = engine.parser_engine_config
+        for (state, terminal), transition in config.transitions.items():
+            if state.name == "CONTENT" and transition.next_state.name.startswith("TOOL_"):
+                spelt = config.terminals.get(terminal, ())
+                found |= {spelt} if isinstance(spelt, str) else set(spelt)
+    return tuple(sorted(one for one in found if one and not one.isidentifier()))
+
+
+def require_grammar(model_path: str, settings: Any, config: Any) -> None:
+    """Reads `settings`, StructuredOutputsParams, as an engine reads them of a request. `config`:
+    vLLM's `structured_outputs_config`, where rollout.vllm has one. Raises ValueError with what
+    cannot be read."""
+    from vllm import SamplingParams
+    from vllm.config import StructuredOutputsConfig
+    from vllm.tokenizers import get_tokenizer
+
+    given = StructuredOutputsConfig(**config) if isinstance(config, dict) else config
+    SamplingParams(structured_outputs=settings)._validate_structured_outputs(
+        SimpleNamespace(is_diffusion=False),
+        given or StructuredOutputsConfig(),
+        get_tokenizer(model_path),
+    )
 
 
 class SeededDraws:

@@ -140,6 +140,14 @@ def scorable(batch):
     return TrainBatch.of(batch.version, groups)
 
 
+def held_out(policy, batch):
+    """The loss of the batch, taken two groups at a time."""
+    groups = groups_of(batch)
+    parts = [groups[start : start + 2] for start in range(0, len(groups), 2)]
+    batches = iter([TrainBatch.of(batch.version, part) for part in parts])
+    return policy.mean_loss(lambda: next(batches, None))
+
+
 def tokens_by_rank(rank: Rank, policy, batch) -> list[tuple[int, list[str]]]:
     """Each rank of the world: its data-parallel rank, and the samples that it has tokens of."""
     mine = received(policy, batch)
@@ -163,6 +171,7 @@ def everywhere(rank: Rank) -> dict:
         scores = policy.score(received(policy, scorable(rank.batches["a"])))
         results[model] = {
             "scores": scores,
+            "held_out": held_out(policy, rank.batches["given"]),
             **rank.train(policy, ["a", "a", "b"]),
             "norms": rank.norms(policy),
         }
@@ -215,6 +224,7 @@ def everywhere(rank: Rank) -> dict:
     results["resumed"] = {
         "state": state,
         "loaded": rank.weights(resumed),
+        "held_out": held_out(resumed, rank.batches["given"]),
         **rank.train(resumed, ["a", "b"]),
     }
     results["tokens_of"] = tokens_by_rank(rank, policy, rank.batches["a"])

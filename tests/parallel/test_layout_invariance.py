@@ -185,6 +185,16 @@ def test_given_responses_are_trained_on_by_weighted_log_likelihood():
 
 
 @pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+def test_the_loss_of_given_responses_is_measured_over_all_tokens_and_nothing_moves(layout):
+    """As a supervised step on all of them has it; what trains afterwards is held to one rank by the
+    other tests, and to the bit by that of a resume."""
+    loss, tokens = layouts.results(layout)["tied"]["held_out"]
+    (step,) = layouts.results("single")["given"]["steps"]
+    assert loss == pytest.approx(step["policy/loss"], rel=1e-6)
+    assert tokens == sum(int(s.loss_mask.sum()) for s in samples_in(layouts.batch("given")))
+
+
+@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
 def test_a_resumed_policy_goes_on_as_if_it_had_not_stopped(layout):
     """Weights, Adam's moments, GAC's reference and the schedule's clock: to the bit."""
     through, resumed = layouts.results(layout)["uninterrupted"], layouts.results(layout)["resumed"]

@@ -106,6 +106,7 @@ def rank0(folder: Path, parts: Parts) -> Rank0:
         run=SimpleNamespace(dir=folder, steps=1),
         rollout=SimpleNamespace(placement="colocated"),
         eval=None,
+        supervised=False,
     )
     rank = Rank0(config, Alone())  # type: ignore[arg-type]
     rank.memory = SimpleNamespace(release=parts.part("release"), restore=parts.part("restore"))  # type: ignore[assignment]

@@ -254,6 +254,7 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("controls=[gac, gac]", "config", "each at most once", "change one"),
         ("objective={loss: sft, advantage: rloo}", "objective", "set advantage: none", "change"),
         ("objective.loss=sft", "config", "remove `rollout`", "change one"),
+        ("eval={every: 2}", "config", "needs held-out prompts: name a file as data.eval", "change"),
         ("data.max_tokens=9", "config", "is for given responses", "change one"),
         (
             "rollout.reward={name: 'm:f', per: group, timeout_s: 600}",
@@ -285,6 +286,33 @@ def test_an_override_that_is_none_is_refused(file, override, what):
     if override.startswith("controls."):
         file.write_text(file.read_text() + "controls: []\n")
     assert what in problem(file, override).what
+
+
+SUPERVISED = (
+    "rollout=null",
+    "objective={loss: sft, advantage: none}",
+    "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}",
+)
+
+
+def test_a_supervised_run_measures_given_responses_and_samples_none(file, tmp_path):
+    sets = "eval.sets=[{name: a, path: a.jsonl}, {name: b, path: b.jsonl}]"
+    one = load(file, [*SUPERVISED, "data.eval=held_out.jsonl", "eval.every=2"])
+    assert [(held.path_key, held.name) for held in one.held_out_files] == [("data.eval", "")]
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump(one))
+    assert load(copy) == one
+    several = load(file, [*SUPERVISED, sets])
+    assert [held.path_key for held in several.held_out_files] == [
+        "eval.sets.0.path",
+        "eval.sets.1.path",
+    ]
+    assert load(file, [*SUPERVISED, "data.eval=held_out.jsonl"]).held_out_files == []
+    for wrong in ("eval.samples_per_prompt=2", "eval.sampling={temperature: 0}", "eval.engines=1"):
+        found = problem(file, *SUPERVISED, "data.eval=held_out.jsonl", wrong)
+        assert f"{wrong.partition('=')[0]} is of sampled responses" in found.what
+    found = problem(file, *SUPERVISED, sets.replace("path: b.jsonl", "path: b.jsonl, pass_at: [1]"))
+    assert "remove eval.sets.1.pass_at" in found.what
 
 
 REPLAY = ["policy.routing_replay=proximal", "objective.minibatches=2"]

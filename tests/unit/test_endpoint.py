@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, 
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.weights.vllm_private import call_beginnings
 from tests.characters import characters, read, save_characters
 
 CALLED = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
@@ -392,6 +394,51 @@ def test_what_is_no_call_stays_text(model: Path, monkeypatch: pytest.MonkeyPatch
     assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [
         {"a": 6, "b": 7}
     ] * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "mimo", "minimax_m2", "seed_oss"])
+def test_a_call_that_a_parser_passes_over_is_unread(tmp_path: Path, name: str) -> None:
+    marks = ("<tool_call>", "<minimax:tool_call>", "<seed:tool_call>")
+    ends = [mark.replace("<", "</", 1) for mark in marks]
+    save_characters(tmp_path, special=[*marks, *ends])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    parser = ToolParser(name, tmp_path, (1,))
+    (begin,) = [one for one in marks if one in parser._begins]
+
+    def message(text: str) -> dict[str, Any]:
+        return parser.message(tokenizer.encode(text), text)
+
+    for text in ("a call of a function", "1 < 2 and function=2"):
+        assert message(text) == {"role": "assistant", "content": text}
+    assert begin in message(f"let me see {begin}times of 6 and 7")[UNREAD]
+
+
+def test_a_parser_has_the_marks_of_its_calls() -> None:
+    """Those that have none read lists in brackets, or keep their marks to themselves; a word is
+    none."""
+    from vllm.tool_parsers import ToolParserManager
+
+    class Whatever(dict[str, int]):
+        def get(self, name: str, otherwise: object = None) -> int:
+            return 7
+
+        def __contains__(self, name: object) -> bool:
+            return True
+
+        def __missing__(self, name: str) -> int:
+            return 7
+
+    tokenizer: Any = MagicMock(is_tekken=True, version=13, vocab=Whatever(), init_kwargs={})
+    tokenizer.get_vocab = Whatever
+    without = set()
+    for name in tool_parsers():
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer, None)
+        if not call_beginnings(parser):
+            without.add(name)
+    assert without <= {
+        *("apertus", "gigachat3", "hy_v4", "internlm", "lfm2", "llama4_pythonic"),
+        *("muse_glimmer", "olmo3", "phi4_mini_json", "pythonic", "xlam"),
+    }
 
 
 def test_a_call_may_stand_between_tokens_that_are_no_text(tmp_path: Path) -> None:

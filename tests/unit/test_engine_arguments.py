@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +25,16 @@ from megatron_async_rl.config.engine_options import (
     refused_options,
     vllm_arguments,
 )
-from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.policy.parameters import safetensor_files
 from megatron_async_rl.rollout import engine_arguments as arguments
 from megatron_async_rl.rollout.engine_arguments import engine_arguments
 from megatron_async_rl.rollout.spec import EngineSpec
 from tests.tiny_models import save_tiny_model
+from tests.written_run import write_run
 
 KNOWN = tuple({*QUANTIZATION_METHODS, *_ONLINE_SHORTHANDS})
 """All that vLLM's `quantization` may be."""
@@ -115,3 +119,38 @@ def test_an_engine_refuses_a_name_that_its_vllm_does_not_know(tmp_path: Path) ->
     with pytest.raises(UserError, match="max_num_batched_tokens") as refused:
         engine_arguments(spec_with(tmp_path, max_batched_tokens=4096))
     assert refused.value.problems[0].key == "rollout.vllm.max_batched_tokens"
+
+
+def test_a_grammar_that_vllm_cannot_read_is_a_problem_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    file = write_run(tmp_path)
+    look, good = "(?=1)[0-9]+", "[0-9]+"
+    schema = {"type": "array", "uniqueItems": True}
+
+    def problems(evaluation: dict[str, Any], *overrides: str) -> list[Problem]:
+        given = f"eval={json.dumps(evaluation)}"
+        return list(preflight(load(file, [given, *overrides]), all_data=False).problems)
+
+    def one_set(name: str, **sampling: Any) -> dict[str, Any]:
+        return {
+            "name": name,
+            "path": str(tmp_path / "train.jsonl"),
+            **({"sampling": sampling} if sampling else {}),
+        }
+
+    found = problems(
+        {
+            "sampling": {"regex": look},
+            "sets": [one_set("a"), one_set("b", regex=good), one_set("c", json_schema=schema)],
+        }
+    )
+    assert [one.key for one in found] == ["eval.sampling.regex", "eval.sets.2.sampling.json_schema"]
+    assert "look-around" in found[0].what
+    assert "look-around" in found[0].fix
+    assert 'Unimplemented keys: ["uniqueItems"]' in found[1].what
+    assert problems({"sampling": {"regex": good}, "sets": [one_set("a")]}) == []
+    chosen = "rollout.vllm={structured_outputs_config: {backend: xgrammar}}"
+    alone = {"sets": [one_set("c", json_schema={"type": "integer", "multipleOf": 3})]}
+    assert problems(alone) == []
+    assert [one.key for one in problems(alone, chosen)] == ["eval.sets.0.sampling.json_schema"]

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_async_rl.config.load import load
 from megatron_async_rl.flow.errors import BatchTimeout, EngineFailed, RewardFailed
 from megatron_async_rl.flow.evaluation import (
     EvalResult,
@@ -29,14 +30,18 @@ from megatron_async_rl.flow.evaluation import (
     pass_at_k,
     summarise_evaluation,
 )
+from megatron_async_rl.flow.rank0 import Rank0
 from megatron_async_rl.metrics.catalogue import METRICS, find_metric
-from megatron_async_rl.metrics.log import EvalLog, MetricsLog, read_evaluations
+from megatron_async_rl.metrics.log import EvalLog, MetricsLog, read_evaluations, read_metrics
+from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.rows import SampleRow, rescored
+from megatron_async_rl.samples.rows import SampleRow, TrainBatch, rescored
 from megatron_async_rl.samples.types import Request
-from tests.train_batches import row
+from tests.train_batches import row, samples_in
 from tests.unit import virtual_time
 from tests.unit.flow_setup import WholeRewards
+from tests.unit.test_colocated import Alone
+from tests.written_run import write_run
 
 PROMPTS = [Prompt(id=f"p{i}", text=str(i), token_ids=(i,)) for i in range(4)]
 
@@ -329,6 +334,61 @@ def test_a_resume_repeats_no_evaluation_and_a_longer_run_evaluates_its_new_end()
     assert (second.before, second.after) == (0.25, None)
     second.record(EvalResult(**{**vars(summary([0.75])), "version": 8}))
     assert (second.before, second.after) == (0.25, 0.75)
+
+
+def test_a_supervised_run_measures_its_held_out_responses_where_it_is_due(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    sets = []
+    for name, responses in (("near", ["2", "4", "6"]), ("far", ["8"])):
+        rows = [json.dumps({"prompt": "1+1=", "response": each}) for each in responses]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+        sets.append({"name": name, "path": str(tmp_path / f"{name}.jsonl")})
+    config = load(
+        file,
+        [
+            "rollout=null",
+            "objective={loss: sft, advantage: none}",
+            "flow={prompts_per_step: 2, group_size: 1, async_ratio: 0}",
+            f"eval={json.dumps({'every': 2, 'sets': sets})}",
+            "run.steps=5",
+            "observe.tensorboard=false",
+        ],
+    )
+    asked: list[tuple[int, list[str]]] = []
+
+    def mean_loss(take: Callable[[], TrainBatch | None]) -> tuple[float, int]:
+        """One nat for every batch, and another one for every version."""
+        batches = list(iter(take, None))
+        asked.append((batches[0].version, [s.text for b in batches for s in samples_in(b)]))
+        return len(batches) + batches[0].version, 7
+
+    rank = Rank0(config, Alone())  # type: ignore[arg-type]
+    try:
+        rank.begin(0, None, oldest=0)
+        for version in range(6):
+            rank.version = version
+            rank.evaluate(mean_loss)
+            rank.say("training")
+            if version:
+                rank._log.log(version, {"policy/loss": 1.0})  # type: ignore[union-attr]
+        evaluated = rank.state()[0]["evaluated"]
+    finally:
+        rank.close()
+    texts = [["2", "4", "6"], ["8"]]
+    assert asked == [(version, each) for version in (0, 2, 4, 5) for each in texts]
+    assert evaluated == {0: 2.0, 2: 4.0, 4: 6.0, 5: 7.0}
+    lines = read_evaluations(config.run.dir)
+    assert [(line["version"], line["set"], line["loss"], line["tokens"]) for line in lines] == [
+        (version, "near", 2.0 + version, 7) for version in (0, 2, 4, 5)
+    ]
+    assert [line["others"][0]["loss"] for line in lines] == [1.0, 3.0, 5.0, 6.0]
+    row = read_metrics(config.run.dir)[-1]
+    names = ("eval/version", "eval/loss", "eval/near/loss", "eval/far/loss")
+    assert [row[name] for name in names] == [5, 7.0, 7.0, 6.0]
+    assert all(find_metric(name) for name in row if name.startswith("eval/"))
+    status = read_status(config.run.dir)
+    assert status is not None
+    assert (status.before, status.after, status.measure) == (2.0, 7.0, "loss")
 
 
 def test_a_checkpoint_waits_only_for_an_evaluation_that_a_resume_from_it_could_not_repeat() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -161,6 +162,27 @@ def test_a_hub_that_cannot_be_reached_is_told_from_one_that_is_switched_off(
     assert f"{UNREACHABLE} cannot be reached" in refusal(
         run_of(tmp_path, "model.path=hf://me/tiny")
     )
+
+
+@pytest.mark.parametrize("card", [True, False])
+@pytest.mark.parametrize("named", ["", "/x.jsonl"])
+def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, named: str, card: bool
+) -> None:
+    snapshot = cached(cache, "datasets", OLD)
+    if card:
+        (snapshot / "README.md").write_text("# A data set")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    tried = []
+
+    def refused(address: tuple[str, int], *rest: object, **given: object) -> socket.socket:
+        tried.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", refused)
+    said = refusal(run_of(tmp_path, f"data.train=hf://datasets/me/tiny{named}"))
+    assert f"is not whole in the cache ({cache}), and {UNREACHABLE} cannot be reached" in said
+    assert 1 <= len(tried) <= 3
 
 
 @pytest.mark.parametrize("named", ["data", "data/train-*.parquet", "*/train-0000[01]-of-*"])
@@ -334,6 +356,11 @@ def prompts_of(location: Path) -> list[str]:
         (None, "train/a.jsonl train/b.jsonl test/train.jsonl", "@main", 2),
         (None, "my_dev.jsonl train.jsonl", "#validation", 1),
         (None, "train/[a].jsonl test/[b].jsonl", "", 1),
+        (None, "train/a.jsonl train/x/b.jsonl test.jsonl", "", 2),
+        (None, "my-train.jsonl train-a.jsonl my.jsonl", "", 2),
+        (None, "train/x/b.jsonl train/x/c.jsonl train/{a,b}.jsonl test/b.jsonl", "", 3),
+        (None, "a.jsonl part/b.jsonl notes.txt dataset_info.json", "", 2),
+        ("# no header", "a.jsonl", "#train", 1),
     ],
 )
 def test_a_whole_data_set_is_the_files_of_its_split(
@@ -364,27 +391,8 @@ def test_a_whole_data_set_is_the_files_of_its_split(
         ("train", TWO_PARTS, "x", "", ("several configurations", "#main/train, ", "#socratic/tr")),
         ("train", TWO_PARTS, "x", "#x/test", ("has no configuration x", "#socratic/test")),
         ("train", TWO_PARTS, "other/x.csv", "#socratic/test", ("no split test", "#socratic/train")),
-        (
-            "train",
-            None,
-            "a.csv b.txt",
-            "",
-            ("names which of its files are a split", "in it: a.csv"),
-        ),
-        (
-            "train",
-            None,
-            "train/a.csv train/x/b.csv",
-            "",
-            ("no one pattern", "data.sources", "train/x/b.csv"),
-        ),
-        (
-            "train",
-            None,
-            "train-a.csv my-train.csv my.csv",
-            "",
-            ("no one pattern", "my-train.csv, train-a.csv"),
-        ),
+        ("train", None, "a.bin b.txt", "", ("names which of its files are a split",)),
+        ("eval", None, "a.csv b.csv", "#test", ("no split test", "write one of", "tiny#train")),
         ("train", "---\na: [\n---\n", "train.csv", "", ("card", "cannot be read", "train.csv")),
     ],
 )

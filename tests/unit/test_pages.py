@@ -257,6 +257,9 @@ def base_for(block: dict[str, Any]) -> dict[str, Any]:
         tree["rollout"]["placement"] = "colocated"
     if "eval" in block.get("data", {}):
         tree["eval"] = {}
+    if block.get("objective", {}).get("loss") == "sft":
+        del tree["rollout"]
+        tree["flow"] |= {"group_size": 1, "async_ratio": 0}
     for section, values in block.items():
         inside = isinstance(values, dict) and isinstance(tree.get(section), dict)
         tree[section] = tree[section] | values if inside else values

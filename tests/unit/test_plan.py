@@ -510,6 +510,25 @@ def test_a_supervised_run_needs_responses_that_fit(file):
     assert "response" in problem.what
 
 
+def test_held_out_responses_of_a_supervised_run_are_read_as_its_own(file):
+    held_out = file.parent / "held_out.jsonl"
+    supervised = (
+        "rollout=null",
+        "objective={loss: sft, advantage: none}",
+        "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}",
+        f"data.eval={held_out}",
+        "eval.every=2",
+    )
+    held_out.write_text('{"prompt": "7+1=", "response": "8"}\n')
+    assert plan(file, *supervised).problems == ()
+    held_out.write_text('{"prompt": "7+1=", "answer": "8"}\n')
+    (problem,) = plan(file, *supervised).problems
+    assert (problem.key, "no `response`" in problem.what) == ("data.eval", True)
+    held_out.write_text('{"prompt": "7+1=", "response": "88888"}\n')
+    (problem,) = plan(file, *supervised, "policy.tokens_per_micro_batch=8").problems
+    assert (problem.key, "10 tokens together" in problem.what) == ("data.eval", True)
+
+
 def test_a_tokenizer_larger_than_the_model_is_a_problem(tmp_path):
     assert keys(plan(write_run(tmp_path, vocab_size=8))) == ["model.path"]
 

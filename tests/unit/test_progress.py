@@ -8,6 +8,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from rich.console import Console
@@ -44,6 +45,7 @@ class Run:
         before: float | None = None,
         after: float | None = None,
         detail: str = "",
+        measure: Literal["reward", "loss"] = "reward",
     ) -> None:
         write_status(
             self.dir,
@@ -53,6 +55,7 @@ class Run:
                 steps=50,
                 time=time.time(),
                 detail=detail,
+                measure=measure,
                 before=before,
                 after=after,
             ),
@@ -250,6 +253,14 @@ def test_the_panel_shows_the_newest_evaluation_until_the_next(terminal: Run) -> 
             assert "held-out reward before 0.310 " in terminal.shown
     progress.close()
     assert "held-out reward before 0.310, version 3: 0.800" in terminal.shown
+
+
+def test_the_panel_shows_the_held_out_loss_of_a_supervised_run(terminal: Run) -> None:
+    progress = Progress(terminal.dir, 50, terminal.console)
+    terminal.say("training", before=2.5, measure="loss")
+    terminal.step(1, **{"eval/version": 2, "eval/loss": 1.25})
+    progress.close()
+    assert "held-out loss before 2.500, version 2: 1.250" in terminal.shown
 
 
 def test_a_silent_run_says_so(terminal: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,17 @@ def test_a_supervised_source_resumes_where_it_was() -> None:
         assert ours.samples == theirs.samples
 
 
+def test_held_out_responses_come_once_in_their_order_and_move_no_position() -> None:
+    source = supervised(prompts(7))
+    before = source.state()
+    for version in (0, 4):
+        batches = list(source.once(version))
+        assert [batch.version for batch in batches] == [version] * 3
+        rows = [[sample.prompt.id for sample in samples_in(batch)] for batch in batches]
+        assert rows == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
+    assert source.state() == before
+
+
 @pytest.mark.parametrize(
     ("fields", "what"),
     [

@@ -8,6 +8,7 @@ import html
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -503,6 +504,22 @@ def test_a_supervised_run_reports_its_loss_and_no_reward(tmp_path: Path, steps: 
         assert absent not in text_of(text)
         assert not [title for title in drawn if title.startswith(absent)]
     assert png_size(png_path)[1] < 1400
+
+
+def test_the_held_out_loss_stands_beside_the_trained_and_less_is_better(tmp_path: Path) -> None:
+    run_dir = supervised_run(tmp_path / "warm", 20)
+    log = EvalLog(run_dir, ())
+    for version, loss in ((0, 3.0), (10, 1.0), (20, 1.5)):
+        log.append({"version": version, "loss": loss, "tokens": 9})
+    status = Status(phase="finished", step=20, steps=20, time=0.0, before=3.0, after=1.5)
+    write_status(run_dir, replace(status, measure="loss"))
+    text = page(run_dir)
+    curves = {curve["name"]: curve for curve in drawn_in(text)["Loss"]["curves"]}
+    assert list(curves) == ["trained on", "held out"]
+    assert (curves["held out"]["x"], curves["held out"]["y"]) == ([0, 10, 20], [3.0, 1.0, 1.5])
+    assert '<span class="better">-1.500</span>' in text
+    assert "held-out loss, before and after" in text
+    assert "reward" not in text_of(text)
 
 
 def test_a_run_without_its_config_or_control_still_reports(tmp_path: Path) -> None:

@@ -92,6 +92,16 @@ def test_two_workers_with_half_of_the_experts_add_up_to_one_with_all() -> None:
     torch.testing.assert_close(halves, whole)
 
 
+def test_experts_that_weigh_their_inputs_are_not_divided_on_a_cpu() -> None:
+    vllm_private.compute_own_experts()
+    with pytest.raises(ValueError, match="weighs an expert's inputs"):
+        CPUUnquantizedExperts.apply(
+            SimpleNamespace(),
+            expert_map=torch.tensor([0, -1], dtype=torch.int32),
+            apply_router_weight_on_input=True,
+        )
+
+
 def test_a_name_that_is_gone_is_found_out() -> None:
     collector = "vllm.v1.engine.output_processor.RequestOutputCollector"
     assert not found(f"{collector}.put_all")

@@ -171,6 +171,8 @@ class ToolParser:
         from vllm.tokenizers import get_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
+        from megatron_async_rl.weights.vllm_private import call_beginnings
+
         require_tool_parser(name)
         for logger in PARSERS:
             logger.setLevel(logging.WARNING)
@@ -179,7 +181,9 @@ class ToolParser:
         self._parser: Any = ToolParserManager.get_tool_parser(name)
         self._tokenizer: Any = get_tokenizer(str(model_path))
         self._eos_ids, self._tools = eos_ids, tools
+        self._begins: tuple[str, ...] = ()
         try:
+            self._begins = call_beginnings(self._parser(self._tokenizer, None))
             self._parse("", ())
         except Exception as error:
             raise EnvironmentRefused(
@@ -193,8 +197,8 @@ class ToolParser:
     ) -> dict[str, Any]:
         """The assistant's message of a turn: `content`, and `tool_calls` where there are any, each
         with `id`, `type` and `function` (`name`; `arguments` as JSON). `text`: of the turn, without
-        special tokens. What cannot be parsed stays text, and where the parser says so, UNREAD has
-        its reason."""
+        special tokens. What cannot be parsed stays text; where a call was begun, UNREAD says why it
+        is none."""
         # Calls stand between special tokens in many a model.
         end = len(ids) - (ids[-1] in self._eos_ids)
         whole = self._tokenizer.decode(list(ids[:end]), skip_special_tokens=False)
@@ -216,4 +220,8 @@ class ToolParser:
                 faults.append(_described(error))
         # Llama's try every brace of a text; a call that is to be one begins with their token.
         begins = getattr(parser, "bot_token", None) or ""
-        return found, faults[0] if faults and begins in text else None
+        if faults and begins in text:
+            return found, faults[0]
+        begun = next((one for one in self._begins if one in text), None)
+        # Those that read XML pass over what they cannot read.
+        return found, None if begun is None else f"{begun} begins a call, and none can be read"
