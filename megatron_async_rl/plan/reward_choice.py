@@ -40,7 +40,8 @@ REWARDS = {
     "countdown": Choice(comment="uses the columns `numbers` and `target`"),
     "judge": Choice(
         settings={"url": "http://localhost:8001/v1", "model": "Qwen/Qwen3-8B"},
-        comment="url, model: of your judge, any OpenAI-compatible endpoint; api_key_env: of its key",
+        comment="url: of your judge, any OpenAI-compatible endpoint; model: its name there;"
+        " api_key_env: the variable with its key",
     ),
     "http": Choice(
         settings={"url": "http://localhost:8000/reward"}, comment="url: of your reward server"
