@@ -280,7 +280,8 @@ def examples(
     you to type works from that folder."""
     for part in sorted(SHARE.iterdir()):
         if (folder / part.name).exists():
-            raise UserError.of("FOLDER", f"{folder / part.name} exists", "name another folder")
+            fix = "name a new folder: mar examples FOLDER"
+            raise UserError.of("FOLDER", f"{folder / part.name} exists", fix)
     ignored = shutil.ignore_patterns("generated", "__pycache__")
     shutil.copytree(SHARE, folder, ignore=ignored, dirs_exist_ok=True)
     _print(f"wrote {', '.join(str(folder / part.name) for part in sorted(SHARE.iterdir()))}")

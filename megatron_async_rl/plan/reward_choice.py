@@ -186,7 +186,7 @@ class RewardChoice:
             else ""
         )
         if len(rewards) == 1:
-            comment = _comment(of + self._comment(rewards[0]))
+            comment = _comment((of + self._comment(rewards[0])).removesuffix(": "))
             return f"{found}{comment}  reward: {_flow(self._reward(rewards[0]))}\n"
         parts = "".join(
             f"{_comment(self._comment(one), 6)}      {label}: {_flow(self._reward(one))}\n"
@@ -211,7 +211,7 @@ class RewardChoice:
         return f"{_comment(comment)}{_comment(more)}  environment: {_flow(tree)}\n"
 
     def _comment(self, name: str) -> str:
-        return f"{name}: {REWARDS[name].comment}" if name in REWARDS else name
+        return f"{name}: {REWARDS[name].comment}" if name in REWARDS else ""
 
     def _reward(self, name: str) -> dict[str, Any]:
         settings = self.settings.get(name) or {}
