@@ -56,7 +56,9 @@ WORKDIR /opt/megatron-async-rl
 COPY setup.py pyproject.toml MANIFEST.in README.md ./
 COPY requirements requirements
 COPY megatron_async_rl megatron_async_rl
+COPY docs docs
 COPY examples examples
+COPY tests/data/golden tests/data/golden
 COPY launchers launchers
 RUN pip install --no-build-isolation --no-deps . \
     && python -c "from importlib.metadata import version as v; assert v('torch').startswith('2.13.0'), v('torch')"

@@ -29,6 +29,20 @@ STACK = [
     "transformers>=5.19,<6",
 ]
 
+# What messages and pages name, for those who have the wheel alone: megatron_async_rl/share/ holds
+# links to these folders. Examples write data beside themselves, which is no part of them.
+KINDS = ("yaml", "py", "md", "sh")
+SHARED = [
+    "share/docs/*",
+    *(f"share/examples/{place}.{kind}" for place in ("*", "*/*") for kind in KINDS),
+    "share/examples/arithmetic/without_control/*",
+    "share/examples/stability/results/*/*.svg",
+    "share/launchers/local.sh",
+    "share/launchers/torchrun_multinode.sh",
+    "share/launchers/*/*",
+    "share/tests/data/golden/*",
+]
+
 setup(
     name="megatron-async-rl",
     version=VERSION,
@@ -38,7 +52,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.12,<3.13",
     packages=find_packages(include=["megatron_async_rl", "megatron_async_rl.*"]),
-    package_data={"megatron_async_rl": ["py.typed", "report/page.*"]},
+    package_data={"megatron_async_rl": ["py.typed", "report/page.*", *SHARED]},
     install_requires=[
         "aiohttp>=3.10,<4",
         "einops>=0.8,<1",

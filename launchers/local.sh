@@ -5,5 +5,6 @@ set -euo pipefail
 root="$(cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.." && pwd)"
 venv="${VENV:-.venv}"
 [[ "$venv" == /* ]] || venv="$root/$venv"
+[[ ! -d "$venv/bin" ]] || PATH="$venv/bin:$PATH"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$venv/bin/mar" train "$@"
+exec mar train "$@"

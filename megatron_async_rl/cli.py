@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +21,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from megatron_async_rl import __version__
-from megatron_async_rl.config.problem import ConfigError, UserError
+from megatron_async_rl.config.problem import SHARE, ConfigError, UserError
 
 if TYPE_CHECKING:
     from megatron_async_rl.launch.peers import Nodes, PeerNodes
@@ -51,7 +52,7 @@ app = typer.Typer(
 )
 
 ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file; examples/ holds some to start from.")
+    Path, typer.Argument(metavar="CONFIG", help="YAML file; `mar init` writes one.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -176,6 +177,17 @@ def _absent(out: Path) -> Path:
     return out
 
 
+def _reward_names(answer: str) -> str:
+    """Called at once, so that a wrong answer is asked for again."""
+    from megatron_async_rl.plan.reward_choice import names_of
+
+    try:
+        names_of(answer)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return answer
+
+
 @app.command()
 def init(
     out: Annotated[
@@ -203,8 +215,11 @@ def init(
     reward: Annotated[
         str,
         typer.Option(
-            prompt="Reward: arithmetic, countdown, math, code, or module:function",
-            help="A built-in reward, or module:function.",
+            metavar="NAME[+NAME...]",
+            prompt="Reward: math, code, arithmetic, countdown, judge, http or module:function; or an"
+            " environment: tools, agent, verifiers, openenv or module:Class",
+            parser=_reward_names,
+            help="A reward or an environment, or several joined by +.",
         ),
     ] = "math",
     gpus: Annotated[
@@ -223,6 +238,14 @@ def init(
     as_chat: Annotated[
         bool, typer.Option("--as-chat", help="A prompt is a message to a chat model.")
     ] = False,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME.]KEY=VALUE",
+            help="Of the reward or environment, such as judge.url=http://HOST:8001/v1; may be given"
+            " several times.",
+        ),
+    ] = None,
     style: Annotated[
         Style,
         typer.Option(case_sensitive=False, prompt="Style", help="How samples and updates overlap."),
@@ -231,25 +254,46 @@ def init(
     """Ask five questions, and write a config that `mar plan` accepts. Options answer without
     being asked."""
     from megatron_async_rl.plan.new_config import Answers, Columns, write_config
+    from megatron_async_rl.plan.reward_choice import RewardChoice
 
     _let_children_import_from_here()
     answers = Answers(
         model=model,
         data=data,
         columns=Columns(prompt_key=prompt_key, answer_key=answer_key, as_chat=as_chat),
-        reward=reward,
+        reward=RewardChoice.of(reward, setting or ()),
         gpus=gpus,
         gpu_memory_gib=gpu_memory,
         style=style.value,
     )
-    write_config(answers, out)
-    _print(f"wrote {out}: mar plan {out} shows what it would do, mar train {out} does it")
+    written = " and ".join(map(str, write_config(answers, out)))
+    _print(f"wrote {written}: mar plan {out} shows what it would do, mar train {out} does it")
+
+
+@app.command()
+def examples(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Where they go; default: here.")
+    ] = Path(),
+) -> None:
+    """Copy the examples, the launchers and the pages of this version, so that what the pages tell
+    you to type works from that folder."""
+    for part in sorted(SHARE.iterdir()):
+        if (folder / part.name).exists():
+            fix = "name a new folder: mar examples FOLDER"
+            raise UserError.of("FOLDER", f"{folder / part.name} exists", fix)
+    ignored = shutil.ignore_patterns("generated", "__pycache__")
+    shutil.copytree(SHARE, folder, ignore=ignored, dirs_exist_ok=True)
+    _print(f"wrote {', '.join(str(folder / part.name) for part in sorted(SHARE.iterdir()))}")
 
 
 @app.command()
 def study(
     grid: Annotated[
-        Path, typer.Argument(metavar="GRID", help="YAML file; examples/stability holds some.")
+        Path,
+        typer.Argument(
+            metavar="GRID", help="YAML file; `mar examples` copies some, in examples/stability."
+        ),
     ],
     only: Annotated[
         list[str] | None,
@@ -557,7 +601,8 @@ def conform(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...", help="JSON lists of reference vectors (tests/data/golden)."
+            metavar="FILE...",
+            help="JSON lists of reference vectors; `mar examples` copies some, in tests/data/golden.",
         ),
     ],
 ) -> None:

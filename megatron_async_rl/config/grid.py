@@ -24,7 +24,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, model_validator
 
 from megatron_async_rl.config.load import YamlFault, read_tree, resolve_paths
-from megatron_async_rl.config.problem import ConfigError, Problem, UserError
+from megatron_async_rl.config.problem import ConfigError, Problem, UserError, shipped
 from megatron_async_rl.config.settings_model import Strict
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
@@ -117,7 +117,8 @@ def _problems(error: ValidationError, lines: Mapping[str, int]) -> list[Problem]
             problems.append(Problem(key=key, what="is not a key of a grid", fix=fix, where=where))
         else:
             what = one["msg"].removeprefix("Value error, ")
-            problems.append(Problem(key=key, what=what, fix="see docs/study.md", where=where))
+            fix = f"see {shipped('docs/study.md')}"
+            problems.append(Problem(key=key, what=what, fix=fix, where=where))
     return problems
 
 

@@ -213,7 +213,7 @@ def _look_near(path: Path) -> str:
     return (
         f"these configs are in that folder: {', '.join(near[:5])}"
         if near
-        else "check the path; examples/ holds configs to start from"
+        else "check the path; `mar init` writes a config, and `mar examples` copies some"
     )
 
 

@@ -15,6 +15,16 @@ from typing import Self
 SCREEN_PROBLEMS = 6
 """Problems shown at once: at most four lines each, so that a screen of 30 lines holds them."""
 
+SHARE = Path(__file__).parents[1] / "share"
+"""Pages, examples, launchers and reference vectors: links in a checkout, copies in a wheel."""
+
+
+def shipped(name: str) -> str:
+    """Path of a file of SHARE, such as docs/study.md, for a message: from the current folder where
+    it lies in it."""
+    path, here = (SHARE / name).resolve(), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:

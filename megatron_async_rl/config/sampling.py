@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from megatron_async_rl.config.data import FileConfig
+from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.config.settings_model import Strict
 
 if TYPE_CHECKING:
@@ -380,7 +381,8 @@ def sampling_warnings(config: Config) -> list[str]:
     return [
         f"rollout.sampling: {', '.join(config.rollout.sampling.renormalised)}: engines report"
         " log-probs of the distribution they draw from, and the trainer's are of the whole softmax,"
-        f" so ratio/* holds that difference too{also} (docs/sampling.md)"
+        f" so ratio/* holds that difference too{also}"
+        f" ({shipped('docs/sampling.md')})"
     ]
 
 

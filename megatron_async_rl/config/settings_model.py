@@ -20,6 +20,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, WrapValidator
 
+from megatron_async_rl.config.problem import shipped
+
 
 def _as_json(values: Any) -> Any:
     try:
@@ -87,13 +89,14 @@ def plug_in_class(name: str, base: type[Strict]) -> Any:
     if getattr(found, "method", None) is None:
         raise ValueError(
             f"{name!r} has no class attribute `method`: what a registry line holds"
-            " (docs/add_a_method.md)"
+            f" ({shipped('docs/add_a_method.md')})"
         )
     settings: Any = found
     if not _fits(settings.method, *settings.method_type):
         raise ValueError(
             f"{name!r}: its `method` is {settings.method!r}; it must be"
-            f" {' '.join(settings.method_type)} (docs/add_a_method.md)"
+            f" {' '.join(settings.method_type)}"
+            f" ({shipped('docs/add_a_method.md')})"
         )
     return settings
 

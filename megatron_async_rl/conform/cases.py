@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.problem import UserError, shipped
 
-FORMAT = "see tests/data/golden/README.md for the format"
+FORMAT = f"see {shipped('tests/data/golden/README.md')} for the format"
 KEYS = {"case": str, "kind": str, "name": str, "params": dict, "inputs": dict, "expect": dict}
 DTYPES = ("float32", "float64")
 

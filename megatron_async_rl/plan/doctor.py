@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
+from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.plan.machine import GIB, Machine, this_machine
 from megatron_async_rl.plan.screen import size
 from megatron_async_rl.policy.supported import PINNED, engine_obstacle
@@ -158,7 +159,7 @@ def _python() -> Finding:
     fix = (
         f"make -C {ROOT} setup PYTHON=python3.12"
         if CHECKOUT
-        else "python3.12 -m venv ENV, and install into it again (docs/install.md)"
+        else f"python3.12 -m venv ENV, and install into it again ({shipped('docs/install.md')})"
     )
     return Finding("python", "missing", version, "Megatron-Core and its neighbours want 3.12", fix)
 
@@ -209,7 +210,8 @@ def _part(part: Part, path: str, ranges: Mapping[str, Requirement]) -> Finding:
 
 def _fix_of(part: Part, path: str) -> str:
     if part.distribution == APEX:
-        return "the line of the Dockerfile that builds it from source; without it all works, slower"
+        build = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps"
+        return f"{build} git+https://github.com/NVIDIA/apex   # without it all works, slower"
     if part.distribution.startswith("transformer-engine"):
         return f"pip install --no-build-isolation 'transformer-engine[pytorch]=={part.version}'"
     no_deps = "--no-deps " if part.distribution == "mbridge" and path == "cuda" else ""
@@ -231,7 +233,7 @@ def _plugin() -> Finding:
         "engines receive weights by it: this package is on the path, and not installed",
         f"pip install --no-deps -e {ROOT}"
         if CHECKOUT
-        else f"pip install --no-deps --force-reinstall {PACKAGE}",
+        else f"pip install --no-deps --force-reinstall WHEEL   # that of {PACKAGE}",
     )
 
 
@@ -319,7 +321,7 @@ def _transformer_engine(machine: Machine) -> list[Finding]:
         return [Finding("import transformer_engine", "ok", "yes", "layers of policies in bfloat16")]
     advice = "ranks would take local layers, or none with policy.fp8"
     (part,) = (one for one in PARTS if one.distribution.startswith("transformer-engine"))
-    fix = f"{_fix_of(part, 'cuda')}   # built for this torch and CUDA (Dockerfile); or uninstall it"
+    fix = f"{_fix_of(part, 'cuda')}   # built for this torch and CUDA; or uninstall it"
     return [Finding("import transformer_engine", "missing", failure, advice, fix)]
 
 

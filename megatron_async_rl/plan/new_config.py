@@ -12,20 +12,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_async_rl.config.load import YamlFault, load, parse_value
-from megatron_async_rl.config.problem import ConfigError, Problem
+from megatron_async_rl.config.problem import ConfigError, DataError, Problem, shipped
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.hub import located
+from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
-from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward
+from megatron_async_rl.plan.reward_choice import SETTING, RewardChoice
 
 TENSOR = (1, 2, 4, 8)
 PROMPTS, GROUP, STEPS = 32, 8, 200
 
 STYLES: Mapping[str, tuple[str, str]] = {
     "asynchronous": (
-        "engines go on while the policy trains; stale samples are corrected (the default of docs/stability.md)",
+        "engines go on while the policy trains; stale samples are corrected",
         """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 2}}
 objective:
   loss: reinforce
@@ -68,32 +69,47 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """`model`, `data`: local, or names on a hub. `reward`: a built-in one's name, or
-    module:function. `gpus`: of this or of another machine, each of `gpu_memory_gib`; 0 trains on
-    the CPU. `style`: one of STYLES."""
+    """`model`, `data`: local, or names on a hub. `gpus`: of this or of another machine, each of
+    `gpu_memory_gib`; 0 trains on the CPU. `style`: one of STYLES."""
 
     model: str
     data: str
     columns: Columns
-    reward: str
+    reward: RewardChoice
     gpus: int
     gpu_memory_gib: float
     style: str
 
 
-def write_config(answers: Answers, out: Path) -> None:
-    """Writes `out`. Raises ConfigError where the plan has a fault with every layout: then with the
-    last one's faults."""
+def write_config(answers: Answers, out: Path) -> list[Path]:
+    """Writes `out`, and files of the user's own to begin with which the reward names. Returns them
+    all. Raises ConfigError where the plan has a fault with every layout: then with the last one's
+    faults."""
+    starters = answers.reward.starters()
+    try:
+        for file, text in starters.items():
+            file.write_text(text)
+        _write_accepted(answers, out)
+    except BaseException:
+        for file in starters:
+            file.unlink(missing_ok=True)
+        raise
+    return [out, *starters]
+
+
+def _write_accepted(answers: Answers, out: Path) -> None:
     first = next(_candidates(answers, out, 1))
     shape, faults = read_model(_loaded(first, out).model.path, weights=False)
     if shape is None:
         raise ConfigError(f"{out} was not written", faults)
-    for text in _candidates(answers, out, shape.context // 2):
+    chat = _has_chat_template(_loaded(first, out).model.path)
+    for text in _candidates(answers, out, shape.context // 2, chat=chat):
         faults = _faults(text, answers, out)
         if not faults:
             out.write_text(text)
             return
-        others = [one for one in faults if one.key.startswith(("data", "rollout.reward"))]
+        fixed = ("data", "rollout.reward", "rollout.environment")
+        others = [one for one in faults if one.key.startswith(fixed)]
         if others or not any(one.key.startswith(("policy", "rollout")) for one in faults):
             # No layout would mend it.
             raise ConfigError(f"{out} was not written", [_by_option(one) for one in faults])
@@ -101,7 +117,9 @@ def write_config(answers: Answers, out: Path) -> None:
 
 
 def _by_option(fault: Problem) -> Problem:
-    """With the options that name a column."""
+    """With the options that say it."""
+    if fault.key.startswith(("rollout.reward.settings", "rollout.environment.settings")):
+        fault = replace(fault, fix=f"{fault.fix} (here: {SETTING} KEY=VALUE)")
     for key, option in (
         ("data.prompt_key=", "--prompt-key "),
         ("data.answer_key=", "--answer-key "),
@@ -111,12 +129,15 @@ def _by_option(fault: Problem) -> Problem:
     return fault
 
 
-def _takes_groups(reward: str) -> bool:
-    """False, too, for one that cannot be loaded: the plan says why."""
+def _has_chat_template(model: Path) -> bool:
+    """True, too, where it cannot be known: the model is elsewhere."""
     try:
-        return load_reward(reward).of_groups
-    except RewardError:
-        return False
+        load_tokenizer(model).render_chat([{"role": "user", "content": "0"}], answer=True)
+    except DataError as error:
+        return "tokenizer" in error.what
+    except Exception:  # noqa: BLE001 - a template is a program; the plan names what it raises
+        return True
+    return True
 
 
 def _faults(text: str, answers: Answers, out: Path) -> list[Problem]:
@@ -142,8 +163,8 @@ def _loaded(text: str, out: Path) -> Config:
     return located(config, weights=False)[0]
 
 
-def _candidates(answers: Answers, out: Path, longest: int) -> Iterator[str]:
-    """`longest`: most response tokens."""
+def _candidates(answers: Answers, out: Path, longest: int, *, chat: bool = False) -> Iterator[str]:
+    """`longest`: most response tokens; `chat`: the model has a chat template."""
     layouts: list[tuple[str, str]] = []
     gpus = answers.gpus
     if not gpus:
@@ -171,7 +192,7 @@ def _candidates(answers: Answers, out: Path, longest: int) -> Iterator[str]:
                 )
             )
     for policy, rollout in layouts:
-        yield _text(answers, out, policy, rollout, longest)
+        yield _text(answers, out, policy, rollout, longest, chat=chat)
 
 
 def _parallel(ranks: int, tensor: int) -> str:
@@ -179,26 +200,30 @@ def _parallel(ranks: int, tensor: int) -> str:
     return f"{{{words}, sequence: true}}" if tensor > 1 else f"{{{words}}}"
 
 
-def _text(answers: Answers, out: Path, policy: str, rollout: str, longest: int) -> str:
+def _text(
+    answers: Answers, out: Path, policy: str, rollout: str, longest: int, *, chat: bool
+) -> str:
     meaning, method = STYLES[answers.style]
     folder = out.resolve().parent
     prompts, group = (PROMPTS, GROUP) if answers.gpus else (8, 8)
     tokens = min(1024 if answers.gpus else 64, longest)
-    per = ", per: group" if _takes_groups(answers.reward) else ""
+    columns = answers.columns
+    if chat and answers.reward.environment is not None:
+        columns = replace(columns, as_chat=True)
     place = f"--gpus {answers.gpus} --gpu-memory {answers.gpu_memory_gib:g}" if answers.gpus else ""
     return f"""# {answers.style.capitalize()}: {meaning}.
 #   mar plan {f"{out.name} {place}".strip()}
 #   mar train {out.name}
-# Every key and its default: docs/config.md. Which method to start with: docs/choosing_a_method.md.
+# Every key and its default: {shipped("docs/config.md")}
+# Which method to start with: {shipped("docs/choosing_a_method.md")}
 run: {{dir: runs/{out.stem}, steps: {STEPS}}}
 model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {"bfloat16" if answers.gpus else "float32"}}}
 data:
   train: {_scalar(_path(answers.data, folder))}
-{answers.columns}  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
+{columns}  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
 {method.format(prompts=prompts, group=group)}rollout:
 {rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
-  reward: {{name: {_scalar(answers.reward)}{per}}}
-policy:
+{answers.reward.lines(chat=chat)}policy:
 {policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}
 """
 

@@ -291,7 +291,7 @@ def engine_obstacle(version: str | None) -> str:
     """The lack of an installation of Transformer Engine, in words; empty where there is none.
     version: null where it is not installed."""
     if version is None:
-        return "it is not installed; requirements/gpu.txt has its version"
+        return f"it is not installed; {PINNED} is the version that was tried"
     found = version_of(version)
     if found is not None and OLDEST <= found <= NEWEST:
         return ""

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from megatron_async_rl.cli import app
+from megatron_async_rl.config.environment import AGENTS
 from megatron_async_rl.config.load import load
 from megatron_async_rl.plan.new_config import STYLES
+from megatron_async_rl.plan.reward_choice import (
+    ENVIRONMENTS,
+    REWARDS,
+    STARTERS,
+    Choice,
+    is_environment,
+    names_of,
+)
 from tests.published_models import write_config
 from tests.written_run import write_model, write_prompts
 
@@ -66,10 +79,10 @@ def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path)
 @pytest.mark.parametrize(
     ("reward", "column", "words"),
     [
-        ("mathh", "prompt", ("rollout.reward.name", "did you mean 'math'?")),
+        ("nowhere:score", "prompt", ("rollout.reward.name", "no module 'nowhere'")),
         ("arithmetic", "question", ("data.train", "--prompt-key question")),
         ("arithmetic", "messages", ("data.train", "--prompt-key messages")),
-        ("environment", "prompt", ("run.yaml was not written", "rollout.reward")),
+        ("openenv", "prompt", ("rollout.environment.settings", "pip install openenv-core")),
     ],
 )
 def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, reward, column, words):
@@ -82,6 +95,162 @@ def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, rewa
     for word in words:
         assert word in told
     assert str(tmp_path / "tmp") not in told, "the name of a file that is gone"
+
+
+CHAT = (
+    "{% if tools %}{{ tools | length }}{% endif %}{% for one in messages %}{{ one.role }}:"
+    "{{ one.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+OPENENV = """
+class Result:
+    observation, reward, done = {"text": "on"}, 0.5, False
+
+class GenericEnvClient:
+    def __init__(self, base_url): pass
+    async def connect(self): pass
+    async def reset(self, **values): return Result
+    async def step(self, action): return Result
+    async def close(self): pass
+"""
+VERIFIERS = """
+class Environment:
+    class taskset:
+        load = list
+
+def resolve_env_config(env): return env["taskset"]["id"]
+def load_environment(name): return Environment
+"""
+OWN = """
+from megatron_async_rl.rollout.environments import Step
+
+def score(prompt, response):
+    return 1.0
+
+class Game:
+    def __init__(self, *, top=7): pass
+    def reset(self, prompt): return "a number"
+    def step(self, response): return Step(reward=1.0, done=True)
+"""
+"""Files of packages that are not installed, as far as they are used, and of a user's."""
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | Path]]:
+    """The other four answers, in a folder of a user's who has every package."""
+    for name, text in {
+        "openenv/core/generic_client.py": OPENENV,
+        "verifiers/v1/utils/loaders.py": VERIFIERS,
+        "asked_files.py": OWN,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    row = {"prompt": "1+1=", "answer": "2", "tests": ["assert True"], "task": 0}
+    row |= {"numbers": [1, 1], "target": 2}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    (write_model(tmp_path / "model") / "chat_template.jinja").write_text(CHAT)
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<unk>"}'
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield ["--model", "model", "--data", "data.jsonl", "--gpus", "0", "--style", "clipped"]
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("openenv", "verifiers", "asked_files", *STARTERS):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("template", [True, False], ids=["chat", "text"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *REWARDS,
+        *ENVIRONMENTS,
+        "asked_files:score",
+        "asked_files:Game",
+        "math + asked_files:score",
+        "tools+arithmetic",
+        "asked_files:Game+judge+math",
+    ],
+)
+def test_mar_plan_accepts_what_any_answer_writes(asked, answer, template, tmp_path):
+    if not template:
+        (tmp_path / "model" / "chat_template.jinja").unlink()
+    if answer == "code":  # whether there is a sandbox is this machine's affair
+        asked += ["--setting", "isolation=limits"]
+    code, told = run("init", "run.yaml", *asked, "--reward", answer)
+    if not template and answer in AGENTS:
+        assert (code, "has no chat template" in told) == (2, True)
+        assert not (tmp_path / "run.yaml").exists()
+        assert not (tmp_path / "my_agent.py").exists()
+        return
+    assert code == 0, told
+    code, told = run("plan", "run.yaml")
+    assert code == 0, told
+
+    rollout, names = load(tmp_path / "run.yaml").rollout, names_of(answer)
+    environment = next((one for one in names if is_environment(one)), None)
+    rewards = [one for one in names if one != environment]
+    assert (rollout.environment and rollout.environment.name) == environment
+    default = ["math"] if environment == "tools" else ["environment"]
+    assert [one.name for one in rollout.reward.rewards.values()] == (rewards or default)
+    if environment is not None:
+        assert rollout.environment.format == ("chat" if template else "text")
+    written = (tmp_path / "run.yaml").read_text()
+    for name in names:
+        for key in {**REWARDS, **ENVIRONMENTS}.get(name, Choice()).settings:
+            assert re.search(rf"# .*\b{key}:", written), f"{key}: nothing says what it is"
+
+
+def test_settings_are_given_by_name_and_one_that_is_not_there_is_named(asked, tmp_path):
+    given = ["--setting", "penalty=0", "--reward", "asked_files:Game+judge"]
+    code, told = run("init", "run.yaml", *asked, *given)
+    assert (code, "rollout.environment.settings" in told) == (2, True)
+    judge = ["--reward", "judge+math", "--setting"]
+    code, told = run("init", "run.yaml", *asked, *judge, "modle=m")
+    assert (code, "did you mean 'model'?" in told) == (2, True)
+    code, told = run("init", "run.yaml", *asked, *judge, "juge.model=m")
+    assert (code, "did you mean 'judge'?" in told) == (2, True)
+    code, told = run("init", "run.yaml", *asked, *judge, "url")
+    assert (code, "KEY=VALUE" in told) == (2, True)
+    both = ["judge.model=1e-4", "--setting", "lowest=-1", "--setting", "url=http://h:1/v1"]
+    code, told = run("init", "run.yaml", *asked, *judge, *both)
+    assert (code, "judge.settings.model" in told) == (2, True), "a number, as in the file"
+    both[0] = "judge.model='1e-4'"
+    code, told = run("init", "run.yaml", *asked, *judge, *both)
+    assert code == 0, told
+    settings = load(tmp_path / "run.yaml").rollout.reward.parts["judge"].settings
+    assert settings == {"url": "http://h:1/v1", "model": "1e-4", "lowest": -1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("mathh", "did you mean 'math'?"),
+        ("openev", "did you mean 'openenv'?"),
+        ("environment", "environments tools, agent"),
+        ("tools+agent", "are environments, and a run has one"),
+        ("math+math", "twice"),
+    ],
+)
+def test_a_reward_of_another_name_is_refused_and_asked_for_again(asked, answer, words, tmp_path):
+    code, told = run("init", "run.yaml", *asked, "--reward", answer)
+    assert code == 2
+    assert words in re.sub(r"[\s│]+", " ", told)
+    code, told = run("init", "run.yaml", *asked, answers=f"{answer}\narithmetic\n")
+    assert code == 0, told
+    assert words in told
+    for name in {**REWARDS, **ENVIRONMENTS}:
+        assert name in told.splitlines()[0], "the question has all names"
+    assert load(tmp_path / "run.yaml").rollout.reward.name == "arithmetic"
+
+
+def test_a_file_of_the_users_is_not_written_over(asked, tmp_path):
+    mine = '"""Mine."""\n\n\ndef look(place: str) -> str:\n    """Looks."""\n    return place\n'
+    (tmp_path / "my_tools.py").write_text(mine)
+    code, told = run("init", "run.yaml", *asked, "--reward", "tools")
+    assert code == 0, told
+    assert (tmp_path / "my_tools.py").read_text() == mine
 
 
 def test_a_reward_of_whole_groups_is_written_as_one(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@ copy."""
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -10,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import NormalizedName, canonicalize_name
 
+from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.plan import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +69,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in copied():
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, image / name, ignore=ignored)
+            shutil.copytree(ROOT / name, image / name, ignore=ignored, symlinks=True)
         else:
             shutil.copy(ROOT / name, image / name)
 
@@ -85,8 +87,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_image_and_the_source_archive_hold_all_that_setup_reads(installed: Path) -> None:
     inside, checkout = installed / "megatron_async_rl", ROOT / "megatron_async_rl"
-    shipped = {file.relative_to(inside) for file in inside.rglob("*.py")}
-    assert shipped == {file.relative_to(checkout) for file in checkout.rglob("*.py")}
+    modules = {file.relative_to(inside) for file in inside.rglob("*.py")}
+    own = {file for file in modules if file.parts[0] != "share"}
+    assert own == {file.relative_to(checkout) for file in checkout.rglob("*.py")}
     assert (inside / "py.typed").is_file()
 
 
@@ -102,6 +105,62 @@ def test_mar_runs_from_the_installed_wheel(installed: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert words in done.stdout
+
+
+NAMED = re.compile(
+    r"(?<![\w/.-])(?:docs|examples|launchers|tests|benchmarks|requirements)(?:/[\w.-]*\w)*/?(?=\W|$)|Dockerfile|Makefile"
+)
+"""A file or a folder of the repository, in a text."""
+WRITES_PAGES = ("config/docs.py", "metrics/catalogue.py")
+
+
+def said(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Strings of a module beside its docstrings, and whether `shipped` is given them."""
+    documents = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+    found = {
+        id(call.args[0])
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        if call.func.id == shipped.__name__
+    }
+    for one in ast.walk(tree):
+        if (
+            isinstance(one, ast.Constant)
+            and id(one) not in documents
+            and isinstance(one.value, str)
+        ):
+            yield one.value, id(one) in found
+
+
+def test_a_file_that_a_message_names_comes_with_the_wheel(installed: Path) -> None:
+    inside = installed / "megatron_async_rl"
+    told = [
+        (text, is_path)
+        for file in inside.rglob("*.py")
+        if not file.is_relative_to(inside / "share")
+        if str(file.relative_to(inside)) not in WRITES_PAGES
+        for text, is_path in said(ast.parse(file.read_text()))
+    ]
+    assert [text for text, is_path in told if is_path]
+    for text, is_path in told:
+        for name in NAMED.findall(text):
+            if "/" in name or not name.islower():
+                assert (inside / "share" / name).exists(), text
+                assert is_path or "`mar examples`" in text, text
+
+
+def test_what_the_pages_of_the_wheel_name_comes_with_it(installed: Path) -> None:
+    share = installed / "megatron_async_rl" / "share"
+    missing = {
+        name
+        for page in (*share.glob("docs/*.md"), *share.glob("examples/**/*.*"))
+        if page.suffix in (".md", ".yaml", ".py", ".sh")
+        for name in NAMED.findall(page.read_text())
+        if name.startswith(("docs/", "examples/", "launchers/")) and "generated" not in name
+        if not (share / name).exists()
+    }
+    assert missing == {"launchers/setup.sh"}, "it sets up a checkout"
+    assert not [file for file in share.rglob("*") if file.is_symlink() or "generated" in file.parts]
 
 
 def test_what_the_builder_is_sent_is_what_the_dockerfiles_copy() -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_async_rl.config.environment import AGENTS, TOOLS, EnvironmentConfig
+from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.rollout.rewards.registry import RewardError, imported
 from megatron_async_rl.samples.types import Prompt
 
@@ -179,7 +180,7 @@ def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
         raise EnvironmentRefused(
             "rollout.environment.settings",
             said,
-            "give it the settings that it takes (docs/environments.md)",
+            f"give it the settings that it takes ({shipped('docs/environments.md')})",
         ) from error
     if getattr(made, "timeout_s", 0.0) >= settings.timeout_s:
         raise EnvironmentRefused(

@@ -206,12 +206,15 @@ def load_reward(
             f"{key}.name", f"{name!r} is not module:function", "write for example my_rewards:score"
         )
 
-    function = getattr(imported(module_name, name, key), function_name, None)
+    module = imported(module_name, name, key)
+    function = getattr(module, function_name, None)
     if function is None:
+        nearest = difflib.get_close_matches(function_name, vars(module), n=1)
+        hint = f"did you mean '{module_name}:{nearest[0]}'? " if nearest else ""
         raise RewardError(
             f"{key}.name",
             f"module {module_name!r} has no {function_name!r}",
-            f"check the spelling in {name!r}",
+            f"{hint}check the spelling in {name!r}",
         )
     if not callable(function):
         raise RewardError(
