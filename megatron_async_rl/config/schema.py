@@ -467,8 +467,8 @@ class ObserveConfig(Strict):
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers that get the same numbers, each by its own library, which is installed beside
     this package, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`).
-    A resumed run goes on in the same run of the tracker. One that fails three times in a row is
-    left out from then on, and the run goes on."""
+    A resumed run goes on in the same run of the tracker. The run waits for none of them, and one that
+    fails three times in a row, as TensorBoard may on a full disk, gets no more."""
     project: str = "megatron_async_rl"
     """The trackers' project, or experiment; the run's name there is that of `run.dir`."""
     beside: Path | None = None

@@ -31,6 +31,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.catalogue import METRICS, MetricsError, Value, find_metric
+from megatron_async_rl.metrics.trackers import BackgroundSink
 
 if TYPE_CHECKING:
     from megatron_async_rl.metrics.sinks import Sink
@@ -72,7 +73,8 @@ class MetricsLog:
             if prometheus_port is not None:
                 self._sinks.append(Prometheus(run_dir, prometheus_port))
             if tensorboard:
-                self._sinks.append(TensorBoard(run_dir / "tensorboard", first_step))
+                writer = TensorBoard(run_dir / "tensorboard", first_step)
+                self._sinks.append(BackgroundSink("TensorBoard", writer))
         self._path = run_dir / FILE
         cut_from(run_dir, first_step)
         self._next_step = first_step

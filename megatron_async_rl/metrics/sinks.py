@@ -5,7 +5,8 @@ TensorBoard, or a scalar for each engine (`engine/tokens/0`, ...); in Prometheus
 label: `engine` for what every engine has, else `bin`, the smallest value its count is of.
 
 Invariants:
-- what a sink was given is on disk, or served, when the call returns;
+- what a sink was given is on disk, or served, when the call returns: the log has a thread call
+  TensorBoard, as a disk may be full or slow;
 - Prometheus serves one whole line, never parts of two; a key that the newest line does not have is
   not served, but for the newest evaluation, which is served until the next one, so that a scrape
   finds it however short the steps are;

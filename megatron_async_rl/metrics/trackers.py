@@ -2,8 +2,8 @@
 and its own environment variables.
 
 Invariants:
-- a tracker that cannot be opened is refused at the start; one that fails later costs its own lines
-  and never the run: after three failures in a row it is left alone;
+- a tracker that cannot be opened is refused at the start; one that fails, hangs or is slow later costs
+  its own lines and nothing of the run, which never waits for it;
 - a resumed run goes on in the tracker's same run: its identity is in RUN/trackers.json;
 - without a server, what is tracked lies in the run directory (Weights & Biases with
   WANDB_MODE=offline, MLflow) or where the tracker keeps it (trackio).
@@ -13,43 +13,102 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.metrics.catalogue import METRICS, Value
 
+if TYPE_CHECKING:
+    from megatron_async_rl.metrics.sinks import Sink
+
 IDENTITIES = "trackers.json"
 END_S = 30.0
 PATIENCE = 3
-"""Failures in a row: a server that is away holds up rank 0 for as long as its library tries."""
+"""Failures in a row, after which a sink is left alone."""
+MOST_LINES = 1000
+"""Lines that a sink is behind, at which it is left alone."""
+
+
+class BackgroundSink:
+    """A sink that a thread of its own writes to, in order."""
+
+    def __init__(self, name: str, sink: Sink) -> None:
+        self.name = name
+        self._sink = sink
+        self._left = False
+        self._calls: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"metrics to {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
+        self._put(step, lambda: self._sink.write(step, time, values))
+
+    def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
+        self._put(version, lambda: self._sink.write_evaluation(version, time, values))
+
+    def close(self) -> None:
+        """Waits END_S at most: what a server that is away did not get by then stays with the library."""
+        self._calls.put(None)
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            self._tell(f"was not closed within {END_S:.0f} s")
+
+    def _put(self, step: int, call: Callable[[], None]) -> None:
+        if self._left:
+            return
+        if self._calls.qsize() == MOST_LINES:
+            self._left = True
+            self._tell(f"is {MOST_LINES} lines behind at step {step}; it gets no more")
+        else:
+            self._calls.put((step, call))
+
+    def _work(self) -> None:
+        failures = 0
+        for step, call in iter(self._calls.get, None):
+            if failures == PATIENCE:
+                continue
+            try:
+                call()
+                failures = 0
+            except Exception as error:  # noqa: BLE001 - a sink must not end a run
+                failures += 1
+                self._left = failures == PATIENCE
+                then = "; it gets no more" if self._left else ""
+                self._tell(f"did not take step {step}{then}: {error!r}")
+        try:
+            self._sink.close()
+        except Exception as error:  # noqa: BLE001 - a sink must not end a run
+            self._tell(f"was not closed: {error!r}")
+
+    def _tell(self, what: str) -> None:
+        sys.stderr.write(f"{self.name} {what}\n")
 
 
 class Tracker(ABC):
-    """A sink whose failures stay its own. Histograms are left to `RUN/metrics.jsonl` and TensorBoard;
-    what every engine has is one number for each."""
+    """A sink of numbers. Histograms are left to `RUN/metrics.jsonl` and TensorBoard; what every engine has is
+    one number for each."""
 
     name: str
     package: str
     """The library to install, as pip knows it."""
+    offline: str
+    """How to track without a server, in words."""
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
-        self._failures = 0
         try:
             self.open(run_dir, project, config)
         except Exception as error:
             what = f"{self.name} cannot be opened: {type(error).__name__}: {error}".strip()
             fix = f"{self.offline}; or leave {self.name} out of observe.trackers"
             raise UserError.of("observe.trackers", what, fix) from error
-
-    offline: str
-    """How to track without a server, in words."""
 
     @abstractmethod
     def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
@@ -59,36 +118,13 @@ class Tracker(ABC):
     def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None: ...
 
     @abstractmethod
-    def end(self) -> None: ...
+    def close(self) -> None: ...
 
     def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
-        if self._failures == PATIENCE:
-            return
-        try:
-            self.send(step, time, dict(_numbers(values)))
-        except Exception as error:  # noqa: BLE001 - a tracker must not end a run
-            self._failures += 1
-            then = "; it gets no more" if self._failures == PATIENCE else ""
-            sys.stderr.write(f"{self.name} did not take step {step}{then}: {error!r}\n")
-        else:
-            self._failures = 0
+        self.send(step, time, dict(_numbers(values)))
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
         self.write(version, time, values)
-
-    def close(self) -> None:
-        """Waits END_S at most: what a server that is away did not get by then stays with the library."""
-        ending = threading.Thread(target=self._end, name=f"closing {self.name}", daemon=True)
-        ending.start()
-        ending.join(END_S)
-        if ending.is_alive():
-            sys.stderr.write(f"{self.name} was not closed within {END_S:.0f} s\n")
-
-    def _end(self) -> None:
-        try:
-            self.end()
-        except Exception as error:  # noqa: BLE001 - a tracker must not end a run
-            sys.stderr.write(f"{self.name} was not closed: {error!r}\n")
 
 
 class WandB(Tracker):
@@ -118,7 +154,7 @@ class WandB(Tracker):
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
         super().write_evaluation(version, time, {**values, "eval/version": version})
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._run.finish()
 
 
@@ -160,7 +196,7 @@ class MLflow(Tracker):
             [Metric(key.replace("@", "_at_"), one, at, step) for key, one in numbers.items()],
         )
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
@@ -181,7 +217,7 @@ class Trackio(Tracker):
     def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._run.finish()
 
 
@@ -190,9 +226,9 @@ TRACKERS: Mapping[str, type[Tracker]] = {one.name: one for one in (WandB, MLflow
 
 def open_trackers(
     names: Sequence[str], run_dir: Path, project: str, config: Mapping[str, Any]
-) -> list[Tracker]:
+) -> list[BackgroundSink]:
     """Raises UserError for the first that cannot be opened."""
-    return [TRACKERS[name](run_dir, project, config) for name in names]
+    return [BackgroundSink(name, TRACKERS[name](run_dir, project, config)) for name in names]
 
 
 def lacking(names: Sequence[str]) -> list[Problem]:

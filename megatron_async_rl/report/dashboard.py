@@ -114,8 +114,7 @@ class Dashboard:
         try:
             return page_of(reader.read(), form())
         except ReportError as error:
-            why = ". ".join(one.what for one in error.problems)
-            return _waiting(reader.run_dir, why)
+            return _waiting(reader.run_dir, _why(error))
         except UserError as error:
             return _broken(reader.run_dir, error)
 
@@ -127,8 +126,7 @@ class Dashboard:
                 runs.append(reader.read())
             except UserError as error:
                 runs.append(None)
-                why = ". ".join(one.what for one in error.problems)
-                silent.append(f"<li>{html.escape(f'{name}: {why}')}</li>")
+                silent.append(f"<li>{html.escape(f'{name}: {_why(error)}')}</li>")
         compared = name_runs(self._paths, runs)
         try:
             page = page_of_runs(compared) if compared else Page(parts={"TITLE": "No step so far"})
@@ -136,9 +134,16 @@ class Dashboard:
             page = _broken(self._paths[0].parent, error)
         if not silent:
             return page
-        heading = "<h2>Runs without a finished step</h2>"
+        heading = "<h2>Runs that cannot be shown</h2>"
         missing = f'<section class="card wrong">{heading}<ul>{"".join(silent)}</ul></section>'
         return Page(parts={**page.parts, "WRONG": missing}, panels=page.panels)
+
+
+def _why(error: UserError) -> str:
+    """What is wrong, and in which file."""
+    return ". ".join(
+        one.what if one.key == "RUN" else f"{one.key} {one.what}" for one in error.problems
+    )
 
 
 def _waiting(run_dir: Path, why: str) -> Page:

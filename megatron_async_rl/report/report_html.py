@@ -15,6 +15,7 @@ import hashlib
 import html
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -93,8 +94,12 @@ def _compact(value: Any) -> str:
 
 def page_of(run: RunData, samples: str = "") -> Page:
     """`samples`: HTML of the run's samples, shown between panels and tables."""
+    where = str(run.run_dir)
+    # A run that was killed says `training` for good: only the time shows it.
+    if (ended := number(run.rows[-1], "time")) is not None:
+        where += f" · newest step {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(ended))}"
     parts = {
-        **head(run.run_dir.name, str(run.run_dir), run.status),
+        **head(run.run_dir.name, where, run.status),
         "NUMBERS": _numbers(run),
         "WRONG": _wrong(run),
         "SAMPLES": samples,

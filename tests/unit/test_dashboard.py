@@ -114,6 +114,8 @@ def test_a_run_is_shown_before_its_first_step_and_from_then_on(tmp_path: Path) -
     state = state_of(dashboard)
     assert state["panels"][0]["title"] == "Reward"
     assert state["panels"][0]["curves"][0]["y"] == [0.5]
+    # The status of a run that was killed says `training` for good.
+    assert re.search(r"newest step \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", state["parts"]["WHERE"])
 
 
 def test_a_damaged_line_stays_on_the_page_until_it_is_mended(tmp_path: Path) -> None:
@@ -133,12 +135,17 @@ def test_a_damaged_line_stays_on_the_page_until_it_is_mended(tmp_path: Path) -> 
 
 def test_several_runs_lie_on_each_other_and_each_has_a_page(tmp_path: Path) -> None:
     runs = [sampled_run(tmp_path / name, 3) for name in ("a", "b")]
-    (tmp_path / "begun").mkdir()
-    dashboard = Dashboard([*runs, tmp_path / "begun"])
+    begun, damaged = tmp_path / "begun", tmp_path / "damaged"
+    begun.mkdir()
+    damaged.mkdir()
+    (damaged / "metrics.jsonl").write_text("hello\n")
+    dashboard = Dashboard([*runs, begun, damaged])
     together = state_of(dashboard, "all")
     assert [curve["name"] for curve in together["panels"][0]["curves"]] == ["a", "b"]
-    assert "begun" in together["parts"]["WRONG"]
-    assert re.findall(r'href="(#\w+)"', together["parts"]["RUNS"]) == ["#all", "#0", "#1", "#2"]
+    assert f"begun: {begun} has no finished step" in together["parts"]["WRONG"]
+    assert f"damaged: {damaged}/metrics.jsonl:1 is not a line" in together["parts"]["WRONG"]
+    links = re.findall(r'href="(#\w+)"', together["parts"]["RUNS"])
+    assert links == ["#all", "#0", "#1", "#2", "#3"]
     assert state_of(dashboard, "1")["parts"]["TITLE"] == "b"
 
 

@@ -15,7 +15,7 @@ import pytest
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics import trackers
 from megatron_async_rl.metrics.log import MetricsLog
-from megatron_async_rl.metrics.trackers import TRACKERS, open_trackers
+from megatron_async_rl.metrics.trackers import TRACKERS, BackgroundSink, open_trackers
 
 CONFIG = {"policy": {"optimizer": {"lr": 1e-3}}, "controls": [{"name": "gac"}]}
 Read = Mapping[str, Mapping[int, float]]
@@ -123,41 +123,78 @@ def test_a_tracker_has_every_number_and_a_resumed_run_is_the_same_run(run_dir, n
     assert read[pass_at] == {3: 0.5, 5: 0.5}
 
 
-class Failing(trackers.MLflow):
-    name = "failing"
+class Failing:
+    """Takes step 3 alone, once the server answers."""
 
-    def open(self, run_dir, project, config):
+    def __init__(self) -> None:
         self.sent: list[int] = []
+        self.answers = threading.Event()
 
-    def send(self, step, time, numbers):
+    def write(self, step, time, values):
+        assert self.answers.wait(600)
         self.sent.append(step)
         if step != 3:
             raise ConnectionError("the server is away")
 
-    def end(self):
+    def write_evaluation(self, version, time, values): ...
+
+    def close(self):
         raise ConnectionError("still away")
 
 
-def test_a_tracker_that_fails_costs_its_lines_alone_and_is_left_alone_after_three(run_dir, capsys):
-    failing = Failing(run_dir, "a_project", CONFIG)
-    log = MetricsLog(run_dir, tensorboard=False, first_step=1, trackers=[failing])
-    for step in range(1, 9):
+def log_steps(run_dir: Path, count: int, failing: Failing, answers_after: int) -> None:
+    sink = BackgroundSink("failing", failing)
+    log = MetricsLog(run_dir, tensorboard=False, first_step=1, trackers=[sink])
+    for step in range(1, count + 1):
         log.log(step, {"reward/mean": 0.5})
+        if step == answers_after:
+            assert failing.sent == []  # nothing waits for it
+            failing.answers.set()
     log.close()
-    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 8
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == count
+
+
+def test_a_tracker_that_fails_costs_its_lines_alone_and_is_left_alone_after_three(run_dir, capsys):
+    failing = Failing()
+    log_steps(run_dir, 8, failing, answers_after=8)
     assert failing.sent == [1, 2, 3, 4, 5, 6]  # the third was taken: three in a row are the last
     told = capsys.readouterr().err
     assert "failing did not take step 6; it gets no more" in told
-    assert "failing was not closed" in told
+    assert "failing was not closed: ConnectionError" in told
 
 
-def test_a_tracker_that_does_not_end_holds_up_nobody(run_dir, monkeypatch, capsys):
+def test_a_tracker_that_hangs_keeps_so_many_lines_and_no_more(run_dir, monkeypatch, capsys):
+    monkeypatch.setattr(trackers, "MOST_LINES", 2)
+    failing = Failing()
+    failing.write = lambda step, *_: failing.answers.wait(600) and failing.sent.append(step)
+    log_steps(run_dir, 5, failing, answers_after=5)
+    assert failing.sent in ([1, 2], [1, 2, 3])  # without or with the one that it was at
+    assert "failing is 2 lines behind at step" in capsys.readouterr().err
+
+
+def test_a_tracker_that_does_not_end_holds_up_nobody(monkeypatch, capsys):
     never = threading.Event()
-    monkeypatch.setattr(Failing, "end", lambda self: never.wait())
+    monkeypatch.setattr(Failing, "close", lambda self: never.wait())
     monkeypatch.setattr(trackers, "END_S", 0.01)
-    Failing(run_dir, "a_project", CONFIG).close()
+    BackgroundSink("failing", Failing()).close()
     never.set()
     assert "failing was not closed within" in capsys.readouterr().err
+
+
+# TensorBoard's own thread ends with the error, too.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_under_tensorboard_costs_the_run_nothing(run_dir, capsys):
+    log = MetricsLog(run_dir, tensorboard=True, first_step=1)
+    (events,) = (run_dir / "tensorboard").iterdir()
+    events.unlink()
+    events.symlink_to("/dev/full")
+    for step in range(1, 6):
+        log.log(step, {"reward/mean": 0.5})
+    log.close()
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 5
+    told = capsys.readouterr().err
+    assert "TensorBoard did not take step" in told
+    assert "No space left on device" in told
 
 
 def test_a_tracker_that_cannot_be_opened_is_refused_with_a_way_to_do_without(run_dir, monkeypatch):
