@@ -176,7 +176,7 @@ def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(path, None, f"cannot be read: {reason}", fix)
 
 
-def _text(path: Path, line: int, raw: bytes) -> str:
+def _text(path: Path, line: int | None, raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -191,32 +191,54 @@ def _object(path: Path, place: int, value: Any) -> dict[str, Any]:
     return value
 
 
+def _parsed(path: Path, place: int | None, text: str, fix: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(path, place, f"is not JSON: {error}", fix) from error
+
+
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for line, raw in enumerate(_content(path).split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        text = _text(path, line, raw)
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            fix = "write one complete JSON object per line"
-            raise DataError(path, line, f"is not JSON: {error}", fix) from error
-        yield line, _object(path, line, value)
+    """Line by line, so that the first rows of a large file cost no more than those of a small one."""
+    fix = "write one complete JSON object per line"
+    try:
+        with open(path, "rb") as file:
+            for line, raw in enumerate(file, start=1):
+                if raw.strip():
+                    yield (
+                        line,
+                        _object(path, line, _parsed(path, line, _text(path, line, raw), fix)),
+                    )
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """A list of objects; what does not begin as a list is read as JSONL, under which name it is
     often found."""
-    content = _content(path)
-    if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        yield from _jsonl(path)
+    content = _content(path).removeprefix(b"\xef\xbb\xbf")
+    if not content.lstrip().startswith(b"["):
+        try:
+            yield from _jsonl(path)
+        except DataError as error:
+            if error.line == 1:
+                _refuse_one_object(path, content)
+            raise
         return
-    try:
-        values = json.loads(content.decode("utf-8-sig"))
-    except ValueError as error:
-        raise DataError(path, None, f"is not JSON: {error}", "write a list of objects") from error
+    values = _parsed(path, None, _text(path, None, content), "write a list of objects")
     for place, value in enumerate(values, start=1):
         yield place, _object(path, place, value)
+
+
+def _refuse_one_object(path: Path, content: bytes) -> None:
+    """Raises DataError for a file that is an object as a whole, such as {"data": [...]}."""
+    try:
+        whole = json.loads(content.decode())
+    except (ValueError, RecursionError):
+        return
+    lists = [f"that of `{key}`" for key, value in whole.items() if isinstance(value, list)]
+    fix = f"write the list of rows alone, {' or '.join(lists) or '[{...}, {...}]'}"
+    raise DataError(path, None, "is one JSON object, and not a list of them", fix)
 
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -227,9 +249,14 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         line = content.count(b"\n", 0, error.start) + 1
         what = f"is not UTF-8: byte {content[error.start]:#04x}"
         raise DataError(path, line, what, "save the file as UTF-8") from error
+    csv.field_size_limit(2**31 - 1)  # a document has more than the 128 KiB of the module's own
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(reader, [])
+        other = next((sign for sign in ";\t|" if len(header) == 1 and sign in header[0]), None)
+        if other is not None:
+            what = f"has no comma in its first line, {header[0][:60]!r}"
+            raise DataError(path, 1, what, f"save it with commas in the place of {other!r}")
         if len(set(header)) < len(header):
             twice = next(name for name in header if header.count(name) > 1)
             raise DataError(path, 1, f"names the column {twice!r} twice", "rename one of them")
@@ -268,10 +295,17 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         reason = str(error).splitlines()[0]
         what = f"is not Parquet: {reason}"
         raise DataError(path, None, what, "write it again, or fetch it again") from error
+    except ValueError as error:  # Python's times have no nanoseconds
+        what = f"holds a value that Python does not: {str(error).partition('.')[0]}"
+        raise DataError(path, None, what, "write times in microseconds, or as text") from error
 
 
 def _holds(column: Any, what: Callable[[Any], bool]) -> bool:
     """The type of a column, or of something inside it."""
+    from pyarrow import types
+
+    if types.is_dictionary(column):
+        return _holds(column.value_type, what)
     inside = (column.field(index).type for index in range(column.num_fields))
     return what(column) or any(_holds(one, what) for one in inside)
 
@@ -286,9 +320,10 @@ def _is_bytes(column: Any) -> bool:
 
 
 def _is_odd(column: Any) -> bool:
-    from pyarrow import types
+    from pyarrow import BaseExtensionType, types
 
-    return bool(types.is_temporal(column) or types.is_decimal(column))
+    of_a_library = isinstance(column, BaseExtensionType)  # such as a UUID
+    return bool(of_a_library or types.is_temporal(column) or types.is_decimal(column))
 
 
 def as_text(value: Any) -> Any:

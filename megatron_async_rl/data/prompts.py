@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_async_rl.config.data import Columns, DataConfig, FileConfig
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.conversation import Conversation, conversation
 from megatron_async_rl.data.files import Row, kind, read_rows
-from megatron_async_rl.data.tokenizer import Tokenizer
+from megatron_async_rl.data.tokenizer import Tokenizer, content_of
 from megatron_async_rl.samples.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -27,6 +28,11 @@ the reward is for it."""
 def nothing_more(row: Mapping[str, Any]) -> Sequence[str]:
     return ()
 
+
+Asked = str | list[dict[str, Any]]
+"""The prompt of a row: text, or chat messages."""
+AT_A_TIME = 4096
+"""Texts that are tokenized in one call."""
 
 SYNONYMS = {
     "prompt": ("question", "problem", "instruction", "query", "input", "text", "messages"),
@@ -182,21 +188,17 @@ def _read(
         what = f"is read as conversations, and data.answer_key: {columns.answer} names answers"
         raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
     given_fields = _with_fields(read_rows(path, limit), columns)
-    rows = list(_checked(given_fields, columns, field, required))
-    if not rows:
-        fix = 'write one JSON object per line, such as {"prompt": "1+1="}'
-        raise DataError(path, None, "holds no prompts", fix)
-    asked = [_messages_or_text(row, columns, as_chat, chat_keys) for row in rows]
-    encoded = iter(_encoded(path, tokenizer, [one for one in asked if isinstance(one, str)]))
+    rows = _checked(given_fields, columns, field, required)
+    asked = ((row, _messages_or_text(row, columns, as_chat, chat_keys)) for row in rows)
     prompts: list[Prompt] = []
     places: dict[str, tuple[Path, int]] = {}
     too_long = 0
-    for (file, place, values), prompt in zip(rows, asked, strict=True):
+    for (file, place, values), prompt, encoded in _encoded(path, tokenizer, asked):
         given: Conversation | None = None
         text: str
         ids: Sequence[int]
         if isinstance(prompt, str):
-            text, ids = prompt, next(encoded)
+            text, ids = prompt, encoded
         elif conversations:
             given = _rendered(file, place, conversation, prompt, tokenizer)
             text, ids = given.prompt, given.prompt_ids
@@ -223,18 +225,31 @@ def _read(
         if given is not None:
             fields["response"] = given
         prompts.append(Prompt(id=prompt_id, text=text, token_ids=tuple(ids), fields=fields))
+    if not places:
+        fix = 'write a row for each prompt; as JSONL it is {"prompt": "1+1="}'
+        raise DataError(path, None, "holds no prompts", fix)
     if not prompts:
         what = f"has no prompt of at most {longest} tokens: all {too_long} are longer"
         raise DataError(path, None, what, "raise data.max_prompt_tokens")
     return prompts, too_long
 
 
-def _encoded(path: Path, tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    try:
-        return tokenizer.encode_many(texts)
-    except Exception as error:  # tokenizers raise bare Exception where a character is not in a vocabulary without <unk>
-        what, fix = f"cannot be tokenized: {error}", "use only text the model's vocabulary covers"
-        raise DataError(path, None, what, fix) from error
+def _encoded(
+    path: Path, tokenizer: Tokenizer, asked: Iterator[tuple[Row, Asked]]
+) -> Iterator[tuple[Row, Asked, list[int]]]:
+    """Each row and its prompt, with the tokens of a text. Some at a time: a tokenizer's own account
+    of a text takes many times the room of its tokens."""
+    for some in batched(asked, AT_A_TIME):
+        texts = [prompt for _, prompt in some if isinstance(prompt, str)]
+        try:
+            encoded = iter(tokenizer.encode_many(texts))
+        except Exception as error:  # tokenizers raise bare Exception where a character is not in a vocabulary without <unk>
+            what = f"cannot be tokenized: {error}"
+            raise DataError(
+                path, None, what, "use only text the model's vocabulary covers"
+            ) from error
+        for row, prompt in some:
+            yield row, prompt, next(encoded) if isinstance(prompt, str) else []
 
 
 def _identity(
@@ -308,6 +323,10 @@ def _checked(
         for role, column in wanted.items():
             if column not in values:
                 raise _missing(file, place, role, column, list(values))
+            text = values[column]
+            if not _is_text(text if isinstance(text, str) else ""):
+                what = f"`{column}` is no valid Unicode: it has one half of a surrogate pair"
+                raise DataError(file, place, what, "write the character whole, or leave it out")
         value = values[prompt]
         if not isinstance(value, list if columns.messages else (str, list)):
             what = f"`{prompt}` is a {kind(value)}"
@@ -341,9 +360,7 @@ def _missing(file: Path, place: int, role: str, column: str, there: Sequence[str
     return DataError(file, place, what, fix)
 
 
-def _messages_or_text(
-    row: Row, columns: Columns, as_chat: bool, chat_keys: Sequence[str]
-) -> str | list[dict[str, Any]]:
+def _messages_or_text(row: Row, columns: Columns, as_chat: bool, chat_keys: Sequence[str]) -> Asked:
     """The prompt as chat messages, whose faults are named; text that no template renders as text,
     for which `chat_keys` would be without effect."""
     file, place, values = row
@@ -370,7 +387,15 @@ def _message(file: Path, place: int, message: Any) -> dict[str, Any]:
         shown = json.dumps(message, default=str)[:80]
         what = f"a chat message must be an object with `role` and `content`, got {shown}"
         raise DataError(file, place, what, 'write [{"role": "user", "content": "..."}]')
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+    try:
+        content = content_of(message)
+    except ValueError as error:
+        fix = "write it as text; a message that calls tools may have null"
+        raise DataError(file, place, f"a message of the {message['role']} {error}", fix) from error
+    return {
+        **{key: value for key, value in message.items() if value is not None},
+        "content": content,
+    }
 
 
 def _chat(

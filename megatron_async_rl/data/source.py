@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -203,6 +204,9 @@ class SupervisedSource:
         self._prompts = tuple(prompts)
         self._prompts_per_step = prompts_per_step
         self._weights = [_weight(prompt) for prompt in self._prompts]
+        if not any(self._weights):
+            fix = "give rows to learn from a weight above 0, or leave `weight` out"
+            raise DataError(self._prompts[0].id, None, "every `weight` is 0, here and below", fix)
         self._given = _given(self._prompts, tokenizer)
         # The fields of a sample are what JSON holds.
         self._prompts = tuple(
@@ -305,6 +309,9 @@ def _response(prompt: Prompt) -> str:
 
 def _weight(prompt: Prompt) -> float:
     weight = prompt.fields.get("weight", 1.0)
+    if isinstance(weight, str):  # cells of CSV are text
+        with suppress(ValueError):
+            weight = float(weight)
     if (
         isinstance(weight, bool)
         or not isinstance(weight, (int, float))

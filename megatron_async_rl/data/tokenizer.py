@@ -20,8 +20,31 @@ from typing import Any, Protocol
 
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.data.files import kind
 
 ChatMessages = Sequence[Mapping[str, Any]]
+
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Of messages, as every template has them."""
+
+
+def content_of(message: Mapping[str, Any]) -> str | None:
+    """The text of a chat message, whose content may be a list of texts; null beside `tool_calls`.
+    Raises ValueError for what no text model reads, as what the message has."""
+    content = message.get("content")
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                given = part.get("type") if isinstance(part, Mapping) else kind(part)
+                raise ValueError(
+                    f"has content[{index}] of type {given}: the model reads text alone"
+                )
+        return "\n".join(part["text"] for part in content)
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return content
+    given = "no content" if content is None else f"a {kind(content)} as its content"
+    raise ValueError(f"has {given}, and is to have text")
 
 
 class Tokenizer(Protocol):
@@ -104,8 +127,9 @@ class ChatTemplate:
         self._tokenizer: Any = None
 
     def render(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
-        """Raises DataError where there is no template, or it does not read an option."""
-        return str(
+        """Raises DataError where there is no template, it does not read an option, or it passes over
+        a message for its role."""
+        text = str(
             self._loaded().apply_chat_template(
                 list(messages),
                 chat_template=self._template,
@@ -115,6 +139,18 @@ class ChatTemplate:
                 **self._options,
             )
         )
+        for message in messages:
+            role, content = message.get("role"), message.get("content")
+            if role not in ROLES and isinstance(content, str) and content.strip() not in text:
+                near = difflib.get_close_matches(str(role), ROLES, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise DataError(
+                    self._dir,
+                    None,
+                    f"has a chat template that leaves out messages of the role {role!r}",
+                    f"{hint}the usual roles are {', '.join(ROLES)}",
+                )
+        return text
 
     def encode(self, text: str) -> list[int]:
         return [int(i) for i in self._loaded().encode(text, add_special_tokens=False)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -26,9 +28,11 @@ from megatron_async_rl.data import (
     read_training,
 )
 from megatron_async_rl.data.conversation import Conversation
+from megatron_async_rl.data.files import read_rows
 from megatron_async_rl.data.prompts import Part, nothing_more
 from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import ChatTemplate
+from tests.characters import characters
 from tests.train_batches import samples_in
 from tests.unit.test_prompts import Bytes, prompts
 
@@ -102,6 +106,38 @@ def test_fields_of_a_table_are_what_json_holds(tmp_path: Path) -> None:
     }
 
 
+def test_bytes_behind_numbers_and_types_of_libraries_are_what_json_holds_too(
+    tmp_path: Path,
+) -> None:
+    name = uuid.UUID(int=7)
+    columns = {
+        "prompt": pyarrow.array(["a"]).dictionary_encode(),
+        "image": pyarrow.array([b"x"]).dictionary_encode(),
+        "uuid": pyarrow.ExtensionArray.from_storage(
+            pyarrow.uuid(), pyarrow.array([name.bytes], pyarrow.binary(16))
+        ),
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "d.parquet")
+    (one,) = read(tmp_path).prompts
+    assert (one.text, dict(one.fields)) == ("a", {"uuid": str(name)})
+    times = {"prompt": ["a"], "at": pyarrow.array([1], pyarrow.timestamp("ns"))}
+    parquet.write_table(pyarrow.table(times), tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"(?s)d.parquet: holds a value .*in microseconds"):
+        read(tmp_path)
+
+
+def test_a_cell_of_csv_may_be_a_document(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text(f"prompt,answer\n{'x' * 200_000},1\n")
+    assert len(read(tmp_path).prompts[0].text) == 200_000
+
+
+def test_the_first_rows_of_a_file_are_read_without_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' * 2)
+    os.truncate(path, 1 << 42)  # more than any memory holds
+    assert [row["prompt"] for _, _, row in read_rows(path, 2)] == ["a", "a"]
+
+
 def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_names(tmp_path: Path) -> None:
     for name in ("b", "a"):
         as_jsonl(tmp_path / f"train-{name}.jsonl", [{"prompt": name}])
@@ -114,6 +150,9 @@ def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_names(tmp_path: 
     assert f"{tmp_path}/train*.jsonl" in caught.value.fix
 
 
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
@@ -124,6 +163,11 @@ def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_names(tmp_path: 
         ("d.csv", b"prompt,answer\na,1\nb\n", r"d.csv:3: has 1 cells, and the first line names 2"),
         ("d.csv", b"prompt,prompt\na,1\n", r"d.csv:1: names the column 'prompt' twice"),
         ("d.csv", b'prompt\n"a\n', r"is not CSV"),
+        ("d.csv", b"prompt;answer\na;1\n", r"d.csv:1: has no comma in its first line"),
+        ("d.json", b'{"data":\n [{"prompt": "a"}]}', r"is one JSON object, .*\n.*that of `data`"),
+        ("d.json", "[]".encode("utf-16"), r"d.json:1: is not UTF-8"),
+        ("d.json", b'[{"prompt": "a", "x": ' + DEEP + b"}]", r"d.json: is not JSON: maximum"),
+        ("d.jsonl", b'{"prompt": "a", "x": ' + DEEP + b"}", r"d.jsonl:1: is not JSON: maximum"),
         ("d.csv", b"prompt\na\xff\n", r"d.csv:2: is not UTF-8"),
         ("none-*.jsonl", None, r"holds no data file"),
         ("nowhere.parquet", None, r"cannot be read: No such file"),
@@ -167,6 +211,55 @@ def test_a_text_may_be_made_a_chat_with_a_system_prompt(tmp_path: Path) -> None:
     ) as caught:
         read(tmp_path, system_prompt="be brief")
     assert "data.as_chat: true" in caught.value.fix
+
+
+def asks(content: Any, role: str = "user", **more: Any) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content, **more}, {"role": "user", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        (asks([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), "u:a\nb"),
+        (asks(None, "assistant", tool_calls=[{"id": "1"}]), "a:None"),
+    ],
+)
+def test_what_a_message_says_may_be_a_list_of_texts_or_a_call(
+    tmp_path: Path, messages: list[dict[str, Any]], text: str
+) -> None:
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": messages}])
+    assert read(tmp_path).prompts[0].text == f"{text}\x01\nu:b\x01\na:"
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        (asks([{"type": "image_url", "image_url": "a"}]), r"content\[0\] of type image_url"),
+        (asks(["a"]), r"content\[0\] of type text: "),
+        (asks(7), r"the user has a number as its content"),
+        (asks(None), r"the user has no content"),
+    ],
+)
+def test_a_message_that_a_template_would_pass_over_is_refused(
+    tmp_path: Path, messages: list[dict[str, Any]], what: str
+) -> None:
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a"}, {"prompt": messages}])
+    with pytest.raises(DataError, match=rf"d.jsonl:2: .*{what}"):
+        read(tmp_path)
+
+
+def test_a_role_that_the_template_leaves_out_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages if m.role in ('system', 'user') %}<{{ m.content }}>{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
+    )
+    tokenizer = characters(tmp_path / "model", template)
+    rows = [{"prompt": asks("a", "system")}, {"prompt": asks("no", "usr")}]
+    as_jsonl(tmp_path / "d.jsonl", rows)
+    data = DataConfig.model_validate({"train": tmp_path / "d.jsonl"})
+    with pytest.raises(DataError, match="leaves out messages of the role 'usr'") as caught:
+        read_training(data, tokenizer)
+    assert (caught.value.line, caught.value.fix[:21]) == (2, "did you mean 'user'? ")
 
 
 def test_a_prompt_that_ends_with_an_answer_is_refused(tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
         ),
         ('{"prompt": "a", "id": [], "answer": 1}', 1, "`id` is a list"),
         ('{"prompt": "a", "id": "\\ud83d", "answer": 1}', 1, "is no valid Unicode"),
+        ('{"prompt": "a\\ud83d", "answer": 1}', 1, "`prompt` is no valid Unicode"),
+        ('{"prompt": "a", "answer": "\\ud83d"}', 1, "`answer` is no valid Unicode"),
         ("", None, "holds no prompts"),
         ("\n \n", None, "holds no prompts"),
     ],
@@ -215,6 +217,12 @@ def test_a_supervised_sample_is_the_response_with_one_end_of_sequence() -> None:
         assert sample.weight == 1 + int(sample.prompt.id)
 
 
+def test_a_weight_may_be_the_text_of_a_cell() -> None:
+    row = Prompt(id="a", text="a", token_ids=(1,), fields={"response": "a", "weight": "0.5"})
+    (sample,) = samples_in(supervised([row], prompts_per_step=1).next_batch(0))
+    assert sample.weight == 0.5
+
+
 def test_a_supervised_source_resumes_where_it_was() -> None:
     source = supervised(prompts(5))
     source.next_batch(0)
@@ -244,6 +252,7 @@ def test_held_out_responses_come_once_in_their_order_and_move_no_position() -> N
         ({"response": 3}, "`response` is 3"),
         ({"response": "a", "weight": -1}, "`weight` is -1"),
         ({"response": "a", "weight": "heavy"}, "`weight` is 'heavy'"),
+        ({"response": "a", "weight": 0}, "every `weight` is 0"),
         ({"response": "abcd"}, "6 tokens together, and 4 fit the model and a micro-batch"),
     ],
 )
