@@ -45,6 +45,8 @@ class LossSettings(Strict):
     """The loss holds a ratio to the proximal policy."""
     uses_reference: ClassVar[bool] = False
     """The loss reads log-probs of the reference policy."""
+    decides_by_logp: ClassVar[bool] = False
+    """Before an optimizer step the loss looks at the log-probs of its whole batch."""
     compares_group: ClassVar[bool] = False
     """Needs at least two responses per prompt."""
     whole_group_of_one_version: ClassVar[bool] = False
@@ -190,6 +192,7 @@ class TrajectoryBalanceLoss(LossSettings):
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
     uses_advantage: ClassVar[bool] = False
     uses_reference: ClassVar[bool] = True
+    decides_by_logp: ClassVar[bool] = True
     compares_group: ClassVar[bool] = True
 
     name: Literal["trajectory_balance"] = "trajectory_balance"
@@ -293,6 +296,7 @@ class M2poLoss(LossSettings):
     (arXiv 2510.01161)."""
 
     against_behavior: ClassVar[bool] = True
+    decides_by_logp: ClassVar[bool] = True
 
     name: Literal["m2po"] = "m2po"
     mode: Literal["mask", "cap"] = "mask"
@@ -329,6 +333,7 @@ class BapoLoss(LossSettings):
     up `target_share` of the loss (arXiv 2510.18927)."""
 
     against_behavior: ClassVar[bool] = True
+    decides_by_logp: ClassVar[bool] = True
 
     name: Literal["bapo"] = "bapo"
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4

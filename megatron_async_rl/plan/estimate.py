@@ -23,7 +23,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_async_rl.config.advantages import OpobAdvantage
+from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
+from megatron_async_rl.config.corrections import (
+    IcepopCorrection,
+    OpsmCorrection,
+    TisCorrection,
+)
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.activations import value_bytes
@@ -40,7 +45,8 @@ from megatron_async_rl.plan.memory import engine_memory, product_bytes
 from megatron_async_rl.plan.model_files import ModelShape
 
 COMPUTE_SHARE = 0.4
-"""Of a GPU's dense operations a second, those that training and reading prompts reach (MFU)."""
+"""Of a GPU's dense operations a second, those that training, with all that it computes twice, and
+reading prompts reach."""
 READ_SHARE = 0.6
 """Of its memory's bytes a second, those that decoding reads."""
 COPY_RATE = 10e9
@@ -165,6 +171,8 @@ class Estimate:
     tokens_per_s: float
     run_ahead: float
     fp8: bool
+    passes: float
+    """Forward passes over the batch beside those that train, part of `train_s`."""
 
     @property
     def publish_s(self) -> float:
@@ -197,6 +205,7 @@ class Estimate:
         copied = f"{COPY_RATE / 1e9:g} GB/s between a GPU and shared memory"
         if self.lent:
             copied = f"{LENT_RATE / 1e9:g} GB/s of buckets from the ranks to engines on their GPUs"
+        scored = f", {self.passes:g} forward passes more than training's own" if self.passes else ""
         return (
             f"parts          generate {_s(self.generate_s)}, train {_s(self.train_s)}; publish"
             f" {_s(self.publish_s)} (stage {_s(self.staged_s)}{relayed}, load {_s(self.loaded_s)})"
@@ -207,8 +216,8 @@ class Estimate:
             " time\n"
             f"assumed        {chip.name.upper()} by its data sheet: {COMPUTE_SHARE:.0%} of {rates},"
             f" {READ_SHARE:.0%} of {chip.memory_rate / 1e12:g} TB/s; {copied}{to_others}; prompts of"
-            f" {batch.prompt} and responses of {batch.response} tokens, none much longer; no padding,"
-            " rewards that take no time"
+            f" {batch.prompt} and responses of {batch.response} tokens, none much longer{scored}; no"
+            " padding, rewards that take no time"
         )
 
 
@@ -252,6 +261,7 @@ def estimate(
         tokens_per_s=tokens_per_s,
         run_ahead=run_ahead(config),
         fp8=config.policy.fp8 is not None,
+        passes=forward_passes(config),
     )
 
 
@@ -291,7 +301,7 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
     # Of weights that are not trained there is no gradient.
     backward = (1 if policy.lora is not None else 2) * (layers + head) + 2 * attention
     again = {"none": 0.0, "selective": attention, "full": layers + attention}[policy.recompute]
-    passes = _forward_passes(config)
+    passes = forward_passes(config)
     operations = objective.epochs * (forward + backward + again) + passes * forward
     total = batch.samples * operations / (parallel.ranks * COMPUTE_SHARE * chip.bfloat16)
 
@@ -300,17 +310,33 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
     return total * (1 + (parallel.pipeline - 1) / parallel.virtual_pipeline * micro_batch)
 
 
-def _forward_passes(config: Config) -> int:
-    """Passes over the whole batch before it is trained on: reference, proximal policy, and the
-    weights in training, at most (some follow from training's own numbers)."""
+def forward_passes(config: Config) -> float:
+    """Passes over the whole batch beside those that train: before it is trained on, under the
+    reference, the proximal policy and the weights in training; and of each later optimizer step under
+    its own weights, over its part. As objectives/objective.py asks for them."""
     objective = config.objective
-    compares = objective.loss.uses_proximal or bool(objective.corrections)
-    held = compares and objective.proximal in ("ewma", "snapshot")
-    several = objective.steps_per_batch > 1 or bool(objective.corrections)
-    current = compares and several and objective.proximal in ("recompute", "loglinear")
-    cheap = isinstance(objective.advantage, OpobAdvantage) and objective.advantage.mode == "cheap"
-    current = current or cheap or objective.value is not None
-    return int(objective.needs_reference) + int(held) + int(current)
+    corrections, advantage = objective.corrections, objective.advantage
+    compares = objective.loss.uses_proximal or bool(corrections)
+    kept = objective.proximal in ("ewma", "snapshot")
+    whole = objective.renormalize or any(
+        isinstance(one, TisCorrection | IcepopCorrection) and one.normalize for one in corrections
+    )
+    decides = objective.loss.decides_by_logp or (
+        whole and any(isinstance(one, OpsmCorrection) for one in corrections)
+    )
+    proximal = whole or isinstance(advantage, OtbAdvantage)
+    proximal = proximal or (compares and (kept or objective.steps_per_batch > 1))
+    cheap = isinstance(advantage, OpobAdvantage) and advantage.mode == "cheap"
+    current = (
+        decides
+        or (proximal and objective.proximal in ("recompute", "loglinear"))
+        or cheap
+        or isinstance(advantage, OtbAdvantage)
+        or objective.value is not None
+        or (objective.kl is not None and objective.kl.where == "reward")
+    )
+    again = (objective.steps_per_batch - 1) / objective.minibatches if decides else 0.0
+    return objective.needs_reference + (proximal and kept) + current + again
 
 
 def _decoding(

@@ -30,6 +30,7 @@ from megatron_async_rl.plan.estimate import (
     NETWORK_RATE,
     READ_SHARE,
     RELAY_RATE,
+    forward_passes,
 )
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
 from megatron_async_rl.plan.memory import engine_memory
@@ -241,10 +242,8 @@ def _training(
 ) -> dict[str, Any]:
     parallel, objective, flow = config.policy.parallel, config.objective, config.flow
     again = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
-    several = objective.steps_per_batch > 1 and objective.proximal == "recompute"
-    scored = objective.needs_reference + (several or objective.proximal in ("ewma", "snapshot"))
     total = hardware.prompt_tokens + lengths.mean
-    operations = (objective.epochs * (3 + again) + scored) * _forward(shape, total / 2)
+    operations = (objective.epochs * (3 + again) + forward_passes(config)) * _forward(shape, total / 2)
     share = flow.prompts_per_step * flow.group_size * total / parallel.data / objective.minibatches
     micro_batches = max(1.0, share / config.policy.tokens_per_micro_batch)
     # Stages stand still while the pipeline fills and empties.
