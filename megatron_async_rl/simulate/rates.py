@@ -243,7 +243,9 @@ def _training(
     parallel, objective, flow = config.policy.parallel, config.objective, config.flow
     again = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
     total = hardware.prompt_tokens + lengths.mean
-    operations = (objective.epochs * (3 + again) + forward_passes(config)) * _forward(shape, total / 2)
+    operations = (objective.epochs * (3 + again) + forward_passes(config)) * _forward(
+        shape, total / 2
+    )
     share = flow.prompts_per_step * flow.group_size * total / parallel.data / objective.minibatches
     micro_batches = max(1.0, share / config.policy.tokens_per_micro_batch)
     # Stages stand still while the pipeline fills and empties.

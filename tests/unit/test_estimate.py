@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import load
 from megatron_async_rl.metrics.log import Row
+from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.estimate import (
     LENT_RATE,
     READ_SHARE,
@@ -25,7 +26,6 @@ from megatron_async_rl.plan.machine import CHIPS, Gpu, Machine, chip_of, describ
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.screen import expected_overlap, planning_rule, staleness_law
-from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.report.summary import measure, update_per_lr
 from tests.combinations import label, pairwise
 from tests.published_models import write_config
