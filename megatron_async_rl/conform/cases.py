@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from megatron_async_rl.config.problem import UserError, shipped
 
-FORMAT = f"see {shipped('tests/data/golden/README.md')} for the format"
 KEYS = {"case": str, "kind": str, "name": str, "params": dict, "inputs": dict, "expect": dict}
 DTYPES = ("float32", "float64")
 
@@ -49,7 +48,9 @@ def read_cases(file: Path) -> list[Case]:
     """The cases of `file`, in order. Raises UserError, naming file and case."""
 
     def refuse(what: str) -> NoReturn:
-        raise UserError.of(str(file), what, FORMAT)
+        raise UserError.of(
+            str(file), what, f"see {shipped('tests/data/golden/README.md')} for the format"
+        )
 
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -132,9 +132,13 @@ def _by_option(fault: Problem) -> Problem:
 def _has_chat_template(model: Path) -> bool:
     """True, too, where it cannot be known: the model is elsewhere."""
     try:
-        load_tokenizer(model).render_chat([{"role": "user", "content": "0"}], answer=True)
-    except DataError as error:
-        return "tokenizer" in error.what
+        tokenizer = load_tokenizer(model)
+    except DataError:
+        return True
+    try:
+        tokenizer.render_chat([{"role": "user", "content": "0"}], answer=True)
+    except DataError:
+        return False
     except Exception:  # noqa: BLE001 - a template is a program; the plan names what it raises
         return True
     return True

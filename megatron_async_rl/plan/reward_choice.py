@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.environment import AGENTS, OWN_REWARD, TOOLS
+from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.config.load import YamlFault, parse_value, write
 from megatron_async_rl.config.problem import UserError, shipped
 from megatron_async_rl.rollout.rewards import registry
 
-OPTION, SETTING = "--reward", "--setting"
+SETTING = "--setting"
 AGENT_TIMEOUT_S = 600
 
 
@@ -101,7 +101,7 @@ def names_of(answer: str) -> list[str]:
     names = [one.strip() for one in answer.split("+")]
     known = {**REWARDS, **ENVIRONMENTS}
     for name in names:
-        if name not in known and (":" not in name or name == OWN_REWARD):
+        if name not in known and ":" not in name:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
@@ -140,11 +140,9 @@ class RewardChoice:
 
     @classmethod
     def of(cls, answer: str, given: Sequence[str]) -> RewardChoice:
-        """`given`: [NAME.]KEY=VALUE, without NAME of the answer's first. Raises UserError."""
-        try:
-            names = names_of(answer)
-        except ValueError as error:
-            raise UserError.of(OPTION, str(error), "choose one of these") from None
+        """`given`: [NAME.]KEY=VALUE, without NAME of the answer's first. Raises UserError, and
+        ValueError for an answer that `names_of` refuses."""
+        names = names_of(answer)
         known = {**REWARDS, **ENVIRONMENTS}
         settings = {one: dict(known[one].settings) if one in known else {} for one in names}
         for one in given:
@@ -236,7 +234,7 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
     if name is None:
         near = difflib.get_close_matches(owner, short, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        what = f"{owner!r} is not in the answer to {OPTION}"
+        what = f"{owner!r} is not in the answer to --reward"
         raise UserError.of(SETTING, what, f"{hint}settings are those of {', '.join(names)}")
     try:
         return name, key, parse_value(text)
@@ -246,7 +244,7 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
 
 def _labels(names: Sequence[str]) -> list[str]:
     """Names of the parts, which are metrics: each once."""
-    short = [re.sub(r"[^A-Za-z0-9_]", "_", one.rpartition(":")[2]) for one in names]
+    short = [re.sub(r"\W", "_", one.rpartition(":")[2]).lstrip("_") or "part" for one in names]
     return [one if short.count(one) == 1 else f"{one}_{place}" for place, one in enumerate(short)]
 
 

@@ -163,6 +163,30 @@ def test_what_the_pages_of_the_wheel_name_comes_with_it(installed: Path) -> None
     assert not [file for file in share.rglob("*") if file.is_symlink() or "generated" in file.parts]
 
 
+def test_the_wheel_prints_paths_that_exist_and_copies_them_out(
+    installed: Path, tmp_path: Path
+) -> None:
+    def mar(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(installed / "bin" / "mar"), *arguments],
+            env=os.environ | {"PYTHONPATH": str(installed)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    assert mar("examples").returncode == 0
+    share = installed / "megatron_async_rl" / "share"
+    for file in share.rglob("*.*"):
+        assert file.suffix == ".pyc" or (tmp_path / file.relative_to(share)).exists()
+    assert mar("examples").returncode == 2, "nothing is written over"
+    done = mar("conform", "examples/arithmetic_cpu.yaml")
+    (path,) = re.findall(r"see (\S+) for the format", done.stderr)
+    assert Path(path).is_file()
+    assert Path(path).is_relative_to(installed)
+
+
 def test_what_the_builder_is_sent_is_what_the_dockerfiles_copy() -> None:
     sent = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert sorted(sent) == sorted({source for image in IMAGES for source in copied(image)})

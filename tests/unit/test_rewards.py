@@ -229,7 +229,7 @@ def test_a_function_in_the_working_directory_is_a_reward(
             "importing 'FILE_broken' failed: ZeroDivisionError: division by zero",
         ),
         ("FILE_needy:score", "install or fix a_package_nobody_has"),
-        ("FILE:scores", "has no 'scores'"),
+        ("FILE:scores", "has no 'scores'; did you mean 'FILE:score'"),
         ("FILE:number", "is a int, not a function"),
         ("FILE:one", r"takes \(response\), but is called with \(prompt, response\)"),
         ("FILE:three", "'FILE:three' needs mood, and 'mood' is missing"),
