@@ -323,6 +323,11 @@ def _transport(config: Config) -> Iterator[str]:
 def _routing(config: Config) -> Iterator[str]:
     """Reasons why there is no choice of experts to replay; none: there is one."""
     objective, replay = config.objective, config.policy.routing_replay
+    if config.samples.experts and replay != "rollout":
+        yield (
+            "samples.experts keeps the experts that policy.routing_replay: rollout has the engines"
+            f" record, and it is {replay}; remove samples.experts, or set policy.routing_replay: rollout"
+        )
     if replay == "none":
         return
     if config.supervised:

@@ -475,6 +475,12 @@ class ObserveConfig(Strict):
     """Directory of another run, whose reward, effective sample size and cosine the report draws
     beside this one's, under that directory's name; null draws none."""
 
+    @model_validator(mode="after")
+    def _each_tracker_once(self) -> ObserveConfig:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers: each at most once, got {', '.join(self.trackers)}")
+        return self
+
 
 class SamplesConfig(Strict):
     """The log of finished samples, RUN/samples, which `mar samples` and the report show."""

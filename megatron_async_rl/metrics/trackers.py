@@ -240,7 +240,8 @@ def lacking(names: Sequence[str]) -> list[Problem]:
             fix=f"pip install {TRACKERS[name].package}, or leave it out",
         )
         for name in names
-        if find_spec(name) is None
+        # A folder of a tracker's files in the current one, such as wandb/, is a package without a file.
+        if (found := find_spec(name)) is None or found.origin is None
     ]
 
 

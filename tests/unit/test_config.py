@@ -342,6 +342,8 @@ REPLAYED = ["objective.proximal=recompute", "objective.loss=ppo_clip"]
             "sft learns from given ones",
         ),
         (["rollout.vllm.enable_return_routed_experts=true"], "sets it: policy.routing_replay"),
+        (["samples.experts=true"], "policy.routing_replay: rollout has the engines record"),
+        (["samples.experts=true", "policy.routing_replay=rollout"], ""),
     ],
 )
 def test_replay_of_experts_wants_a_pass_that_chose_them(file, overrides, what):

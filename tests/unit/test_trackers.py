@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
-from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.load import load
+from megatron_async_rl.config.problem import ConfigError, UserError
 from megatron_async_rl.metrics import trackers
 from megatron_async_rl.metrics.log import MetricsLog
 from megatron_async_rl.metrics.trackers import TRACKERS, BackgroundSink, open_trackers
+from tests.written_run import config_tree
 
 CONFIG = {"policy": {"optimizer": {"lr": 1e-3}}, "controls": [{"name": "gac"}]}
 Read = Mapping[str, Mapping[int, float]]
@@ -204,8 +207,18 @@ def test_a_tracker_that_cannot_be_opened_is_refused_with_a_way_to_do_without(run
     assert "unset MLFLOW_TRACKING_URI" in str(refused.value)
 
 
-def test_a_tracker_that_is_not_installed_is_a_problem_of_the_plan(monkeypatch):
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None if name == "mlflow" else name)
-    (problem,) = trackers.lacking(["wandb", "mlflow"])
-    assert problem.key == "observe.trackers"
-    assert "pip install mlflow-skinny" in problem.fix
+def test_a_tracker_that_is_not_installed_is_a_problem_of_the_plan(tmp_path, monkeypatch):
+    monkeypatch.setitem(TRACKERS, "not_there", trackers.MLflow)
+    for _ in range(2):
+        (problem,) = trackers.lacking(["wandb", "not_there"])
+        assert problem.key == "observe.trackers"
+        assert "pip install mlflow-skinny" in problem.fix
+        (tmp_path / "not_there").mkdir(exist_ok=True)  # the files that it would leave
+        monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_tracker_is_named_once(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config_tree()))
+    with pytest.raises(ConfigError, match="each at most once, got wandb, wandb"):
+        load(file, ["observe.trackers=[wandb, wandb]"])
