@@ -46,6 +46,10 @@ class SlowBatches:
         return DataState(state={})
 
 
+def unasked(batches: object) -> tuple[float, int]:
+    raise AssertionError("an engine evaluates")
+
+
 def rank_of_a_run(version: int, folder: Path) -> OtherRank:
     """As far as it leads from an evaluation to the checkpoint."""
     config: Any = SimpleNamespace(
@@ -53,6 +57,7 @@ def rank_of_a_run(version: int, folder: Path) -> OtherRank:
         model=SimpleNamespace(path="m"),
         rollout=None,
         eval=None,
+        supervised=False,
     )
     rank = (Rank0 if layout.rank == 0 else OtherRank)(config, layout)
     rank.version, rank.schedule = version, EvalSchedule(every=0, steps=STEPS, means={})
@@ -68,7 +73,7 @@ sys.stdout.write(f"rank {layout.rank} has it\n")
 with tempfile.TemporaryDirectory() as name:
     for version in (1, STEPS):
         rank = rank_of_a_run(version, Path(name))
-        rank.evaluate()
+        rank.evaluate(unasked)
         rank.state()
         layout.barrier()
         sys.stdout.write(f"rank {layout.rank} saves version {version}\n")
