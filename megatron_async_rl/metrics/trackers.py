@@ -80,8 +80,8 @@ class BackgroundSink:
                 failures = 0
             except Exception as error:  # noqa: BLE001 - a sink must not end a run
                 failures += 1
-                self._left = failures == PATIENCE
-                then = "; it gets no more" if self._left else ""
+                self._left |= failures == PATIENCE
+                then = "; it gets no more" if failures == PATIENCE else ""
                 self._tell(f"did not take step {step}{then}: {error!r}")
         try:
             self._sink.close()

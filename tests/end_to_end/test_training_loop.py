@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,9 @@ def test_the_run_ends_with_accuracies_and_a_report(interrupted: dict[str, object
     run = Path(str(interrupted["run"]))
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert '"title":"Reward"' in (run / "report.html").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "run_directory.md").read_text()
+    told = set(re.findall(r"`([a-z.]+)/?`", page))
+    assert {one.name for one in run.iterdir()} <= told
 
 
 def test_the_run_says_what_each_process_did_and_how_busy_its_engine_was(
