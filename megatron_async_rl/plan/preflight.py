@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_async_rl.config.data import FileConfig
@@ -20,7 +21,7 @@ from megatron_async_rl.config.engine_options import (
     unknown_option,
     vllm_arguments,
 )
-from megatron_async_rl.config.environment import AGENTS, TOOLS
+from megatron_async_rl.config.environment import AGENTS, TOOLS, EnvironmentConfig
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.sampling import (
     EvalConfig,
@@ -426,7 +427,7 @@ def _environment(
         fix = "give data.chat_template another, or set rollout.environment.format: text"
         return [Problem(key="rollout.environment.format", what=what, fix=fix)]
     if settings.name in (TOOLS, *AGENTS):
-        return []  # nothing is asked without a model
+        return _tasks(settings, read)  # nothing is asked without a model
     tried = {key: found.prompts[:TRIED_PROMPTS] for key, found in read.items()}
     answers = failures(settings, tried, MADE_UP_RESPONSE, PATIENCE_S, follow)
     return [
@@ -437,6 +438,20 @@ def _environment(
         )
         for error in asyncio.run(answers).values()
     ]
+
+
+def _tasks(settings: EnvironmentConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
+    """Prompts of which the environment `verifiers` has no task: the first of each file."""
+    made: Any = load_factory(settings)()
+    problems = []
+    for key, found in read.items() if hasattr(made, "task") else ():
+        try:
+            for prompt in found.prompts:
+                made.task(prompt)
+        except ValueError as error:
+            fix = f"name the column of {key} that has it as rollout.environment.settings.task"
+            problems.append(Problem(key="rollout.environment.settings", what=str(error), fix=fix))
+    return problems
 
 
 def _engine_options(config: Config, machine: Machine) -> list[Problem]:

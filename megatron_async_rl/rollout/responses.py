@@ -86,6 +86,8 @@ class _Running:
     """Tokens that it was given last."""
     read: int = 0
     """How many of them have their experts recorded."""
+    stop: Sequence[str] = ()
+    """Strings that end the turn, beside those of its sampling."""
     aborted: bool = False
     conversation: Conversation | None = None
     playing: asyncio.Task[None] | None = None
@@ -210,7 +212,10 @@ class Responses:
         ].clone()  # shallow: `sampling_parameters` asks for it
         parameters.seed = sample_seed(self._spec.seed, request.group, request.k, asked.begun)
         parameters.max_tokens = asked.most
-        entry.given, entry.read = len(asked.ids), asked.read
+        entry.given, entry.read, entry.stop = len(asked.ids), asked.read, asked.stop
+        if asked.stop:
+            parameters.stop = [*(parameters.stop or ()), *asked.stop]
+            parameters.detokenize = True
         if self._spec.records_experts:
             parameters.routed_experts_prompt_start = (
                 asked.read if self._records(request) else entry.given
@@ -274,7 +279,7 @@ class Responses:
         tokens = joined(request.prefix, sampled)
         reason: FinishReason = "length" if completion.finish_reason == "length" else "stop"
         if tokens is not None:
-            stop = self._spec.sampling(request.sampling).stop
+            stop = (*self._spec.sampling(request.sampling).stop, *entry.stop)
             stopped = stopped_length(
                 tokens.response_ids.tolist(), entry.prefix_length, stop, self._tokenizer.decode
             )

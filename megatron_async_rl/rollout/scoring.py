@@ -34,6 +34,7 @@ from megatron_async_rl.config.schema import RewardConfig, RewardPart
 from megatron_async_rl.rollout.reward_process import START_S, Called, Job, RewardProcess
 from megatron_async_rl.rollout.rewards.registry import (
     KEY,
+    LARGEST,
     NOTHING_KNOWN,
     Context,
     Item,
@@ -330,6 +331,6 @@ class Scorer:
 
         parts = {str(name): one.reward for name, one in scored.items()}
         total = self._settings.total(parts)
-        if not math.isfinite(total):
+        if not abs(total) <= LARGEST:
             return Scored(reward=0.0, error=f"the reward of the parts {parts} is {total}")
         return Scored(reward=total, parts=parts)

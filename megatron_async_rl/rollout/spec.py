@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_async_rl.config.environment import AGENTS
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
 
@@ -65,6 +66,9 @@ class EngineSpec:
 
     @property
     def needs_tokenizer(self) -> bool:
+        turns = self.rollout.environment
+        if turns is not None and turns.name in AGENTS:
+            return True  # an agent's calls may name strings that end them
         samplings = (self.rollout.sampling, *self.evaluations.values())
         return any(one.needs_tokenizer for one in samplings)
 

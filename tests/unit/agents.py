@@ -13,6 +13,8 @@ from megatron_async_rl.samples import Prompt
 
 
 def ask(base_url: str, limit_s: float | None = None, **body: Any) -> dict[str, Any]:
+    if body.get("stream"):
+        body.setdefault("stream_options", {"include_usage": True})
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
         data=json.dumps({"model": "policy", **body}).encode(),
@@ -31,10 +33,11 @@ def streamed(text: str) -> dict[str, Any]:
     """One answer, put together of the chunks of a stream."""
     *chunks, end = (line.removeprefix("data: ") for line in text.split("\n\n") if line)
     assert end == "[DONE]"
-    first, last, usage = map(json.loads, chunks)
+    first, last, *usage = map(json.loads, chunks)
     (begun,), (ended,) = first["choices"], last["choices"]
     message = begun.pop("delta")
-    return first | usage | {"choices": [begun | ended | {"message": message}]}
+    counts = {} if not usage else {"usage": usage[0]["usage"]}
+    return first | counts | {"choices": [begun | ended | {"message": message}]}
 
 
 def run(prompt: Prompt, base_url: str) -> float:
@@ -49,6 +52,11 @@ def run(prompt: Prompt, base_url: str) -> float:
             time.sleep(0.01)
     messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.fields["question"]}]
     body: dict[str, Any] = dict(prompt.fields.get("body", {}))
+    messages = body.pop("messages", messages)
+    if fault == "reads chunks":
+        options = {"include_usage": True} if prompt.fields["usage"] else {}
+        said = ask(base_url, messages=messages, stream=True, stream_options=options)
+        return float(("usage" in said) == bool(options))
     if fault in ("asks again", "asks twice"):
         with suppress(TimeoutError):
             ask(base_url, 0.1 if fault == "asks again" else None, messages=messages, **body)
@@ -65,6 +73,11 @@ def run(prompt: Prompt, base_url: str) -> float:
             with suppress(TimeoutError):
                 ask(base_url, limit_s=0.1, messages=messages)
             return 3.0
+        if fault == "rewrites" and "tool_calls" in messages[-1]:
+            (call,) = messages[-1]["tool_calls"]
+            spaced = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+            call["function"]["arguments"] = spaced
+            messages[0]["content"] = [{"type": "text", "text": messages[0]["content"]}]
         if fault == "retools":
             body["tools"] = [{"type": "function", "function": {"name": "plus"}}]
         if choice["finish_reason"] != "tool_calls":

@@ -247,6 +247,49 @@ def test_a_call_that_cannot_be_read_is_counted_and_the_agent_gets_it_as_text(
     assert transcript.measured == {"unread_tool_calls": 1}
 
 
+def test_a_string_of_the_agents_own_ends_a_turn_and_is_not_read_by_it(played: Played) -> None:
+    wanted: list[TurnRequest] = []
+    sample = sampler([], ["42:", "42:"])
+
+    async def noted(asked: TurnRequest) -> Turn:
+        wanted.append(asked)
+        turn: Turn = await sample(asked)
+        return turn
+
+    fields = {"question": "?", "body": {"stop": ":"}}
+    transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
+    assert played.runner.run(played.agents.play(transcript, noted, 400)) is None
+    assert [list(one.stop) for one in wanted] == [[":"]]
+    assert read(transcript.tokens.response_ids) == "42:\x01"
+    assert transcript.rewards(0.0)[0] == 42.0  # the agent read 42
+
+
+def test_no_tool_is_called_where_the_agent_wants_none(played: Played) -> None:
+    tools = [{"type": "function", "function": {"name": "times"}}]
+    fields = {"question": "?", "body": {"tools": tools, "tool_choice": "none"}}
+    transcript, error, _ = played(**fields)
+    assert error is not None
+    assert "could not convert string to float: '<tool_call>" in error
+    assert (len(transcript.turns), dict(transcript.measured)) == (1, {})
+
+
+def test_an_agent_goes_on_that_writes_its_messages_in_another_form(played: Played) -> None:
+    transcript, error, _ = played(question="6*7?", fault="rewrites")
+    assert (error, len(transcript.segments), len(transcript.turns)) == (None, 1, 2)
+    assert "<|user|>6*7?\x01" in read(transcript.prompt.token_ids)
+
+
+def test_a_stream_tells_the_numbers_of_tokens_to_who_asks_for_them(played: Played) -> None:
+    """What others read of each chunk is its first choice."""
+    for asked in (False, True):
+        fields = {"question": "?", "fault": "reads chunks", "usage": asked}
+        transcript, error, _ = played(**fields)
+        assert (error, transcript.rewards(0.0)[0]) == (None, 1.0)
+
+
+CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": None}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
@@ -255,9 +298,20 @@ def test_a_call_that_cannot_be_read_is_counted_and_the_agent_gets_it_as_text(
         ({"fault": "retools"}, "it has other tools than the one before"),
         ({"body": {"n": 2}}, "n must be 1"),
         ({"body": {"max_tokens": -1}}, "max_tokens must be a whole number above 0, not -1"),
-        ({"body": {"tools": ["times"]}}, "cannot be rendered: Tools should either be"),
+        ({"body": {"tools": ["times"]}}, "tools must be a list of functions with their schemas"),
+        ({"body": {"tools": [{"type": "function"}]}}, r"(?s)tools must be .*tools\.0\.function"),
+        ({"body": {"tool_choice": "required"}}, "'required' forces what .*'auto' or 'none'"),
+        ({"body": {"tool_choice": {"type": "function"}}}, "tool_choice: 'function' forces"),
+        ({"body": {"response_format": {"type": "json_object"}}}, "'json_object' .*'text'"),
+        ({"body": {"functions": [{"name": "f"}]}}, "give tools"),
+        ({"body": {"stop": [7]}}, r"stop must be text, or a list of texts, not \[7\]"),
+        ({"body": {"messages": [{"role": "user", "tool_calls": "f"}]}}, "tool_calls must be"),
+        ({"body": {"messages": [CALLS_NOTHING]}}, "which has a name and arguments, both text"),
         ({"question": "?" * 500}, "the sample is at its limit, rollout.sampling.max_tokens: 400"),
-        ({"question": ["?"]}, "content must be text"),
+        (
+            {"question": [{"type": "image_url"}]},
+            r"messages\[0\] has content\[0\] of type image_url",
+        ),
     ],
 )
 def test_a_call_that_makes_no_sample_costs_it_and_is_named(

@@ -2,6 +2,8 @@
 own, and what it costs when one of these misbehaves."""
 
 import asyncio
+import itertools
+import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +17,12 @@ import pytest
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data.prompts import Part, PromptSet
+from megatron_async_rl.plan.preflight import _tasks
 from megatron_async_rl.rollout.environments import (
     EnvironmentRefused,
     Step,
+    built_in,
     checked_step,
     checked_words,
     load_factory,
@@ -383,6 +388,50 @@ def test_a_trial_says_what_fails_before_anything_starts() -> None:
     found = asyncio.run(failures(settings_of(), prompts, "0", 60.0, follow))
     assert list(found) == ["data.train"]
     assert "its words cannot be put behind a turn" in found["data.train"]
+
+
+def test_the_flags_of_a_step_may_be_numpys_and_nothing_else() -> None:
+    step = checked_step(Step(done=np.bool_(True), train=np.bool_(False)))  # type: ignore[arg-type]
+    assert json.loads(json.dumps(step)) == {
+        "observation": "",
+        "reward": 0.0,
+        "done": True,
+        "train": False,
+        "measured": {},
+    }
+    with pytest.raises(TypeError, match="done of a step is 'no', not True or False"):
+        checked_step(Step(done="no"))  # type: ignore[arg-type]
+
+
+class Endless:
+    """A task set of the package verifiers, in the form that its loop over tasks has."""
+
+    def __iter__(self) -> Iterator[str]:
+        return map("task {}".format, itertools.count())
+
+
+@pytest.mark.parametrize(("tasks", "there"), [(Endless(), 10**6), (("task 0", "task 1"), 2)])
+def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tasks: Any, there: int
+) -> None:
+    environment = SimpleNamespace(taskset=tasks)
+    loaders = SimpleNamespace(load_environment=lambda _: environment, resolve_env_config=dict)
+    monkeypatch.setattr(built_in, "_of_package", lambda *_: (None, loaders))
+    settings = {"env": {"taskset": {"id": str(there)}}, "task": "number"}
+    config = EnvironmentConfig(name="verifiers", settings=settings)
+    assert built_in.Verifiers(**settings).task(prompt_of(number=1)) == "task 1"
+
+    def told(**fields: Any) -> str:
+        rows = (prompt_of(number="0"), prompt_of(**fields))
+        parts = (Part(count=2),)
+        found = _tasks(config, {"data.train": PromptSet(prompts=rows, parts=parts)})
+        return "; ".join(f"{one.key}: {one.what}" for one in found)
+
+    key = "rollout.environment.settings: prompt p"
+    wrong = f"{key} has %s as its `number`, which is to be the number of a task, from 0"
+    assert told(other=1) == wrong % "None"
+    assert told(number="first") == wrong % "'first'"
+    assert told(number=2) == ("" if there > 2 else f"{key} is of task 2, and there are 2")
 
 
 def test_what_is_no_character_is_escaped() -> None:

@@ -57,6 +57,8 @@ def score(prompt, response):
             return float(len(bytearray(4 * 2**30)))
         case "print":
             print("a line of the reward", flush=True)
+        case "huge":
+            return 1e39
         case "nan":
             return float("nan")
         case "raise much":
@@ -233,7 +235,8 @@ def test_other_responses_are_scored_while_one_hangs(module: str, tmp_path: Path)
         ("crash", "the reward's process was ended by SIGSEGV; see the engine's log"),
         ("kill", "the reward's process was ended by SIGKILL; see the engine's log"),
         ("sys.exit", "SystemExit: 3"),
-        ("nan", "the reward is nan, not a finite number"),
+        ("nan", "the reward is nan, not a finite number of at most 1e+30"),
+        ("huge", "the reward is 1e+39, not a finite number of at most 1e+30"),
         ("raise much", f"ValueError: {'x' * 4000}... (1000000 characters)"),
         ("fill memory", "MemoryError"),
     ],
@@ -657,7 +660,7 @@ def test_a_reward_of_parts_is_their_weighted_sum_and_names_the_one_that_fails(mo
 
     right, failed, twice = scored_by(RewardConfig(parts=parts, workers=1, timeout_s=300), work)
     assert right == Scored(reward=2.0, parts={"right": 1.0, "length": 2.0, "shown": 1.0})
-    assert failed.error == "length: the reward is nan, not a finite number"
+    assert failed.error == "length: the reward is nan, not a finite number of at most 1e+30"
     assert str(twice.error).startswith("right: RewardError: prompt p7: `answer` is None")
 
 
@@ -755,7 +758,7 @@ def test_a_reward_per_group_takes_all_its_responses_at_once(module: str, tmp_pat
         None,
         "it failed before",
         None,
-        "relative: the reward is nan, not a finite number",
+        "relative: the reward is nan, not a finite number of at most 1e+30",
     ]
     assert found[2].step_rewards.tolist() == [0.25, 0.25 + 6.5]
     (line,) = (tmp_path / LOG).read_text().splitlines()

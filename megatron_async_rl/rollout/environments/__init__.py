@@ -15,14 +15,14 @@ import importlib.util
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_async_rl.config.environment import AGENTS, TOOLS, EnvironmentConfig
 from megatron_async_rl.config.problem import shipped
-from megatron_async_rl.rollout.rewards.registry import RewardError, imported
+from megatron_async_rl.rollout.rewards.registry import LARGEST, RewardError, imported
 from megatron_async_rl.samples.types import Prompt
 
 KEY = "rollout.environment.name"
@@ -33,9 +33,6 @@ BUILT_IN = {
     "verifiers": f"{__name__}.built_in:Verifiers",
     "openenv": f"{__name__}.built_in:OpenEnv",
 }
-
-LARGEST = 1e30
-"""Bound of a reward: a hundred million of them add up in float32."""
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and whatever else the template reads."""
@@ -258,4 +255,9 @@ def checked_step(step: Any) -> dict[str, Any]:
     }
     for name, value in {"the reward": reward, **measured}.items():
         require_finite(value, f"{name} of a step")
-    return asdict(step) | {"observation": words, "reward": reward, "measured": measured}
+    flags = {"done": step.done, "train": step.train}
+    for name, flag in flags.items():
+        if flag not in (True, False):
+            raise TypeError(f"{name} of a step is {flag!r:.80}, not True or False")
+        flags[name] = bool(flag)  # of numpy's, too
+    return {"observation": words, "reward": reward, "measured": measured, **flags}

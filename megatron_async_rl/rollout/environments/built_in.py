@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -300,29 +301,57 @@ class Verifiers:
 
     def __init__(self, *, env: Mapping[str, Any], task: str = "task") -> None:
         self._settings = json.dumps({"agent": LOCAL, **env})
-        self._task = task
+        self._column = task
         _verifiers(self._settings)
+
+    def task(self, prompt: Prompt) -> Any:
+        """Of the prompt. Raises ValueError where its row names none."""
+        number, (_, _, tasks) = prompt.fields.get(self._column), _verifiers(self._settings)
+        if not re.fullmatch(r"\d+", str(number)):
+            raise ValueError(
+                f"prompt {prompt.id} has {number!r} as its `{self._column}`, which is to be the number"
+                " of a task, from 0"
+            )
+        task = tasks.get(int(str(number)))
+        if task is None:
+            raise ValueError(f"prompt {prompt.id} is of task {number}, and there are {len(tasks)}")
+        return task
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
         """The reward of one episode. Raises RuntimeError for one that failed."""
-        library, environment, tasks = _verifiers(self._settings)
-        number = int(prompt.fields[self._task])
+        library, environment, _ = _verifiers(self._settings)
+        task = self.task(prompt)
         client = library.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         context = library.ModelContext(model="policy", client=client)
         async with environment.serving():
-            episode = await environment.run_episode(tasks[number], context)
+            episode = await environment.run_episode(task, context)
         errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
         if not episode.ok:
             raise RuntimeError("; ".join(f"{one.type}: {one.message}" for one in errors))
         return float(sum(trace.reward for trace in episode.traces))
 
 
+class _Tasks:
+    """Those of a task set, which may have no end: as many as were asked for so far."""
+
+    def __init__(self, given: Iterator[Any]) -> None:
+        self._given, self._known = given, list[Any]()
+
+    def get(self, number: int) -> Any:
+        """Null where there are fewer."""
+        self._known += islice(self._given, max(0, number + 1 - len(self._known)))
+        return self._known[number] if number < len(self._known) else None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
 @cache
-def _verifiers(settings: str) -> tuple[Any, Any, list[Any]]:
+def _verifiers(settings: str) -> tuple[Any, Any, _Tasks]:
     """The library, the environment and its tasks, once for each process."""
     library, loaders = _of_package("verifiers", "verifiers.v1", "verifiers.v1.utils.loaders")
     environment = loaders.load_environment(loaders.resolve_env_config(json.loads(settings)))
-    return library, environment, list(environment.taskset.load())
+    return library, environment, _Tasks(iter(environment.taskset))
 
 
 def _of_package(package: str, *modules: str) -> list[Any]:

@@ -209,9 +209,13 @@ class ToolParser:
         calls = [one.model_dump(include={"id", "type", "function"}) for one in found.tool_calls]
         return {"role": "assistant", "content": found.content, "tool_calls": calls}
 
+    def request(self, tools: Sequence[Any] | None) -> Any:
+        """A call with `tools`. Raises ValueError for schemas that are none."""
+        return self._request(messages=[QUESTION], model="", tools=list(tools or ()) or None)
+
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[Any, str | None]:
         """The parser's find, and why it could not read a call."""
-        request = self._request(messages=[QUESTION], model="", tools=list(tools) or None)
+        request = self.request(tools)
         parser, found = self._parser(self._tokenizer, request.tools), None
         with _reported() as faults:
             try:

@@ -17,7 +17,8 @@ Invariants:
 - an agent may work by itself for as long as its time lasts, whatever `watchdog.timeout_s` is: between
   its calls the run is allowed to be without progress;
 - how responses are drawn is the run's affair (rollout.sampling): a call's temperature and the like
-  are read over, and what would need more than one sample is refused.
+  are read over. What would need more than one sample, or forces what the model writes, is refused;
+  a call may end its turn sooner, by `max_tokens` and `stop`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,6 +35,15 @@ from aiohttp import web
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, Message, Step
 from megatron_async_rl.rollout.environments.chat import ChatMessages, ToolParser
+from megatron_async_rl.rollout.environments.completions import (
+    MODEL,
+    Call,
+    Refused,
+    completion,
+    read_call,
+    same,
+    write,
+)
 from megatron_async_rl.rollout.environments.conversation import too_long
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import (
@@ -46,25 +55,8 @@ from megatron_async_rl.rollout.environments.transcript import (
 )
 from megatron_async_rl.samples.types import Prompt
 
-MODEL = "policy"
-"""Name of the model; a call may give any."""
-
-
 CLOSE_S = 0.5
 """Longest time that a call may take to end with the engine."""
-
-
-class Refused(Exception):
-    """A call that cannot be answered; the agent gets the text with status 400."""
-
-
-def _same(message: Message) -> tuple[Any, ...]:
-    """What two forms of one message share: clients add keys that are null, and other ids."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", {})
-        calls.append((function.get("name"), function.get("arguments")))
-    return message.get("role"), message.get("content") or "", tuple(calls)
 
 
 class _Thread(Segment):
@@ -80,8 +72,8 @@ class _Thread(Segment):
     def repeated(self, messages: Sequence[Message]) -> int:
         """How many of its messages are the first of these."""
         pairs = zip(self.said, messages, strict=False)
-        same = [_same(one) == _same(other) for one, other in pairs]
-        return (*same, False).index(False)
+        known = [same(one) == same(other) for one, other in pairs]
+        return (*known, False).index(False)
 
     def goes_on(self, messages: Sequence[Message], tools: Any) -> bool:
         return self.tools == tools and self.repeated(messages) == len(self.said) < len(messages)
@@ -223,26 +215,29 @@ class Agents:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         try:
-            body = await request.json()
+            asked = read_call(await request.json(), self._parser)
             with session.call():
                 async with session.lock:
-                    thread = await self._answered(session, body)
-                    answer = self._completion(thread, bool(body.get("logprobs")))
+                    thread = await self._answered(session, asked)
+                    decode = self._tokenizer.decode if asked.logprobs else None
+                    turn, message = thread.turns[-1], thread.said[-1]
+                    answer = completion(turn, message, len(thread.ids), decode)
                     thread.unread = True
-            response = await _written(request, answer, stream=bool(body.get("stream")))
+            response = await write(request, answer, asked)
             thread.unread = False
             return response
         except Refused as error:
             session.refusal = str(error)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             session.refusal = f"the call is no JSON object: {error}"
         return web.json_response(
             {"error": {"message": session.refusal, "type": "invalid_request_error"}}, status=400
         )
 
-    async def _answered(self, session: _Session, body: Any) -> _Thread:
-        """The segment whose last turn answers the call. Raises Refused."""
-        messages, tools = _checked(body), body.get("tools")
+    async def _answered(self, session: _Session, asked: Call) -> _Thread:
+        """The segment whose last turn answers the call. Raises Refused, before anything is
+        sampled."""
+        messages, tools = asked.messages, asked.tools
         transcript, limit = session.transcript, self._environments.settings.max_turns
         for one in session.threads:
             if one.asked_again(messages, tools):
@@ -261,13 +256,18 @@ class Agents:
         room = transcript.room(thread, session.max_tokens) - len(words)
         if room < 1 or len(transcript.turns) == limit:
             raise self._full(session, turns=room >= 1)
-        most = min(room, body.get("max_completion_tokens") or body.get("max_tokens") or room)
-        turn = await transcript.extend(thread, words, session.sample, most)
+        most = min(room, asked.most or room)
+        turn = await transcript.extend(thread, words, session.sample, most, asked.stop)
         # An agent may go on with a shorter history where the one before was at its limit.
         transcript.truncated = turn.reason == "length" and most == room
-        message = self._parser.message(turn.tokens.response_ids.tolist(), turn.text, tools)
+        text = min(
+            (turn.text.partition(stop)[0] for stop in asked.stop), key=len, default=turn.text
+        )
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if asked.reads_calls:
+            message = self._parser.message(turn.tokens.response_ids.tolist(), text, tools)
         unread = message.pop(UNREAD, None)  # the agent reads text, as of any server
-        if tools:
+        if tools and asked.reads_calls:
             transcript.measured.update({UNREAD_CALLS: float(unread is not None)})
         if thread not in session.threads:
             session.threads.append(thread)
@@ -306,41 +306,6 @@ class Agents:
         ids = tuple(_rendered(self._tokenizer.encode_rendered, text))
         return _Thread(Prompt(id=asked.id, text=text, token_ids=ids, fields=asked.fields), tools)
 
-    def _completion(self, thread: _Thread, logprobs: bool) -> dict[str, Any]:
-        """The answer of the segment's last turn."""
-        turn, message, total = thread.turns[-1], thread.said[-1], len(thread.ids)
-        choice: dict[str, Any] = {"index": 0, "message": message}
-        choice["finish_reason"] = (
-            "length"
-            if turn.reason == "length"
-            else "tool_calls"
-            if "tool_calls" in message
-            else "stop"
-        )
-        tokens = turn.tokens
-        if logprobs:
-            pairs = zip(
-                tokens.response_ids.tolist(), tokens.behavior_logprobs.tolist(), strict=True
-            )
-            content = [
-                {"token": self._tokenizer.decode([one]), "logprob": logprob, "top_logprobs": []}
-                for one, logprob in pairs
-            ]
-            choice["logprobs"] = {"content": content}
-        sampled = len(tokens.response_ids)
-        return {
-            "id": f"chatcmpl-{secrets.token_hex(8)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": MODEL,
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": total - sampled,
-                "completion_tokens": sampled,
-                "total_tokens": total,
-            },
-        }
-
 
 def _rendered[Result](render: Callable[..., Result], *messages: Any, **options: Any) -> Result:
     """Raises Refused for whatever a template, which is a program, makes of an agent's messages."""
@@ -348,67 +313,3 @@ def _rendered[Result](render: Callable[..., Result], *messages: Any, **options: 
         return render(*messages, **options)
     except Exception as error:
         raise Refused(f"the messages cannot be rendered: {error}") from error
-
-
-async def _written(
-    request: web.Request, answer: dict[str, Any], *, stream: bool
-) -> web.StreamResponse:
-    if stream:
-        return await _streamed(request, answer)
-    response = web.json_response(answer)
-    await response.prepare(request)
-    await response.write_eof()
-    return response
-
-
-async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
-    """The whole answer as the events of a stream: nothing of it is there before its end."""
-    (choice,) = answer.pop("choices")
-    usage = answer.pop("usage")
-    calls = [
-        {"index": index, **call}
-        for index, call in enumerate(choice["message"].get("tool_calls", ()))
-    ]
-    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-    first = {"index": 0, "delta": delta, "finish_reason": None}
-    if "logprobs" in choice:
-        first["logprobs"] = choice["logprobs"]
-    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    head = {**answer, "object": "chat.completion.chunk"}
-    for chunk in (
-        {**head, "choices": [first]},
-        {**head, "choices": [last]},
-        {**head, "choices": [], "usage": usage},
-    ):
-        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
-
-
-def _checked(body: Any) -> list[Message]:
-    """The messages of a call. Raises Refused."""
-    if not isinstance(body, Mapping):
-        raise Refused("the call is no JSON object")
-    if body.get("n") not in (None, 1):
-        raise Refused("n must be 1: a session is one sample")
-    for key in ("max_tokens", "max_completion_tokens"):
-        if not isinstance(body.get(key) or 1, int) or (body.get(key) or 1) < 1:
-            raise Refused(f"{key} must be a whole number above 0, not {body[key]!r}")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refused("messages must be a list of messages")
-    for index, one in enumerate(messages):
-        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise Refused(f"messages[{index}] is no object with a role")
-        if not isinstance(one.get("content"), (str, type(None))):
-            raise Refused(f"messages[{index}]: content must be text")
-    return [
-        {
-            **{key: value for key, value in one.items() if value is not None},
-            "content": one.get("content") or "",
-        }
-        for one in messages
-    ]

@@ -45,12 +45,13 @@ class Turn:
 class TurnRequest:
     """A turn to be sampled. `ids`: what the model reads. `begun`: tokens of the sample so far, which
     no other turn of it has. `most`: tokens of the turn. `read`: how many of `ids` have their experts
-    recorded."""
+    recorded. `stop`: strings that end it, beside those of the run."""
 
     ids: Sequence[int]
     begun: int
     most: int
     read: int = 0
+    stop: Sequence[str] = ()
 
 
 SampleTurn = Callable[[TurnRequest], Awaitable[Turn]]
@@ -143,14 +144,20 @@ class Transcript:
         return max_tokens - max(0, opening) - segment.length
 
     async def extend(
-        self, segment: Segment, words: Sequence[int], sample: SampleTurn, most: int
+        self,
+        segment: Segment,
+        words: Sequence[int],
+        sample: SampleTurn,
+        most: int,
+        stop: Sequence[str] = (),
     ) -> Turn:
-        """Has the segment's next turn sampled, of at most `most` tokens."""
+        """Has the segment's next turn sampled, of at most `most` tokens, up to a string of `stop`."""
         further = segment not in self.segments
         context = len(segment.prompt.token_ids) if further and self.segments else 0
         begun = self.length + context + len(words)
+        ids = [*segment.ids, *words]
         turn = await sample(
-            TurnRequest(ids=[*segment.ids, *words], begun=begun, most=most, read=segment.read)
+            TurnRequest(ids=ids, begun=begun, most=most, read=segment.read, stop=stop)
         )
         if further:
             self.segments.append(segment)

@@ -44,6 +44,8 @@ BUILT_IN = {
 """Each with the module of this package whose `REWARDS` has it."""
 
 KEY = "rollout.reward"
+LARGEST = 1e30
+"""Bound of a reward: a hundred million of them add up in float32."""
 BATCHED = ["prompts", "responses"]
 """Names of the parameters of a reward that takes lists."""
 OF_GROUPS = ["prompt", "responses"]

@@ -20,7 +20,6 @@ import asyncio
 import faulthandler
 import importlib
 import json
-import math
 import os
 import pickle
 import resource
@@ -31,7 +30,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_async_rl.rollout.rewards.registry import BoundReward, Item, built_in, load_reward
+from megatron_async_rl.rollout.rewards.registry import (
+    LARGEST,
+    BoundReward,
+    Item,
+    built_in,
+    load_reward,
+)
 from megatron_async_rl.watchdog.processes import die_with_parent
 
 LENGTH = struct.Struct("!I")
@@ -100,8 +105,9 @@ def _one(returned: Any) -> Scored:
         value = float(returned)
     except BaseException as error:  # noqa: BLE001 - an object of the user's
         return Scored(reward=0.0, error=_said(error))
-    if not math.isfinite(value):
-        return Scored(reward=0.0, error=f"the reward is {value}, not a finite number")
+    if not abs(value) <= LARGEST:
+        what = f"the reward is {value}, not a finite number of at most {LARGEST:g}"
+        return Scored(reward=0.0, error=what)
     return Scored(reward=value)
 
 

@@ -1,0 +1,199 @@
+"""Calls of OpenAI's chat completions and their answers: what of a call counts, what is refused, and the
+forms that an answer has.
+
+Invariant: a call is refused before anything is sampled for it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from megatron_async_rl.data.tokenizer import content_of
+from megatron_async_rl.rollout.environments import Message
+from megatron_async_rl.rollout.environments.chat import ToolParser
+from megatron_async_rl.rollout.environments.transcript import Turn
+
+MODEL = "policy"
+"""Name of the model; a call may give any."""
+FREE = {"tool_choice": ("auto", "none"), "response_format": ("text",)}
+"""Keys of a call with the values, or types, that force nothing."""
+Decode = Callable[[Sequence[int]], str]
+
+
+class Refused(Exception):
+    """A call that cannot be answered; the agent gets the text with status 400."""
+
+
+def same(message: Message) -> tuple[Any, ...]:
+    """What two forms of one message share: clients add keys that are null, and other ids."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [(one["name"], _read(one["arguments"])) for one in functions]
+    return message.get("role"), message.get("content") or "", calls
+
+
+def _read(arguments: str) -> Any:
+    """An agent may write them again, with other white space."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What of a call counts. `most`: tokens of its turn; null: all there is room for. `reads_calls`:
+    of tools, in what the model wrote."""
+
+    messages: Sequence[Message]
+    tools: Any
+    reads_calls: bool
+    stop: Sequence[str]
+    most: int | None
+    logprobs: bool
+    stream: bool
+    usage: bool
+    """A stream ends with the numbers of tokens."""
+
+
+def read_call(body: Any, parser: ToolParser) -> Call:
+    """Raises Refused for what cannot be answered, or not as it is asked."""
+    if not isinstance(body, Mapping):
+        raise Refused("the call is no JSON object")
+    if body.get("n") not in (None, 1):
+        raise Refused("n must be 1: a session is one sample")
+    for key in ("max_tokens", "max_completion_tokens"):
+        if not isinstance(body.get(key) or 1, int) or (body.get(key) or 1) < 1:
+            raise Refused(f"{key} must be a whole number above 0, not {body[key]!r}")
+    for key, free in FREE.items():
+        given = body.get(key)
+        given = given.get("type", given) if isinstance(given, Mapping) else given
+        if given is not None and given not in free:
+            raise Refused(
+                f"{key}: {given!r} forces what the model writes, and a rollout samples it freely;"
+                f" leave it out, or make it {' or '.join(map(repr, free))}"
+            )
+    if body.get("functions"):
+        raise Refused("functions are OpenAI's old form of tools; give tools")
+    stop, tools = body.get("stop") or [], body.get("tools") or None
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
+        raise Refused(f"stop must be text, or a list of texts, not {stop!r:.80}")
+    try:
+        parser.request(tools)
+    except (ValueError, TypeError) as error:
+        raise Refused(f"tools must be a list of functions with their schemas: {error}") from None
+    options = body.get("stream_options")
+    return Call(
+        messages=_messages(body.get("messages")),
+        tools=tools,
+        reads_calls=body.get("tool_choice") != "none",
+        stop=stop,
+        most=body.get("max_completion_tokens") or body.get("max_tokens"),
+        logprobs=bool(body.get("logprobs")),
+        stream=bool(body.get("stream")),
+        usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+    )
+
+
+def _messages(given: Any) -> list[Message]:
+    """Raises Refused."""
+    if not isinstance(given, list) or not given:
+        raise Refused("messages must be a list of messages")
+    messages: list[Message] = []
+    for index, one in enumerate(given):
+        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
+            raise Refused(f"messages[{index}] is no object with a role")
+        calls = one.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+            raise Refused(
+                f"messages[{index}]: tool_calls must be a list of objects with a function, which"
+                " has a name and arguments, both text"
+            )
+        try:
+            content = "" if one.get("content") is None else content_of(one)
+        except ValueError as error:
+            raise Refused(f"messages[{index}] {error}") from None
+        plain = {key: value for key, value in one.items() if value is not None}
+        messages.append({**plain, "content": content})
+    return messages
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and all(
+        isinstance(function.get(key), str) for key in ("name", "arguments")
+    )
+
+
+def completion(turn: Turn, message: Message, total: int, decode: Decode | None) -> dict[str, Any]:
+    """The answer. `message`: of the turn. `total`: tokens of its segment. `decode`: where each token
+    is to be shown with its log-prob."""
+    choice: dict[str, Any] = {"index": 0, "message": message}
+    choice["finish_reason"] = (
+        "length" if turn.reason == "length" else "tool_calls" if "tool_calls" in message else "stop"
+    )
+    tokens = turn.tokens
+    if decode is not None:
+        pairs = zip(tokens.response_ids.tolist(), tokens.behavior_logprobs.tolist(), strict=True)
+        content = [
+            {"token": decode([one]), "logprob": logprob, "top_logprobs": []}
+            for one, logprob in pairs
+        ]
+        choice["logprobs"] = {"content": content}
+    sampled = len(tokens.response_ids)
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": total - sampled,
+            "completion_tokens": sampled,
+            "total_tokens": total,
+        },
+    }
+
+
+async def write(request: web.Request, answer: dict[str, Any], asked: Call) -> web.StreamResponse:
+    if asked.stream:
+        return await _streamed(request, answer, usage=asked.usage)
+    response = web.json_response(answer)
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+async def _streamed(
+    request: web.Request, answer: dict[str, Any], *, usage: bool
+) -> web.StreamResponse:
+    """The whole answer as the events of a stream: nothing of it is there before its end."""
+    (choice,) = answer.pop("choices")
+    tokens = answer.pop("usage")
+    calls = [
+        {"index": index, **call}
+        for index, call in enumerate(choice["message"].get("tool_calls", ()))
+    ]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    first = {"index": 0, "delta": delta, "finish_reason": None}
+    if "logprobs" in choice:
+        first["logprobs"] = choice["logprobs"]
+    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    head = {**answer, "object": "chat.completion.chunk"}
+    chunks: list[dict[str, Any]] = [{**head, "choices": [first]}, {**head, "choices": [last]}]
+    if usage:  # one without a choice, which who has not asked for it does not expect
+        chunks.append({**head, "choices": [], "usage": tokens})
+    for chunk in chunks:
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
