@@ -114,8 +114,7 @@ class GenericEnvClient:
 """
 VERIFIERS = """
 class Environment:
-    class taskset:
-        load = list
+    taskset = ["the only task"]
 
 def resolve_env_config(env): return env["taskset"]["id"]
 def load_environment(name): return Environment
