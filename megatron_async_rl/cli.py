@@ -325,6 +325,14 @@ def plan(
     nodes: Annotated[
         int, typer.Option("--nodes", "--nnodes", min=1, help="Machines of the run, alike.")
     ] = 1,
+    trainer_nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--trainer-nodes",
+            min=1,
+            help="Those of them that have ranks; the others have engines alone. Default: all.",
+        ),
+    ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(
@@ -364,17 +372,25 @@ def plan(
     if gpu is not None and chip is None:
         raise UserError.of("--gpu", f"{gpu} is not known", f"name one of {', '.join(CHIPS)}")
 
+    with_ranks = trainer_nodes or nodes
+    if with_ranks > nodes:
+        what = f"{with_ranks} of {nodes} machines"
+        raise UserError.of("--trainer-nodes", what, f"name at most {nodes}, or more --nodes")
     if measured_in is not None and not (measured_in / "metrics.jsonl").is_file():
         raise UserError.of("--from", f"{measured_in} holds no metrics.jsonl", NAME_A_RUN)
     loaded, found = located(load(config, overrides or ()), weights=False)
     if measured_in is None and (loaded.run.dir / "metrics.jsonl").is_file():
         measured_in = loaded.run.dir
     if gpus is None:
-        machine = this_machine(nodes)
+        machine = this_machine(with_ranks, nodes - with_ranks)
     else:
         default = chip.sizes[0] if chip is not None else GPU_MEMORY_GIB
         machine = described_machine(
-            gpus=gpus, gpu_memory_gib=gpu_memory or default, nodes=nodes, chip=chip
+            gpus=gpus,
+            gpu_memory_gib=gpu_memory or default,
+            nodes=with_ranks,
+            engine_nodes=nodes - with_ranks,
+            chip=chip,
         )
     planned = preflight(loaded, all_data=False, machine=machine)
     if planned.problems:

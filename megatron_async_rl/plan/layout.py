@@ -115,11 +115,51 @@ def _engine_place(config: Config, device: Device, engine: int, ranks: int, machi
     workers = config.rollout.workers
     if engines_elsewhere(config, machine):
         what = "GPU" if device == "cuda" else "thread"
-        return f"{workers} {what}{'s' if workers > 1 else ''} of any machine"
+        place = f"{workers} {what}{'s' if workers > 1 else ''} of any machine"
+        return f"{place} with as many free" if device == "cuda" else place
     if device == "cpu":
         return "1 thread" if workers == 1 else f"{workers} threads"
     first = engine * workers + (0 if config.rollout.placement == "colocated" else ranks)
     return f"GPU {first}" if workers == 1 else f"GPU {first}-{first + workers - 1}"
+
+
+def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str, str], ...]:
+    """Names of the machines of a run over several, and what is on each; those with engines alone
+    together. Empty for a layout that does not divide."""
+    ranks, rollout = config.policy.parallel.ranks, config.rollout
+    if machine.nodes + machine.engine_nodes == 1 or ranks % machine.nodes:
+        return ()
+    share, has = ranks // machine.nodes, len(machine.gpus)
+    on_gpu, elsewhere = device == "cuda", rollout is not None and engines_elsewhere(config, machine)
+    found = []
+    for node in range(machine.nodes):
+        parts = [_counted("rank", node * share, share)]
+        parts[0] += f" on {_counted('GPU', 0, share)}" if on_gpu else ""
+        if node == 0 and rollout is not None:
+            parts += ["the controller"] + ["the engines"] * (not elsewhere)
+        if on_gpu and elsewhere and has > share:
+            room = _room(config, has - share)
+            parts.append(f"{_counted('GPU', share, has - share)} for engines, {room} at most")
+        found.append((f"node {node}", "; ".join(parts)))
+    if machine.engine_nodes:
+        room = f", {_room(config, has)} at most on each" if on_gpu and rollout is not None else ""
+        name = _counted("node", machine.nodes, machine.engine_nodes)
+        found.append((name, f"engines alone{room}"))
+    return tuple(found)
+
+
+def _counted(noun: str, first: int, count: int) -> str:
+    """`count` things that are numbered from `first`."""
+    if count == 1:
+        return f"{noun} {first}"
+    plural = noun if noun == "GPU" else f"{noun}s"
+    return f"{plural} {first}-{first + count - 1}"
+
+
+def _room(config: Config, gpus: int) -> int:
+    """Engines that fit on `gpus` GPUs of a machine; one does not reach over two."""
+    assert config.rollout is not None
+    return max(0, gpus) // config.rollout.workers
 
 
 def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) -> list[Problem]:
@@ -176,7 +216,12 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         fix = "set it to auto or cpu, or see `mar doctor` for what keeps CUDA away"
         found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
     if machine.gpus and device_of(config, machine) == "cuda":
-        found += _gpu_problems(config, machine)
+        found += _gpu_problems(config, machine) or _room_problems(config, machine)
+    if machine.engine_nodes and not (config.rollout and engines_elsewhere(config, machine)):
+        what = f"{machine.engine_nodes} machines are for engines alone, and "
+        what += "all engines are on rank 0's" if config.rollout else "the run has no engines"
+        fix = "set weights.transport to relay" if config.rollout else "leave it out"
+        found.append(Problem(key="--trainer-nodes", what=what, fix=fix))
     if config.weights.transport == "cuda_ipc":
         found += _lending_problems(config, machine)
     return found
@@ -217,6 +262,42 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     if rollout is not None and not colocated and not elsewhere:
         fix += "; with weights.transport: relay and a Ray cluster engines may be on other machines"
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
+
+
+def _room_problems(config: Config, machine: Machine) -> list[Problem]:
+    """More engines than there are GPUs for on the machines that are described. Of a cluster that is
+    joined only Ray knows the others."""
+    rollout = config.rollout
+    if rollout is None or not machine.described or not engines_elsewhere(config, machine):
+        return []
+    ranks, has = -(-config.policy.parallel.ranks // machine.nodes), len(machine.gpus)
+    beside, alone = _room(config, has - ranks), _room(config, has)
+    room = machine.nodes * beside + machine.engine_nodes * alone
+    wanted = engine_count(config)
+    if wanted <= room:
+        return []
+    workers = f" of {rollout.workers} GPUs" if rollout.workers > 1 else ""
+    more = machine.nodes + machine.engine_nodes + -(-(wanted - room) // alone)
+    what = f"{wanted} engines{workers}, and there is room for {room}: {beside} on a node with ranks"
+    what += f", {alone} on each of {machine.engine_nodes} without" if machine.engine_nodes else ""
+    fix = f"set it to at most {room - wanted + rollout.engines}, or " if room > wanted - rollout.engines else ""
+    fix += f"plan for {more} machines, of which {machine.nodes} have ranks (--nodes {more} --trainer-nodes {machine.nodes})"
+    return [Problem(key="rollout.engines", what=what, fix=fix)]
+
+
+def spread_notes(config: Config, device: Device, machine: Machine) -> list[str]:
+    """What is slow between machines."""
+    parallel = config.policy.parallel
+    share = parallel.ranks // machine.nodes
+    group = parallel.tensor * parallel.context
+    if device == "cpu" or machine.nodes == 1 or parallel.ranks % machine.nodes or not share % group:
+        return []
+    context = f" x context {parallel.context}" if parallel.context > 1 else ""
+    return [
+        f"policy.parallel.tensor: {parallel.tensor}{context} ranks exchange activations in every layer, and"
+        f" a node has {share} of them, so this passes over the network between machines: give each"
+        " more ranks (fewer --trainer-nodes), or lower it"
+    ]
 
 
 def _divided(config: Config) -> list[str]:

@@ -100,8 +100,9 @@ class Machine:
     nothing that lies on its disks is. `transformer_engine`: its version, null where it is not
     installed; of a machine that is described, requirements/gpu.txt's.
 
-    `nodes`: machines like this one that the run has. Each has the same number of ranks, and the
-    first has the engines.
+    `nodes`: machines like this one that have ranks, each as many; the first has the engines that get
+    their weights by shared memory. `engine_nodes`: machines like this one beside them, with engines
+    alone.
     """
 
     cores: int
@@ -109,14 +110,21 @@ class Machine:
     shared_memory: int
     gpus: tuple[Gpu, ...]
     nodes: int = 1
+    engine_nodes: int = 0
     described: bool = False
     transformer_engine: str | None = None
 
 
 def described_machine(
-    *, gpus: int, gpu_memory_gib: float, nodes: int, chip: Chip | None = None
+    *,
+    gpus: int,
+    gpu_memory_gib: float,
+    nodes: int,
+    engine_nodes: int = 0,
+    chip: Chip | None = None,
 ) -> Machine:
-    """`nodes` machines of `gpus` GPUs each, of which nothing else is known."""
+    """`nodes` machines with ranks and `engine_nodes` without, of `gpus` GPUs each, of which nothing
+    else is known."""
     name = chip.name.upper() if chip is not None else "GPU"
     gpu = Gpu(
         f"{name} of {gpu_memory_gib:g} GiB",
@@ -129,6 +137,7 @@ def described_machine(
         shared_memory=0,
         gpus=(gpu,) * gpus,
         nodes=nodes,
+        engine_nodes=engine_nodes,
         described=True,
         transformer_engine=PINNED,
     )
@@ -151,7 +160,7 @@ def chip_of(machine: Machine) -> Chip | None:
     return next(alike, None)
 
 
-def this_machine(nodes: int = 1) -> Machine:
+def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     return Machine(
         cores=usable_cores(),
@@ -159,6 +168,7 @@ def this_machine(nodes: int = 1) -> Machine:
         shared_memory=shared,
         gpus=gpus_here(os.environ.get("CUDA_VISIBLE_DEVICES")),
         nodes=nodes,
+        engine_nodes=engine_nodes,
         transformer_engine=_transformer_engine(),
     )
 

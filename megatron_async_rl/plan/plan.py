@@ -33,11 +33,13 @@ from megatron_async_rl.plan.layers import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
     Process,
+    by_node,
     device_of,
     engines_elsewhere,
     layers_of,
     layout_problems,
     processes,
+    spread_notes,
 )
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.memory import (
@@ -57,6 +59,8 @@ class Plan:
     layers: ChosenLayers | None
     """Null where they, or the model, cannot be had."""
     processes: tuple[Process, ...]
+    nodes: tuple[tuple[str, str], ...]
+    """Machines of several, and what is on each."""
     batch: Batch | None
     ranks: tuple[RankMemory, ...]
     """One per pipeline stage."""
@@ -117,6 +121,7 @@ def make_plan(
 
         too_large, notes, peaks = gpu_memory(config, machine, engine, ranks_of)
         found += too_large
+    notes += spread_notes(config, device, machine)
     notes += fp8_warnings(config, machine) + sampling_warnings(config)
     notes += host_notes(config, machine, device, ranks, engine)
     if engine is not None:
@@ -126,6 +131,7 @@ def make_plan(
         device=device,
         layers=layers,
         processes=processes(config, device, machine),
+        nodes=by_node(config, device, machine),
         batch=batch,
         ranks=ranks,
         engine=engine,

@@ -39,6 +39,8 @@ def show_plan(
         _print(console, f"layers {plan.layers.family}{why}{_fp8(config)}")
     if plan.processes:
         console.print(_processes(plan))
+    if plan.nodes:
+        console.print(_nodes(plan))
     if plan.batch is not None:
         _heading(console, "one batch")
         _print(console, _batch(plan, config))
@@ -86,10 +88,11 @@ def _fp8(config: Config) -> str:
 
 def machine_line(machine: Machine) -> str:
     gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
-    count = f"{machine.nodes} nodes, each with" if machine.nodes > 1 else "one node with"
+    nodes = machine.nodes + machine.engine_nodes
+    count = f"{nodes} nodes, each with" if nodes > 1 else "one node with"
     if machine.described:
         return f"as described: {count} {gpus}; cores and host memory are not checked"
-    here = f"{count} what this machine has" if machine.nodes > 1 else "this machine"
+    here = f"{count} what this machine has" if nodes > 1 else "this machine"
     return f"{here}: {machine.cores} cores, {size(machine.memory)} memory, {gpus}"
 
 
@@ -287,6 +290,19 @@ def _processes(plan: Plan) -> Table:
         table.add_row(process.name, process.kind, process.device)
     if len(plan.processes) > PROCESSES_SHOWN:
         table.add_row("...", f"and {len(plan.processes) - PROCESSES_SHOWN} more", "")
+    return table
+
+
+def _nodes(plan: Plan) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("machine", "what it has"):
+        table.add_column(column)
+    shown = plan.nodes
+    if len(shown) > PROCESSES_SHOWN:
+        beyond = (f"and {len(shown) - PROCESSES_SHOWN} more", "as many ranks each")
+        shown = (*shown[: PROCESSES_SHOWN - 1], beyond, shown[-1])
+    for node in shown:
+        table.add_row(*node)
     return table
 
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.problem import ConfigError, UserError
 from megatron_async_rl.config.schema import Config, RolloutConfig
-from megatron_async_rl.plan.layout import device_of
+from megatron_async_rl.plan.layout import device_of, engine_count, engines_elsewhere
 from megatron_async_rl.plan.machine import described_machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import make_plan
@@ -274,10 +274,13 @@ def _require_simulable(config: Config) -> None:
 
 def require_plan(config: Config, shape: ModelShape, hardware: Hardware) -> None:
     """Raises ConfigError for what `mar plan` refuses on such machines."""
-    nodes = max(1, config.policy.parallel.ranks // hardware.gpus_per_machine)
+    gpus, ranks = hardware.gpus_per_machine, config.policy.parallel.ranks
     machine = described_machine(
-        gpus=hardware.gpus_per_machine, gpu_memory_gib=hardware.memory_gib, nodes=nodes
+        gpus=gpus, gpu_memory_gib=hardware.memory_gib, nodes=max(1, ranks // gpus)
     )
+    if engines_elsewhere(config, machine):
+        beyond = engine_count(config) * engines_of(config).workers - (machine.nodes * gpus - ranks)
+        machine = replace(machine, engine_nodes=max(0, -(-beyond // gpus)))
     problems = make_plan(config, machine, shape).problems
     if problems:
         raise ConfigError("cannot run", problems)

@@ -216,7 +216,10 @@ def test_the_commands_of_a_page_work_in_their_order(
     if page.name in ("one_gpu_node.md", "several_machines.md"):
         machine = "megatron_async_rl.plan.machine.this_machine"
         monkeypatch.setattr(
-            machine, lambda nodes=1: described_machine(gpus=8, gpu_memory_gib=80, nodes=nodes)
+            machine,
+            lambda nodes=1, engine_nodes=0: described_machine(
+                gpus=8, gpu_memory_gib=80, nodes=nodes, engine_nodes=engine_nodes
+            ),
         )
     write_files(page, folder)
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
