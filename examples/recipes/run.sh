@@ -32,7 +32,7 @@ done
 
 if ((NODE_RANK == 0)); then
   python "$here/fetch.py" "$recipe"
-  mar plan "$recipe" "$@"
+  mar plan "$recipe" "$@" --nodes "$NNODES" --trainer-nodes "${TRAINER_NODES:-$NNODES}"
 else
   until [[ -e "$model/.fetched" ]]; do
     ((SECONDS < ${FETCH_S:-7200})) || { echo "run.sh: machine 0 has not fetched $model within FETCH_S=${FETCH_S:-7200} s" >&2; exit 1; }

@@ -98,8 +98,8 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
 
 def engines_elsewhere(config: Config, machine: Machine) -> bool:
     """True where engines may be on other machines than rank 0's: with a carrier that goes there, in
-    a Ray cluster that is joined. Machines that are described are taken to be one."""
-    joins = machine.described or os.environ.get("RAY_ADDRESS")
+    a Ray cluster that is joined. Machines that are described, or counted, are taken to be one."""
+    joins = machine.described or machine.engine_nodes or os.environ.get("RAY_ADDRESS")
     return config.weights.transport in ELSEWHERE and bool(joins)
 
 
@@ -142,9 +142,9 @@ def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str
             parts.append(f"{_counted('GPU', share, has - share)} for engines, {room} at most")
         found.append((f"node {node}", "; ".join(parts)))
     if machine.engine_nodes:
-        room = f", {_room(config, has)} at most on each" if on_gpu and rollout is not None else ""
         name = _counted("node", machine.nodes, machine.engine_nodes)
-        found.append((name, f"engines alone{room}"))
+        most = f", {_room(config, has)} at most on each" if on_gpu and rollout is not None else ""
+        found.append((name, f"engines alone{most}"))
     return tuple(found)
 
 
@@ -265,10 +265,10 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
 
 
 def _room_problems(config: Config, machine: Machine) -> list[Problem]:
-    """More engines than there are GPUs for on the machines that are described. Of a cluster that is
-    joined only Ray knows the others."""
-    rollout = config.rollout
-    if rollout is None or not machine.described or not engines_elsewhere(config, machine):
+    """More engines than there are GPUs for on the machines that are described or counted. Of another
+    cluster that is joined only Ray knows the machines."""
+    rollout, known = config.rollout, machine.described or machine.engine_nodes
+    if rollout is None or not known or not engines_elsewhere(config, machine):
         return []
     ranks, has = -(-config.policy.parallel.ranks // machine.nodes), len(machine.gpus)
     beside, alone = _room(config, has - ranks), _room(config, has)
@@ -280,7 +280,11 @@ def _room_problems(config: Config, machine: Machine) -> list[Problem]:
     more = machine.nodes + machine.engine_nodes + -(-(wanted - room) // alone)
     what = f"{wanted} engines{workers}, and there is room for {room}: {beside} on a node with ranks"
     what += f", {alone} on each of {machine.engine_nodes} without" if machine.engine_nodes else ""
-    fix = f"set it to at most {room - wanted + rollout.engines}, or " if room > wanted - rollout.engines else ""
+    fix = (
+        f"set it to at most {room - wanted + rollout.engines}, or "
+        if room > wanted - rollout.engines
+        else ""
+    )
     fix += f"plan for {more} machines, of which {machine.nodes} have ranks (--nodes {more} --trainer-nodes {machine.nodes})"
     return [Problem(key="rollout.engines", what=what, fix=fix)]
 

@@ -254,11 +254,13 @@ def recipe(folder: Path, name: str, model: str) -> tuple[str, ...]:
     return str(RECIPES / f"{name}.yaml"), f"model.path={folder / model}"
 
 
-def estimated(arguments: tuple[str, ...], *overrides: str, gpus: int = 8) -> Estimate:
+def estimated(
+    arguments: tuple[str, ...], *overrides: str, gpus: int = 8, engine_nodes: int = 0
+) -> Estimate:
     file, *given = arguments
     config = load(Path(file), [*given, *overrides])
     shape, _ = read_model(config.model.path)
-    machine = described_machine(gpus=gpus, gpu_memory_gib=141, nodes=1)
+    machine = described_machine(gpus=gpus, gpu_memory_gib=141, nodes=1, engine_nodes=engine_nodes)
     plan = make_plan(config, machine, shape)
     assert plan.problems == ()
     assert isinstance(plan.estimate, Estimate)
@@ -314,7 +316,7 @@ def test_stages_of_an_engine_read_its_weights_once_for_each_batch_on_its_way(
 
 def test_an_estimate_of_a_mixture_counts_the_experts_that_tokens_visit(tmp_path: Path) -> None:
     """Qwen3-30B-A3B: 8 of 128 experts, so 3.0 G of 30.2 G weights in its layers are active."""
-    found = estimated(recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"))
+    found = estimated(recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"), engine_nodes=1)
     # Of attention, norms and router 19,140,864 weights in each of 48 layers, and 8 experts of 4,718,592.
     active = 48 * (18_874_368 + 4_352 + 262_144 + 8 * 4_718_592)
     layers, attention = 2 * 2304 * active, 2 * 2304 * 48 * 4096 * 2304
@@ -330,7 +332,9 @@ def test_an_estimate_of_a_mixture_counts_the_experts_that_tokens_visit(tmp_path:
     assert published == pytest.approx((0.763, 24.43, 3.053), rel=1e-3)
     assert found.step_s == found.generate_s + found.loaded_s
     alone = estimated(
-        recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"), "rollout.max_concurrent=1"
+        recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"),
+        "rollout.max_concurrent=1",
+        engine_nodes=1,
     )
     active += 151_936 * 2048
     one_token_s = (2 * active + 1280 * 98_304) / (2 * 0.6 * 4.8e12)
@@ -396,6 +400,7 @@ def planned(*arguments: str) -> tuple[int, str]:
 
 def test_the_plan_shows_step_and_publish_time_with_all_that_it_assumes(tmp_path: Path) -> None:
     arguments = recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B")
+    arguments += ("--nodes", "2", "--trainer-nodes", "1")
     code, output = planned(*arguments, "--gpus", "8", "--gpu-memory", "141")
     assert code == 0, output
     for words in (

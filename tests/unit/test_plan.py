@@ -1092,6 +1092,79 @@ def test_a_described_cluster_still_has_to_hold_the_run(file):
     assert planned_on_a_laptop(file, "--gpu-memory", "80")[0] == 2
 
 
+RELAYED = (*ON_CLUSTER, "weights.transport=relay")
+
+
+def test_machines_of_engines_alone_are_planned_beside_those_with_ranks(file):
+    divided = (*RELAYED, "rollout.tensor=2", *CLUSTER, "--trainer-nodes", "2")
+    code, output = planned_on_a_laptop(file, *divided)
+    assert code == 0, output
+    assert "as described: 4 nodes, each with 8 x GPU of 80 GiB" in output
+    assert dict(re.findall(r"^(nodes? [-\d]+) +(.*\S)", output, re.M)) == {
+        "node 0": "ranks 0-7 on GPU 0-7; the controller",
+        "node 1": "ranks 8-15 on GPU 0-7",
+        "nodes 2-3": "engines alone, 4 at most on each",
+    }
+
+
+def test_engines_that_find_no_gpu_on_the_machines_named_are_refused(file):
+    def ranks(count: int) -> tuple[str, ...]:
+        return (*RELAYED, f"policy.parallel.ranks={count}", f"flow.prompts_per_step={count}")
+
+    beside = ("--gpus", "8", "--nodes", "3", "--trainer-nodes", "2")
+    # Two GPUs are free on each machine with ranks, and eight on the other.
+    code, output = planned_on_a_laptop(file, *ranks(12), "rollout.engines=12", *beside)
+    assert code == 0, output
+    assert "ranks 6-11 on GPU 0-5; GPU 6-7 for engines, 2 at most" in output
+    assert "1 GPU of any machine with as many free" in output
+    code, output = planned_on_a_laptop(file, *ranks(12), "rollout.engines=13", *beside)
+    assert code == 2
+    room = "there is room for 12: 2 on a node with ranks, 8 on each of 1 without"
+    assert f"13 engines, and {room}" in output
+    more = "plan for 4 machines, of which 2 have ranks (--nodes 4 --trainer-nodes 2)"
+    assert f"set it to at most 12, or {more}" in output
+    # An engine's two workers are on one machine.
+    two = ("rollout.tensor=2", "rollout.engines=5", *beside)
+    code, output = planned_on_a_laptop(file, *ranks(14), *two)
+    assert code == 2
+    assert "5 engines of 2 GPUs, and there is room for 4: 0 on a node with ranks, 4 on" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--nodes", "2", "--trainer-nodes", "3"), "3 of 2 machines"),
+        (
+            ("--nodes", "4", "--trainer-nodes", "2"),
+            "2 machines are for engines alone, and all engines are on rank 0's",
+        ),
+    ],
+)
+def test_machines_that_would_have_nothing_are_refused(file, arguments, said):
+    code, output = planned_on_a_laptop(file, *ON_CLUSTER, "--gpus", "8", *arguments)
+    assert code == 2
+    assert "--trainer-nodes" in output
+    assert said in output
+
+
+def test_ranks_that_exchange_activations_between_machines_are_told(file):
+    note = "a node has 3 of them, so this passes over the network between machines"
+    six = ("policy.device=cuda", "policy.parallel.ranks=6", "policy.parallel.tensor=2")
+    planned = plan(file, *six, "flow.prompts_per_step=6", machine=replace(NODE, nodes=2))
+    assert [note in one for one in planned.warnings].count(True) == 1
+    alone = plan(file, *six, "flow.prompts_per_step=6", machine=replace(NODE, nodes=3))
+    assert alone.problems == ()
+    assert not [one for one in alone.warnings if "over the network" in one]
+
+
+def test_machines_of_engines_are_a_cluster_before_ray_is_started(file, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    eight = ("policy.parallel.ranks=8", "policy.device=cuda", "weights.transport=relay")
+    beside = replace(NODE, engine_nodes=1)
+    assert plan(file, *eight, "rollout.engines=8", machine=beside).problems == ()
+    assert keys(plan(file, *eight, "rollout.engines=9", machine=beside)) == ["rollout.engines"]
+
+
 EIGHT_GPUS = ("--gpus", "8", "--gpu-memory")
 EIGHT_RANKS = (
     "policy.device=cuda",

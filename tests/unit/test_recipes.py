@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,62 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_fits_the_gpus_of_its_machines(checkout: Path, name: str, gigabytes: int) -> None:
     file = checkout / "examples" / "recipes" / f"{name}.yaml"
-    trainer_nodes = re.search(r"TRAINER_NODES=(\d+)", file.read_text())
+    named = re.search(r"NNODES=(\d+) TRAINER_NODES=(\d+)", file.read_text())
+    nodes, trainer_nodes = (int(named[1]), int(named[2])) if named else (1, 1)
     gpus = 1 if "one GPU" in file.read_text() else 8
-    nodes = int(trainer_nodes[1]) if trainer_nodes else 1
-    machine = described_machine(nodes=nodes, gpus=gpus, gpu_memory_gib=gigabytes)
-    plan = preflight(load(file), all_data=True, machine=machine)
+    require_fit(file, (), gigabytes, nodes=nodes, trainer_nodes=trainer_nodes, gpus=gpus)
+
+
+def require_fit(
+    file: Path,
+    overrides: Sequence[str],
+    gigabytes: int,
+    *,
+    nodes: int,
+    trainer_nodes: int,
+    gpus: int = 8,
+) -> None:
+    """The plan has no fault and no doubt, each GPU of these machines has its process, and a rank
+    exchanges activations with ranks of its machine alone."""
+    machine = described_machine(
+        nodes=trainer_nodes,
+        engine_nodes=nodes - trainer_nodes,
+        gpus=gpus,
+        gpu_memory_gib=gigabytes,
+    )
+    config = load(file, overrides)
+    plan = preflight(config, all_data=True, machine=machine)
     assert not plan.problems
-    assert not [warning for warning in plan.warnings if "the estimate may be" in warning]
+    slow_or_close = ("the estimate may be", "over the network")
+    assert not [one for one in plan.warnings if any(words in one for words in slow_or_close)]
     assert plan.ranks
     assert isinstance(plan.estimate, Estimate)
     assert plan.estimate.chip.name == {80: "h100", 141: "h200"}[gigabytes]
+    rollout = config.rollout
+    assert rollout is not None
+    ranks, engines = config.policy.parallel.ranks, rollout.engines * rollout.workers
+    taken = ranks if rollout.placement == "colocated" else ranks + engines
+    assert taken == nodes * gpus
+
+
+DIVISIONS = re.findall(
+    r"^\| (\d+) \| (\d+) \| `(.*)` \|", (RECIPES / "README.md").read_text(), re.M
+)
+
+
+@pytest.mark.parametrize("gigabytes", [80, 141])
+@pytest.mark.parametrize(("nodes", "trainer_nodes", "overrides"), DIVISIONS)
+@pytest.mark.parametrize("name", [name for name in NAMES if "_32b" in name])
+def test_a_recipe_of_32_billion_weights_fits_fewer_and_more_machines_as_its_page_says(
+    checkout: Path, name: str, nodes: str, trainer_nodes: str, overrides: str, gigabytes: int
+) -> None:
+    file = checkout / "examples" / "recipes" / f"{name}.yaml"
+    counts = {"nodes": int(nodes), "trainer_nodes": int(trainer_nodes)}
+    require_fit(file, overrides.split(), gigabytes, **counts)
+
+
+def test_the_page_divides_recipes_of_32_billion_weights_over_2_to_16_machines() -> None:
+    assert [int(nodes) for nodes, _, _ in DIVISIONS] == [2, 8, 16]
 
 
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -135,12 +182,19 @@ def test_a_recipe_is_planned_trained_evaluated_and_converted(checkout: Path) -> 
     recipe = checkout / "examples" / "recipes" / "qwen3_8b.yaml"
     trained = checkout / "runs" / "qwen3_8b"
     assert asked == [
-        f"plan {recipe} run.steps=3",
+        f"plan {recipe} run.steps=3 --nodes 1 --trainer-nodes 1",
         f"train {recipe} run.steps=3",
         f"eval {trained}/checkpoint",
         f"convert {trained}/checkpoint {trained}/hf",
     ]
     assert f"vllm serve {trained}/hf" in said
+
+
+def test_the_first_machine_plans_for_all_of_them(checkout: Path) -> None:
+    places = {"NNODES": "2", "TRAINER_NODES": "2", "MASTER_ADDR": "node0"}
+    code, said, asked = run(checkout, "qwen2.5_32b", **places)
+    assert code == 0, said
+    assert asked[0].endswith("qwen2.5_32b.yaml --nodes 2 --trainer-nodes 2")
 
 
 def test_another_machine_only_trains(checkout: Path) -> None:
