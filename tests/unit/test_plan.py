@@ -381,6 +381,8 @@ def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
         (["policy.optimizer.lr=1e-5", "policy.optimizer.min_lr=1e-4"], "policy.optimizer.min_lr"),
         (["rollout.reward.name=nothing"], "rollout.reward.name"),
         (["rollout.vllm.blok_size=32"], "rollout.vllm.blok_size"),
+        (["rollout.vllm.block_size=many"], "rollout.vllm.block_size"),
+        (["rollout.vllm.async_scheduling=3"], "rollout.vllm.async_scheduling"),
         (["rollout.vllm.enable_chunked_prefill=true"], "rollout.vllm.enable_chunked_prefill"),
         (["data.train=nowhere"], "data.train"),
         (["model.path=nowhere"], "model.path"),
