@@ -218,7 +218,8 @@ class EngineTask:
         """Colocated: the engine gives up its memory, until it takes newer weights; one that does not
         is lost, and killed before this returns: the policy counts on its memory."""
         engine, what = self.slot.engine, f"{self.slot.name} to sleep"
-        assert engine is not None
+        if engine is None:  # lost at this very moment
+            return
         self.slot.asleep = True
         sleep = partial(await_named, what, engine.sleep(), timeout_s)
         try:
