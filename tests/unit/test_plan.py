@@ -585,6 +585,8 @@ def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_en
     (problem,) = plan(file, "policy.parallel.ranks=1", machine=replace(LAPTOP, nodes=2)).problems
     assert problem.what == "1 ranks do not divide over 2 nodes (--nnodes)"
     assert problem.fix == "set ranks to a multiple of 2, or change --nnodes"
+    shared = ("policy.device=auto", "policy.parallel.ranks=1", "rollout.placement=colocated")
+    assert keys(plan(file, *shared, "flow.async_ratio=0", machine=two)) == ["policy.parallel.ranks"]
 
 
 def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
