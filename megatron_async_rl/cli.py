@@ -491,6 +491,19 @@ def report(
 
 
 @app.command()
+def engines(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that goes on.")],
+    count: Annotated[int, typer.Argument(metavar="N", min=1, help="Training engines.")],
+) -> None:
+    """Give a run more or fewer engines while it goes on. Those that join start from the newest
+    weights; those that leave hand on what they had begun."""
+    from megatron_async_rl.launch.run_lock import ask_for_engines
+
+    ask_for_engines(run, count)
+    _print(f"{run} is asked for {count} engines: it notes on its screen who joins and leaves")
+
+
+@app.command()
 def dashboard(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several.")

@@ -10,7 +10,9 @@ import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_async_rl.config.problem import Problem
 
@@ -155,6 +157,9 @@ BREAKS_ON_CPU: Mapping[str, str] = {
     "max_num_scheduled_tokens": _CPU,
 }
 
+_PLAIN = {"Any": Any, "Literal": Literal}
+"""Names in the types of arguments, beside Python's own."""
+
 
 def refused_options(
     options: Mapping[str, Any], device: Literal["cpu", "cuda"] | None = None
@@ -195,18 +200,39 @@ def _matching(reasons: Mapping[str, str], argument: str) -> str | None:
     return next((why for pattern, why in reasons.items() if fnmatchcase(argument, pattern)), None)
 
 
-def vllm_arguments() -> frozenset[str]:
-    """Names of vLLM's `AsyncEngineArgs`, from its source, as an import takes seconds. None where
-    vLLM is not installed, or keeps them elsewhere: an engine asks vLLM itself as it starts."""
+def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
+    """The problem of a value that vLLM would not take. wanted: the argument's type as vLLM's source has
+    it; where that names a type of vLLM's own, or the value is null, its engine says so as it starts."""
+    if value is None:  # the default of some that are declared without it
+        return None
+    try:
+        (kind,) = get_type_hints(
+            type("_", (), {"__annotations__": {name: wanted}}), _PLAIN
+        ).values()
+        TypeAdapter(kind).validate_python(value)
+    except NameError:
+        return None
+    except ValidationError:
+        return Problem(
+            key=f"rollout.vllm.{name}",
+            what=f"is {value!r}, and the installed vLLM's engine wants {wanted}",
+            fix="set it to one of that type, or remove it",
+        )
+    return None
+
+
+def vllm_arguments() -> dict[str, str]:
+    """Names of vLLM's `AsyncEngineArgs` and their types, from its source, as an import takes seconds.
+    None where vLLM is not installed, or keeps them elsewhere: an engine asks vLLM itself as it starts."""
     found = importlib.util.find_spec("vllm")
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         source = Path(folder) / "engine" / "arg_utils.py"
         if source.is_file():
-            return frozenset(
-                field.target.id
+            return {
+                field.target.id: ast.unparse(field.annotation).strip("'")
                 for node in ast.parse(source.read_text(encoding="utf-8")).body
                 if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
                 for field in node.body
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            )
-    return frozenset()
+            }
+    return {}

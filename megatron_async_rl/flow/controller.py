@@ -60,6 +60,7 @@ from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout, Source
 from megatron_async_rl.flow.summary import Ages, FlowCounts, engine_counts, summarise_dropped
+from megatron_async_rl.flow.updates import cancel_all
 from megatron_async_rl.rollout.engine_process import start_engine
 from megatron_async_rl.samples.columns import NUMERIC
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch, gathered
@@ -106,6 +107,7 @@ class Controller(Listener):
         self._counts = FlowCounts()
         self._evaluating = asyncio.Lock()
         self._relays: Relays | NoRelays = NoRelays()
+        self._orders: asyncio.Task[None] | None = None
 
     async def start(self, position: DataState | None = None) -> None:
         """Goes on at `position`, and starts the engines; returns when all have started. Raises
@@ -127,6 +129,8 @@ class Controller(Listener):
         )
         self._relays = relays_of(spec, self._fleet, self)
         await asyncio.gather(self._fleet.started(), self._rewards.start())
+        if spec.run_dir is not None:
+            self._orders = asyncio.create_task(self._follow_orders(spec.run_dir / watch.ENGINES))
         collect_rarely()
 
     def _begin_process(self, run_dir: Path) -> None:
@@ -407,6 +411,21 @@ class Controller(Listener):
 
     # Engines that join and leave
 
+    async def _follow_orders(self, file: Path) -> None:
+        """Has as many training engines as `file` asks for, each time that it is written."""
+        while True:
+            await asyncio.sleep(STOP_POLL_S)
+            if not file.exists():
+                continue
+            try:
+                text = file.read_text()
+                file.unlink()
+                await self._fleet.resize(int(text), self._spec.timeout_s)
+            except (OSError, ValueError) as error:
+                self.note(f"there are not as many engines as {file} asked for: {error}")
+            except Exception as error:  # noqa: BLE001 - a mistake of ours ends the run, not a task
+                self.on_error(error)
+
     async def add_engine(self) -> int:
         """One more training engine, set up as the first; returns its index."""
         return self._fleet.add(self._spec.engines[0])
@@ -479,6 +498,8 @@ class Controller(Listener):
         """Ends the engines, the relays and the sample log. `state()` still has what they had not
         answered."""
         self._rewards.close()
+        if self._orders is not None:
+            await cancel_all([self._orders])
         await self._fleet.close(STOP_ENGINES_S)
         await self._relays.close(STOP_RELAYS_S)
         await asyncio.to_thread(self._sample_log.close)

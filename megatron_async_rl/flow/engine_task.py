@@ -194,6 +194,7 @@ class EngineTask:
         self._restarts = restarts
         self._note = note
         self._must_start = must_start
+        self._comes = "" if must_start else "has joined"
         self._failed: asyncio.Future[None] | None = None
         self._turns = DeviceTurns("engine", "generate")
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -218,7 +219,8 @@ class EngineTask:
         """Colocated: the engine gives up its memory, until it takes newer weights; one that does not
         is lost, and killed before this returns: the policy counts on its memory."""
         engine, what = self.slot.engine, f"{self.slot.name} to sleep"
-        assert engine is not None
+        if engine is None:  # lost at this very moment
+            return
         self.slot.asleep = True
         sleep = partial(await_named, what, engine.sleep(), timeout_s)
         try:
@@ -381,12 +383,12 @@ class EngineTask:
 
     def _serve(self, version: int) -> None:
         slot = self.slot
-        back = slot.restarts > 0 and not slot.serving
+        back = "" if slot.serving else "is back" if slot.restarts else self._comes
         slot.version, slot.serving, slot.asleep, slot.lost = version, True, False, ""
         self._updates.held()
         self._owner.on_version(slot)
         if back:
-            self._note(f"{slot.name} is back, with the weights of version {version}, verified")
+            self._note(f"{slot.name} {back}, with the weights of version {version}, verified")
 
     async def _listen(self, engine: Engine) -> None:
         """Takes in reports until the engine is of no more use; raises why."""

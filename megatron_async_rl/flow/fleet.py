@@ -118,6 +118,23 @@ class Fleet:
             self.updates.held()
         self.requests.dispatch()
 
+    async def resize(self, count: int, timeout_s: float) -> None:
+        """Training engines join, or those that came last leave, until there are `count`. Raises
+        ValueError where one cannot leave; `timeout_s`: for each."""
+        there = [one for one in self._engines(False) if not one.dead and not one.leaving]
+        more = count - len(there)
+        joining = [self.slots[self.add(self.slots[0].spec)].name for _ in range(more)]
+        leaving = there[count:][::-1]
+        names = ", ".join([*joining, *(slot.name for slot in leaving)])
+        what = "join" if joining else "leave"
+        self._listener.note(
+            f"engines asked for: {count}, there: {len(there)}"
+            + (f"; to {what}: {names}" * bool(names))
+        )
+        for slot in leaving:
+            await self.remove(slot.index, timeout_s)
+            self._listener.note(f"{slot.name} has left")
+
     def lose_machine(self, machine: str, reason: str, *, all_engines: bool) -> None:
         """No weights come to that machine: its engines are lost, or only those that are to evaluate
         a version which may be gone before another try."""

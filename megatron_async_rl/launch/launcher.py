@@ -157,7 +157,8 @@ def _run(
 def _prepare_directory(config: Config) -> None:
     run_dir = config.run.dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (run_dir / watch.STOP).unlink(missing_ok=True)
+    for asked_of_the_run_before in (watch.STOP, watch.ENGINES):
+        (run_dir / asked_of_the_run_before).unlink(missing_ok=True)
     resolved = run_dir / "config.yaml"
     text = dump(config)
     if resolved.exists() and resolved.read_text() != text:

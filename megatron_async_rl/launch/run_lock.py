@@ -18,8 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.processes import condition
+from megatron_async_rl.watchdog.progress_monitor import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,38 @@ def lock_run_dir(
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def ask_for_engines(run_dir: Path, count: int) -> None:
+    """The run in `run_dir` is to have so many training engines; it notes what becomes of that.
+
+    Raises RunDirectoryError where none runs there, and for one whose engines cannot join or leave.
+    """
+    config_file = run_dir / "config.yaml"
+    if not config_file.is_file():
+        raise RunDirectoryError.at(run_dir, "has no config.yaml: it is no run", "name a run.dir")
+    rollout = load(config_file).rollout
+    if rollout is None or rollout.placement == "colocated":
+        why = "has no engines" if rollout is None else "has engines on the policy's devices"
+        fix = "only engines with devices of their own join and leave (rollout.placement)"
+        raise RunDirectoryError.at(run_dir, why, fix)
+    if not _is_taken(run_dir):
+        fix = "set rollout.engines, and start it"
+        raise RunDirectoryError.at(run_dir, "is not running: nobody would hear of it", fix)
+    with usable(run_dir):
+        write_whole(run_dir / watch.ENGINES, str(count))
+
+
+def _is_taken(run_dir: Path) -> bool:
+    """True while a run has the directory, and where the file system cannot tell."""
+    try:
+        with open(run_dir / FILE, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 @contextmanager

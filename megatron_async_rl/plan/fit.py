@@ -141,7 +141,7 @@ def _needs(
     if ranks and rollout.placement == "colocated":
         # The first node's ranks whose GPUs the engines take, too.
         beside = min(
-            config.policy.parallel.ranks // machine.nodes, rollout.engines * rollout.workers
+            -(-config.policy.parallel.ranks // machine.nodes), rollout.engines * rollout.workers
         )
         stages = {rank_coordinates(config, rank)[-1] for rank in range(beside)}
         kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
@@ -347,8 +347,8 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
         Problem(
             key="weights.transport",
             what=(
-                f"{what}, {needed / MIB:.0f} MiB, are to lie in /dev/shm, which has"
-                f" {free / MIB:.0f} MiB free"
+                f"{what}, {math.ceil(needed / MIB)} MiB, are to lie in /dev/shm, which has"
+                f" {free // MIB} MiB free"
             ),
             fix=f"enlarge /dev/shm (docker run --shm-size={math.ceil(needed / GIB) + 1}g)",
         )

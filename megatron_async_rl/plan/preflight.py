@@ -20,6 +20,7 @@ from megatron_async_rl.config.engine_options import (
     refused_options,
     unknown_option,
     vllm_arguments,
+    wrong_value,
 )
 from megatron_async_rl.config.environment import AGENTS, TOOLS, EnvironmentConfig
 from megatron_async_rl.config.problem import Problem, UserError
@@ -459,11 +460,15 @@ def _engine_options(config: Config, machine: Machine) -> list[Problem]:
         return []
     options = config.rollout.vllm
     known = vllm_arguments()
+    refused = dict(refused_options(options, device_of(config, machine)))
     problems = [unknown_option(name, known) for name in options if known and name not in known]
-    return problems + [
+    problems += [
         Problem(key=f"rollout.vllm.{name}", what=f"may not be set: {why}", fix="remove it")
-        for name, why in refused_options(options, device_of(config, machine))
+        for name, why in refused.items()
     ]
+    taken = options.keys() & known.keys() - refused.keys()
+    wrong = (wrong_value(name, options[name], known[name]) for name in sorted(taken))
+    return problems + [problem for problem in wrong if problem is not None]
 
 
 def _grammars(config: Config) -> list[Problem]:

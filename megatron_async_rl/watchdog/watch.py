@@ -42,6 +42,8 @@ starts."""
 
 STOP = "stop"
 """File in the run's directory that asks rank 0 to stop after the step."""
+ENGINES = "engines"
+"""File in the run's directory that asks the controller for so many training engines."""
 Kind = Literal["wait", "work", "phase"]
 
 

@@ -1,10 +1,10 @@
 """Digests of tensors that add up from those of their parts, wherever the parts lie.
 
 A tensor is a matrix, its last dimension across (one row, for a vector); a row is words of 8 bytes,
-filled up with zeros, and twice as many of 4:
+filled up with zeros, and once more words of 8 bytes behind 4 bytes of zeros:
 
-    d1 = sum of R1(row) W1(column) word     over all words of 8 bytes, modulo 2^64
-    d2 = sum of R2(row) W2(column) word     over all words of 4 bytes, modulo 2^32
+    d1 = sum of R1(row) W1(column) word     over all words, modulo 2^64
+    d2 = sum of R2(row) W2(column) word     over all words half a word later, modulo 2^64
 
 R and W are odd numbers that a place decides, from a seed for each. Both sums are linear in the bytes,
 so a part adds up with the others by its place alone, at whatever byte it was cut.
@@ -12,30 +12,30 @@ so a part adds up with the others by its place alone, at whatever byte it was cu
 Invariants:
 - of one tensor every way to cut it gives the same digest, on every device;
 - one changed element always changes it. Two tensors that differ in more agree with a probability of
-  2^-64, but where they differ only in the last bytes of words, which reach no more than the highest
-  bits of a sum: every fourth number of 16 bits, 2^-30; every eighth of 8 bits, 2^-14. It guards
-  against wrong, missing, stale, swapped and damaged bytes, and is no signature against somebody who
-  makes bytes to fit;
+  2^-32 at the most, and 2^-120 where they differ in whole words. The highest bit of a word has no
+  more than a parity in a sum, as all keys are odd: it is the middle of the other sum's words. It
+  guards against wrong, missing, stale, swapped and damaged bytes, and is no signature against
+  somebody who makes bytes to fit;
 - beside the parts, memory holds the keys of their rows and columns; where a part is cut within a
   word or lies on CUDA, also one piece of PIECE_BYTES, or a row that is larger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-WORD = 8
+WORD, HALF = 8, 4
 """Bytes."""
 PIECE_BYTES = 2**18
 CUDA_BYTES = 2**26
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS, _COLUMNS = (1, 2), (3, 4)
 """Seeds of d1 and d2."""
-_known: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+_known: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -56,21 +56,22 @@ def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
     if not rows * columns:
         return sums
     bits = part.detach().reshape(rows, columns).view(_BITS[size])
+    if size > HALF:
+        bits, size, column = bits.contiguous().view(_BITS[HALF]), HALF, size // HALF * column
     first, lead = divmod(column, WORD // size)
-    words = -(-(lead + columns) * size // WORD)
 
-    whole = _lies_in_words(bits, lead)
     on_host = part.device.type == "cpu"
-    tall = max(1, (PIECE_BYTES if on_host else CUDA_BYTES) // (words * WORD))
-    for start in range(0, rows, rows if whole and on_host else tall):
-        block = bits if whole and on_host else bits[start : start + tall]
-        piece = block.view(torch.int64) if whole else _words(block, lead, words)
-        for which, read in enumerate((piece, piece.view(torch.int32))):
-            of_words = _over_rows(read, _keys(_ROWS[which], row + start, len(read), read))
-            per_word = read.shape[1] // words
-            across = _keys(_COLUMNS[which], first * per_word, words * per_word, read)
-            sums[which] += (of_words * across).sum(dtype=torch.int64)
-    sums[1] &= 2**32 - 1
+    in_place = on_host and _lies_in_words(bits, lead)
+    row_bytes = bits.shape[1] * size
+    tall = max(1, (PIECE_BYTES if on_host else CUDA_BYTES) // (row_bytes + WORD))
+    for start in range(0, rows, rows if in_place else tall):
+        block = bits if in_place else bits[start : start + tall]
+        for which, later in enumerate((0, HALF)):
+            read = _words_in_place if in_place else _words
+            for at, words in read(block, lead * size + later):
+                keys = _keys(_ROWS[which], row + start, len(words), words.device)
+                across = _keys(_COLUMNS[which], first + at, words.shape[1], words.device)
+                sums[which] += (_over_rows(words, keys) * across).sum()
     return sums
 
 
@@ -79,7 +80,7 @@ def digest_text(dtype: torch.dtype, shape: Sequence[int], sums: Sequence[int]) -
     d1, d2, elements = sums
     kind = f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace(" ", "")
     some = "" if elements == prod(shape) else f", of {elements} of {prod(shape)} elements"
-    return f"{kind}:{d1 % 2**64:016x}{d2 % 2**32:08x}{some}"
+    return f"{kind}:{d1 % 2**64:016x}{d2 % 2**64:016x}{some}"
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -94,28 +95,45 @@ def _lies_in_words(bits: Tensor, lead: int) -> bool:
 
 
 def _over_rows(words: Tensor, keys: Tensor) -> Tensor:
-    """[words]: sums over the rows, modulo 2^64 or 2^32."""
+    """[words]: sums over the rows, modulo 2^64."""
     if words.device.type == "cpu":
         return torch.mv(words.t(), keys)
     # CUDA has no products of integer matrices.
-    return (words * keys[:, None]).sum(0, dtype=words.dtype)
+    return (words * keys[:, None]).sum(0)
 
 
-def _words(block: Tensor, lead: int, words: int) -> Tensor:
-    """The block as words, [rows, words] int64; the first has `lead` elements before the block's."""
-    filled = block.new_zeros(block.shape[0], words * WORD // block.element_size())
-    filled[:, lead : lead + block.shape[1]] = block
-    return filled.view(torch.int64)
+def _words(block: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
+    """The block as words, [rows, words] int64, behind `lead` bytes of zeros; and which the first is."""
+    size = block.element_size()
+    end = lead // size + block.shape[1]
+    filled = block.new_zeros(len(block), -(-end * size // WORD) * WORD // size)
+    filled[:, lead // size : end] = block
+    yield 0, filled.view(torch.int64)
 
 
-def _keys(seed: int, start: int, count: int, like: Tensor) -> Tensor:
-    """[count]: the odd numbers of these places, int64 or their last 32 bits."""
-    known = _known.get((seed, like.dtype, like.device))
+def _words_in_place(bits: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
+    """The same without a copy of them, of what lies in words. lead: none, or half a word."""
+    if not lead:
+        yield 0, bits.view(torch.int64)
+        return
+    halves = bits.view(torch.int32)
+    rows, count = halves.shape
+    yield 0, halves[:, :1].long() << 32
+    yield count // 2, halves[:, -1:].long() & 2**32 - 1
+    if count > 2:
+        start = halves.storage_offset() * HALF + HALF
+        memory = bits.untyped_storage()[
+            start : start + (rows - 1) * halves.stride(0) * HALF + (count - 2) * HALF
+        ]
+        words = torch.empty(0, dtype=torch.int64)
+        yield 1, words.set_(memory, 0, (rows, count // 2 - 1), (halves.stride(0) // 2, 1))
+
+
+def _keys(seed: int, start: int, count: int, device: torch.device) -> Tensor:
+    """[count] int64: the odd numbers of these places."""
+    known = _known.get((seed, device))
     if known is None or len(known) < start + count:
-        numbers = _odd(seed, max(4096, 2 * (start + count)))
-        if like.dtype == torch.int32:
-            numbers = numbers.view(torch.int32)[::2]  # little-endian
-        known = _known[seed, like.dtype, like.device] = numbers.contiguous().to(like.device)
+        known = _known[seed, device] = _odd(seed, max(4096, 2 * (start + count))).to(device)
     return known[start : start + count]
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import shutil
+import socket
 import uuid
 import weakref
 from collections.abc import Collection, Iterator
@@ -30,12 +32,21 @@ from megatron_async_rl.weights.stale_files import PREFIX, SHARED_MEMORY
 from megatron_async_rl.weights.transport import Carrier, Place, Reader, Writer
 
 
+class SharedMemoryFull(OSError):
+    """There is no room for a bucket."""
+
+    fix = (
+        "enlarge /dev/shm (docker run --shm-size), or remove what others left there: two versions of"
+        " the model have to fit"
+    )
+
+
 class BucketFile(Place):
     """One file in `directory`, of `size` bytes, all of them reserved. Deleted by `close`, or at
     exit."""
 
     def __init__(self, directory: Path, size: int) -> None:
-        """Raises OSError when the directory is full."""
+        """Raises SharedMemoryFull."""
         self.size = size
         self.path, descriptor = _create(directory)
         self._discard = weakref.finalize(self, _discard, self.path, descriptor)
@@ -43,6 +54,13 @@ class BucketFile(Place):
             os.posix_fallocate(
                 descriptor, 0, size
             )  # a full directory fails here with ENOSPC, not later with SIGBUS
+        except OSError as error:
+            self.close()
+            free = shutil.disk_usage(directory).free
+            raise SharedMemoryFull(
+                f"{directory} of {socket.gethostname()} has {free / 2**20:.1f} MiB free, too few for a"
+                f" bucket of weights of {size / 2**20:.1f} MiB: {error}"
+            ) from error
         except BaseException:
             self.close()
             raise

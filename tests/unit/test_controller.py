@@ -4,9 +4,11 @@ that are coroutines."""
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import pickle
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from tests.unit.flow_setup import (
     samples_in,
     stage,
     train,
+    until,
 )
 
 
@@ -242,6 +245,29 @@ def test_a_group_trains_with_the_reward_of_the_whole(tmp_path: Path) -> None:
 
         logged = {one.id: one for _, one in load(tmp_path, list(read_entries(tmp_path)))}
         assert [logged[name].reward for name, _ in found] == [reward for _, reward in found]
+
+    run(body)
+
+
+def test_a_run_has_as_many_engines_as_its_directory_asks_for(tmp_path: Path) -> None:
+    async def body() -> None:
+        controller = await begin([FakeEngine()], flow(), run_dir=tmp_path)
+
+        def is_there(engines: list[int]) -> bool:
+            return engines == [slot.index for slot in controller._fleet.slots if slot.serving]
+
+        for asked, there in (("2", [0, 1]), ("many", [0, 1]), ("1", [0])):
+            (tmp_path / "engines").write_text(asked)
+            await until(lambda: not (tmp_path / "engines").exists())
+            await until(partial(is_there, there))
+        assert controller._failure is None
+        await controller.close()
+
+        noted = [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").open()]
+        assert noted[1] == "engine-1 has joined, with the weights of version 0, verified"
+        assert "not as many engines" in noted[2]
+        assert "many" in noted[2]
+        assert noted[-1] == "engine-1 has left"
 
     run(body)
 

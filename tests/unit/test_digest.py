@@ -73,17 +73,43 @@ def test_values_of_a_known_tensor_stay_what_they_are() -> None:
         x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
         return (x ^ x >> 31) | 1
 
-    def by_hand(tensor: Tensor, size: int, rows: int, columns: int) -> int:
+    def by_hand(tensor: Tensor, zeros: int, rows: int, columns: int) -> int:
         total = 0
         for row, values in enumerate(tensor.view(torch.uint8).tolist()):
-            for at in range(0, len(values), size):
-                word = int.from_bytes(bytes(values[at : at + size]), "little")
-                total += key(rows, row) * key(columns, at // size) * word
+            line = bytes(zeros) + bytes(values)
+            for at in range(0, len(line), 8):
+                word = int.from_bytes(line[at : at + 8], "little")
+                total += key(rows, row) * key(columns, at // 8) * word
         return total
 
-    tensor = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -0.25]])
-    d1, d2 = by_hand(tensor, 8, 1, 3) % 2**64, by_hand(tensor, 4, 2, 4) % 2**32
-    assert tensor_digest(tensor) == f"float32[2,3]:{d1:016x}{d2:08x}"
+    for tensor in (
+        torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -0.25]]),
+        torch.tensor([[1.0, -2.0, 3.0, 5.0], [0.5, 0.0, -0.25, -1.0]]),
+    ):
+        d1, d2 = by_hand(tensor, 0, 1, 3) % 2**64, by_hand(tensor, 4, 2, 4) % 2**64
+        shape = f"2,{tensor.shape[1]}"
+        assert tensor_digest(tensor) == f"float32[{shape}]:{d1:016x}{d2:016x}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_changed_bits_change_the_digest_wherever_they_are(dtype: torch.dtype) -> None:
+    """Two highest bits of words have the same weight in a sum of odd multiples of words: they are
+    elsewhere in the other sum's."""
+    raw = torch.arange(64, dtype=torch.uint8).reshape(4, 16)
+    digests = {tensor_digest(raw.view(dtype))}
+    highest = [(row, byte) for row in range(4) for byte in range(3, 16, 4)]
+    for one in highest:
+        for other in highest[: highest.index(one)]:
+            changed = raw.clone()
+            changed[one] ^= 128
+            changed[other] ^= 128
+            digests.add(tensor_digest(changed.view(dtype)))
+    assert len(digests) == 1 + 16 * 15 // 2
+
+
+def test_rows_that_differ_in_signs_alone_are_not_swapped_unseen() -> None:
+    rows = torch.tensor([[1.0, 2.0], [1.0, -2.0]])
+    assert tensor_digest(rows) != tensor_digest(rows.flip(0))
 
 
 def test_equal_tensors_have_equal_digests_whatever_their_strides() -> None:

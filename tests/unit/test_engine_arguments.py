@@ -24,6 +24,7 @@ from megatron_async_rl.config.engine_options import (
     QUANTISED_AS_LOADED,
     refused_options,
     vllm_arguments,
+    wrong_value,
 )
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import Problem, UserError
@@ -86,7 +87,16 @@ def test_every_refused_name_is_one_of_vllms():
 
 
 def test_the_preflight_knows_vllms_names_without_importing_it():
-    assert vllm_arguments() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    fields = dataclasses.fields(AsyncEngineArgs)
+    assert vllm_arguments().keys() == {field.name for field in fields}
+    assert vllm_arguments()["max_num_batched_tokens"] == "int | None"
+
+
+def test_no_default_of_vllms_is_taken_for_a_wrong_value():
+    known = vllm_arguments()
+    defaults = AsyncEngineArgs()
+    wrong = [n for n in known if wrong_value(n, getattr(defaults, n), known[n]) is not None]
+    assert wrong == []
 
 
 def test_an_option_reaches_vllm_as_it_is_written(tmp_path: Path) -> None:

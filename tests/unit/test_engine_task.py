@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -362,6 +363,23 @@ def test_colocated_engines_sleep_from_the_batch_to_the_weights_that_it_makes() -
         await controller.close()
 
     run(body)
+
+
+def test_colocated_an_engine_that_is_lost_as_it_is_to_sleep_ends_no_run_whenever_that_is() -> None:
+    async def body(turns: int) -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        controller = await begin(engines, flow(2, 1.0))
+        assert await controller.next_batch(0) is not None
+        engines[0].fail(RuntimeError("gone"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await controller.sleep()
+        assert engines[1].sleeping
+        await stage(controller, 1)
+        await controller.close()
+
+    for turns in range(12):
+        run(partial(body, turns))
 
 
 def test_colocated_engines_that_wait_for_their_turn_sleep_on_and_none_waits_while_all_sleep() -> (

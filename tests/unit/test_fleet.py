@@ -139,6 +139,32 @@ def test_an_engine_that_leaves_gives_its_requests_back_with_their_tokens() -> No
     run(body)
 
 
+def test_a_fleet_grows_and_shrinks_to_the_engines_that_are_asked_for() -> None:
+    async def body() -> None:
+        harness = await fleet_of([FakeEngine(never), FakeEngine(never)], capacity=8)
+        harness.launch.make = lambda index: FakeEngine(never)
+        await harness.fleet.resize(3, 5.0)
+        await until(lambda: harness.serving() == [0, 1, 2])
+        assert harness.notes == [
+            "engines asked for: 3, there: 2; to join: engine-2",
+            "engine-2 has joined, with the weights of version 0, verified",
+        ]
+        harness.fleet.requests.put(requests(6), 0)
+        await harness.fleet.resize(1, 5.0)
+        assert harness.serving() == [0]
+        assert len(harness.fleet.slots[0].held) == 6
+        assert harness.notes[2:] == [
+            "engines asked for: 1, there: 3; to leave: engine-2, engine-1",
+            "engine-2 has left",
+            "engine-1 has left",
+        ]
+        await harness.fleet.resize(1, 5.0)
+        assert harness.notes[5:] == ["engines asked for: 1, there: 1"]
+        await harness.close()
+
+    run(body)
+
+
 def test_two_engines_that_leave_at_once_do_not_leave_none() -> None:
     async def body() -> None:
         engines = [FakeEngine(never), FakeEngine(never)]

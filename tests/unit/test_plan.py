@@ -381,6 +381,8 @@ def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
         (["policy.optimizer.lr=1e-5", "policy.optimizer.min_lr=1e-4"], "policy.optimizer.min_lr"),
         (["rollout.reward.name=nothing"], "rollout.reward.name"),
         (["rollout.vllm.blok_size=32"], "rollout.vllm.blok_size"),
+        (["rollout.vllm.block_size=many"], "rollout.vllm.block_size"),
+        (["rollout.vllm.async_scheduling=3"], "rollout.vllm.async_scheduling"),
         (["rollout.vllm.enable_chunked_prefill=true"], "rollout.vllm.enable_chunked_prefill"),
         (["data.train=nowhere"], "data.train"),
         (["model.path=nowhere"], "model.path"),
@@ -583,6 +585,8 @@ def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_en
     (problem,) = plan(file, "policy.parallel.ranks=1", machine=replace(LAPTOP, nodes=2)).problems
     assert problem.what == "1 ranks do not divide over 2 nodes (--nnodes)"
     assert problem.fix == "set ranks to a multiple of 2, or change --nnodes"
+    shared = ("policy.device=auto", "policy.parallel.ranks=1", "rollout.placement=colocated")
+    assert keys(plan(file, *shared, "flow.async_ratio=0", machine=two)) == ["policy.parallel.ranks"]
 
 
 def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir
+from megatron_async_rl.launch.run_lock import (
+    RunDirectoryError,
+    ask_for_engines,
+    lock_run_dir,
+)
 
 LAUNCHER = """
 import subprocess, sys, os, signal
@@ -84,3 +88,33 @@ def test_another_fault_of_the_lock_is_raised(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(OSError, match="the disk is broken"), lock_run_dir(tmp_path):
         pytest.fail("nothing was raised")
+
+
+CONFIG = """
+run: {dir: RUN, steps: 1}
+model: {path: M}
+data: {train: T}
+flow: {prompts_per_step: 1, group_size: 2, async_ratio: 1}
+rollout: {placement: PLACEMENT, sampling: {max_tokens: 4}, reward: {name: arithmetic}}
+policy: {device: cpu, optimizer: {lr: 1.0e-3}}
+objective: {loss: reinforce}
+"""
+
+
+def test_only_a_run_that_goes_on_is_asked_for_engines_and_only_one_whose_engines_can_join(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(RunDirectoryError, match="it is no run"):
+        ask_for_engines(run_dir, 2)
+    run_dir.mkdir()
+    config = run_dir / "config.yaml"
+    config.write_text(CONFIG.replace("PLACEMENT", "colocated"))
+    with lock_run_dir(run_dir):
+        with pytest.raises(RunDirectoryError, match="on the policy's devices"):
+            ask_for_engines(run_dir, 2)
+        config.write_text(CONFIG.replace("PLACEMENT", "disaggregated"))
+        ask_for_engines(run_dir, 2)
+    assert (run_dir / "engines").read_text() == "2"
+    with pytest.raises(RunDirectoryError, match="is not running"):
+        ask_for_engines(run_dir, 2)

@@ -1,6 +1,9 @@
 """Bucket files: what was written is what is read, and nothing is left behind."""
 
+import errno
 import os
+import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_async_rl.watchdog.events import failure_of
 from megatron_async_rl.weights.manifest import BucketRef
 from megatron_async_rl.weights.shared_memory import (
     BucketFile,
@@ -102,6 +106,19 @@ def test_a_file_goes_with_its_writer(tmp_path: Path) -> None:
     assert len(leftovers(tmp_path)) == 1
     del file
     assert not leftovers(tmp_path)
+
+
+def test_a_directory_without_room_is_named_and_keeps_nothing(tmp_path: Path, monkeypatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    where = f"{tmp_path} of {socket.gethostname()} has .* MiB free, .* 1.0 MiB: .*No space left"
+    with pytest.raises(OSError, match=where) as refused:
+        BucketFile(tmp_path, 2**20)
+    told = failure_of(pickle.loads(pickle.dumps(refused.value)), tmp_path)
+    assert "--shm-size" in told.fix
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_writer_reaches_the_places_of_its_machine(tmp_path: Path) -> None:
