@@ -32,7 +32,10 @@ done
 
 if ((NODE_RANK == 0)); then
   python "$here/fetch.py" "$recipe"
-  mar plan "$recipe" "$@"
+  trainers="${TRAINER_NODES:-$NNODES}" joined=()
+  # The launcher starts the Ray that machines of engines join; a plan takes it as said.
+  ((trainers == NNODES)) || joined=(env RAY_ADDRESS="127.0.0.1:${RAY_PORT:-6379}")
+  "${joined[@]}" mar plan "$recipe" --nodes "$trainers" "$@"
 else
   until [[ -e "$model/.fetched" ]]; do
     ((SECONDS < ${FETCH_S:-7200})) || { echo "run.sh: machine 0 has not fetched $model within FETCH_S=${FETCH_S:-7200} s" >&2; exit 1; }

@@ -22,6 +22,7 @@ from megatron_async_rl.plan.estimate import Estimate
 from megatron_async_rl.plan.machine import described_machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.samples import Prompt
+from tests.ports import free_ports
 from tests.published_models import PUBLISHED, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,7 @@ RECIPES = ROOT / "examples" / "recipes"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 MAR = """#!/bin/bash
 echo "$*" >> "$ASKED"
+[[ "$1" != plan ]] || echo "RAY_ADDRESS=${RAY_ADDRESS:-}" >> "$ASKED"
 """
 
 
@@ -115,7 +117,8 @@ def test_what_was_fetched_is_not_fetched_again_and_what_was_broken_off_is(
 def run(checkout: Path, *arguments: str, **environment: str) -> tuple[int, str, list[str]]:
     asked, commands = checkout / "asked", checkout / "venv" / "bin"
     commands.mkdir(parents=True, exist_ok=True)
-    for name, text in (("mar", MAR), ("python", f'#!/bin/bash\nexec {sys.executable} "$@"\n')):
+    python = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
+    for name, text in (("mar", MAR), ("python", python), ("ray", "#!/bin/bash\nexit 1\n")):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     done = subprocess.run(
@@ -135,12 +138,23 @@ def test_a_recipe_is_planned_trained_evaluated_and_converted(checkout: Path) -> 
     recipe = checkout / "examples" / "recipes" / "qwen3_8b.yaml"
     trained = checkout / "runs" / "qwen3_8b"
     assert asked == [
-        f"plan {recipe} run.steps=3",
+        f"plan {recipe} --nodes 1 run.steps=3",
+        "RAY_ADDRESS=",
         f"train {recipe} run.steps=3",
         f"eval {trained}/checkpoint",
         f"convert {trained}/checkpoint {trained}/hf",
     ]
     assert f"vllm serve {trained}/hf" in said
+
+
+def test_the_plan_is_of_all_machines_of_the_run(checkout: Path) -> None:
+    """As `mar train` sees them: some train, and Ray has engines on the others. On one machine alone
+    every recipe of several would be refused for want of GPUs."""
+    places = {"NNODES": "4", "TRAINER_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0"}
+    (port,) = free_ports(1)
+    _, said, asked = run(checkout, "qwen2.5_32b", **places, RAY_PORT=str(port))
+    recipe = checkout / "examples" / "recipes" / "qwen2.5_32b.yaml"
+    assert asked[:2] == [f"plan {recipe} --nodes 2", f"RAY_ADDRESS=127.0.0.1:{port}"], said
 
 
 def test_another_machine_only_trains(checkout: Path) -> None:
