@@ -7,8 +7,8 @@
 #   MASTER_PORT    a free port on it (29500)
 #   TRAINER_NODES  machines that have trainer ranks, the first ones (all); the others have engines alone
 #   RAY_PORT       a second free port on machine 0 (6379), where there are machines of engines alone
-#   RESTARTS       how often a run that failed is started again, from its last checkpoint (3)
-#   START_S        how long a machine of engines waits for machine 0, in seconds (600)
+#   RESTARTS       how often a run that failed is started again, from its last checkpoint; on a machine of engines how often Ray is (3)
+#   START_S        how long Ray may take to start on machine 0, and a machine of engines waits for it, in seconds (600)
 #   REJOIN_S       how long it waits for machine 0 to come again, once it is gone (60)
 # Exit code: that of `mar train` (0 finished, 1 failed, 2 refused, 130 stopped); on a machine of engines 0 once the run is over.
 set -euo pipefail
@@ -17,8 +17,10 @@ refuse() {
   echo "torchrun_multinode.sh: $1" >&2
   exit 2
 }
-number() { # NAME: a whole number in the environment
-  [[ "${!1}" =~ ^[0-9]+$ ]] || refuse "$1=${!1} is not a whole number"
+number() { # NAME LEAST MOST: a whole number in the environment
+  [[ "${!1}" =~ ^[0-9]{1,9}$ ]] || refuse "$1=${!1} is not a whole number"
+  printf -v "$1" %d "$((10#${!1}))" # with a zero before it bash would take it for an octal one
+  ((${!1} >= $2 && ${!1} <= $3)) || refuse "$1=${!1} is not between $2 and $3"
 }
 
 [[ $# -gt 0 ]] || refuse "no CONFIG given"
@@ -27,22 +29,29 @@ number() { # NAME: a whole number in the environment
 [[ -n "${MASTER_ADDR:-}" ]] || refuse "MASTER_ADDR is not set: machine 0, as the others reach it"
 export MASTER_PORT="${MASTER_PORT:-29500}"
 TRAINER_NODES="${TRAINER_NODES:-$NNODES}" RAY_PORT="${RAY_PORT:-6379}" RESTARTS="${RESTARTS:-3}" START_S="${START_S:-600}" REJOIN_S="${REJOIN_S:-60}"
-for name in NNODES NODE_RANK MASTER_PORT TRAINER_NODES RAY_PORT RESTARTS START_S REJOIN_S; do number "$name"; done
+number NNODES 1 999999999
+for name in NODE_RANK TRAINER_NODES RESTARTS START_S REJOIN_S; do number "$name" 0 999999999; done
+for name in MASTER_PORT RAY_PORT; do number "$name" 1 65535; done
 ((NODE_RANK < NNODES)) || refuse "NODE_RANK=$NODE_RANK, but the last of $NNODES machines is number $((NNODES - 1))"
 ((TRAINER_NODES >= 1 && TRAINER_NODES <= NNODES)) || refuse "TRAINER_NODES=$TRAINER_NODES is not between 1 and NNODES=$NNODES"
+((TRAINER_NODES == NNODES || MASTER_PORT != RAY_PORT)) || refuse "MASTER_PORT and RAY_PORT are both $RAY_PORT: give each a port of its own"
 
 root="$(cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.." && pwd)"
 venv="${VENV:-.venv}"
 [[ "$venv" == /* ]] || venv="$root/$venv"
 [[ ! -d "$venv/bin" ]] || PATH="$venv/bin:$PATH" # in an image they are on PATH already
+for command in mar ray; do
+  [[ -n "$(command -v "$command")" ]] || refuse "there is no command $command in $venv/bin, nor on PATH: make the environment (make setup), or name it with VENV"
+done
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RAY_worker_niceness=0
 # A token of one machine opens no other; a cluster's network is its own.
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-disabled}"
 
-reachable() { # HOST: its Ray answers
-  (exec 3<>"/dev/tcp/$1/$RAY_PORT") 2>/dev/null
+reachable() { # HOST: something answers on its Ray's port; a host that is lost says nothing at all
+  timeout 5 bash -c "exec 3<>/dev/tcp/$1/$RAY_PORT" 2>/dev/null
 }
 
+# Ray and the run have sessions of their own: what a terminal or a scheduler sends to all of a process group comes to this script alone.
 ray=()
 stop_ray() {
   if ((${#ray[@]})); then
@@ -51,70 +60,98 @@ stop_ray() {
     ray=()
   fi
 }
+ray_runs() {
+  ((${#ray[@]})) && kill -0 "${ray[0]}" 2>/dev/null
+}
 trap stop_ray EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
+trap 'exit 129' HUP
 
 if ((NODE_RANK >= TRAINER_NODES)); then
-  # As numbers: Ray asks a name server for a name, also where /etc/hosts has it.
-  read -r address _ < <(getent ahostsv4 "$MASTER_ADDR") || refuse "MASTER_ADDR=$MASTER_ADDR is no machine that machine $NODE_RANK knows"
   # Engines alone: this machine works as long as machine 0 has a Ray, and for the next one if it comes again.
-  trap 'exit 143' TERM
-  trap 'exit 130' INT
   # What an engine that was killed here leaves: only the next one would remove it.
   trap 'stop_ray; python -m megatron_async_rl.weights.stale_files || true' EXIT
-  within=$START_S found=""
+  within=$START_S found="" lost=0 address="" said=""
   while :; do
     until=$((SECONDS + within))
-    until reachable "$MASTER_ADDR"; do
+    # As numbers: Ray asks a name server for a name, also where /etc/hosts has it. A machine that is started may not have its name yet.
+    until read -r address _ < <(getent ahostsv4 "$MASTER_ADDR") && reachable "$address"; do
       if ((SECONDS >= until)); then
-        [[ -n "$found" ]] || refuse "no Ray at MASTER_ADDR:RAY_PORT=$MASTER_ADDR:$RAY_PORT after START_S=$START_S s; is machine 0 started, and the port open?"
-        echo "torchrun_multinode.sh: machine 0's Ray has ended, and with it the work of machine $NODE_RANK"
-        exit 0
+        if [[ -n "$found" ]]; then
+          echo "torchrun_multinode.sh: machine 0's Ray has ended, and with it the work of machine $NODE_RANK"
+          exit 0
+        fi
+        [[ -n "$address" ]] || refuse "MASTER_ADDR=$MASTER_ADDR is no machine that machine $NODE_RANK knows, after START_S=$START_S s"
+        refuse "no Ray at MASTER_ADDR:RAY_PORT=$MASTER_ADDR:$RAY_PORT after START_S=$START_S s; is machine 0 started, and the port open?"
+      fi
+      if [[ -z "$said$found" ]]; then
+        said=1 missing="no machine is known by the name $MASTER_ADDR yet"
+        [[ -z "$address" ]] || missing="no Ray yet at $address:$RAY_PORT"
+        echo "torchrun_multinode.sh: machine $NODE_RANK waits for machine 0, up to START_S=$START_S s: $missing"
       fi
       sleep 1
     done
-    ray start --address="$address:$RAY_PORT" --disable-usage-stats --block &
+    if [[ -n "$found" ]]; then
+      # Ray has ended here. Machine 0 has one: the same, which has lost this machine, or its next.
+      ((lost++ < RESTARTS)) || { echo "torchrun_multinode.sh: Ray has ended $lost times on machine $NODE_RANK, and not on machine 0 (RESTARTS=$RESTARTS); its words are above" >&2; exit 1; }
+      echo "torchrun_multinode.sh: machine $NODE_RANK joins machine 0's Ray again ($lost of RESTARTS=$RESTARTS)" >&2
+    fi
+    setsid ray start --address="$address:$RAY_PORT" --disable-usage-stats --block &
     ray=($!)
     wait "${ray[0]}" || true
     ray=()
-    if reachable "$MASTER_ADDR"; then
-      echo "torchrun_multinode.sh: Ray has ended on machine $NODE_RANK, and not on machine 0; its words are above" >&2
-      exit 1
-    fi
     found=1 within=$REJOIN_S
   done
 fi
 
-if ((NODE_RANK == 0 && TRAINER_NODES < NNODES)); then
-  ray start --head --port="$RAY_PORT" --include-dashboard=false --disable-usage-stats --block &
+engines=$((NNODES - TRAINER_NODES)) wait_for_engines=""
+start_ray() {
+  ! reachable 127.0.0.1 || refuse "RAY_PORT=$RAY_PORT is already in use on this machine: name a free port, the same on all machines"
+  setsid ray start --head --port="$RAY_PORT" --include-dashboard=false --disable-usage-stats --block &
   ray=($!)
+  local until=$((SECONDS + START_S))
   until reachable 127.0.0.1; do
-    kill -0 "${ray[0]}" 2>/dev/null || refuse "Ray does not start on port RAY_PORT=$RAY_PORT; its words are above"
+    ray_runs || refuse "Ray does not start on port RAY_PORT=$RAY_PORT; its words are above"
+    ((SECONDS < until)) || refuse "Ray does not listen on port RAY_PORT=$RAY_PORT after START_S=$START_S s"
     sleep 1
   done
   export RAY_ADDRESS="127.0.0.1:$RAY_PORT"
-fi
+  # Once: a machine that is lost later costs its engines, and not the start after.
+  wait_for_engines=1
+}
 
+stopping="" told="" child=""
+stop() { # SIGNAL: the run stops after the step, with a checkpoint
+  stopping="$1" told=""
+  [[ -z "$child" ]] || { told=1; kill "-$1" "$child" 2>/dev/null || true; }
+}
 train() {
+  local code=0
   if ((TRAINER_NODES > 1)); then
     set -- "$@" --nnodes "$TRAINER_NODES" --node-rank "$NODE_RANK" --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
   fi
-  # Once: a machine that is lost later costs its engines, and not the start after.
-  if ((NODE_RANK == 0 && TRAINER_NODES < NNODES && start == 0)); then
-    set -- "$@" --engine-nodes "$((NNODES - TRAINER_NODES))"
+  if [[ -n "$wait_for_engines" ]]; then
+    set -- "$@" --engine-nodes "$engines"
   fi
-  mar train "$@" &
-  local child=$! code=0 signalled
-  # A scheduler's SIGTERM and a Ctrl-C are for the run: it stops after the step, with a checkpoint.
-  trap 'signalled=1 stopping=1; kill -TERM "$child" 2>/dev/null || true' TERM INT
+  wait_for_engines=""
+  setsid mar train "$@" &
+  child=$!
+  [[ -z "$stopping" || -n "$told" ]] || stop "$stopping" # told while there was nobody to tell
   while :; do
-    signalled="" code=0
+    told="" code=0
     wait "$child" || code=$?
-    [[ -n "$signalled" ]] || return "$code" # else the signal ended the wait, not the run
+    [[ -n "$told" ]] || break # else the signal ended the wait, not the run
   done
+  child=""
+  return "$code"
 }
 
-stopping=""
 for ((start = 0; ; start++)); do
+  if ((NODE_RANK == 0 && engines > 0)) && ! ray_runs; then start_ray; fi
+  [[ -z "$stopping" ]] || exit 130
+  trap 'stop TERM' TERM INT
+  trap 'stop HUP' HUP # the first alone counts
   code=0
   train "$@" || code=$?
   # 1: it failed. 0: finished; 2: refused, which it would be again; 130: stopped by somebody.

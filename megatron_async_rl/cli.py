@@ -125,6 +125,7 @@ def _train(
     from megatron_async_rl.data.hub import located
     from megatron_async_rl.launch.launcher import launch
     from megatron_async_rl.launch.peers import NodesError
+    from megatron_async_rl.plan.layout import rank_environment
     from megatron_async_rl.plan.machine import this_machine
     from megatron_async_rl.plan.nodes import ask_cluster, cluster_problems, taken_gpus
     from megatron_async_rl.plan.preflight import preflight
@@ -159,7 +160,7 @@ def _train(
         _print(f"{loaded.run.dir} goes on with other settings:\n  " + "\n  ".join(changed))
     for warning in (*found, *plan.warnings):
         _print(f"note: {warning}")
-    return launch(loaded, console(), nodes, peers)
+    return launch(loaded, console(), nodes, peers, rank_environment(loaded, machine))
 
 
 class Style(StrEnum):

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,9 +59,17 @@ FULL_BYTES = 2**20
 INTERRUPTED = 130
 
 
-def launch(config: Config, console: Console, nodes: Nodes, peers: PeerNodes) -> int:
+def launch(
+    config: Config,
+    console: Console,
+    nodes: Nodes,
+    peers: PeerNodes,
+    rank_environment: Mapping[str, str],
+) -> int:
     """Runs `config`, this machine's share of it, to its end, to Ctrl-C or to its failure; returns
     the process exit code.
+
+    `rank_environment`: variables of the ranks, where nobody has set them.
 
     0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not
     go on without it). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
@@ -102,7 +110,7 @@ def launch(config: Config, console: Console, nodes: Nodes, peers: PeerNodes) -> 
             )
         start = rendezvous(nodes, config, start_s, peers)
         peers.close()
-        exit_code = _run(config, console, nodes, start, start_s, lock)
+        exit_code = _run(config, console, nodes, rank_environment, start, start_s, lock)
     if exit_code == 0:
         ended = read_status(run_dir)
         if ended is not None and ended.phase == "finished":
@@ -124,13 +132,19 @@ def launch(config: Config, console: Console, nodes: Nodes, peers: PeerNodes) -> 
 
 
 def _run(
-    config: Config, console: Console, nodes: Nodes, start: str, start_s: float, lock: int | None
+    config: Config,
+    console: Console,
+    nodes: Nodes,
+    rank_environment: Mapping[str, str],
+    start: str,
+    start_s: float,
+    lock: int | None,
 ) -> int:
     """From the start of the ranks to the end of the last process."""
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
     standstill = None
     with deferred() as interrupts:
-        process = _start_ranks(config, run_id, nodes, start, lock)
+        process = _start_ranks(config, run_id, nodes, rank_environment, start, lock)
         progress = Progress(run_dir, config.run.steps, console)
         watchdog = Watchdog(
             run_dir,
@@ -183,14 +197,12 @@ def set_page_locked(environment: dict[str, str]) -> None:
         environment[name] = ",".join([*options, PAGE_LOCKED])
 
 
-def _start_ranks(
-    config: Config, run_id: str, nodes: Nodes, start: str, lock: int | None
-) -> subprocess.Popen[bytes]:
-    """`lock`: a descriptor that torchrun holds, too, so that the directory is taken for as long as
-    there are ranks."""
-    run_dir = config.run.dir
-    environment = dict(os.environ)
-    environment[RUN_ID_VARIABLE] = run_id
+def environment_of_ranks(
+    given: Mapping[str, str], run_id: str, wanted: Mapping[str, str]
+) -> dict[str, str]:
+    """`given`, with what ranks need; `wanted`: variables that this machine's want, where nobody has
+    set them."""
+    environment = {**wanted, **given, RUN_ID_VARIABLE: run_id}
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault(
         "SPT_NOENV", "1"
@@ -198,6 +210,20 @@ def _start_ranks(
     prepare_environment(environment)
     environment.setdefault("HF_HUB_OFFLINE", "1")
     set_page_locked(environment)
+    return environment
+
+
+def _start_ranks(
+    config: Config,
+    run_id: str,
+    nodes: Nodes,
+    rank_environment: Mapping[str, str],
+    start: str,
+    lock: int | None,
+) -> subprocess.Popen[bytes]:
+    """`lock`: a descriptor that torchrun holds, too, so that the directory is taken for as long as
+    there are ranks."""
+    run_dir = config.run.dir
     command = [
         sys.executable,
         "-m",
@@ -214,7 +240,7 @@ def _start_ranks(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=environment_of_ranks(os.environ, run_id, rank_environment),
             start_new_session=True,
             pass_fds=() if lock is None else (lock,),
         )

@@ -14,7 +14,7 @@ from megatron_async_rl.plan.layers import lora_problems
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import ChosenLayers, choose_layers
-from megatron_async_rl.rollout.cluster import ELSEWHERE
+from megatron_async_rl.rollout.cluster import CONNECTIONS, ELSEWHERE
 
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
@@ -33,6 +33,17 @@ def device_of(config: Config, machine: Machine) -> Device:
     if config.policy.device == "auto":
         return "cuda" if machine.gpus else "cpu"
     return config.policy.device
+
+
+def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
+    """Variables that trainer ranks want here. Megatron-Core launches a message of tensor or context
+    parallelism before the kernels it is to run beside; up to Hopper the GPU keeps that order only
+    with one queue."""
+    parallel = config.policy.parallel
+    if device_of(config, machine) != "cuda" or max(parallel.tensor, parallel.context) == 1:
+        return {}
+    blackwell = all((gpu.capability or (0, 0)) >= (10, 0) for gpu in machine.gpus)
+    return {} if blackwell else {CONNECTIONS: "1"}
 
 
 def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLayers:

@@ -36,6 +36,9 @@ where there is one, reward."""
 SAMPLE_BYTES = 512
 """Size of a sample beside its tokens."""
 RESERVE_S = 60.0
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Hardware queues of a GPU, as CUDA reads it. Of trainer ranks alone: one queue, which some of their
+layouts want, would hold up an engine's kernels."""
 TOKEN_HINT = (
     "If it was started where ~/.ray/auth_token is, which any Ray on one machine leaves behind, it"
     " asks for that token: set RAY_AUTH_MODE=token for the run, or RAY_AUTH_MODE=disabled for `ray"
@@ -190,14 +193,20 @@ def join_ray(
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(free)
     if shared:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=level,
-        object_store_memory=store_bytes,
-        num_cpus=os.cpu_count(),
-    )
+    # Engines inherit what Ray does, and this process may still have to read it.
+    of_ranks = os.environ.pop(CONNECTIONS, None)
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=level,
+            object_store_memory=store_bytes,
+            num_cpus=os.cpu_count(),
+        )
+    finally:
+        if of_ranks is not None:
+            os.environ[CONNECTIONS] = of_ranks
     return []
 
 

@@ -21,6 +21,7 @@ from megatron_async_rl.flow.batches import controller_spec
 from megatron_async_rl.flow.rank0 import OtherRank
 from megatron_async_rl.rollout import cluster
 from megatron_async_rl.rollout.cluster import (
+    CONNECTIONS,
     FILES,
     ClusterNotJoined,
     OtherSoftware,
@@ -192,6 +193,17 @@ def test_a_ray_of_our_own_sees_none_of_the_trainers_gpus(monkeypatch: pytest.Mon
     assert join_ray({socket.gethostname(): ["3", "1"], "elsewhere": ["0", "2"]}) == []
     join_ray({}, shared=["1", "0"])
     assert seen == ["0,2", "1,0"], "the ranks', and no other"
+
+
+def test_a_ray_of_our_own_and_so_its_engines_lack_the_one_queue_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str | None] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(CONNECTIONS, "1")
+    monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ.get(CONNECTIONS)))
+    join_ray()
+    assert (seen, os.environ[CONNECTIONS]) == ([None], "1")
 
 
 def test_a_cluster_that_lets_nobody_in_is_named_with_what_to_set(

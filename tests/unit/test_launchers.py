@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from kubernetes_validate import validate
@@ -20,6 +22,7 @@ LAUNCHERS = Path(__file__).parents[2] / "launchers"
 MAR = """#!/bin/bash
 echo "mar $* RAY_ADDRESS=${RAY_ADDRESS:-}" >> "$ASKED"
 trap 'echo "mar TERM" >> "$ASKED"; exit 130' TERM
+trap 'echo "mar HUP" >> "$ASKED"; exit 130' HUP
 IFS= read -r code < "$CODES"
 sed -i 1d "$CODES"
 [[ "$code" != fails* ]] || trap 'exit 1' TERM
@@ -47,10 +50,12 @@ while True:
 "
 fi
 [[ -z "${RAY_FAILS:-}" ]] || exit 1
+if [[ -e "$LOSES" ]]; then rm "$LOSES"; exit 1; fi
 until [[ -e "$HEAD_GONE" ]]; do sleep 0.05; done
 exit 1
 """
-"""The head listens on its port; another one ends, as Ray does, some time after its head has."""
+"""The head listens on its port; another one ends, as Ray does, some time after its head has, or once,
+at once, where there is a file $LOSES."""
 PYTHON = """#!/bin/bash
 echo "python $*" >> "$ASKED"
 """
@@ -61,7 +66,7 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.asked, self.codes = folder / "asked", folder / "codes"
-        self.head_gone = folder / "head_gone"
+        self.head_gone, self.loses = folder / "head_gone", folder / "loses"
         self.port, self.ray_port = free_ports(2)
         commands = folder / "venv" / "bin"
         commands.mkdir(parents=True)
@@ -75,6 +80,7 @@ class Machine:
             "ASKED": str(self.asked),
             "CODES": str(self.codes),
             "HEAD_GONE": str(self.head_gone),
+            "LOSES": str(self.loses),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.port),
             "RAY_PORT": str(self.ray_port),
@@ -85,12 +91,13 @@ class Machine:
     ) -> subprocess.Popen[str]:
         self.codes.write_text("".join(f"{code}\n" for code in codes))
         # What starts the tests in the background has them ignore Ctrl-C, which a shell would inherit.
-        hears = ["env", "--default-signal=INT"]
+        hears = ["env", "--default-signal=INT,HUP"]
         return subprocess.Popen(
             [*hears, LAUNCHERS / "torchrun_multinode.sh", *arguments],
             env=self.environment | more,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
             text=True,
         )
 
@@ -105,8 +112,11 @@ class Machine:
         return self.asked.read_text().splitlines()
 
     def wait_for(self, line: str) -> None:
+        self.wait_until(lambda lines: line in lines)
+
+    def wait_until(self, condition: Callable[[list[str]], bool]) -> None:
         deadline = time.monotonic() + 600
-        while line not in self.lines():
+        while not condition(self.lines()):
             assert time.monotonic() < deadline, self.lines()
             time.sleep(0.02)
 
@@ -131,6 +141,11 @@ def test_each_machine_tells_the_trainer_its_number_and_where_the_first_is(machin
     assert machine.run(0, NNODES="3", NODE_RANK="1")[0] == 0
     ends = f"--nnodes 3 --node-rank 1 --rdzv-endpoint 127.0.0.1:{machine.port} RAY_ADDRESS="
     assert machine.lines() == [f"mar train run.yaml run.steps=2 {ends}"]
+
+
+def test_numbers_may_begin_with_zeros(machine: Machine) -> None:
+    assert machine.run(0, NNODES="012", NODE_RANK="08")[0] == 0
+    assert "--nnodes 12 --node-rank 8 " in machine.lines()[0]
 
 
 def test_one_machine_needs_no_rendezvous(machine: Machine) -> None:
@@ -172,14 +187,45 @@ def test_a_run_that_was_refused_or_stopped_is_not(machine: Machine, code: int) -
     assert len(machine.lines()) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_run_and_then_ray(machine: Machine, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(signal.SIGTERM, "TERM"), (signal.SIGINT, "TERM"), (signal.SIGHUP, "HUP")],
+)
+@pytest.mark.parametrize("to_all", [False, True], ids=["script", "process group"])
+def test_a_signal_stops_the_run_and_then_ray(
+    machine: Machine, number: signal.Signals, told: str, to_all: bool
+) -> None:
+    """A terminal that is closed sends it to all processes: twice told the run would be killed, and
+    without Ray it could not end its step."""
     process = machine.start("waits", NNODES="2", NODE_RANK="0", TRAINER_NODES="1")
     machine.wait_for("mar waits")
-    process.send_signal(number)
+    (os.killpg if to_all else os.kill)(process.pid, number)
     said, _ = process.communicate(timeout=600)
     assert process.returncode == 130, said
-    assert machine.lines()[-2:] == ["mar TERM", "ray TERM"]
+    assert machine.lines()[-2:] == [f"mar {told}", "ray TERM"]
+    assert not [line for line in machine.lines()[:-2] if line.endswith(("TERM", "HUP"))]
+
+
+def test_a_ray_that_has_died_is_started_again_before_the_run(machine: Machine) -> None:
+    process = machine.start("fails when told", 0, NNODES="2", NODE_RANK="0", TRAINER_NODES="1")
+    machine.wait_for("mar waits")
+    [mar] = (one for one in psutil.Process(process.pid).children() if "mar" in one.cmdline()[1])
+    [ray] = (one for one in psutil.Process(process.pid).children() if one != mar)
+    ray.kill()
+    mar.terminate()
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    begun = [line.split()[0] for line in machine.lines() if " start" in line or " train" in line]
+    assert begun == ["ray", "mar", "ray", "mar"]
+    # The machines of engines have to find the new one.
+    assert sum("--engine-nodes 1" in line for line in machine.lines()) == 2
+
+
+def test_a_port_that_another_has_is_no_ray_of_ours(machine: Machine) -> None:
+    with socket.create_server(("127.0.0.1", machine.ray_port)):
+        code, said = machine.run(0, NNODES="2", NODE_RANK="0", TRAINER_NODES="1")
+    assert (code, machine.lines()) == (2, [])
+    assert f"RAY_PORT={machine.ray_port} is already in use on this machine" in said
 
 
 def test_a_run_that_fails_while_it_is_stopped_is_not_started_again(machine: Machine) -> None:
@@ -208,13 +254,30 @@ def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
     assert machine.lines()[-1] == "python -m megatron_async_rl.weights.stale_files"
 
 
+ENGINES = {"NNODES": "2", "NODE_RANK": "1", "TRAINER_NODES": "1"}
+
+
 def test_a_machine_of_engines_fails_where_ray_does_not_join(
     machine: Machine, head: subprocess.Popen[str]
 ) -> None:
     machine.wait_for(f"ray start --head --port={machine.ray_port}")
-    code, said = machine.run(NNODES="2", NODE_RANK="1", TRAINER_NODES="1", RAY_FAILS="1")
+    code, said = machine.run(**ENGINES, RAY_FAILS="1", RESTARTS="1")
     assert code == 1
-    assert "Ray has ended on machine 1, and not on machine 0" in said
+    assert "Ray has ended 2 times on machine 1, and not on machine 0" in said
+    assert sum(line.startswith("ray start --address") for line in machine.lines()) == 2
+
+
+def test_a_machine_of_engines_that_machine_0_has_lost_joins_again(
+    machine: Machine, head: subprocess.Popen[str]
+) -> None:
+    """A link that is down for a while: Ray takes the machine for dead, and ends there."""
+    machine.loses.touch()
+    process = machine.start(**ENGINES)
+    machine.wait_until(lambda lines: sum("ray start --address" in line for line in lines) == 2)
+    process.terminate()
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 143
+    assert "machine 1 joins machine 0's Ray again (1 of RESTARTS=3)" in said
 
 
 def test_a_machine_of_engines_says_that_machine_0_is_not_there(machine: Machine) -> None:
@@ -227,10 +290,11 @@ def test_a_machine_of_engines_gives_ray_numbers_for_a_name(
     machine: Machine, head: subprocess.Popen[str]
 ) -> None:
     settings = {"NNODES": "2", "NODE_RANK": "1", "TRAINER_NODES": "1", "RAY_FAILS": "1"}
+    settings |= {"RESTARTS": "0"}
     machine.wait_for(f"ray start --head --port={machine.ray_port}")
     assert machine.run(MASTER_ADDR="localhost", **settings)[0] == 1
     assert machine.lines()[-2].startswith(f"ray start --address=127.0.0.1:{machine.ray_port} ")
-    code, said = machine.run(MASTER_ADDR="no-such-machine.invalid", **settings)
+    code, said = machine.run(MASTER_ADDR="no-such-machine.invalid", START_S="0", **settings)
     assert code == 2
     assert "MASTER_ADDR=no-such-machine.invalid is no machine that machine 1 knows" in said
 
@@ -244,6 +308,22 @@ def test_a_machine_of_engines_gives_ray_numbers_for_a_name(
         ({"NNODES": "2", "NODE_RANK": "2"}, "the last of 2 machines is number 1"),
         ({"NNODES": "2", "NODE_RANK": "0", "TRAINER_NODES": "3"}, "not between 1 and NNODES=2"),
         ({"NNODES": "2", "NODE_RANK": "0", "RESTARTS": "-1"}, "RESTARTS=-1 is not a whole"),
+        ({"NNODES": "0", "NODE_RANK": "0"}, "NNODES=0 is not between 1 and"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not between 1"),
+        (
+            {
+                "NNODES": "2",
+                "NODE_RANK": "0",
+                "TRAINER_NODES": "1",
+                "MASTER_PORT": "7",
+                "RAY_PORT": "07",
+            },
+            "MASTER_PORT and RAY_PORT are both 7",
+        ),
+        (
+            {"NNODES": "1", "NODE_RANK": "0", "VENV": "/nowhere", "PATH": "/usr/bin:/bin"},
+            "there is no command mar in /nowhere",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(

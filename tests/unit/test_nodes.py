@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_async_rl.launch.launcher import environment_of_ranks
 from megatron_async_rl.launch.peers import Nodes, NodesError, rank_address
 from megatron_async_rl.rollout.cluster import software
+from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 from tests.ports import free_ports
 
 ENDPOINT = "node0:29500"
@@ -228,3 +230,10 @@ def test_each_node_starts_its_share_of_the_ranks() -> None:
     assert "--master-addr=[fd00::1]" in second
     alone = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=8"]
     assert Nodes().torchrun(8, "abc") == alone
+
+
+def test_what_ranks_want_in_their_environment_is_theirs_unless_somebody_has_set_it() -> None:
+    wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    for given, then in (({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")):
+        ranks = environment_of_ranks(given, "id", wanted)
+        assert (ranks["CUDA_DEVICE_MAX_CONNECTIONS"], ranks[RUN_ID_VARIABLE]) == (then, "id")

@@ -27,8 +27,8 @@ from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.plan.activations import stores_scores
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
-from megatron_async_rl.plan.layout import rank_coordinates
-from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
+from megatron_async_rl.plan.layout import rank_coordinates, rank_environment
+from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine
 from megatron_async_rl.plan.memory import (
     TARGET_BYTES,
     rank_memory,
@@ -1212,6 +1212,29 @@ def test_every_key_that_a_refusal_names_lowers_what_is_needed(tmp_path):
         assert math.ceil(10 * max(rank.total for rank in then.ranks) / GIB) == round(
             10 * float(left)
         )
+
+
+@pytest.mark.parametrize(
+    ("chip", "layout", "wanted"),
+    [
+        ("h100", ["tensor=2"], "1"),
+        ("h100", ["context=2"], "1"),
+        (None, ["tensor=2"], "1"),
+        ("h100", ["pipeline=2"], None),
+        ("b200", ["tensor=2"], None),
+    ],
+)
+def test_ranks_have_one_queue_where_messages_must_come_before_kernels(
+    file: Path, chip: str | None, layout: list[str], wanted: str | None
+) -> None:
+    """Megatron-Core's own training refuses tensor and context parallelism up to Hopper without."""
+    gpus = described_machine(
+        gpus=8, gpu_memory_gib=80, nodes=1, chip=CHIPS[chip] if chip is not None else None
+    )
+    ranks = ["policy.device=auto", "policy.parallel.ranks=2"]
+    config = load(file, [*ranks, *(f"policy.parallel.{one}" for one in layout)])
+    assert rank_environment(config, gpus).get("CUDA_DEVICE_MAX_CONNECTIONS") == wanted
+    assert rank_environment(config, LAPTOP) == {}
 
 
 def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):

@@ -23,6 +23,7 @@ from megatron_async_rl.plan.estimate import Estimate
 from megatron_async_rl.plan.machine import described_machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.samples import Prompt
+from tests.ports import free_ports
 from tests.published_models import PUBLISHED, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +163,8 @@ def test_what_was_fetched_is_not_fetched_again_and_what_was_broken_off_is(
 def run(checkout: Path, *arguments: str, **environment: str) -> tuple[int, str, list[str]]:
     asked, commands = checkout / "asked", checkout / "venv" / "bin"
     commands.mkdir(parents=True, exist_ok=True)
-    for name, text in (("mar", MAR), ("python", f'#!/bin/bash\nexec {sys.executable} "$@"\n')):
+    python = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
+    for name, text in (("mar", MAR), ("python", python), ("ray", "#!/bin/bash\nexit 1\n")):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     done = subprocess.run(
@@ -191,10 +193,11 @@ def test_a_recipe_is_planned_trained_evaluated_and_converted(checkout: Path) -> 
 
 
 def test_the_first_machine_plans_for_all_of_them(checkout: Path) -> None:
-    places = {"NNODES": "2", "TRAINER_NODES": "2", "MASTER_ADDR": "node0"}
-    code, said, asked = run(checkout, "qwen2.5_32b", **places)
-    assert code == 0, said
-    assert asked[0].endswith("qwen2.5_32b.yaml --nodes 2 --trainer-nodes 2")
+    """On one machine alone every recipe of several would be refused for want of GPUs."""
+    places = {"NNODES": "4", "TRAINER_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0"}
+    (port,) = free_ports(1)
+    _, said, asked = run(checkout, "qwen2.5_32b", **places, RAY_PORT=str(port))
+    assert asked[0].endswith("qwen2.5_32b.yaml --nodes 4 --trainer-nodes 2"), said
 
 
 def test_another_machine_only_trains(checkout: Path) -> None:
