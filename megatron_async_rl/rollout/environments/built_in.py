@@ -273,7 +273,9 @@ class Agent:
     async def run(self, prompt: Prompt, base_url: str) -> float:
         """The reward."""
         if self._function is not None:
-            return float(await settled(self._function(prompt, base_url)))
+            # In a thread, where one that is not `async` may run an event loop of its own.
+            answer = await asyncio.to_thread(self._function, prompt, base_url)
+            return float(await settled(answer))
         program = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
