@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_async_rl.samples import Prompt
 
 
@@ -47,6 +49,10 @@ def run(prompt: Prompt, base_url: str) -> float:
         return 1.0
     if fault in ("compacts", "compacts when full"):
         return compacts(prompt.fields["question"], base_url, full=fault != "compacts")
+    if fault == "has a loop":
+        asyncio.run(asyncio.sleep(0))
+    if fault == "goes elsewhere":
+        raise ValueError(elsewhere(prompt.fields["question"], base_url, prompt.fields["path"]))
     if fault == "works alone":
         while not Path(prompt.fields["until"]).exists():
             time.sleep(0.01)
@@ -86,6 +92,19 @@ def run(prompt: Prompt, base_url: str) -> float:
         arguments = json.loads(call["function"]["arguments"])
         result = str(arguments["a"] * arguments["b"])
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+
+def elsewhere(question: str, base_url: str, path: str) -> str:
+    """What it is told there, as JSON."""
+    request = urllib.request.Request(
+        base_url.removesuffix("/v1") + path,
+        data=json.dumps({"messages": [{"role": "user", "content": question}]}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as found, urllib.request.urlopen(request):
+        pass
+    error = json.loads(found.value.read())["error"]
+    return json.dumps({"status": found.value.code, **error})
 
 
 def compacts(question: str, base_url: str, *, full: bool) -> float:

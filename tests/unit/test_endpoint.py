@@ -4,6 +4,7 @@ of several."""
 import asyncio
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.rollout.environments import (
     UNREAD,
     EnvironmentRefused,
+    endpoint,
     load_factory,
     tool_parsers,
 )
@@ -298,6 +300,17 @@ CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": Non
         ({"fault": "retools"}, "it has other tools than the one before"),
         ({"body": {"n": 2}}, "n must be 1"),
         ({"body": {"max_tokens": -1}}, "max_tokens must be a whole number above 0, not -1"),
+        ({"body": {"max_tokens": 0}}, "max_tokens must be a whole number above 0, not 0"),
+        ({"body": {"top_logprobs": 3}}, "the log-prob of the sampled token alone is known"),
+        ({"body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs forces what"),
+        ({"body": {"guided_choice": ["a", "b"]}}, "guided_choice forces what the model writes"),
+        ({"body": {"logit_bias": {"7": 100}}}, "logit_bias forces what the model writes"),
+        (
+            {"body": {"chat_template_kwargs": {"enable_thinking": False}}},
+            r"chat_template_kwargs: .* set .*data\.chat_template_options for all calls",
+        ),
+        ({"body": {"continue_final_message": True}}, "a turn is a message of its own"),
+        ({"body": {"add_generation_prompt": False}}, "a turn is a message of its own"),
         ({"body": {"tools": ["times"]}}, "tools must be a list of functions with their schemas"),
         ({"body": {"tools": [{"type": "function"}]}}, r"(?s)tools must be .*tools\.0\.function"),
         ({"body": {"tool_choice": "required"}}, "'required' forces what .*'auto' or 'none'"),
@@ -322,6 +335,54 @@ def test_a_call_that_makes_no_sample_costs_it_and_is_named(
     with pytest.raises(ValueError, match=what):
         raise ValueError(error)
     assert len(transcript.turns) == (fields.get("fault") in ("forgets", "retools"))
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "what"),
+    [
+        ("/v1/responses", 404, "POST BASE_URL/chat/completions and GET BASE_URL/models alone"),
+        ("/chat/completions", 404, "POST BASE_URL/chat/completions and GET BASE_URL/models alone"),
+        ("/v1/v1/chat/completions", 404, "POST /session/.*/v1/v1/chat/completions: the endpoint"),
+        ("/v1/chat/completions", 413, "the call has more than 0 MiB"),
+    ],
+)
+def test_where_there_is_nothing_an_agent_and_its_sample_are_told_so(
+    played: Played, monkeypatch: pytest.MonkeyPatch, path: str, status: int, what: str
+) -> None:
+    """As OpenAI's servers tell an error, which OpenAI's clients read."""
+    monkeypatch.setattr(endpoint, "LONGEST", 1000)
+
+    async def sample(wanted: TurnRequest) -> Turn:
+        raise AssertionError
+
+    async def run() -> str | None:
+        agents = Agents(played.pool, played.agents._tokenizer, played.agents._parser)
+        await agents.start()
+        fields = {"question": "?" * 2000, "fault": "goes elsewhere", "path": path}
+        transcript = Transcript(Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields))
+        try:
+            return await agents.play(transcript, sample, 400)
+        finally:
+            await agents.close()
+
+    error = played.runner.run(run())
+    assert error is not None
+    said = json.loads(error.partition("ValueError: ")[2].partition(" (a call")[0])
+    assert (said["status"], said["type"], said["code"]) == (status, "invalid_request_error", None)
+    assert re.search(what, said["message"])
+
+
+def test_an_error_has_the_code_by_which_clients_know_a_full_context(played: Played) -> None:
+    fields = {"question": "?" * 500, "fault": "goes elsewhere", "path": "/v1/chat/completions"}
+    _, error, _ = played(**fields)
+    assert error is not None
+    assert '"code": "context_length_exceeded"' in error
+
+
+def test_an_agent_that_is_not_async_may_run_an_event_loop_of_its_own(played: Played) -> None:
+    transcript, error, _ = played(question="6*7?", fault="has a loop")
+    assert error is None
+    assert transcript.rewards(0.0)[0] == 42.0
 
 
 def test_a_call_that_does_not_go_on_begins_a_segment_of_the_sample(played: Played) -> None:

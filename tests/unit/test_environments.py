@@ -2,11 +2,14 @@
 own, and what it costs when one of these misbehaves."""
 
 import asyncio
+import io
 import itertools
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +30,11 @@ from megatron_async_rl.rollout.environments import (
     checked_words,
     load_factory,
 )
-from megatron_async_rl.rollout.environments.built_in import Tools, prompt_tokenizer
+from megatron_async_rl.rollout.environments.built_in import (
+    Tools,
+    _action_schema,
+    prompt_tokenizer,
+)
 from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText, ToolParser
 from megatron_async_rl.rollout.environments.conversation import Conversations, failures
 from megatron_async_rl.rollout.environments.pool import (
@@ -410,14 +417,104 @@ class Endless:
         return map("task {}".format, itertools.count())
 
 
+@dataclass
+class AgentOfVerifiers:
+    harness: Any = None
+
+
+class Verifiers:
+    """What is used of the package verifiers 0.4.0, and of its module of loaders;
+    docs/environments.md says how it was tried with it."""
+
+    AgentConfig = AgentOfVerifiers
+
+    def __init__(self, environment: Any = None, agents: Any = None, own: str = "bash") -> None:
+        self.environment, self.agents, self.own = environment, agents or {}, own
+        self.EvalClientConfig = self.ModelContext = lambda **given: SimpleNamespace(**given)
+
+    def resolve_env_config(self, given: Any) -> Any:
+        self.given = given
+        taskset = SimpleNamespace(id="tasks")
+
+        class Resolved(SimpleNamespace):
+            def __iter__(self) -> Iterator[Any]:
+                return iter(vars(self).items())
+
+        return Resolved(taskset=taskset, **self.agents)
+
+    def load_environment(self, config: Any) -> Any:
+        return self.environment
+
+    def default_harness_id(self, taskset: str) -> str:
+        assert taskset == "tasks"
+        return self.own
+
+    def harness_class(self, name: str) -> Any:
+        return SimpleNamespace(EXECUTES_CODE=name != "null")
+
+
+NULL, HERE = {"harness": {"id": "null"}}, {"runtime": {"type": "subprocess"}}
+
+
+@pytest.mark.parametrize(
+    ("own", "env", "placed"),
+    [
+        ("bash", {}, {"agent": NULL | HERE, "user": HERE}),
+        ("bash", {"agent": {"turns": 3}}, {"agent": NULL | HERE | {"turns": 3}, "user": HERE}),
+        ("theirs", {}, {"agent": {"harness": {"id": "theirs"}}, "user": HERE}),
+        ("bash", {"user": {"runtime": 1}}, {"agent": NULL | HERE, "user": {"runtime": 1}}),
+    ],
+)
+def test_agents_of_verifiers_have_a_harness_and_a_place_without_being_given_them(
+    own: str, env: dict[str, Any], placed: dict[str, Any]
+) -> None:
+    """Code of a model's runs on this machine only where it is said to."""
+    user = AgentOfVerifiers(harness=SimpleNamespace(id="null"))
+    library = Verifiers(agents={"agent": AgentOfVerifiers(), "user": user}, own=own)
+    assert built_in._placed(library, library, env) == placed
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_an_agent_of_verifiers_that_is_not_to_be_trained_is_not_the_policy(
+    monkeypatch: pytest.MonkeyPatch, other: bool
+) -> None:
+    """`other`: it has a model of its own."""
+
+    class Episodes:
+        taskset = ("task 0",)
+
+        @asynccontextmanager
+        async def serving(self) -> AsyncIterator[None]:
+            yield
+
+        async def run_episode(self, task: str, context: Any, *, on_trace: Any) -> Any:
+            traces = []
+            for name, reward in (("solver", 2.0), ("user", 5.0)):
+                client = "theirs" if other and name == "user" else context.client
+                config = SimpleNamespace(client=client)
+                agent = SimpleNamespace(name=name, trainable=name == "solver", config=config)
+                traces.append(SimpleNamespace(agent=agent, reward=reward, errors=()))
+                on_trace(traces[-1])
+            return SimpleNamespace(ok=True, errors=(), traces=traces)
+
+    library = Verifiers(Episodes())
+    monkeypatch.setattr(built_in, "_of_package", lambda *_: (library, library))
+    verifiers = built_in.Verifiers(env={"of": [other]})
+    playing = verifiers.run(prompt_of(task=0), "http://x/v1")
+    if other:
+        assert asyncio.run(playing) == 2.0
+        return
+    with pytest.raises(ValueError, match=r"agent user is not to be trained, .*settings\.env\.user"):
+        asyncio.run(playing)
+
+
 @pytest.mark.parametrize(("tasks", "there"), [(Endless(), 10**6), (("task 0", "task 1"), 2)])
 def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch, tasks: Any, there: int
 ) -> None:
-    environment = SimpleNamespace(taskset=tasks)
-    loaders = SimpleNamespace(load_environment=lambda _: environment, resolve_env_config=dict)
-    monkeypatch.setattr(built_in, "_of_package", lambda *_: (None, loaders))
-    settings = {"env": {"taskset": {"id": str(there)}}, "task": "number"}
+    library = Verifiers(SimpleNamespace(taskset=tasks))
+    monkeypatch.setattr(built_in, "_of_package", lambda *_: (library, library))
+    settings: dict[str, Any] = {"env": {"taskset": {"id": str(there)}}, "task": "number"}
     config = EnvironmentConfig(name="verifiers", settings=settings)
     assert built_in.Verifiers(**settings).task(prompt_of(number=1)) == "task 1"
 
@@ -499,8 +596,8 @@ class Result:
         self.observation, self.reward, self.done = observation, reward, done
 
 class GenericEnvClient:
-    def __init__(self, base_url):
-        self.said = [base_url]
+    def __init__(self, base_url, message_timeout_s=60.0):
+        self.said, self.patience_s = [base_url], message_timeout_s
 
     async def connect(self):
         self.said.append("connected")
@@ -510,6 +607,10 @@ class GenericEnvClient:
         return Result({"text": "begin"})
 
     async def step(self, action):
+        if "?" in action.values():
+            raise RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)")
+        if "!" in action.values():
+            raise RuntimeError("Server error: boom (code: EXECUTION_ERROR)")
         self.said.append(action)
         return Result({"text": "on"}, reward=0.5, done=len(self.said) > 4)
 
@@ -519,33 +620,80 @@ class GenericEnvClient:
 """What is used of openenv-core 0.3.0's client; docs/environments.md says how it was tried with it."""
 
 
-def test_an_openenv_server_is_asked_turn_by_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def openenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A call makes the environment, with what of its settings it is given. Its server says that an
+    action has the fields `code` and, not needed, `retries`."""
     package = tmp_path / "openenv" / "core"
     package.mkdir(parents=True)
     (package / "generic_client.py").write_text(CLIENT)
     monkeypatch.syspath_prepend(tmp_path)
-    make = load_factory(
-        settings_of(
-            name="openenv",
-            settings={"url": "ws://x", "action": "code", "observation": "text", "reset": ["seed"]},
-        )
-    )
+    action = {"properties": {"code": {}, "retries": {}}, "required": ["code"]}
+
+    def urlopen(url: str, timeout: float) -> io.StringIO:
+        assert url == "http://x/schema"
+        return io.StringIO(json.dumps({"action": action}))
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    _action_schema.cache_clear()
+    own = {"url": "ws://x", "action": "code", "observation": "text", "reset": ["seed"]}
+    yield lambda **given: load_factory(settings_of(name="openenv", settings=own | given))()
+    _action_schema.cache_clear()
+    for name in [one for one in sys.modules if one.partition(".")[0] == "openenv"]:
+        del sys.modules[name]
+
+
+def test_an_openenv_server_is_asked_turn_by_turn(openenv: Any) -> None:
+    server = openenv()
 
     async def run() -> Any:
-        server: Any = make()
         opening = await server.reset(prompt_of(seed=3))
         steps = [await server.step(one) for one in ("1", "2")]
         await server.close()
-        return opening, steps, server._client.said
+        return opening, steps
 
-    opening, (first, second), said = asyncio.run(run())
+    opening, (first, second) = asyncio.run(run())
     assert (opening, first.observation, first.reward) == ("begin", "on", 0.5)
     assert (first.done, second.done) == (False, True)
-    assert said == ["ws://x", "connected", {"seed": 3}, {"code": "1"}, {"code": "2"}, "closed"]
-    for name in [one for one in sys.modules if one.partition(".")[0] == "openenv"]:
-        del sys.modules[name]
+    assert server._client.said == [
+        "ws://x",
+        "connected",
+        {"seed": 3},
+        {"code": "1"},
+        {"code": "2"},
+        "closed",
+    ]
+
+
+def test_a_step_of_openenv_may_take_as_long_as_any_environments(openenv: Any) -> None:
+    assert openenv()._client.patience_s >= 86400
+
+
+@pytest.mark.parametrize(("action", "said"), [("code", "?"), (None, '{"code": "?"}')])
+def test_a_response_that_is_no_action_of_an_openenv_server_is_told_so(
+    openenv: Any, action: str | None, said: str
+) -> None:
+    """It costs its sample nothing but the reward."""
+    server = openenv(action=action)
+    step = asyncio.run(server.step(said))
+    assert step == Step(observation="the action is not one that the environment takes")
+    with pytest.raises(RuntimeError, match="boom"):
+        asyncio.run(server.step(said.replace("?", "!")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "what"),
+    [
+        ({"action": "mesage"}, {"seed": 1}, "have no field 'mesage': they have code, retries"),
+        ({"action": "retries"}, {"seed": 1}, "need code beside retries: null has the model write"),
+        ({}, {"sed": 1}, "prompt p has no column 'seed', which .*reset names; it has sed"),
+    ],
+)
+def test_settings_that_no_session_of_an_openenv_server_can_have_are_named(
+    openenv: Any, settings: dict[str, Any], fields: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ValueError, match=what):
+        asyncio.run(openenv(**settings).reset(prompt_of(**fields)))
 
 
 @pytest.mark.parametrize(

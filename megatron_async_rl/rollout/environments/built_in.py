@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import typing
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -272,7 +273,9 @@ class Agent:
     async def run(self, prompt: Prompt, base_url: str) -> float:
         """The reward."""
         if self._function is not None:
-            return float(await settled(self._function(prompt, base_url)))
+            # In a thread, where one that is not `async` may run an event loop of its own.
+            answer = await asyncio.to_thread(self._function, prompt, base_url)
+            return float(await settled(answer))
         program = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
@@ -289,8 +292,8 @@ class Agent:
         return float(lines[-1])
 
 
-LOCAL = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
-"""Where `env` says nothing of its agent: on this machine, and nothing but the model and its tools."""
+NO_HARNESS = "bash"
+"""What verifiers calls the harness of a task set that brings none."""
 
 
 class Verifiers:
@@ -300,7 +303,7 @@ class Verifiers:
     number of its task."""
 
     def __init__(self, *, env: Mapping[str, Any], task: str = "task") -> None:
-        self._settings = json.dumps({"agent": LOCAL, **env})
+        self._settings = json.dumps(dict(env))
         self._column = task
         _verifiers(self._settings)
 
@@ -318,17 +321,29 @@ class Verifiers:
         return task
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
-        """The reward of one episode. Raises RuntimeError for one that failed."""
+        """The reward of one episode, of all agents that learn. Raises RuntimeError for one that
+        failed."""
         library, environment, _ = _verifiers(self._settings)
         task = self.task(prompt)
         client = library.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         context = library.ModelContext(model="policy", client=client)
+
+        def begun(trace: Any) -> None:
+            """All that the policy says is trained."""
+            agent = trace.agent
+            if not agent.trainable and agent.config.client == client:
+                raise ValueError(
+                    f"its agent {agent.name} is not to be trained, and the policy would play it;"
+                    f" name a model of its own as rollout.environment.settings.env.{agent.name}:"
+                    " {model: ..., client: {type: eval, base_url: ...}}"
+                )
+
         async with environment.serving():
-            episode = await environment.run_episode(task, context)
+            episode = await environment.run_episode(task, context, on_trace=begun)
         errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
         if not episode.ok:
             raise RuntimeError("; ".join(f"{one.type}: {one.message}" for one in errors))
-        return float(sum(trace.reward for trace in episode.traces))
+        return float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))
 
 
 class _Tasks:
@@ -350,8 +365,26 @@ class _Tasks:
 def _verifiers(settings: str) -> tuple[Any, Any, _Tasks]:
     """The library, the environment and its tasks, once for each process."""
     library, loaders = _of_package("verifiers", "verifiers.v1", "verifiers.v1.utils.loaders")
-    environment = loaders.load_environment(loaders.resolve_env_config(json.loads(settings)))
+    config = loaders.resolve_env_config(_placed(library, loaders, json.loads(settings)))
+    environment = loaders.load_environment(config)
     return library, environment, _Tasks(iter(environment.taskset))
+
+
+def _placed(library: Any, loaders: Any, env: dict[str, Any]) -> dict[str, Any]:
+    """`env` with what it does not say of its agents: the harness is the task set's own, or else the
+    model and its tools alone; one that runs no code of the model's is on this machine."""
+    config = loaders.resolve_env_config(env)
+    own = loaders.default_harness_id(config.taskset.id)
+    agents: dict[str, Any] = {}
+    for name, agent in config:
+        if isinstance(agent, library.AgentConfig):
+            harness = "null" if own == NO_HARNESS else own
+            agents[name] = {"harness": {"id": harness}} if agent.harness is None else {}
+            harness = harness if agent.harness is None else agent.harness.id
+            if not loaders.harness_class(harness).EXECUTES_CODE:
+                agents[name]["runtime"] = {"type": "subprocess"}
+            agents[name] |= env.get(name, {})
+    return {**env, **agents}
 
 
 def _of_package(package: str, *modules: str) -> list[Any]:
@@ -364,6 +397,14 @@ def _of_package(package: str, *modules: str) -> list[Any]:
 
 
 # A server
+
+
+PATIENCE_S = 86400.0
+"""Time that OpenEnv's client gives an answer: rollout.environment.timeout_s ends it sooner."""
+SCHEMA_S = 10.0
+"""Longest time in which a server says what its actions are."""
+NO_ACTION = "(code: VALIDATION_ERROR)"
+"""In what OpenEnv's client raises where a server cannot read an action; it has no other mark."""
 
 
 class OpenEnv:
@@ -381,16 +422,25 @@ class OpenEnv:
         reset: Sequence[str] = (),
     ) -> None:
         (client,) = _of_package("openenv-core", "openenv.core.generic_client")
-        self._client: Any = client.GenericEnvClient(base_url=url)
-        self._action, self._observation, self._reset = action, observation, tuple(reset)
+        self._client: Any = client.GenericEnvClient(base_url=url, message_timeout_s=PATIENCE_S)
+        self._url, self._action = url, action
+        self._observation, self._reset = observation, tuple(reset)
 
     async def reset(self, prompt: Prompt) -> str:
+        missing = [name for name in self._reset if name not in prompt.fields]
+        if missing:
+            raise ValueError(
+                f"prompt {prompt.id} has no column {missing[0]!r}, which"
+                f" {SETTINGS}.reset names; it has {', '.join(prompt.fields) or 'none'}"
+            )
         await self._client.connect()
+        if self._action is not None:
+            _require_field(await asyncio.to_thread(_action_schema, self._url), self._action)
         result = await self._client.reset(**{name: prompt.fields[name] for name in self._reset})
         return self._shown(result.observation)
 
     async def step(self, response: str) -> Step:
-        """A response that is no JSON object, where one is wanted, is told so and rewarded 0."""
+        """A response that is no action is told so, and rewarded 0."""
         action: Any = {self._action: response}
         if self._action is None:
             try:
@@ -399,7 +449,12 @@ class OpenEnv:
                 return Step(observation=f"the action is no JSON: {error}")
             if not isinstance(action, dict):
                 return Step(observation="the action is no JSON object")
-        result = await self._client.step(action)
+        try:
+            result = await self._client.step(action)
+        except RuntimeError as error:
+            if NO_ACTION not in str(error):
+                raise
+            return Step(observation="the action is not one that the environment takes")
         return Step(
             observation=self._shown(result.observation),
             reward=float(result.reward or 0.0),
@@ -419,3 +474,27 @@ class OpenEnv:
                 f" rollout.environment.settings.observation names; it has {there}"
             )
         return str(observation[self._observation])
+
+
+@cache
+def _action_schema(url: str) -> Mapping[str, Any]:
+    """JSON schema of the actions that the server takes; empty where it does not say."""
+    http = re.sub("^ws", "http", url).rstrip("/")
+    try:
+        with urllib.request.urlopen(f"{http}/schema", timeout=SCHEMA_S) as answer:
+            return dict(json.load(answer)["action"])
+    except Exception:  # noqa: BLE001 - its actions are then known by what it refuses
+        return {}
+
+
+def _require_field(schema: Mapping[str, Any], name: str) -> None:
+    """Raises ValueError where no response can be an action by the one field."""
+    fields, needed = schema.get("properties", {}), schema.get("required", ())
+    others = [one for one in needed if one != name]
+    if fields and name not in fields:
+        what = f"have no field {name!r}: they have {', '.join(fields)}"
+    elif others:
+        what = f"need {', '.join(others)} beside {name}: null has the model write them all, as JSON"
+    else:
+        return
+    raise ValueError(f"{SETTINGS}.action: the server's actions {what}")

@@ -24,11 +24,28 @@ MODEL = "policy"
 """Name of the model; a call may give any."""
 FREE = {"tool_choice": ("auto", "none"), "response_format": ("text",)}
 """Keys of a call with the values, or types, that force nothing."""
+GRAMMARS = (
+    "structured_outputs",
+    *(f"guided_{one}" for one in ("json", "regex", "choice", "grammar")),
+)
+"""Keys, vLLM's own, that force what the model writes; so does logit_bias."""
+TEMPLATE = ("chat_template", "chat_template_kwargs", "documents")
+"""Keys, vLLM's own, that change how messages are rendered."""
 Decode = Callable[[Sequence[int]], str]
 
 
 class Refused(Exception):
-    """A call that cannot be answered; the agent gets the text with status 400."""
+    """A call that cannot be answered; the agent gets the text with `status`, and OpenAI's `code` for
+    it."""
+
+    def __init__(self, what: str, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(what)
+        self.status, self.code = status, code
+
+    @property
+    def response(self) -> web.Response:
+        told = {"message": str(self), "type": "invalid_request_error", "param": None}
+        return web.json_response({"error": {**told, "code": self.code}}, status=self.status)
 
 
 def same(message: Message) -> tuple[Any, ...]:
@@ -69,8 +86,9 @@ def read_call(body: Any, parser: ToolParser) -> Call:
     if body.get("n") not in (None, 1):
         raise Refused("n must be 1: a session is one sample")
     for key in ("max_tokens", "max_completion_tokens"):
-        if not isinstance(body.get(key) or 1, int) or (body.get(key) or 1) < 1:
-            raise Refused(f"{key} must be a whole number above 0, not {body[key]!r}")
+        most = body.get(key)
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise Refused(f"{key} must be a whole number above 0, not {most!r}")
     for key, free in FREE.items():
         given = body.get(key)
         given = given.get("type", given) if isinstance(given, Mapping) else given
@@ -79,6 +97,7 @@ def read_call(body: Any, parser: ToolParser) -> Call:
                 f"{key}: {given!r} forces what the model writes, and a rollout samples it freely;"
                 f" leave it out, or make it {' or '.join(map(repr, free))}"
             )
+    _require_own_ways(body)
     if body.get("functions"):
         raise Refused("functions are OpenAI's old form of tools; give tools")
     stop, tools = body.get("stop") or [], body.get("tools") or None
@@ -100,6 +119,29 @@ def read_call(body: Any, parser: ToolParser) -> Call:
         stream=bool(body.get("stream")),
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
     )
+
+
+def _require_own_ways(body: Mapping[str, Any]) -> None:
+    """Raises Refused for what would change how the run reads and draws, and may not be passed over."""
+    for key in (*GRAMMARS, "logit_bias"):
+        if body.get(key):
+            raise Refused(
+                f"{key} forces what the model writes, and a rollout samples it freely; leave it out"
+            )
+    for key in TEMPLATE:
+        if body.get(key):
+            raise Refused(
+                f"{key}: messages are rendered as the run's are; leave it out, or set"
+                " data.chat_template or data.chat_template_options for all calls"
+            )
+    for key, own in (("continue_final_message", False), ("add_generation_prompt", True)):
+        if body.get(key) not in (None, own):
+            raise Refused(f"{key}: a turn is a message of its own; leave it out")
+    if body.get("top_logprobs"):
+        raise Refused(
+            "top_logprobs: of each place the log-prob of the sampled token alone is known; leave it"
+            " out, and read that with logprobs: true"
+        )
 
 
 def _messages(given: Any) -> list[Message]:

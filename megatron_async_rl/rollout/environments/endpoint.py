@@ -24,7 +24,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,6 +56,8 @@ from megatron_async_rl.samples.types import Prompt
 
 CLOSE_S = 0.5
 """Longest time that a call may take to end with the engine."""
+LONGEST = 64 * 2**20
+"""Bytes of a call."""
 
 
 class _Thread(Segment):
@@ -162,9 +163,12 @@ class Agents:
         self._url = ""
 
     async def start(self) -> None:
-        app = web.Application(client_max_size=64 * 2**20)
+        app = web.Application(client_max_size=LONGEST)
         app.router.add_post("/session/{name}/v1/chat/completions", self._complete)
         app.router.add_get("/session/{name}/v1/models", self._models)
+        app.router.add_get("/session/{name}/v1/models/{model}", self._models)
+        app.router.add_route("*", "/session/{name}/{path:.*}", self._elsewhere)
+        app.router.add_route("*", "/{path:.*}", self._elsewhere)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -199,23 +203,39 @@ class Agents:
         return None
 
     def _session(self, request: web.Request) -> _Session:
-        session = self._sessions.get(request.match_info["name"])
+        """Raises Refused."""
+        session = self._sessions.get(request.match_info.get("name", ""))
         if session is None:
-            raise web.HTTPNotFound(
-                text=json.dumps({"error": {"message": "no such session, or its agent has ended"}}),
-                content_type="application/json",
-            )
+            raise Refused("no such session, or its agent has ended", status=404)
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._session(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_async_rl"}
+        try:
+            self._session(request)
+        except Refused as error:
+            return error.response
+        if "model" in request.match_info:
+            return web.json_response(model)
         return web.json_response({"object": "list", "data": [model]})
 
+    async def _elsewhere(self, request: web.Request) -> web.Response:
+        """Where there is nothing."""
+        error = Refused(
+            f"{request.method} {request.path}: the endpoint has POST BASE_URL/chat/completions and GET"
+            " BASE_URL/models alone, and BASE_URL, which its agent is given, ends with /v1",
+            status=404,
+        )
+        session = self._sessions.get(request.match_info.get("name", ""))
+        if session is not None:
+            session.refusal = str(error)
+        return error.response
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+        session: _Session | None = None
         try:
-            asked = read_call(await request.json(), self._parser)
+            session = self._session(request)
+            asked = read_call(await _body(request), self._parser)
             with session.call():
                 async with session.lock:
                     thread = await self._answered(session, asked)
@@ -227,12 +247,11 @@ class Agents:
             thread.unread = False
             return response
         except Refused as error:
-            session.refusal = str(error)
-        except (ValueError, RecursionError) as error:
-            session.refusal = f"the call is no JSON object: {error}"
-        return web.json_response(
-            {"error": {"message": session.refusal, "type": "invalid_request_error"}}, status=400
-        )
+            if session is not None:
+                session.refusal = str(error)
+            return error.response
+        except ConnectionError:  # the caller has hung up, and reads nothing
+            return web.Response(status=400)
 
     async def _answered(self, session: _Session, asked: Call) -> _Thread:
         """The segment whose last turn answers the call. Raises Refused, before anything is
@@ -282,7 +301,8 @@ class Agents:
             if turns
             else f"rollout.sampling.max_tokens: {session.max_tokens}"
         )
-        return Refused(f"context_length_exceeded: the sample is at its limit, {key}")
+        code = "context_length_exceeded"
+        return Refused(f"{code}: the sample is at its limit, {key}", code=code)
 
     def _begun(self, session: _Session, messages: Sequence[Message], tools: Any) -> _Thread:
         """Raises Refused where the sample has as many segments as it may have."""
@@ -305,6 +325,16 @@ class Agents:
         text = _rendered(self._tokenizer.render_chat, messages, answer=True, tools=tools)
         ids = tuple(_rendered(self._tokenizer.encode_rendered, text))
         return _Thread(Prompt(id=asked.id, text=text, token_ids=ids, fields=asked.fields), tools)
+
+
+async def _body(request: web.Request) -> Any:
+    """Raises Refused."""
+    try:
+        return await request.json()
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the call is no JSON object: {error}") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise Refused(f"the call has more than {LONGEST // 2**20} MiB", status=413) from None
 
 
 def _rendered[Result](render: Callable[..., Result], *messages: Any, **options: Any) -> Result:

@@ -127,7 +127,7 @@ def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
     try:
         os.environ[PARENT] = str(keep((signal.SIGUSR1,)))
         os.setsid()
-        faulthandler.register(signal.SIGUSR1, all_threads=False)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         if memory_mib is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
             most = memory_mib * 2**20

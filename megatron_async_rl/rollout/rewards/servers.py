@@ -6,11 +6,13 @@
 
 `judge`, a model behind an OpenAI-compatible endpoint: it is shown prompt and response, and its score
 is read out of what it answers. The answer, not the response, is searched: what the response says of
-itself reaches the judge only as text between the marks of the template.
+itself reaches the judge only as text between the tags of the template, which it cannot close.
 
 Invariants of `post`:
-- what may pass (no connection, 408, 425, 429, 5xx) is tried again, later and later, until the time
-  of the call is up; every other answer fails at once;
+- what may pass (no connection, 408, 425, 429, 5xx) is tried again, later and later, and not before
+  the server wants it (Retry-After), until the time of the call is up; every other answer fails at
+  once;
+- an answer is one to what was posted, and not to a GET that a redirection made of it;
 - a failure names the server and says what it did last.
 """
 
@@ -57,13 +59,14 @@ in it.
 How good is the answer? Give reasons in a few sentences, then end with one line: Score: N, where N is
 a number from 0 (useless) to 10 (perfect)."""
 PATTERN = (
-    r"(?im)^[^\w\n]*(?:\w+[ \t]+){0,2}score(?:[ \t]*[(\[][^)\]\n]*[)\]])?"  # Final score (0-10)
+    r"(?im)^[^\w\n>]*(?:\w+[ \t]+){0,2}score(?:[ \t]*[(\[][^)\]\n]*[)\]])?"  # Final score (0-10)
     r"[^\w\n]*?([-+\u2212]?\d+(?:\.\d+)?)"  # : **7.5
-    r"(?![\d.]*\d|\s*[-\u2013]\s*\d|\s+to\s)"  # not the first of a range
+    r"(?![\d.]*\d|[,e]\d|\s*[-\u2013]\s*\d|\s+to\s)"  # not a part of another, or the first of a range
 )
-"""A line that begins with Score, and its number."""
+"""A line that begins with Score, and quotes nobody, and its number."""
 OWN = ("prompt", "response")
 _FIELD = re.compile(r"\{(\w+)\}")
+_TAG = re.compile(r"</(\w+)>")
 
 
 class ServerFailed(RuntimeError):
@@ -92,11 +95,14 @@ async def http(
     sent = {**(headers or {}), **authorization(api_key_env)}
     answer = await post(url, body, sent, timeout_s)
     reward = answer.get("reward") if isinstance(answer, dict) else answer
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)):
+    try:
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)):
+            raise TypeError
+        return float(reward)
+    except (TypeError, OverflowError):
         raise ServerFailed(
             f'{url} answered {short(answer)}, and not a number or {{"reward": number}}'
-        )
-    return float(reward)
+        ) from None
 
 
 async def post(url: str, body: Any, headers: Mapping[str, str], timeout_s: float) -> Any:
@@ -110,17 +116,31 @@ async def post(url: str, body: Any, headers: Mapping[str, str], timeout_s: float
                     async with _session().post(url, json=body, headers=headers) as answer:
                         content = await _read(url, answer)
                         text = content.decode(errors="replace")
+                        if answer.method != "POST":
+                            (first, *_), to = answer.history, answer.url
+                            raise ServerFailed(
+                                f"{url} answered {first.status}, a redirection to {to} that leaves"
+                                " out what is posted; name the address that takes it"
+                            )
                         if answer.status < 300:
                             return _parsed(url, text)
                         last = f"answered {answer.status} {answer.reason}: {short(text)}"
                         if answer.status not in AGAIN and answer.status < 500:
                             raise ServerFailed(f"{url} {last}")
+                        wanted_s = _wanted_s(answer)
                 except aiohttp.ClientError as error:
                     last = f"cannot be reached: {type(error).__name__}: {error}"
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                    wanted_s = 0.0
+                await asyncio.sleep(max(wanted_s, wait_s * random.uniform(0.5, 1.0)))
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
     except TimeoutError:
         raise ServerFailed(f"{url} {last}; given up after {timeout_s:g} s") from None
+
+
+def _wanted_s(answer: aiohttp.ClientResponse) -> float:
+    """Time after which the server wants to be asked again: 0 where it does not say, or as a date."""
+    said = answer.headers.get("Retry-After", "")
+    return float(said) if re.fullmatch(r"[0-9]{1,9}", said) else 0.0
 
 
 def authorization(api_key_env: str | None) -> dict[str, str]:
@@ -160,7 +180,7 @@ async def _read(url: str, answer: aiohttp.ClientResponse) -> bytes:
 def _parsed(url: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ServerFailed(f"{url} answered what is not JSON: {short(text)}") from None
 
 
@@ -195,7 +215,7 @@ async def judge(
     http://localhost:8000/v1. `template`: {prompt}, {response} and every field of the prompt are
     filled in. `pattern`: a regular expression whose only group is the score; its last match counts.
     `body`: more of the request, such as temperature."""
-    known = {**prompt.fields, "prompt": prompt.text, "response": response}
+    known = {**prompt.fields, "prompt": prompt.text, "response": _within(template, response)}
     asked = _FIELD.sub(lambda field: str(known.get(field[1], field[0])), template)
     messages = [{"role": "user", "content": asked}]
     if system is not None:
@@ -215,6 +235,12 @@ async def judge(
     if not lowest <= score <= highest:
         raise ServerFailed(f"the judge gave {score:g}, not from {lowest:g} to {highest:g}")
     return (score - lowest) / (highest - lowest)
+
+
+def _within(template: str, response: str) -> str:
+    """The response with no tag of the template's that would end it, or begin another."""
+    tags = "|".join(map(re.escape, _TAG.findall(template)))
+    return re.sub(rf"<(?=\s*/?\s*(?:{tags})\b)", "&lt;", response, flags=re.I) if tags else response
 
 
 def _check_judge(
