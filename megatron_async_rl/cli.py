@@ -210,7 +210,7 @@ def init(
         typer.Option(
             metavar="FILE",
             prompt="Data, a file with a column `prompt` (JSONL, JSON, Parquet, CSV)",
-            help="A file or folder of prompts, or hf://datasets/OWNER/NAME[/FILE].",
+            help="A file or folder of prompts, or hf://datasets/OWNER/NAME or its /FILE.",
         ),
     ] = ...,  # type: ignore[assignment]
     reward: Annotated[

@@ -68,8 +68,8 @@ class Outcome:
     step: int
     why: str = ""
     """Why it failed, or what was odd about its end."""
-    held_out: tuple[float | None, float | None] = (None, None)
-    """Held-out reward before the first step and after the last."""
+    held_out: str = ""
+    """Reward, or loss where responses are given, before the first step and after the last."""
 
 
 def outcome_of(run: StudyRun) -> Outcome:
@@ -78,7 +78,9 @@ def outcome_of(run: StudyRun) -> Outcome:
     status = read_status(run.directory)
     if status is None:
         return Outcome(state="waiting", step=0)
-    held_out = (status.before, status.after)
+    ends = [status.before, status.after]
+    words = " → ".join("?" if one is None else f"{one:.3f}" for one in ends)
+    held_out = "" if ends == [None, None] else f"{status.measure} {words}"
     if status.phase == "finished":
         return Outcome(state="finished", step=status.step, held_out=held_out)
     if status.phase == "failed":
@@ -144,6 +146,14 @@ class _Started:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
+
+    @property
+    def learned(self) -> str:
+        """Reward of the newest row, or loss where responses are given; empty before the first."""
+        for name, key in (("reward", "reward/mean"), ("loss", "policy/loss")):
+            if (value := number(self.last, key)) is not None:
+                return f"{name} {value:.3f}"
+        return ""
 
     def look(self) -> None:
         """Reads the newest row; passes over one that cannot be read."""
@@ -251,9 +261,8 @@ def _end(at_work: Sequence[_Started], interrupts: Sequence[int]) -> None:
 
 
 def _say(console: Console, one: _Started, outcome: Outcome) -> None:
-    reward = number(one.last, "reward/mean")
     parts = [f"{one.run.name}: {outcome.state} at step {outcome.step} in {span(one.seconds)}"]
-    parts += [f"reward {reward:.3f}"] if reward is not None else []
+    parts += [one.learned] if one.learned else []
     parts += [outcome.why] if outcome.why else []
     console.print(", ".join(parts), markup=False, highlight=False, soft_wrap=True)
 
@@ -276,24 +285,24 @@ def _live_table(
     jobs: int,
 ) -> Table:
     table = Table(
-        "run", "step", "reward", "cosine", "time", caption=_counts(outcomes, left, took, jobs)
+        "run", "step", "learned", "cosine", "time", caption=_counts(outcomes, left, took, jobs)
     )
     for one in at_work:
-        numbers = [number(one.last, key) for key in ("reward/mean", "gac/cosine")]
+        cosine = number(one.last, "gac/cosine")
         table.add_row(
             one.run.name,
             f"{one.last.get('step', 0)}/{one.steps}",
-            *("" if value is None else f"{value:.3f}" for value in numbers),
+            one.learned,
+            "" if cosine is None else f"{cosine:.3f}",
             span(one.seconds),
         )
     return table
 
 
 def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, Outcome]) -> Table:
-    table = Table("run", "state", "step", "held-out reward", "why", box=None)
+    table = Table("run", "state", "step", "held out", "why", box=None)
     for run in runs:
-        outcome = outcomes[run.name]
-        held_out = " → ".join("?" if one is None else f"{one:.3f}" for one in outcome.held_out)
+        one = outcomes[run.name]
         # A reason may hold brackets, which are no markup.
-        table.add_row(run.name, outcome.state, str(outcome.step), held_out, Text(outcome.why))
+        table.add_row(run.name, one.state, str(one.step), one.held_out, Text(one.why))
     return table

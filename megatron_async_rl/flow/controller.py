@@ -333,8 +333,8 @@ class Controller(Listener):
 
     def on_give_up(self, request: Request, reason: str) -> None:
         log.error("%s", reason)
-        self.note(f"{reason}; its group is dropped")
-        self._scheduler.on_give_up(request.id, request.group)
+        if self._scheduler.on_give_up(request.id, request.group):
+            self.note(f"{reason}; its group is dropped")
         self._go_on()
 
     def on_error(self, error: BaseException) -> None:

@@ -161,12 +161,15 @@ class GroupTable:
         entry.open[aborted.id] = again
         return again
 
-    def on_give_up(self, request: str, group: int) -> None:
-        """The request will not be asked again, so its group cannot be completed."""
+    def on_give_up(self, request: str, group: int) -> bool:
+        """The request will not be asked again, so its group cannot be completed. Returns whether the
+        group is dropped for it: another one's end may have come first."""
         entry = self._close(request, group)
         self.counts["given_up"] += 1
-        if not entry.dropped:
-            self.drop(entry, "dropped_failed")
+        if entry.dropped:
+            return False
+        self.drop(entry, "dropped_failed")
+        return True
 
     def _close(self, request: str, group: int) -> GroupState:
         entry = self._answering.get(group)

@@ -183,10 +183,12 @@ class Scheduler:
         """The request to ask in place of one that its engine stopped, and that goes on."""
         return self._table.on_abort(aborted, group)
 
-    def on_give_up(self, request: str, group: int) -> None:
-        """The request will not be asked again: its group is dropped."""
-        self._table.on_give_up(request, group)
+    def on_give_up(self, request: str, group: int) -> bool:
+        """The request will not be asked again: its group is dropped. Returns False where it was
+        already."""
+        dropped = self._table.on_give_up(request, group)
         self._worth_at, self._awaited = 0, None  # the group may have been in others' way
+        return dropped
 
     def version_of(self, group: int) -> int | None:
         """The version that a group with open requests was admitted under."""

@@ -10,6 +10,8 @@ Invariants:
   Prometheus) get the same numbers;
 - an evaluation stands in the next line of metrics.jsonl; TensorBoard has it at the version that was
   evaluated, which may be steps before;
+- what a run of another version logged under a name that is of another kind here is left out by
+  the reader, which names it; the rest of the line is read;
 - a reader reads a line once and only when it is whole; when the file is replaced (a resume cuts
   it), reading starts over and says so.
 """
@@ -216,6 +218,8 @@ class NewRows:
 class MetricsReader:
     def __init__(self, run_dir: Path) -> None:
         self._file = GrowingFile(run_dir / FILE)
+        self.left_out = set[str]()
+        """Metrics of the lines so far that were of another kind when they were written."""
 
     def new_rows(self) -> NewRows:
         """Rows written since the last call; none while the file does not exist.
@@ -230,12 +234,14 @@ class MetricsReader:
     def _row(self, line: bytes, place: int) -> Row:
         where = f"{self._file.path}:{place}"
         try:
-            row = {key: _read(key, value) for key, value in json.loads(line).items()}
+            found = {key: _read(key, value) for key, value in json.loads(line).items()}
+            row = {key: value for key, value in found.items() if value is not None}
             step, version = (int(number(row, key) or 0) for key in ("step", "version"))
         except (ValueError, AttributeError, OverflowError, TypeError, MetricsError) as error:
             raise _not(where, "a line of metrics", error) from error
         if step < 1:
             raise _not(where, "a line of metrics", "it has no step")
+        self.left_out |= found.keys() - row.keys()
         return row | {"step": step, "version": version}
 
 
@@ -262,17 +268,20 @@ def _as_json(value: Value) -> object:
     return value if math.isfinite(value) else str(value)
 
 
-def _read(name: str, value: Any) -> Value:
-    """A value of a line, of the kind the catalogue says; numbers where the catalogue does not know
-    the name, as of another version. Raises MetricsError, ValueError."""
+def _read(name: str, value: Any) -> Value | None:
+    """A value of a line; None where it is of another kind than the catalogue says, as of another
+    version. Raises MetricsError, ValueError for what is of no kind."""
     value = _from_json(value)
-    metric = find_metric(name)
-    if metric is not None:
-        return metric.check(name, value)
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(one, int | float) for one in values):
         raise MetricsError(f"{name!r} is neither a number nor a list of numbers: {value!r}")
-    return value
+    metric = find_metric(name)
+    if metric is None:
+        return value
+    try:
+        return metric.check(name, value)
+    except MetricsError:
+        return None
 
 
 def _not(where: str, noun: str, why: object) -> UserError:

@@ -201,6 +201,8 @@ def _lines(state: DisplayState, blocks: str) -> list[tuple[str, Text, Text]]:
         add("reward", "", state.held_out)
     elif (loss := state.latest("policy/loss")) is not None:
         add("loss", f"{loss:.4f}  {trend('policy/loss')}", "", "bold")
+    if failed := state.latest("reward/errors"):
+        add("failed", f"{failed:,.0f} rewards", "logs/*.reward_errors.jsonl says why", "yellow")
     if (lag := state.latest("lag/mean")) is not None and state.latest(
         "ratio/ess_ratio"
     ) is not None:
@@ -286,6 +288,8 @@ def plain_line(state: DisplayState) -> str:
             for key, text in names.items()
             if (value := state.latest(key)) is not None
         ]
+        if failed := state.latest("reward/errors"):
+            parts.append(f"{failed:,.0f} rewards failed")
         if (speed := state.tokens_per_s) is not None:
             parts.append(f"{speed:,.0f} tokens/s")
         if state.left_s:

@@ -155,6 +155,9 @@ def print_summary(run_dir: Path, console: Console) -> None:
         )
     if summary.lag_mean is not None and summary.lag_max is not None and summary.generated:
         facts.append(("lag", f"mean {summary.lag_mean:.2f}, max {summary.lag_max} versions"))
+    if summary.failed:
+        where = run_dir / "logs" / "*.reward_errors.jsonl"
+        facts.append(("rewards", f"{summary.failed:,} failed: {where}"))
     if summary.regimes:
         facts.append(
             ("gradients", ", ".join(f"{count} {name}" for name, count in summary.regimes.items()))

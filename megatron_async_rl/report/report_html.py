@@ -261,6 +261,10 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
     )
     if drift is not None:
         result.append(("staleness drift, last step", f"{drift:.3g}"))
+    if summary.failed:
+        result.append(("rewards that failed", f"{summary.failed:,}"))
+    if run.left_out:
+        result.append(("not shown, logged by another version", ", ".join(run.left_out)))
     result += [(f"gradients {name}", f"{count:,}") for name, count in summary.regimes.items()]
 
     counts = {"generated": summary.generated, "trained on": summary.trained}

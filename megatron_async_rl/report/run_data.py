@@ -104,6 +104,8 @@ class RunData:
     evaluations: Evaluations
     anomalies: Sequence[Anomaly]
     events: Sequence[Event]
+    left_out: Sequence[str]
+    """Metrics that were of another kind when they were logged."""
     beside: RunData | None = None
     """The run that `observe.beside` names; None where it names none that can be read."""
 
@@ -228,6 +230,7 @@ class RunReader:
             evaluations=evaluation_curves(self._evaluated),
             anomalies=self._anomalies,
             events=read_events(run_dir),
+            left_out=sorted(self._metrics.left_out),
             beside=None if self._alone else self._read_beside(config),
         )
 

@@ -36,6 +36,8 @@ class Summary:
     """Sum of the steps' seconds: start-up, evaluation, checkpoints and stops left out."""
     generated: int
     trained: int
+    failed: int
+    """Samples of the batches whose reward failed."""
     shares: Mapping[str, float]
     """Shares of `in_steps_s`, by what rank 0 did; sums to 1 with `other`."""
     regimes: Mapping[str, int]
@@ -76,6 +78,7 @@ def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
         in_steps_s=in_steps,
         generated=int(total(rows, "tokens/generated")),
         trained=int(total(rows, "tokens/trained")),
+        failed=int(total(rows, "reward/errors")),
         shares=shares,
         regimes=_regimes(rows),
         busy_share=float(busy.mean()) if len(busy) else None,

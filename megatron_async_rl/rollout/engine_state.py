@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import StateName
+from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, find_cause
 
 EVERY_S = 1.0
 DEADLINE_S = 10.0
@@ -179,13 +180,20 @@ class EngineTimeline:
 
 
 class EngineDied(RuntimeError):
-    """vLLM's own process ended while the engine was in use."""
+    """vLLM's own process ended while the engine was in use. `last_error`: default: what the
+    engine's log ends with, since vLLM says here only that the process is gone."""
 
-    def __init__(self, spec: EngineSpec, while_what: str) -> None:
-        super().__init__(f"the vLLM process of {spec.name} died while {while_what}; see {spec.log}")
-        self._arguments = (spec, while_what)
+    def __init__(self, spec: EngineSpec, while_what: str, last_error: str | None = None) -> None:
+        if last_error is None:
+            found = find_cause(spec.log_dir, spec.log.name)
+            real = found is not None and found.kind in (PRIMARY, KILLED)
+            last_error = found.message.splitlines()[0] if found is not None and real else ""
+        said = f"; the last error in its log: {last_error}" if last_error else ""
+        what = f"the vLLM process of {spec.name} died while {while_what}{said}; see {spec.log}"
+        super().__init__(what)
+        self._arguments = (spec, while_what, last_error)
 
-    def __reduce__(self) -> tuple[type[EngineDied], tuple[EngineSpec, str]]:
+    def __reduce__(self) -> tuple[type[EngineDied], tuple[EngineSpec, str, str]]:
         return (type(self), self._arguments)
 
 

@@ -108,11 +108,11 @@ def tail(path: Path, lines: int) -> list[str]:
     return end.decode("utf-8", errors="replace").splitlines()[-lines:] if lines > 0 else []
 
 
-def find_cause(log_dir: Path) -> Cause | None:
-    """The most probable cause of a failure among `log_dir/*.log`; None when no log holds a
-    failure."""
+def find_cause(log_dir: Path, name: str = "*.log") -> Cause | None:
+    """The most probable cause of a failure among the files of `log_dir` that are called `name`;
+    None when none holds a failure."""
     found: list[tuple[int, float, Path, _Candidate]] = []
-    for path in sorted(log_dir.glob("*.log")):
+    for path in sorted(log_dir.glob(name)):
         text = path.read_text(encoding="utf-8", errors="replace")
         fell_silent = path.stat().st_mtime
         found += [(candidate.kind, fell_silent, path, candidate) for candidate in _candidates(text)]

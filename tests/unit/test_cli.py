@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from megatron_async_rl import cli
 
+COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 FILE = """
 from megatron_async_rl.config.problem import UserError
 
@@ -42,6 +45,17 @@ def test_a_command_is_one_file_and_one_line() -> None:
 def test_what_a_user_got_wrong_ends_any_command_with_its_screen_and_code_2() -> None:
     done = CliRunner().invoke(cli.app, ["greet", "nobody"])
     assert (done.exit_code, done.output) == (2, "NAME\n  is nobody\n  fix: name somebody\n")
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_shows_its_help_with_every_word_of_it(name: str) -> None:
+    """A text in brackets would be read as markup: left out, or refused."""
+    done = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "400"})
+    assert done.exit_code == 0, done.exception
+    command = COMMANDS[name]
+    shown = re.sub(r"[\s│]", "", done.output)
+    for words in [command.help, *(one.help for one in command.params)]:
+        assert re.sub(r"\s", "", words) in shown
 
 
 @pytest.mark.parametrize(

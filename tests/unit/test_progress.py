@@ -301,6 +301,28 @@ def test_a_pipe_gets_plain_lines_once_per_news(pipe: Run, monkeypatch: pytest.Mo
     assert "step 2/50" in second
 
 
+def test_rewards_that_fail_are_told_while_the_run_goes_on_and_after_it(
+    terminal: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_module, "PLAIN_EVERY_S", 0.0)
+    piped = Run(tmp_path / "piped", terminal=False)
+    for run in (terminal, piped):
+        progress = Progress(run.dir, 50, run.console)
+        run.say("training")
+        run.step(1, **{"reward/errors": 0})
+        progress.update()
+        assert "failed" not in run.shown
+        run.step(2, **{"reward/errors": 1500})
+        progress.update()
+        progress.close()
+        run.step(3, **{"reward/errors": 500})
+        print_summary(run.dir, run.console)
+    assert "1,500 rewards failed" in piped.shown
+    assert re.search(r"failed +1,500 rewards +logs/\*\.reward_errors\.jsonl", terminal.shown)
+    for run in (terminal, piped):
+        assert re.search(r"rewards +2,000 failed: .*reward_errors\.jsonl", run.shown)
+
+
 def test_a_half_written_line_is_waited_for(pipe: Run) -> None:
     progress = Progress(pipe.dir, 50, pipe.console)
     pipe.say("training")

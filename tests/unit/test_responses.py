@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -193,6 +194,26 @@ def test_what_vllm_says_instead_of_a_response_is_the_next_report(
         with pytest.raises(error, match=message):
             await responses.reports.take(60)
 
+    working(tmp_path, work)
+
+
+def test_a_death_of_vllm_is_told_with_the_last_error_of_the_engines_log(tmp_path: Path) -> None:
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        await responses.submit([request(0, answer="7")])
+        llm.collectors[0].put(EngineDeadError())
+        with pytest.raises(
+            EngineDied, match="the last error in its log: RuntimeError: head"
+        ) as told:
+            await responses.reports.take(60)
+        log.unlink()  # who unpickles it may be on another machine
+        assert str(pickle.loads(pickle.dumps(told.value))) == str(told.value)
+
+    log = tmp_path / "engine-0.log"
+    log.write_text(
+        "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] Traceback (most recent call last):\n"
+        '(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512]   File "core.py", line 1606, in run\n'
+        "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] RuntimeError: head_dim=16\n"
+    )
     working(tmp_path, work)
 
 

@@ -303,8 +303,7 @@ def test_a_page_says_that_settings_and_samples_are_missing(tmp_path: Path) -> No
         ("metrics.jsonl", "[]", "is not a line of metrics"),
         ("metrics.jsonl", '{"time": 1.0}', "it has no step"),
         ("metrics.jsonl", '{"step": 1e400}', "is not a line of metrics"),
-        ("metrics.jsonl", '{"step": 9, "reward/mean": [1]}', "'reward/mean' is a number"),
-        ("metrics.jsonl", '{"step": 9, "engine/tokens": [[1]]}', "'engine/tokens' is a list"),
+        ("metrics.jsonl", '{"step": 9, "engine/tokens": [[1]]}', "'engine/tokens' is neither a"),
         ("metrics.jsonl", '{"step": 9, "old/key": {}}', "'old/key' is neither a number nor"),
         ("eval.jsonl", "hello", "is not an evaluation"),
         ("eval.jsonl", "[]", "is not an evaluation"),
@@ -319,6 +318,21 @@ def test_a_line_that_is_none_is_named_with_its_number(
     path.write_text("\n".join([*lines, line, ""]))
     result = report(tmp_path)
     assert is_one_problem(result, Path(f"{path}:{len(lines) + 1}"), what), result.output
+
+
+def test_metrics_that_were_of_another_kind_when_they_were_logged_are_left_out_and_named(
+    tmp_path: Path,
+) -> None:
+    """A number that is a list now, and the other way round, in every line of the run."""
+    path = damaged(tmp_path) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    other = {"reward/mean": [0.5, 1.0], "lag/histogram": 3.0, "engine/versions": 4}
+    path.write_text("".join(json.dumps(line | other) + "\n" for line in lines))
+    result = report(tmp_path)
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "report.html").read_text()
+    assert "engine/versions, lag/histogram, reward/mean" in page
+    assert f"<td>{len(lines)}</td>" in page
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "eval.jsonl"])

@@ -110,8 +110,8 @@ def test_a_request_that_is_given_up_takes_its_group_with_it_and_another_is_asked
 def test_a_group_whose_request_was_given_up_is_dropped_once_however_many_follow() -> None:
     harness = SchedulerHarness(1, 0.0)
     harness.admit()
-    harness.scheduler.on_give_up("0-0", 0)
-    harness.scheduler.on_give_up("0-1", 0)
+    told = [harness.scheduler.on_give_up(request, 0) for request in ("0-0", "0-1")]
+    assert told == [True, False], "a group's loss is told once"
     counts = harness.scheduler.counts()
     assert (counts["dropped_failed"], counts["given_up"], counts["open"]) == (1, 2, 0)
 

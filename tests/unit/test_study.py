@@ -65,6 +65,11 @@ if seed == 10:
     time.sleep(600)
 (run_dir / "config.yaml").write_text(dump(config))
 log = MetricsLog(run_dir, tensorboard=False, first_step=1)
+if seed == 11:
+    log.log(1, {"policy/loss": 0.75})
+    write_status(run_dir, Status(phase="finished", step=4, steps=4, time=0.0, measure="loss",
+        before=2.5, after=0.25))
+    sys.exit(0)
 log.log(1, {"reward/mean": 0.5})
 if seed == 9 and not (run_dir / "stopped_before").exists():
     (run_dir / "stopped_before").touch()
@@ -122,6 +127,17 @@ def started(grid: Path) -> list[str]:
     names = order.read_text().split() if order.exists() else []
     order.unlink(missing_ok=True)
     return names
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_run_of_given_responses_is_shown_with_its_losses(tmp_path: Path) -> None:
+    code, screen = run_study(write_grid(tmp_path, (1, 11)), "s0-*")
+    assert code == 0
+    lines = {line.split()[0]: line for line in screen.splitlines() if " s0-" in line}
+    assert "s0-seed11: finished at step 4 in" in screen
+    assert "loss 0.750" in screen
+    assert "loss 2.500 → 0.250" in lines["s0-seed11"]
+    assert "?" not in lines["s0-seed1"], "nothing was held out"
 
 
 def test_a_sweep_is_the_product_of_its_axes_and_each_run_stands_once(tmp_path: Path) -> None:
