@@ -2,16 +2,20 @@
 be asked."""
 
 import asyncio
+import os
 import pickle
+import subprocess
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
+from megatron_async_rl.rollout.engine_process import ENDED_POLL_S, RemoteEngine
 from megatron_async_rl.rollout.engine_state import (
     DEADLINE_S,
     EVERY_S,
@@ -244,3 +248,21 @@ def test_a_question_that_is_lost_is_asked_again() -> None:
         assert asked > 3
 
     virtual_time.run(run())
+
+
+def test_an_engine_has_ended_once_all_of_its_processes_have() -> None:
+    """Not waited for by whoever started them: they are the actor's."""
+    children = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]
+    began = [(one.pid, psutil.Process(one.pid).create_time()) for one in children]
+    engine = RemoteEngine(None, processes=[*began, (os.getpid(), 0.0)])  # another's number by now
+
+    async def body() -> None:
+        ended = asyncio.ensure_future(engine.until_ended())
+        for child in children:
+            assert not (await asyncio.wait((ended,), timeout=3 * ENDED_POLL_S))[0]
+            child.kill()
+        await ended
+
+    asyncio.run(body())
+    for child in children:
+        child.communicate()
