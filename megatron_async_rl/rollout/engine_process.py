@@ -4,7 +4,7 @@ start.
 Invariants:
 - whoever calls an engine calls it as an `Engine`: the methods are declared here, once, and
   `rollout.engine.RolloutEngine` has them;
-- what a call raised in the engine is raised here as itself;
+- what a call raised in the engine is raised here as itself, and ProcessDied once that has ended;
 - an engine that did not start leaves nothing running, and none outlives its actor.
 """
 
@@ -22,7 +22,7 @@ from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import remote_cause
+from megatron_async_rl.watchdog.deadline import answer_of
 from megatron_async_rl.watchdog.events import out_of_memory
 from megatron_async_rl.watchdog.logs import find_cause, tail
 from megatron_async_rl.watchdog.processes import condition
@@ -83,10 +83,7 @@ class RemoteEngine:
 
     def __getattr__(self, method: str) -> Any:
         async def call(*arguments: Any) -> Any:
-            try:
-                return await getattr(self.actor, method).remote(*arguments)
-            except Exception as error:  # noqa: BLE001 - raised again, as itself
-                raise remote_cause(error) from None
+            return await answer_of(getattr(self.actor, method).remote(*arguments))
 
         return call
 

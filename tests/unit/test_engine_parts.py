@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import ray
 
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
@@ -30,6 +31,7 @@ from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import SCHEMA, batch_of
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Aborted
+from megatron_async_rl.watchdog.deadline import ProcessDied
 from tests.unit import virtual_time
 from tests.unit.fake_engine import partial
 
@@ -266,3 +268,25 @@ def test_an_engine_has_ended_once_all_of_its_processes_have() -> None:
     asyncio.run(body())
     for child in children:
         child.communicate()
+
+
+def test_an_engine_whose_process_was_killed_is_named_in_one_line() -> None:
+    """Ray's own text has a dozen, and guesses of which most cannot be."""
+
+    async def dies() -> None:
+        error = ray.exceptions.ActorDiedError()
+        error.error_msg = (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: RolloutEngine\n"
+            "\tactor_id: 6496e9ed5fcb\n\tpid: 31173\n\tnamespace: cf3091ca\nThe actor is dead because its"
+            " worker process has died. End of file. Some common causes include: (1) the process was"
+            " killed by the OOM killer, (2) ray stop --force was called"
+        )
+        raise error
+
+    actor = SimpleNamespace(report=SimpleNamespace(remote=lambda _: dies()))
+    with pytest.raises(ProcessDied) as died:
+        asyncio.run(RemoteEngine(actor).report(1.0))
+    assert str(died.value) == (
+        "RolloutEngine (pid 31173). The actor is dead because its worker process has died. End of file."
+        " If nobody killed it, `dmesg` tells whether the kernel did, for want of memory."
+    )
