@@ -89,6 +89,9 @@ class Timers:
     def kill(self) -> None:
         """Nor to kill."""
 
+    async def until_ended(self) -> None:
+        """Nor to wait for."""
+
     async def report(self, timeout_s: float) -> EngineReport:
         if not self._requests:
             self._news.clear()

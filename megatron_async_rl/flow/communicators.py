@@ -22,10 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.flow.engine_task import EngineSlot
-from megatron_async_rl.flow.relay_process import Relay, RelaySpec, answer_of
+from megatron_async_rl.flow.relay_process import Relay, RelaySpec
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import ProcessDied, await_named, name_this_process
+from megatron_async_rl.watchdog.deadline import (
+    ProcessDied,
+    answer_of,
+    await_named,
+    name_this_process,
+)
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.weights.manifest import Copy, Delivery, Manifest, Meeting
 

@@ -217,7 +217,7 @@ class EngineTask:
 
     async def sleep(self, timeout_s: float) -> None:
         """Colocated: the engine gives up its memory, until it takes newer weights; one that does not
-        is lost, and killed before this returns: the policy counts on its memory."""
+        is lost, and has ended before this returns: the policy counts on its memory."""
         engine, what = self.slot.engine, f"{self.slot.name} to sleep"
         if engine is None:  # lost at this very moment
             return
@@ -228,7 +228,7 @@ class EngineTask:
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
             reason = f"it failed to sleep: {described(error)}"
             self.fail(engine, reason, suspect=False, cause=error)
-            engine.kill()
+            await self._end(engine)
 
     async def _run(self) -> None:
         try:
@@ -274,8 +274,19 @@ class EngineTask:
             self._updates.forget(slot.index)
             self._owner.on_lost(slot, with_notes(error), suspect=suspect)
             if engine is not None:
-                engine.kill()
+                with self._updates.ending():
+                    await self._end(engine)
             return error
+
+    async def _end(self, engine: Engine) -> None:
+        """Whoever takes its devices next counts on their memory."""
+        engine.kill()
+        try:
+            await await_named(
+                f"{self.slot.name}, killed, to end", engine.until_ended(), self._unresponsive_s
+            )
+        except TimeoutError as error:
+            self._note(str(error))
 
     async def _wait_for_restart(self, error: Exception) -> bool:
         """False where there is none."""

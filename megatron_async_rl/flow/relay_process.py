@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import (
-    ProcessDied,
-    death_reason,
-    name_this_process,
-    remote_cause,
-)
+from megatron_async_rl.watchdog.deadline import answer_of, name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.weights.manifest import Copy, Manifest
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer
@@ -113,18 +108,6 @@ class RemoteRelay:
 
     async def _call(self, method: str, *arguments: object) -> Any:
         return await answer_of(getattr(self.actor, method).remote(*arguments))
-
-
-async def answer_of(call: Any) -> Any:
-    """What an actor answers. Raises what it raised, as itself, and ProcessDied where it has ended."""
-    import ray
-
-    try:
-        return await call
-    except ray.exceptions.ActorDiedError as error:
-        raise ProcessDied(death_reason(str(error))) from None
-    except Exception as error:  # noqa: BLE001 - raised again, as itself
-        raise remote_cause(error) from None
 
 
 async def start_relay(spec: RelaySpec, address: Address) -> Relay:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from megatron_async_rl.flow.copies import Copies, Fill, LentBuckets, Reader, Staged, Transfer
@@ -68,6 +68,7 @@ class WeightUpdates:
         """Machine and version that is being read there, by engine."""
         self._paused: set[int] = set()
         self._starting = 0
+        self._ending = 0
         self._policy_has_devices = False
         self._halted: BaseException | None = None
         self._changed = Signal()
@@ -298,10 +299,22 @@ class WeightUpdates:
             self._starting -= 1
             self._changed.fire()
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """The body sees a lost engine to its end."""
+        self._ending += 1
+        try:
+            yield
+        finally:
+            self._ending -= 1
+            self._changed.fire()
+
     async def give_devices_to_policy(self) -> None:
-        """Until the next version is staged. Returns when no engine is starting or loading."""
+        """Until the next version is staged. Returns when no engine is starting, loading or ending."""
         self._policy_has_devices = True
-        await self._changed.until(lambda: not self._starting and not self._loading)
+        await self._changed.until(
+            lambda: not self._starting and not self._loading and not self._ending
+        )
 
     # Buckets that are lent
 

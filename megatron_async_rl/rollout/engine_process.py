@@ -4,7 +4,7 @@ start.
 Invariants:
 - whoever calls an engine calls it as an `Engine`: the methods are declared here, once, and
   `rollout.engine.RolloutEngine` has them;
-- what a call raised in the engine is raised here as itself;
+- what a call raised in the engine is raised here as itself, and ProcessDied once that has ended;
 - an engine that did not start leaves nothing running, and none outlives its actor.
 """
 
@@ -14,20 +14,24 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, cast
 
+import psutil
+
 from megatron_async_rl.rollout.cluster import memory_of, place_of_engine
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import remote_cause
+from megatron_async_rl.watchdog.deadline import answer_of
 from megatron_async_rl.watchdog.events import out_of_memory
 from megatron_async_rl.watchdog.logs import find_cause, tail
+from megatron_async_rl.watchdog.processes import condition
 from megatron_async_rl.weights.manifest import Delivery, Manifest
 
 MAX_CALLS = 1000
 """Calls an actor may hold at once: each batch of requests is one, and the control calls must always
 get through."""
+ENDED_POLL_S = 0.05
 
 
 class EngineStartError(RuntimeError):
@@ -61,20 +65,25 @@ class Engine(Protocol):
         """Ends the engine's processes at once, whether they answer or not: Ray kills the actor,
         and the kernel vLLM with it."""
 
+    async def until_ended(self) -> None:
+        """Returns once none of its processes is left on rank 0's machine, nor what memory they had of
+        the devices there."""
+
 
 class RemoteEngine:
-    """An `Engine` in the Ray actor `actor`, on `machine`: any method of it, awaitable."""
+    """An `Engine` in the Ray actor `actor`, on `machine`: any method of it, awaitable. processes: its
+    own on rank 0's machine, by number and begin."""
 
-    def __init__(self, actor: Any, machine: str = HERE) -> None:
+    def __init__(
+        self, actor: Any, machine: str = HERE, processes: Sequence[tuple[int, float]] = ()
+    ) -> None:
         self.actor = actor
         self.machine = machine
+        self.processes = processes
 
     def __getattr__(self, method: str) -> Any:
         async def call(*arguments: Any) -> Any:
-            try:
-                return await getattr(self.actor, method).remote(*arguments)
-            except Exception as error:  # noqa: BLE001 - raised again, as itself
-                raise remote_cause(error) from None
+            return await answer_of(getattr(self.actor, method).remote(*arguments))
 
         return call
 
@@ -82,6 +91,10 @@ class RemoteEngine:
         import ray
 
         ray.kill(self.actor)
+
+    async def until_ended(self) -> None:
+        while any(condition(pid, began) is not None for pid, began in self.processes):
+            await asyncio.sleep(ENDED_POLL_S)
 
 
 async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
@@ -112,6 +125,8 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
             async with asyncio.timeout(limit_s):
                 await engine.start()
                 engine.machine = await memory_of(spec, actor)
+                if engine.machine == HERE:
+                    engine.processes = await actor.__ray_call__.remote(_processes)
     except TimeoutError:
         engine.kill()
         limit = f"rollout.start_timeout_s: {limit_s:g}"
@@ -123,6 +138,12 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
         engine.kill()
         raise
     return cast(Engine, engine)
+
+
+def _processes(actor: object) -> list[tuple[int, float]]:
+    """The actor's and its children's, such as vLLM's."""
+    own = psutil.Process()
+    return [(one.pid, one.create_time()) for one in (own, *own.children(recursive=True))]
 
 
 def _keep_old_log(spec: EngineSpec) -> None:

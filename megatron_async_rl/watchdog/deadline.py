@@ -101,6 +101,18 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
             ) from None
 
 
+async def answer_of(call: Any) -> Any:
+    """What an actor answers. Raises what it raised, as itself, and ProcessDied where it has ended."""
+    import ray
+
+    try:
+        return await call
+    except ray.exceptions.ActorDiedError as error:
+        raise ProcessDied(death_reason(str(error))) from None
+    except Exception as error:  # noqa: BLE001 - raised again, as itself
+        raise remote_cause(error) from None
+
+
 def remote_cause(error: BaseException) -> BaseException:
     """The exception a Ray task raised, out of Ray's wrappers around it; any other error is returned
     as it is.
@@ -114,10 +126,15 @@ def remote_cause(error: BaseException) -> BaseException:
 
 
 def death_reason(text: str) -> str:
-    """Name of the process, and Ray's reason, out of a text of a dozen lines."""
+    """Name of the process, and Ray's reason, out of a text of a dozen lines. Where Ray guesses at the
+    causes, two of three cannot be."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = dict(
         line.split(": ", 1) for line in lines if re.match(r"(?:class_name|name|pid): ", line)
     )
     who = about.get("name") or about.get("class_name", "an actor")
-    return f"{who} (pid {about.get('pid', 'unknown')}). {lines[-1]}"
+    reason, guesses, _ = lines[-1].partition(" Some common causes include:")
+    seen = " If nobody killed it, `dmesg` tells whether the kernel did, for want of memory." * bool(
+        guesses
+    )
+    return f"{who} (pid {about.get('pid', 'unknown')}). {reason}{seen}"

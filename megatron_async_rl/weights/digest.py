@@ -16,8 +16,8 @@ Invariants:
   more than a parity in a sum, as all keys are odd: it is the middle of the other sum's words. It
   guards against wrong, missing, stale, swapped and damaged bytes, and is no signature against
   somebody who makes bytes to fit;
-- beside the parts, memory holds the keys of their rows and columns; where a part is cut within a
-  word or lies on CUDA, also one piece of PIECE_BYTES, or a row that is larger.
+- beside the parts, memory holds the keys of their rows and columns; where a part is small, is cut
+  within a word or lies on CUDA, also one piece of PIECE_BYTES, or a row that is larger.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
     first, lead = divmod(column, WORD // size)
 
     on_host = part.device.type == "cpu"
-    in_place = on_host and _lies_in_words(bits, lead)
     row_bytes = bits.shape[1] * size
+    in_place = on_host and rows * row_bytes > PIECE_BYTES and _lies_in_words(bits, lead)
     tall = max(1, (PIECE_BYTES if on_host else CUDA_BYTES) // (row_bytes + WORD))
     for start in range(0, rows, rows if in_place else tall):
         block = bits if in_place else bits[start : start + tall]

@@ -66,6 +66,9 @@ class FakeEngine:
         self.deaf = False
         """It does not answer to an abort."""
         self.killed = False
+        self.ended = asyncio.Event()
+        """Its processes have, once it is killed."""
+        self.ended.set()
         self.silent_s = 0.0
         self.sampling = False
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -143,6 +146,10 @@ class FakeEngine:
         self.killed = True
         for task in self._running.values():
             task.cancel()
+
+    async def until_ended(self) -> None:
+        assert self.killed
+        await self.ended.wait()
 
     async def report(self, timeout_s: float) -> EngineReport:
         if self.wedged:

@@ -2,16 +2,21 @@
 be asked."""
 
 import asyncio
+import os
 import pickle
+import subprocess
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+import ray
 
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
+from megatron_async_rl.rollout.engine_process import ENDED_POLL_S, RemoteEngine
 from megatron_async_rl.rollout.engine_state import (
     DEADLINE_S,
     EVERY_S,
@@ -26,6 +31,7 @@ from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import SCHEMA, batch_of
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Aborted
+from megatron_async_rl.watchdog.deadline import ProcessDied
 from tests.unit import virtual_time
 from tests.unit.fake_engine import partial
 
@@ -244,3 +250,43 @@ def test_a_question_that_is_lost_is_asked_again() -> None:
         assert asked > 3
 
     virtual_time.run(run())
+
+
+def test_an_engine_has_ended_once_all_of_its_processes_have() -> None:
+    """Not waited for by whoever started them: they are the actor's."""
+    children = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]
+    began = [(one.pid, psutil.Process(one.pid).create_time()) for one in children]
+    engine = RemoteEngine(None, processes=[*began, (os.getpid(), 0.0)])  # another's number by now
+
+    async def body() -> None:
+        ended = asyncio.ensure_future(engine.until_ended())
+        for child in children:
+            assert not (await asyncio.wait((ended,), timeout=3 * ENDED_POLL_S))[0]
+            child.kill()
+        await ended
+
+    asyncio.run(body())
+    for child in children:
+        child.communicate()
+
+
+def test_an_engine_whose_process_was_killed_is_named_in_one_line() -> None:
+    """Ray's own text has a dozen, and guesses of which most cannot be."""
+
+    async def dies() -> None:
+        error = ray.exceptions.ActorDiedError()
+        error.error_msg = (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: RolloutEngine\n"
+            "\tactor_id: 6496e9ed5fcb\n\tpid: 31173\n\tnamespace: cf3091ca\nThe actor is dead because its"
+            " worker process has died. End of file. Some common causes include: (1) the process was"
+            " killed by the OOM killer, (2) ray stop --force was called"
+        )
+        raise error
+
+    actor = SimpleNamespace(report=SimpleNamespace(remote=lambda _: dies()))
+    with pytest.raises(ProcessDied) as died:
+        asyncio.run(RemoteEngine(actor).report(1.0))
+    assert str(died.value) == (
+        "RolloutEngine (pid 31173). The actor is dead because its worker process has died. End of file."
+        " If nobody killed it, `dmesg` tells whether the kernel did, for want of memory."
+    )

@@ -382,6 +382,49 @@ def test_colocated_an_engine_that_is_lost_as_it_is_to_sleep_ends_no_run_whenever
         run(partial(body, turns))
 
 
+@pytest.mark.parametrize("lost", ["before it sleeps", "as it sleeps"])
+def test_colocated_the_policy_and_a_restart_wait_until_a_lost_engine_has_given_its_memory_back(
+    lost: str,
+) -> None:
+    async def body() -> None:
+        launch = FakeLaunch([FakeEngine(), FakeEngine()])
+        controller = await begin(launch, flow(2, 1.0))
+        broken = launch.engines[0]
+        broken.ended.clear()
+
+        async def fails() -> None:
+            raise RuntimeError("out of memory")
+
+        assert await controller.next_batch(0) is not None
+        if lost == "as it sleeps":
+            broken.before["sleep"] = fails
+        else:
+            broken.fail(RuntimeError("gone"))
+            await until(lambda: broken.killed)
+        sleeping = asyncio.create_task(controller.sleep())
+        await until(lambda: broken.killed)
+        await asyncio.sleep(4.0)
+        assert not sleeping.done()
+        broken.ended.set()
+        await sleeping
+        await stage(controller, 1)
+        await until(lambda: controller._fleet.slots[0].serving)
+        assert launch.starts[-1] == (0, True)
+
+        again = launch.engines[0]
+        again.ended.clear()
+        again.fail(RuntimeError("gone"))
+        await until(lambda: again.killed)
+        starts = len(launch.starts)
+        await asyncio.sleep(4.0)
+        assert len(launch.starts) == starts
+        again.ended.set()
+        await until(lambda: len(launch.starts) == starts + 1)
+        await controller.close()
+
+    run(body)
+
+
 def test_colocated_engines_that_wait_for_their_turn_sleep_on_and_none_waits_while_all_sleep() -> (
     None
 ):
