@@ -111,11 +111,11 @@ class Cluster:
         slurmds = [["slurmd", "-D", "-N", node] for node in ("node0", "node1")]
         return [[*munged, f"--key-file={key}", *places], ["slurmctld", "-D"], *slurmds]
 
-    def call(self, *command: str, **more: str) -> str:
+    def call(self, *command: str, cwd: Path = SCRIPT.parents[2], **more: str) -> str:
         done = subprocess.run(
             command,
             env=self.environment | more,
-            cwd=SCRIPT.parents[2],
+            cwd=cwd,
             capture_output=True,
             text=True,
             timeout=600,
@@ -273,6 +273,13 @@ def test_an_array_without_a_folder_for_its_runs_is_refused(cluster: Cluster) -> 
     assert (cluster.state(job)["ExitCode"], cluster.lines()) == ("2:0", [])
     said = (cluster.folder / f"{job}_3.log").read_text()
     assert said.startswith("train.sbatch: an array needs RUNS, the folder for a run of each seed")
+
+
+def test_a_job_that_is_submitted_from_elsewhere_is_told_where_from(cluster: Cluster) -> None:
+    job = cluster.call("sbatch", "--parsable", str(SCRIPT), "run.yaml", cwd=cluster.folder)
+    cluster.wait_until_over(job)
+    said = (cluster.folder / f"mar-{job}.log").read_text()
+    assert f"no launchers/torchrun_multinode.sh in {cluster.folder}: submit it from" in said
 
 
 def test_a_job_s_log_has_its_number_and_says_which_machine_speaks(cluster: Cluster) -> None:
