@@ -125,4 +125,7 @@ def _holder(descriptor: int, command: str, key: str) -> tuple[str, str]:
         return what, f"try again when they have ended, or choose another {key}"
 
     what = f"is in use: `{command}` runs in it (pid {pid} on {host})"
-    return what, f"stop that one (kill -INT {pid}) or choose another {key}"
+    fix = f"stop that one (kill -INT {pid}) or choose another {key}"
+    if host != socket.gethostname() and key == "run.dir":
+        fix += "; if that is a machine of this very run, give each its own --node-rank (NODE_RANK)"
+    return what, fix

@@ -260,9 +260,9 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     held = f"{engine_count(config)} engines" + (f" of {workers} GPUs" if workers > 1 else "")
     shared = " on the same devices" if colocated else " on any machine" if elsewhere else ""
     each = " a node" if machine.nodes > 1 else ""
+    has = "a node has" if machine.nodes > 1 or machine.described else "this machine shows"
     what = (
-        f"{ranks} ranks{each} and {held}{shared} need {wanted} GPUs, and"
-        f" {'a node has' if machine.nodes > 1 else 'this machine shows'} {len(machine.gpus)}"
+        f"{ranks} ranks{each} and {held}{shared} need {wanted} GPUs, and {has} {len(machine.gpus)}"
     )
     lower = ["policy.parallel.ranks", "rollout.engines", *_divided(config)]
     fix = (
@@ -272,6 +272,8 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     )
     if rollout is not None and not colocated and not elsewhere:
         fix += "; with weights.transport: relay and a Ray cluster engines may be on other machines"
+    if ranks > len(machine.gpus):
+        fix += "; or divide the ranks over more machines (--nodes; NNODES of the launcher)"
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
 
 

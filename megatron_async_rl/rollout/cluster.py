@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_async_rl
+from megatron_async_rl.config.problem import SHARE
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ray_get
@@ -86,17 +87,23 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("RAY_worker_niceness", "0")
 
 
+def digest_of(package: Path) -> str:
+    """The same for a checkout and for the wheel made of it, which has copies of examples besides: in
+    an image the launcher may import the one and actors the other."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        if package / SHARE.name not in file.parents:
+            digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 @cache
 def software() -> dict[str, str]:
     """Versions on this machine, and a digest of this package's files: checkouts of one version differ."""
-    digest = hashlib.sha256()
-    folder = Path(megatron_async_rl.__file__).parent
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
     found = {
         "Python": platform.python_version(),
         "megatron-async-rl": megatron_async_rl.__version__,
-        FILES: digest.hexdigest()[:12],
+        FILES: digest_of(Path(megatron_async_rl.__file__).parent),
     }
     for name in SAME:
         try:

@@ -111,11 +111,11 @@ class Cluster:
         slurmds = [["slurmd", "-D", "-N", node] for node in ("node0", "node1")]
         return [[*munged, f"--key-file={key}", *places], ["slurmctld", "-D"], *slurmds]
 
-    def call(self, *command: str, **more: str) -> str:
+    def call(self, *command: str, cwd: Path = SCRIPT.parents[2], **more: str) -> str:
         done = subprocess.run(
             command,
             env=self.environment | more,
-            cwd=SCRIPT.parents[2],
+            cwd=cwd,
             capture_output=True,
             text=True,
             timeout=600,
@@ -138,10 +138,14 @@ class Cluster:
         return job
 
     def wait_for_its_end(self, job: str) -> None:
-        """And that it has ended well; `sbatch --wait` would look every ten seconds."""
-        self.wait_until(lambda: not self.call("squeue", "--noheader", "--jobs", job))
+        """And that it has ended well."""
+        self.wait_until_over(job)
         states = self.call("scontrol", "--oneliner", "show", "job", job)
         assert set(re.findall(r"\bJobState=(\S+)", states)) == {"COMPLETED"}, states
+
+    def wait_until_over(self, job: str) -> None:
+        """`sbatch --wait` would look every ten seconds."""
+        self.wait_until(lambda: not self.call("squeue", "--noheader", "--jobs", job))
 
     def end_jobs(self) -> None:
         self.call("scancel", "--user=root")
@@ -261,3 +265,27 @@ def test_an_array_is_a_run_for_each_seed(cluster: Cluster, going_on: None) -> No
     assert cluster.lines() == [
         f"start train run.yaml run.seed={seed} run.dir=/runs/math/seed{seed}" for seed in (3, 4)
     ]
+
+
+def test_an_array_without_a_folder_for_its_runs_is_refused(cluster: Cluster) -> None:
+    job = cluster.submit("--array=3", "--nodes=1")
+    cluster.wait_until_over(job)
+    assert (cluster.state(job)["ExitCode"], cluster.lines()) == ("2:0", [])
+    said = (cluster.folder / f"{job}_3.log").read_text()
+    assert said.startswith("train.sbatch: an array needs RUNS, the folder for a run of each seed")
+
+
+def test_a_job_that_is_submitted_from_elsewhere_is_told_where_from(cluster: Cluster) -> None:
+    job = cluster.call("sbatch", "--parsable", str(SCRIPT), "run.yaml", cwd=cluster.folder)
+    cluster.wait_until_over(job)
+    said = (cluster.folder / f"mar-{job}.log").read_text()
+    assert f"no launchers/torchrun_multinode.sh in {cluster.folder}: submit it from" in said
+
+
+def test_a_job_s_log_has_its_number_and_says_which_machine_speaks(cluster: Cluster) -> None:
+    given = ("--nodes=2", f"--chdir={cluster.folder}", str(SCRIPT), "run.yaml")
+    job = cluster.call("sbatch", "--parsable", *given, RAY_PORT="0")
+    cluster.wait_until_over(job)
+    said = sorted((cluster.folder / f"mar-{job}.log").read_text().splitlines())
+    words = "torchrun_multinode.sh: RAY_PORT=0 is not between 1 and 65535"
+    assert [line for line in said if words in line] == [f"0: {words}", f"1: {words}"]

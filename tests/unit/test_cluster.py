@@ -25,6 +25,7 @@ from megatron_async_rl.rollout.cluster import (
     FILES,
     ClusterNotJoined,
     OtherSoftware,
+    digest_of,
     inherited,
     join_ray,
     place_of_engine,
@@ -183,6 +184,19 @@ def test_colocated_engines_are_told_the_gpus_of_the_ranks(tmp_path: Path) -> Non
     assert told(2, "colocated") == ranks
     # More than there are ranks need others, too.
     assert (told(3, "colocated"), told(2, "disaggregated")) == ({}, {})
+
+
+def test_a_checkout_and_its_wheel_are_one_version_and_an_edited_one_another(
+    tmp_path: Path,
+) -> None:
+    checkout, wheel = tmp_path / "checkout", tmp_path / "wheel"
+    for package in (checkout, wheel):
+        (package / "share").mkdir(parents=True)
+        (package / "train.py").write_text("1")
+    (wheel / "share" / "prepare.py").write_text("2")  # a link in the checkout
+    assert digest_of(checkout) == digest_of(wheel)
+    (wheel / "train.py").write_text("3")
+    assert digest_of(checkout) != digest_of(wheel)
 
 
 def test_a_ray_of_our_own_sees_none_of_the_trainers_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

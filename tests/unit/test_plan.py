@@ -610,6 +610,14 @@ def test_the_workers_of_an_engine_each_take_a_gpu_and_divide_the_model(file):
     assert problem.fix == "set it to one of: 1, 2"
 
 
+def test_ranks_that_one_machine_has_no_gpus_for_may_be_on_several(file):
+    named = described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
+    on = ("policy.device=auto", "policy.parallel.ranks=16", "flow.prompts_per_step=16")
+    [problem] = plan(file, *on, machine=named).problems
+    assert problem.what == "16 ranks and 1 engines need 17 GPUs, and a node has 8"
+    assert "divide the ranks over more machines (--nodes; NNODES of the launcher)" in problem.fix
+
+
 def test_the_stages_of_an_engine_multiply_its_gpus_and_divide_its_layers(file):
     overrides = (
         "policy.device=auto",

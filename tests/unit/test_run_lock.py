@@ -45,6 +45,18 @@ def test_a_second_run_is_refused_and_the_first_named_until_it_has_ended(tmp_path
         pass
 
 
+def test_a_machine_with_the_number_of_another_is_told_of_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lock_run_dir(tmp_path):
+        monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+        with (
+            pytest.raises(RunDirectoryError, match=r"give each its own --node-rank \(NODE_RANK\)"),
+            lock_run_dir(tmp_path),
+        ):
+            pytest.fail("two machines have the directory")
+
+
 def test_ranks_that_outlive_their_killed_launcher_keep_the_directory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
     launcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
