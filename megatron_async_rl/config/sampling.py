@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -28,6 +28,20 @@ from megatron_async_rl.config.settings_model import Strict
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import Config
 
+COLDEST = 0.01
+"""Lowest temperature above 0: vLLM would draw from this one for those below it, and not say so."""
+
+
+def _drawn(temperature: float) -> float:
+    if 0 < temperature < COLDEST:
+        raise ValueError(
+            f"{temperature:g} is below {COLDEST}, the lowest that vLLM draws at; set {COLDEST}, or 0 for"
+            " the likeliest token (held-out prompts only)"
+        )
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0.0, le=2.0), AfterValidator(_drawn)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 MinShare = Annotated[float, Field(ge=0.0, lt=1.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -37,9 +51,9 @@ Text = Annotated[str, Field(min_length=1)]
 class SamplingConfig(Strict):
     """How responses are drawn."""
 
-    temperature: NonNegativeFloat = 1.0
-    """Divides the logits when sampling, and in the trainer's log-probs too. Above 0: the likeliest
-    token alone is for held-out prompts."""
+    temperature: Temperature = 1.0
+    """Divides the logits when sampling, and in the trainer's log-probs too, from 0.01 to
+    2. 0, the likeliest token alone, is for held-out prompts."""
     max_tokens: PositiveInt
     """Response tokens; longer ones end with finish reason `length`."""
     stop: tuple[Text, ...] = ()
@@ -108,8 +122,8 @@ class EvalSampling(SamplingConfig):
 class EvalSamplingConfig(Strict):
     """How responses to held-out prompts are drawn; null: as in training (rollout.sampling)."""
 
-    temperature: NonNegativeFloat | None = None
-    """0 takes the likeliest token (greedy), with one response per prompt."""
+    temperature: Temperature | None = None
+    """0 takes the likeliest token (greedy), with one response per prompt; else from 0.01 to 2."""
     max_tokens: PositiveInt | None = None
     """Response tokens."""
     stop: tuple[Text, ...] | None = None

@@ -79,7 +79,8 @@ def data_files(location: Path) -> list[Path]:
 def _files_at(location: Path) -> list[Path]:
     """Those of a folder or a pattern; of a file itself, whether it is there or not."""
     if location.is_dir():
-        found = [one for one in location.iterdir() if one.suffix.lower() in FORMATS]
+        visible = (one for one in location.iterdir() if not one.name.startswith("."))
+        found = [one for one in visible if one.suffix.lower() in FORMATS]
     elif not location.exists() and glob.has_magic(str(location)):
         found = [Path(one) for one in glob.glob(str(location))]
     else:
@@ -191,9 +192,19 @@ def _object(path: Path, place: int, value: Any) -> dict[str, Any]:
     return value
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError where a key is there twice: one of its values would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return found
+
+
 def _parsed(path: Path, place: int | None, text: str, fix: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise DataError(path, place, f"is not JSON: {error}", fix) from error
 

@@ -31,6 +31,7 @@ def nothing_more(row: Mapping[str, Any]) -> Sequence[str]:
 
 Asked = str | list[dict[str, Any]]
 """The prompt of a row: text, or chat messages."""
+TABLE = ".parquet"
 AT_A_TIME = 4096
 """Texts that are tokenized in one call."""
 
@@ -325,8 +326,7 @@ def _checked(
                 raise _missing(file, place, role, column, list(values))
             text = values[column]
             if not _is_text(text if isinstance(text, str) else ""):
-                what = f"`{column}` is no valid Unicode: it has one half of a surrogate pair"
-                raise DataError(file, place, what, "write the character whole, or leave it out")
+                raise _half_a_pair(file, place, f"`{column}`")
         value = values[prompt]
         if not isinstance(value, list if columns.messages else (str, list)):
             what = f"`{prompt}` is a {kind(value)}"
@@ -380,7 +380,8 @@ def _messages_or_text(row: Row, columns: Columns, as_chat: bool, chat_keys: Sequ
 
 
 def _message(file: Path, place: int, message: Any) -> dict[str, Any]:
-    """Without keys that are null: a table has every key of any message in all of them."""
+    """Without keys that are null: a table has every key of any message in all of them, and every
+    argument of any call in all calls."""
     if not (
         isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
     ):
@@ -392,10 +393,26 @@ def _message(file: Path, place: int, message: Any) -> dict[str, Any]:
     except ValueError as error:
         fix = "write it as text; a message that calls tools may have null"
         raise DataError(file, place, f"a message of the {message['role']} {error}", fix) from error
+    if content is not None and not _is_text(content):
+        raise _half_a_pair(file, place, f"a message of the {message['role']}")
+    if file.suffix.lower() == TABLE:
+        message = _given(message)
     return {
         **{key: value for key, value in message.items() if value is not None},
         "content": content,
     }
+
+
+def _given(value: Any) -> Any:
+    """Of a table's cell, what its row has of it."""
+    if isinstance(value, dict):
+        return {key: _given(one) for key, one in value.items() if one is not None}
+    return [_given(one) for one in value] if isinstance(value, list) else value
+
+
+def _half_a_pair(file: Path, place: int, which: str) -> DataError:
+    what = f"{which} is no valid Unicode: it has one half of a surrogate pair"
+    return DataError(file, place, what, "write the character whole, or leave it out")
 
 
 def _chat(

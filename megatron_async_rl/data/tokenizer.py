@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from megatron_async_rl.data.files import kind
 ChatMessages = Sequence[Mapping[str, Any]]
 
 
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""Marks of transformers' own around what the assistant says."""
 ROLES = ("system", "user", "assistant", "tool")
 """Of messages, as every template has them."""
 
@@ -183,8 +186,9 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]
         )
+        plain = _GENERATION.sub("", template)
         try:
-            read = meta.find_undeclared_variables(environment.parse(template))
+            read = meta.find_undeclared_variables(environment.parse(plain))
         except TemplateError:
             return  # in a dialect of transformers' own; rendering will say
         if self._tools and "tools" not in read:

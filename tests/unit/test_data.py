@@ -142,6 +142,7 @@ def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_names(tmp_path: 
     for name in ("b", "a"):
         as_jsonl(tmp_path / f"train-{name}.jsonl", [{"prompt": name}])
     (tmp_path / "README.md").write_text("# not data")
+    (tmp_path / "._train-a.jsonl").write_bytes(b"\0 left by a file manager")
     for location in (tmp_path, tmp_path / "train-*.jsonl"):
         assert [one.id for one in read(location).prompts] == ["train-a.jsonl:1", "train-b.jsonl:1"]
     as_jsonl(tmp_path / "test-a.jsonl", [{"prompt": "held out"}])
@@ -168,6 +169,8 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         ("d.json", "[]".encode("utf-16"), r"d.json:1: is not UTF-8"),
         ("d.json", b'[{"prompt": "a", "x": ' + DEEP + b"}]", r"d.json: is not JSON: maximum"),
         ("d.jsonl", b'{"prompt": "a", "x": ' + DEEP + b"}", r"d.jsonl:1: is not JSON: maximum"),
+        ("d.jsonl", b'{"prompt": "a", "prompt": "b"}', r"d.jsonl:1: .*the key 'prompt' twice"),
+        ("d.json", b'[{"prompt": "a", "x": {"y": 1, "y": 1}}]', r"d.json: .*the key 'y' twice"),
         ("d.csv", b"prompt\na\xff\n", r"d.csv:2: is not UTF-8"),
         ("none-*.jsonl", None, r"holds no data file"),
         ("nowhere.parquet", None, r"cannot be read: No such file"),
@@ -238,6 +241,7 @@ def test_what_a_message_says_may_be_a_list_of_texts_or_a_call(
         (asks(["a"]), r"content\[0\] of type text: "),
         (asks(7), r"the user has a number as its content"),
         (asks(None), r"the user has no content"),
+        (asks("a\ud83d"), r"a message of the user is no valid Unicode"),
     ],
 )
 def test_a_message_that_a_template_would_pass_over_is_refused(
@@ -278,6 +282,37 @@ def test_an_option_that_the_template_does_not_read_is_refused() -> None:
     with pytest.raises(DataError, match="does not read 'enable_thinkin'") as caught:
         template(enable_thinkin=False)._require_options(text)
     assert "did you mean enable_thinking?" in caught.value.fix
+    marked = f"{{% generation %}}{text}{{%- endgeneration -%}}"
+    with pytest.raises(DataError, match="does not read 'enable_thinkin'"):
+        template(enable_thinkin=False)._require_options(marked)
+
+
+def test_a_call_out_of_a_table_has_its_own_arguments_alone(tmp_path: Path) -> None:
+    """A table has every argument of any call in all of them, as null."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}"
+        "{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+
+    def row(arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {"messages": [{"role": "user", "content": "q"}, calls]}
+
+    tokenizer = characters(tmp_path / "model", template)
+    own: list[dict[str, Any]] = [{"a": 1}, {"city": "x", "more": [{"b": 2}, {"c": 3}]}]
+    as_parquet(tmp_path / "d.parquet", [row(one) for one in own])
+    as_jsonl(tmp_path / "d.jsonl", [row({"a": None})])
+
+    def said(name: str) -> list[Any]:
+        data = {"train": tmp_path / name, "messages_key": "messages"}
+        found = read_training(DataConfig.model_validate(data), tokenizer, supervised=True)
+        texts = [one.fields["response"].text for one in found.prompts]
+        return [json.loads(text.removesuffix("<end>"))["arguments"] for text in texts]
+
+    assert said("d.parquet") == own
+    assert said("d.jsonl") == [{"a": None}]
 
 
 def test_prompts_above_the_limit_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -55,6 +55,28 @@ def test_every_setting_reaches_vllm_as_it_is_written(file: Path) -> None:
     assert found.structured_outputs is None
 
 
+@pytest.mark.parametrize("value", [0.01, 0.3, 2])
+def test_a_temperature_that_is_taken_is_the_one_that_vllm_draws_at(
+    file: Path, value: float
+) -> None:
+    rollout = loaded(file, f"rollout.sampling.temperature={value}").rollout
+    assert rollout is not None
+    assert sampling_parameters(rollout.sampling, [0]).temperature == value
+
+
+@pytest.mark.parametrize("key", ["rollout.sampling", "eval.sampling"])
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [("0.009", "0.009 is below 0.01, the lowest that vLLM draws at"), ("2.1", "equal to 2")],
+)
+def test_a_temperature_that_vllm_would_change_or_refuse_is_refused(
+    file: Path, key: str, value: str, what: str
+) -> None:
+    said = refusal(file, f"data.eval={file}", f"{key}.temperature={value}")
+    assert f"{key}.temperature" in said
+    assert what in said
+
+
 def test_an_engine_reads_text_only_where_a_setting_needs_it(tmp_path: Path) -> None:
     spec = spec_with(tmp_path)
     assert engine_arguments(spec).skip_tokenizer_init

@@ -37,6 +37,9 @@ def printed(source: str, **limits: Any) -> str:
     return ended.output
 
 
+ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+
+
 def test_a_program_reads_and_prints_and_may_use_the_standard_library() -> None:
     source = "import decimal, sqlite3, ssl, threading\nprint(int(input()) + 1, __name__)"
     assert run(source, stdin="41\n") == Ended(code=0, output="42 __main__\n")
@@ -112,6 +115,43 @@ for kind, place in (
     assert said == ["OSError", "OSError", "ConnectionRefusedError"]
 
 
+@ISOLATIONS
+def test_it_has_no_socket_that_passes_by_a_network_and_reads_nobodys_keys(isolation: Any) -> None:
+    """AF_VSOCK reaches the host of a virtual machine, from every network namespace."""
+    source = """
+import ctypes, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+for family in (40, socket.AF_NETLINK, 38):
+    try:
+        socket.socket(family, socket.SOCK_STREAM)
+        print("opened")
+    except OSError as error:
+        print(error.strerror)
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+    socket.socket(family).close()
+keyctl = {"x86_64": 250, "aarch64": 219}[os.uname().machine]
+print(libc.syscall(keyctl, 0, -3, 0), os.strerror(ctypes.get_errno()))
+"""
+    refused = "Operation not permitted"
+    said = printed(source, isolation=isolation).splitlines()
+    assert said == [refused, refused, refused, f"-1 {refused}"]
+
+
+def test_its_files_are_bounded_in_number() -> None:
+    """An empty one takes memory, too."""
+    source = """
+import os
+made = 0
+try:
+    while made < 10**6:
+        open(str(made), "w").close()
+        made += 1
+except OSError as error:
+    print(error.strerror, 1000 < made < 10**4)
+"""
+    assert printed(source) == "No space left on device True\n"
+
+
 def test_it_gains_no_rights_and_sees_no_process_but_its_own() -> None:
     source = """
 import ctypes, os, signal
@@ -127,9 +167,6 @@ print(libc.mount(b"x", b"/tmp", b"tmpfs", 0, None), libc.umount2(b"/tmp", 2), os
 print(libc.sethostname(b"x", 1), libc.ptrace(16, 1, 0, 0))
 """
     assert printed(source).splitlines() == ["True True True", "-1 -1 1", "-1 -1"]
-
-
-ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "limits"])
 
 
 @ISOLATIONS
@@ -472,6 +509,18 @@ def test_no_trick_of_the_code_makes_an_assert_pass(
 ) -> None:
     monkeypatch.setattr(code_module, "WALL_PER_CPU", 300)  # a busy machine starves none
     assert score(source, ASSERTS, cpu_s=1.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert all(map(f, [2, 3]))",
+        "assert sum(map(f, [2, 3])) == 0",
+        "for got, wanted in zip(map(f, [2, 3]), [4, 9]):\n  assert got == wanted",
+    ],
+)
+def test_the_code_cannot_end_a_loop_of_a_test(test: str) -> None:
+    assert score("def f(x): raise StopIteration", [test]) == 0.0
 
 
 def test_a_program_cannot_find_the_output_that_is_expected() -> None:

@@ -42,12 +42,18 @@ PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 CLONE_NEWUSER = 0x10000000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 REFUSED = {
-    # shmget, semget, msgget, memfd_create, memfd_secret, unshare, setns, mq_open, io_uring_setup
-    "x86_64": (29, 64, 68, 319, 447, 272, 308, 240, 425),
-    "aarch64": (194, 190, 186, 279, 447, 97, 268, 180, 425),
+    # shmget, semget, msgget, memfd_create, memfd_secret, unshare, setns, mq_open, io_uring_setup,
+    # add_key, request_key, keyctl
+    "x86_64": (29, 64, 68, 319, 447, 272, 308, 240, 425, 248, 249, 250),
+    "aarch64": (194, 190, 186, 279, 447, 97, 268, 180, 425, 217, 218, 219),
 }
-"""System calls that hold memory outside of any address space, or begin a namespace, in which a
-program could mount some more."""
+"""System calls that hold memory outside of any address space, begin a namespace, in which a program
+could mount some more, or read the keys of whoever started it."""
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+"""Of sockets. Others (AF_VSOCK, to the host of a virtual machine) pass by the network namespace."""
+SYS_SOCKET = {"x86_64": 41, "aarch64": 198}
+MOST_FILES = 4096
+"""In /tmp: an empty one takes memory that its size does not count."""
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 SYS_CLONE3 = 435
 DEVICES = ("null", "zero", "random", "urandom")
@@ -113,7 +119,8 @@ def close_in(readable: list[str], folder_mib: int) -> None:
         with open(f"/new/dev/{name}", "w"):
             bind(f"/old/dev/{name}", f"/new/dev/{name}")
     os.mkdir("/new/tmp")
-    mount("sandbox", "/new/tmp", "tmpfs", MS_REMOUNT_FREE, f"size={folder_mib}m,mode=1777")
+    bounds = f"size={folder_mib}m,nr_inodes={MOST_FILES}"
+    mount("sandbox", "/new/tmp", "tmpfs", MS_REMOUNT_FREE, f"{bounds},mode=1777")
     make_read_only("/new", recursive=False)
     os.chdir("/new")
     pivot_root()
@@ -144,7 +151,7 @@ def drop_capabilities() -> None:
 
 
 def refuse_calls() -> None:
-    """The calls of REFUSED, with EPERM. clone3, whose flags a filter cannot read, does not exist:
+    """The calls of REFUSED, and sockets beside FAMILIES, with EPERM. clone3, whose flags a filter cannot read, does not exist:
     the C library then takes clone, which is refused for a new namespace of users."""
     machine = os.uname().machine
     load, equal, at_least, any_of, answer = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -162,6 +169,11 @@ def refuse_calls() -> None:
     for call in REFUSED[machine]:
         program += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
     program += [
+        (equal, 0, len(FAMILIES) + 3, SYS_SOCKET[machine]),
+        (load, 0, 0, 16),  # its family
+        *((equal, len(FAMILIES) - place, 0, int(one)) for place, one in enumerate(FAMILIES)),
+        (answer, 0, 0, refuse),
+        (answer, 0, 0, allow),
         (equal, 0, 3, SYS_CLONE[machine]),
         (load, 0, 0, 16),  # its flags
         (any_of, 0, 1, CLONE_NEWUSER),
