@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -554,9 +555,12 @@ def convert(
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError.of("OUT", f"{out} already exists", "name a new directory")
-    from megatron_async_rl.weights.convert import convert as convert_checkpoint
+    with warnings.catch_warnings():
+        # Libraries say what they lack as they load; `mar doctor` says it, and what it means.
+        warnings.simplefilter("ignore")
+        from megatron_async_rl.weights.convert import convert as convert_checkpoint
 
-    convert_checkpoint(checkpoint, out)
+        convert_checkpoint(checkpoint, out)
     _print(f"wrote {out}")
 
 
