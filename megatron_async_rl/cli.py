@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -178,6 +179,15 @@ def _absent(out: Path) -> Path:
     return out
 
 
+def _model_name(answer: str) -> str:
+    """Called at once, as `_reward_names` is."""
+    if not answer.startswith("hf:") and not Path(answer).expanduser().is_dir():
+        named = re.fullmatch(r"[\w.-]+/[\w.-]+", answer)
+        hint = f"; the model of that name on a hub is hf://{answer}" if named else ""
+        raise typer.BadParameter(f"{answer} is not a directory{hint}")
+    return answer
+
+
 def _reward_names(answer: str) -> str:
     """Called at once, so that a wrong answer is asked for again."""
     from megatron_async_rl.plan.reward_choice import names_of
@@ -202,6 +212,7 @@ def init(
         typer.Option(
             metavar="MODEL",
             prompt="Model, a Hugging Face directory or hf://OWNER/NAME",
+            parser=_model_name,
             help="A model's directory, or its name on a hub.",
         ),
     ] = ...,  # type: ignore[assignment]

@@ -244,6 +244,20 @@ def test_a_reward_of_another_name_is_refused_and_asked_for_again(asked, answer, 
     assert load(tmp_path / "run.yaml").rollout.reward.name == "arithmetic"
 
 
+def test_a_model_that_is_not_there_is_asked_for_again_before_the_other_questions(asked, tmp_path):
+    model = ["--model", "Qwen/Qwen3-0.6B"]
+    code, told = run("init", "run.yaml", *model, *asked[2:], "--reward", "math")
+    assert (code, "name on a hub is hf://Qwen/Qwen3-0.6B" in re.sub(r"[\s│]+", " ", told)) == (
+        2,
+        True,
+    )
+    answers = "nowhere\nmodel\n"
+    code, told = run("init", "run.yaml", *asked[2:], "--reward", "math", answers=answers)
+    assert code == 0, told
+    assert "nowhere is not a directory" in told
+    assert load(tmp_path / "run.yaml").model.path == tmp_path / "model"
+
+
 def test_an_agent_is_given_the_prompt_without_the_marks_of_the_template(asked, tmp_path):
     """It writes messages of its own, which get them."""
     code, told = run("init", "run.yaml", *asked, "--reward", "agent")
