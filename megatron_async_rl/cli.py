@@ -10,7 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -178,6 +180,15 @@ def _absent(out: Path) -> Path:
     return out
 
 
+def _model_name(answer: str) -> str:
+    """Called at once, as `_reward_names` is."""
+    if not answer.startswith("hf:") and not Path(answer).expanduser().is_dir():
+        named = re.fullmatch(r"[\w.-]+/[\w.-]+", answer)
+        hint = f"; the model of that name on a hub is hf://{answer}" if named else ""
+        raise typer.BadParameter(f"{answer} is not a directory{hint}")
+    return answer
+
+
 def _reward_names(answer: str) -> str:
     """Called at once, so that a wrong answer is asked for again."""
     from megatron_async_rl.plan.reward_choice import names_of
@@ -202,6 +213,7 @@ def init(
         typer.Option(
             metavar="MODEL",
             prompt="Model, a Hugging Face directory or hf://OWNER/NAME",
+            parser=_model_name,
             help="A model's directory, or its name on a hub.",
         ),
     ] = ...,  # type: ignore[assignment]
@@ -584,9 +596,12 @@ def convert(
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError.of("OUT", f"{out} already exists", "name a new directory")
-    from megatron_async_rl.weights.convert import convert as convert_checkpoint
+    with warnings.catch_warnings():
+        # Libraries say what they lack as they load; `mar doctor` says it, and what it means.
+        warnings.simplefilter("ignore")
+        from megatron_async_rl.weights.convert import convert as convert_checkpoint
 
-    convert_checkpoint(checkpoint, out)
+        convert_checkpoint(checkpoint, out)
     _print(f"wrote {out}")
 
 

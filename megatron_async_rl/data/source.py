@@ -296,13 +296,16 @@ def _alone(prompt: Prompt, text: str, ids: Sequence[int], tokenizer: Tokenizer) 
 
 
 def _response(prompt: Prompt) -> str:
+    """A text, or a whole number such as Parquet keeps an answer as: rewards take these two alike."""
     response = prompt.fields.get("response")
+    if isinstance(response, int) and not isinstance(response, bool):
+        return str(response)
     if not isinstance(response, str):
         raise DataError(
             prompt.id,
             None,
             f"`response` is {response!r}",
-            "give every line a `response` text for `loss: sft`",
+            "give every row a `response` text for `loss: sft`, or name its column: data.answer_key",
         )
     return response
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_async_rl.config.environment import AGENTS
 from megatron_async_rl.config.load import YamlFault, load, parse_value
 from megatron_async_rl.config.problem import ConfigError, DataError, Problem, shipped
 from megatron_async_rl.config.schema import Config
@@ -212,7 +213,8 @@ def _text(
     prompts, group = (PROMPTS, GROUP) if answers.gpus else (8, 8)
     tokens = min(1024 if answers.gpus else 64, longest)
     columns = answers.columns
-    if chat and answers.reward.environment is not None:
+    environment = answers.reward.environment
+    if chat and environment is not None and environment not in AGENTS:  # those write messages
         columns = replace(columns, as_chat=True)
     place = f"--gpus {answers.gpus} --gpu-memory {answers.gpu_memory_gib:g}" if answers.gpus else ""
     return f"""# {answers.style.capitalize()}: {meaning}.

@@ -138,6 +138,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
             *plan.warnings,
             *(f"not here, so not checked: {one.what} ({one.key})" for one in elsewhere),
             *_not_held_out(read),
+            *_rendered_for_an_agent(config),
             *_too_long(config, read),
             *([] if machine.described or problems else silent),
         ),
@@ -252,6 +253,16 @@ def _not_held_out(read: Mapping[str, PromptSet]) -> list[str]:
                 f" {trained[both[0].token_ids]} too, such as {both[0].text[:60]!r}"
             )
     return notes
+
+
+def _rendered_for_an_agent(config: Config) -> list[str]:
+    turns = config.rollout.environment if config.rollout is not None else None
+    if turns is None or turns.name != "agent" or not config.data.as_chat:
+        return []
+    return [
+        "data.as_chat: true gives the agent a prompt.text that has the chat template's marks already,"
+        " and its own messages get them once more; leave as_chat out"
+    ]
 
 
 def _longer(known: Lengths | None, prompts: Sequence[Prompt]) -> Lengths:

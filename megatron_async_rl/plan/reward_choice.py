@@ -90,7 +90,7 @@ def run(prompt, base_url):
     client = OpenAI(base_url=base_url, api_key="unused")
     messages = [{"role": "user", "content": prompt.text}]
     answer = client.chat.completions.create(model="policy", messages=messages)
-    return float(answer.choices[0].message.content.strip() == prompt.fields["answer"])
+    return float(answer.choices[0].message.content.strip() == str(prompt.fields["answer"]))
 ''',
 }
 """Modules that the settings above name, as they are written where there are none."""

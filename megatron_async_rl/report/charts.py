@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from megatron_async_rl.report.anomalies import GRAVE
 from megatron_async_rl.report.panel import (
@@ -150,14 +150,14 @@ def _frame(panel: Panel, axes: Axes, scale: float) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(COLOURS["axis"])
-    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    axes.xaxis.set_major_formatter(_Short())
     if panel.log:
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
     if panel.form == "share":
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     else:
-        axes.yaxis.set_major_formatter(FuncFormatter(_short))
+        axes.yaxis.set_major_formatter(_Short())
     if panel.kind in ("lines", "stack", "shades"):
         whole = panel.x_label == STEPS
         axes.xaxis.set_major_locator(MaxNLocator(integer=whole, nbins=7, min_n_ticks=1))
@@ -305,8 +305,23 @@ def _steps(panel: Panel) -> Floats | None:
     return np.sort(np.concatenate(columns)) if columns else None
 
 
-def _short(value: float, _: Any = None) -> str:
+class _Short(Formatter):
+    """As few digits as tell the ticks of an axis apart."""
+
+    def __call__(self, value: float, pos: int | None = None) -> str:
+        return _short(value)
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        for digits in range(4, 13):
+            found = [_short(value, digits) for value in values]
+            if len(set(found)) == len(found):
+                break
+        return found
+
+
+def _short(value: float, digits: int = 4) -> str:
     """`12,000`, `0.25`, `3e-4`."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:,.4g}" if abs(value) < 1e3 else f"{value:,.0f}"
-    return re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].replace("+", ""), f"{value:.2g}")
+        return f"{value:,.{digits}g}" if abs(value) < 1e3 else f"{value:,.0f}"
+    text = f"{value:.{digits - 2}g}"
+    return re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].replace("+", ""), text)

@@ -17,9 +17,17 @@ function make(name, attributes = {}, ...children) {
 const colour = name => `var(--${name})`;
 const isNumber = value => typeof value === "number";
 
-function short(value) {
-  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5)) return value.toExponential(1).replace(/\.0e/, "e").replace("+", "");
-  return Math.abs(value) < 1000 ? String(+value.toPrecision(4)) : Math.round(value).toLocaleString("en");
+function short(value, digits = 4) {
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5)) return value.toExponential(digits - 3).replace(/\.?0*e/, "e").replace("+", "");
+  return Math.abs(value) < 1000 ? String(+value.toPrecision(digits)) : Math.round(value).toLocaleString("en");
+}
+
+// As few digits as tell the ticks of an axis apart.
+function labels(values, percent) {
+  for (let digits = 4; ; digits++) {
+    const found = values.map(value => percent ? `${+(100 * value).toPrecision(digits)}%` : short(value, digits));
+    if (digits === 12 || new Set(found).size === found.length) return found;
+  }
 }
 
 function exact(value, form) {
@@ -187,14 +195,16 @@ function drawing(panel, width, hidden) {
   const xs = panel.kind === "columns" ? panel.names.map((_, i) => i).filter(i => i % Math.ceil(panel.names.length / Math.max(2, width / 75)) === 0)
     : ticks(from, to, Math.max(2, Math.min(8, width / 75)), panel.x === "optimizer step");
   const percent = panel.form === "share", ys = bars ? [] : panel.log ? logTicks(low, high) : ticks(low, high, 4, panel.form === "whole");
-  for (const value of ys) {
+  const named = labels(ys, percent);
+  for (const [i, value] of ys.entries()) {
     const at = y(value);
     svg.append(make("line", {x1: place.left, x2: place.right, y1: at, y2: at, stroke: colour("line")}));
-    svg.append(make("text", {x: place.left - 6, y: at + 4, "text-anchor": "end"}, percent ? `${+(100 * value).toPrecision(4)}%` : short(value)));
+    svg.append(make("text", {x: place.left - 6, y: at + 4, "text-anchor": "end"}, named[i]));
   }
-  for (const value of xs) {
+  const places = labels(xs, false);
+  for (const [i, value] of xs.entries()) {
     if (panel.kind === "lines" || panel.kind === "stack") svg.append(make("line", {x1: x(value), x2: x(value), y1: place.top, y2: place.bottom, stroke: colour("line")}));
-    svg.append(make("text", {x: x(value), y: place.bottom + 15, "text-anchor": "middle"}, panel.kind === "columns" ? panel.names[value] : short(value)));
+    svg.append(make("text", {x: x(value), y: place.bottom + 15, "text-anchor": "middle"}, panel.kind === "columns" ? panel.names[value] : places[i]));
   }
   svg.append(make("text", {x: (place.left + place.right) / 2, y: height - 4, "text-anchor": "middle"}, panel.x));
 

@@ -378,7 +378,8 @@ def _finite(value: float) -> float | None:
 def card(entry: Entry, sample: Sample) -> str:
     facts = html.escape(" · ".join(_facts(entry, sample)))
     prompt, response = _folded("prompt", sample.prompt.text), _folded("response", sample.text)
-    return f'<div class="sample"><p>{facts}</p>{prompt}{response}</div>\n'
+    failed = "" if sample.reward_error is None else _folded("error", sample.reward_error)
+    return f'<div class="sample"><p>{facts}</p>{prompt}{response}{failed}</div>\n'
 
 
 def _folded(name: str, text: str) -> str:

@@ -142,6 +142,7 @@ def converted(workspace: Workspace, interrupted: dict[str, object]) -> Path:
     out = workspace.folder / "converted"
     code, output = workspace.mar("convert", f"{interrupted['run']}/checkpoint", str(out))
     assert code == 0, output
+    assert "UserWarning" not in output, "libraries do not speak on the user's screen"
     return out
 
 

@@ -30,6 +30,7 @@ from megatron_async_rl.report import sample_browser
 from megatron_async_rl.report.dashboard import Dashboard, _Server
 from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.report.time_panels import merge_short
+from megatron_async_rl.samples.types import Sample
 from tests.browser import BROWSER, DRIVER, MISSING, browser
 from tests.logged_samples import GROUP, STEPS, logged_run
 from tests.unit.test_report import CONFIG, fleet_run, sampled_run
@@ -229,6 +230,16 @@ def test_samples_are_browsed_by_step_and_reward(tmp_path: Path) -> None:
             log.answer(query)
 
 
+def test_a_sample_whose_reward_failed_is_shown_with_the_words_of_its_error(tmp_path: Path) -> None:
+    def fail(one: Sample) -> Sample:
+        wrong = one.id == "4-3"
+        return replace(one, reward_error="ValueError: <red>") if wrong else one
+
+    found = SampleBrowser(logged_run(tmp_path, fail)).answer({})["html"]
+    assert found.count("ValueError: &lt;red&gt;") == 1
+    assert found.count('class="error"') == 1
+
+
 def test_a_long_answer_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_browser, "AT_ONCE", 8)
     log = SampleBrowser(logged_run(tmp_path))
@@ -309,6 +320,10 @@ def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) 
     runs = [sampled_run(tmp_path / "plain", 12, config), fleet_run(tmp_path / "fleet", 12)]
     metrics = runs[1] / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace("1110.0", "1119.0"), encoding="utf-8")
+    for path in (run / "metrics.jsonl" for run in runs):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        near = [line | {"ratio/ess_ratio": 1 - 1e-6 * line["step"]} for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in near))
     logged_run(runs[1], lambda one: replace(one, text=HOSTILE))
     (runs[1] / "simulation.json").write_text(json.dumps(PREDICTED))
     with served(*runs) as url, browser(tmp_path) as page:
@@ -316,6 +331,12 @@ def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) 
         page.open(url)
         page.wait_for("document.querySelectorAll('#panels figure').length > 2")
         assert page.run("return document.title") == "2 runs compared"
+        ess = (
+            "[...document.querySelectorAll('figure')].find(one => /Effective/.test(one.innerText))"
+        )
+        ends = f"[...{ess}.querySelectorAll('text[text-anchor=end]')].map(one => one.textContent)"
+        ticks = page.run(f"return {ends}")
+        assert len(set(ticks)) == len(ticks) > 1, "ticks close to 1 are told apart"
         legend = "[...document.querySelectorAll('#first .legend button')]"
         assert page.run(f"return {legend}.map(one => one.textContent)") == ["plain", "fleet"]
         page.run(f"{legend}[0].click()")

@@ -353,12 +353,12 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
 @pytest.mark.parametrize(
     ("own", "where", "what"),
     [
-        ({"name": "verifiers", "settings": {"env": {}}}, "settings", "pip install verifiers"),
+        ({"name": "verifiers", "settings": {"env": {}}}, "name", "needs the package verifiers"),
         ({"name": "game"}, "name", "is not module:factory"),
         (
             {"name": "openenv", "settings": {"url": "ws://x"}},
-            "settings",
-            "pip install openenv-core",
+            "name",
+            "needs the package openenv-core",
         ),
         ({"name": "no_such_game:Game"}, "name", "no module 'no_such_game'"),
         ({"name": "tests.engine.environments:Game"}, "name", "has no 'Game'"),
@@ -383,6 +383,8 @@ def test_an_environment_that_cannot_be_is_refused_by_name(
         load_factory(settings_of(**own))
     assert refused.value.where == f"rollout.environment.{where}"
     assert what in refused.value.what
+    if "needs the package" in what:
+        assert refused.value.fix == f"pip install {what.split()[-1]}"
 
 
 def test_a_trial_says_what_fails_before_anything_starts() -> None:

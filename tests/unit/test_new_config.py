@@ -82,7 +82,7 @@ def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path)
         ("nowhere:score", "prompt", ("rollout.reward.name", "no module 'nowhere'")),
         ("arithmetic", "question", ("data.train", "--prompt-key question")),
         ("arithmetic", "messages", ("data.train", "--prompt-key messages")),
-        ("openenv", "prompt", ("rollout.environment.settings", "pip install openenv-core")),
+        ("openenv", "prompt", ("rollout.environment.name", "fix: pip install openenv-core")),
     ],
 )
 def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, reward, column, words):
@@ -242,6 +242,30 @@ def test_a_reward_of_another_name_is_refused_and_asked_for_again(asked, answer, 
     for name in {**REWARDS, **ENVIRONMENTS}:
         assert name in told.splitlines()[0], "the question has all names"
     assert load(tmp_path / "run.yaml").rollout.reward.name == "arithmetic"
+
+
+def test_a_model_that_is_not_there_is_asked_for_again_before_the_other_questions(asked, tmp_path):
+    model = ["--model", "Qwen/Qwen3-0.6B"]
+    code, told = run("init", "run.yaml", *model, *asked[2:], "--reward", "math")
+    assert (code, "name on a hub is hf://Qwen/Qwen3-0.6B" in re.sub(r"[\s│]+", " ", told)) == (
+        2,
+        True,
+    )
+    answers = "nowhere\nmodel\n"
+    code, told = run("init", "run.yaml", *asked[2:], "--reward", "math", answers=answers)
+    assert code == 0, told
+    assert "nowhere is not a directory" in told
+    assert load(tmp_path / "run.yaml").model.path == tmp_path / "model"
+
+
+def test_an_agent_is_given_the_prompt_without_the_marks_of_the_template(asked, tmp_path):
+    """It writes messages of its own, which get them."""
+    code, told = run("init", "run.yaml", *asked, "--reward", "agent")
+    assert code == 0, told
+    assert not load(tmp_path / "run.yaml").data.as_chat
+    for given, told_of in ((False, 0), (True, 1)):
+        code, told = run("plan", "run.yaml", f"data.as_chat={str(given).lower()}")
+        assert (code, told.count("get them once more; leave as_chat out")) == (0, told_of)
 
 
 def test_a_file_of_the_users_is_not_written_over(asked, tmp_path):

@@ -223,6 +223,12 @@ def test_a_weight_may_be_the_text_of_a_cell() -> None:
     assert sample.weight == 0.5
 
 
+def test_a_response_may_be_a_whole_number_as_parquet_keeps_it() -> None:
+    rows = [Prompt(id="a", text="a", token_ids=(1,), fields={"response": one}) for one in (0, "0")]
+    number, text = samples_in(supervised(rows, prompts_per_step=2, shuffle=False).next_batch(0))
+    assert (number.text, number.response_ids.tolist()) == (text.text, text.response_ids.tolist())
+
+
 def test_a_supervised_source_resumes_where_it_was() -> None:
     source = supervised(prompts(5))
     source.next_batch(0)
@@ -249,7 +255,8 @@ def test_held_out_responses_come_once_in_their_order_and_move_no_position() -> N
     ("fields", "what"),
     [
         ({}, "`response` is None"),
-        ({"response": 3}, "`response` is 3"),
+        ({"response": 3.5}, "`response` is 3.5"),
+        ({"response": True}, "`response` is True"),
         ({"response": "a", "weight": -1}, "`weight` is -1"),
         ({"response": "a", "weight": "heavy"}, "`weight` is 'heavy'"),
         ({"response": "a", "weight": 0}, "every `weight` is 0"),

@@ -20,6 +20,7 @@ from megatron_async_rl.metrics.log import EvalLog, MetricsLog, Row
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_in_words
+from megatron_async_rl.report.charts import _Short
 from megatron_async_rl.report.panel import POINTS
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.report import write_report
@@ -468,6 +469,13 @@ def test_every_part_of_the_reward_has_its_curve(tmp_path: Path) -> None:
     log.close()
     curves = drawn_in(page(run))["Parts of the reward"]["curves"]
     assert [(curve["name"], curve["y"][-1]) for curve in curves] == [("right", 0.25), ("short", -1)]
+
+
+def test_ticks_of_an_axis_have_as_few_digits_as_tell_them_apart() -> None:
+    ticks = _Short().format_ticks
+    assert ticks([0.0, 0.25, 0.5]) == ["0", "0.25", "0.5"]
+    assert ticks([0.999990, 0.999995, 1.0]) == ["0.99999", "0.999995", "1"]
+    assert ticks([2e-6, 2.01e-6]) == ["2e-6", "2.01e-6"]
 
 
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:

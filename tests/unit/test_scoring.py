@@ -59,6 +59,10 @@ def score(prompt, response):
             print("a line of the reward", flush=True)
         case "huge":
             return 1e39
+        case "text":
+            return "0.5"
+        case "mapping":
+            return {"score": 0.5}
         case "nan":
             return float("nan")
         case "raise much":
@@ -237,6 +241,8 @@ def test_other_responses_are_scored_while_one_hangs(module: str, tmp_path: Path)
         ("sys.exit", "SystemExit: 3"),
         ("nan", "the reward is nan, not a finite number of at most 1e+30"),
         ("huge", "the reward is 1e+39, not a finite number of at most 1e+30"),
+        ("text", "the reward returned str '0.5', not a number"),
+        ("mapping", "the reward returned dict {'score': 0.5}, not a number"),
         ("raise much", f"ValueError: {'x' * 4000}... (1000000 characters)"),
         ("fill memory", "MemoryError"),
     ],

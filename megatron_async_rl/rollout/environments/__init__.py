@@ -170,6 +170,8 @@ def _check_settings(factory: Any, settings: EnvironmentConfig) -> None:
 def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
     try:
         made = factory(**settings.settings)
+    except EnvironmentRefused:
+        raise
     except RewardError as error:
         raise EnvironmentRefused("rollout.environment.settings", error.what, error.fix) from error
     except Exception as error:

@@ -31,6 +31,7 @@ from megatron_async_rl.data.tokenizer import Tokenizer, tokenizer_of
 from megatron_async_rl.rollout.environments import (
     UNREAD,
     UNREAD_CALLS,
+    EnvironmentRefused,
     Message,
     Step,
     load_factory,
@@ -391,9 +392,9 @@ def _of_package(package: str, *modules: str) -> list[Any]:
     try:
         return [importlib.import_module(name) for name in modules]
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"it needs the package {package} ({error}); pip install {package}"
-        ) from error
+        what = f"it needs the package {package} ({error})"
+        fix = f"pip install {package}"
+        raise EnvironmentRefused("rollout.environment.name", what, fix) from error
 
 
 # A server

@@ -99,8 +99,9 @@ def _scored(reward: BoundReward, items: Sequence[Item], returned: Any) -> list[S
 
 
 def _one(returned: Any) -> Scored:
-    if returned is None:
-        return Scored(reward=0.0, error="the reward returned nothing, not a number")
+    if returned is None or isinstance(returned, str | bytes | Mapping | Sequence):
+        what = "nothing" if returned is None else f"{type(returned).__name__} {repr(returned)[:80]}"
+        return Scored(reward=0.0, error=f"the reward returned {what}, not a number")
     try:
         value = float(returned)
     except BaseException as error:  # noqa: BLE001 - an object of the user's
