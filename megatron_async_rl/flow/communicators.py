@@ -137,11 +137,9 @@ class Communicators:
         """What is sent no more is not called for."""
 
     def close(self) -> None:
-        import ray
-
         sender, self._sender = self._sender, None
         if sender is not None:
-            ray.kill(sender)
+            _kill(sender)
 
     async def _running_sender(self) -> Any:
         async with self._starting:
@@ -152,7 +150,14 @@ class Communicators:
                 except (ProcessDied, TimeoutError):
                     self.close()
             if self._sender is None:
-                self._sender = self._start()
+                sender = self._start()
+                try:
+                    # It loads torch first: that may take as long as a start, and longer than an answer.
+                    await answer_of(sender.alive.remote())
+                except BaseException:
+                    _kill(sender)
+                    raise
+                self._sender = sender
         return self._sender
 
     def _start(self) -> Any:
@@ -165,6 +170,12 @@ class Communicators:
         return remote_class.options(scheduling_strategy=here).remote(
             host, self._log_dir, self._limit_s, self._gpu
         )
+
+
+def _kill(sender: Any) -> None:
+    import ray
+
+    ray.kill(sender)
 
 
 def _close(sender: Any, opening: asyncio.Future[Meeting]) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -454,16 +455,20 @@ def test_a_set_ends_with_its_engine_and_the_one_in_its_place_has_nothing_yet() -
 
 
 class FakeSender:
-    """The sender's actor. `death`: what its calls raise; `deaf`: it does not answer."""
+    """The sender's actor. `death`: what its calls raise; `deaf`: it does not answer; `ready`: it has
+    started."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.death: Exception | None = None
         self.deaf = False
+        self.ready = asyncio.Event()
+        self.ready.set()
 
     def __getattr__(self, method: str) -> SimpleNamespace:
         async def call(*arguments: Any) -> Any:
             self.log.append(method)
+            await self.ready.wait()
             if self.death is not None:
                 raise self.death
             if self.deaf:
@@ -500,7 +505,7 @@ def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
         relay = await sets.launch(where)
         for version in (1, 2):
             assert (await relay.fetch(version, manifest(version))).manifest == manifest(version)
-        calls = ["open", "receive 1, keep None", "send", "receive 2, keep 1", "send"]
+        calls = ["alive", "open", "receive 1, keep None", "send", "receive 2, keep 1", "send"]
         assert log == calls
 
         senders[0].death = ProcessDied("killed")
@@ -515,6 +520,51 @@ def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
     run(body)
 
 
+def test_a_sender_that_starts_for_longer_than_an_answer_may_take_serves_all_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It loads torch first, which on a busy machine takes its time."""
+    killed: list[FakeSender] = []
+    monkeypatch.setattr("ray.kill", killed.append)
+
+    async def body() -> None:
+        slots = [EngineSlot(spec) for spec in specs(2)]
+        for slot in slots:
+            slot.engine = SimpleNamespace(machine=f"{slot.name}@a")  # type: ignore[assignment]
+        sets = Communicators(lambda: slots, Path("logs"), 0.05, None)
+        ready = asyncio.Event()
+        senders: list[FakeSender] = []
+
+        def start() -> FakeSender:
+            senders.append(FakeSender([]))
+            senders[-1].ready = ready
+            return senders[-1]
+
+        monkeypatch.setattr(sets, "_start", start)
+        launches = [
+            asyncio.create_task(
+                sets.launch(RelaySpec(index=0, machine=slot.machine, log_dir=Path("logs")))
+            )
+            for slot in slots
+        ]
+        await asyncio.sleep(1.0)
+        ready.set()
+        await asyncio.gather(*launches)
+        assert (len(senders), killed) == (1, [])
+
+        sets.close()
+        ready.clear()
+        start_cancelled = asyncio.create_task(
+            sets.launch(RelaySpec(index=0, machine=slots[0].machine, log_dir=Path("logs")))
+        )
+        await asyncio.sleep(0.01)
+        start_cancelled.cancel()
+        await asyncio.wait([start_cancelled])
+        assert killed == senders, "one that is not waited for any more is not left running"
+
+    run(body)
+
+
 class OpenSender:
     """The sender's actor, with the sender itself. `before`: awaited before it opens; `after`: called
     then."""
@@ -524,6 +574,7 @@ class OpenSender:
         self.meetings: list[Meeting] = []
         self.before = asyncio.Event()
         self.after: Callable[[], object] = lambda: None
+        self.alive = SimpleNamespace(remote=partial(asyncio.sleep, 0))
         self.open = SimpleNamespace(remote=self._open)
         self.close = SimpleNamespace(remote=self.sender.close)
 
