@@ -30,6 +30,8 @@ FREED_S = 20.0
 """For a run that was just killed to give its GPUs back."""
 POLL_S = 0.5
 CONNECT_S = 10.0
+SETTINGS = b"\x04"
+"""Type of a frame of HTTP/2."""
 PROGRAM = "from megatron_async_rl.plan import nodes; nodes.print_report({0}, {1}, {2})"
 
 
@@ -120,16 +122,29 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
 
 
 def _unreached(address: str) -> str:
-    """Why nobody can be at HOST:PORT; empty for any other form of address. Ray itself tries for two
-    minutes."""
+    """Why no Ray can be at HOST:PORT; empty for any other form of address. Ray itself tries for
+    minutes, without a word."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdecimal()) or "/" in host:
         return ""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_S)
     except OSError as error:
         return f"{address} is not reached from {socket.gethostname()}: {error}"
-    return ""
+    with connection:
+        if os.environ.get("RAY_USE_TLS", "0") != "0" or _is_grpc(connection):
+            return ""
+    return f"what listens at {address} does not answer as Ray does"
+
+
+def _is_grpc(connection: socket.socket) -> bool:
+    """True where the other end greets as a server of gRPC, and so of HTTP/2: with its settings."""
+    try:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + SETTINGS + bytes(5))
+        answer = connection.recv(4)
+    except OSError:
+        return False
+    return answer[3:] == SETTINGS
 
 
 def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:

@@ -8,6 +8,7 @@ import os
 import socket
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -181,6 +182,31 @@ def test_machines_of_engines_that_no_engine_could_be_on_are_refused(
     monkeypatch.delenv("RAY_ADDRESS")
     with pytest.raises(UserError, match=r"set weights\.transport to relay, and RAY_ADDRESS"):
         ask_cluster(config, machine, 1)
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+def test_a_stranger_at_ray_s_port_is_found_out_at_once(
+    config: Config, monkeypatch: pytest.MonkeyPatch, speaks: bool
+) -> None:
+    """Such as a Redis, whose port Ray's is by default: Ray itself would try for minutes, silently."""
+    machine = Machine(cores=2, memory=GIB, shared_memory=GIB, gpus=())
+    relayed = config.model_copy(
+        update={"weights": config.weights.model_copy(update={"transport": "relay"})}
+    )
+    monkeypatch.setattr(nodes, "CONNECT_S", 60.0 if speaks else 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        address = f"127.0.0.1:{stranger.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+
+        def answer() -> None:
+            with stranger.accept()[0] as connection:
+                connection.recv(24)
+                connection.sendall(b"-ERR unknown command 'PRI'\r\n")
+
+        if speaks:
+            Thread(target=answer, daemon=True).start()
+        error = ask_cluster(relayed, machine, 1).error
+    assert error == f"what listens at {address} does not answer as Ray does"
 
 
 def test_a_report_comes_back_from_its_process_as_it_was() -> None:
