@@ -353,12 +353,12 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
 @pytest.mark.parametrize(
     ("own", "where", "what"),
     [
-        ({"name": "verifiers", "settings": {"env": {}}}, "settings", "pip install verifiers"),
+        ({"name": "verifiers", "settings": {"env": {}}}, "settings", "pip install -U verifiers"),
         ({"name": "game"}, "name", "is not module:factory"),
         (
             {"name": "openenv", "settings": {"url": "ws://x"}},
             "settings",
-            "pip install openenv-core",
+            "pip install -U openenv-core",
         ),
         ({"name": "no_such_game:Game"}, "name", "no module 'no_such_game'"),
         ({"name": "tests.engine.environments:Game"}, "name", "has no 'Game'"),
