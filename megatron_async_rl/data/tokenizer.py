@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -128,12 +128,16 @@ class ChatTemplate:
         self._template = template
         self._options = options
         self._tokenizer: Any = None
+        self._reads: Collection[str] | None = None
 
     def render(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
-        """Raises DataError where there is no template, it does not read an option, or it passes over
-        a message for its role."""
+        """Raises DataError where there is no template, it does not read an option or the tools, or it
+        passes over a message for its role."""
+        tokenizer = self._loaded()
+        if tools:
+            self._require_tools()
         text = str(
-            self._loaded().apply_chat_template(
+            tokenizer.apply_chat_template(
                 list(messages),
                 chat_template=self._template,
                 add_generation_prompt=answer,
@@ -178,27 +182,11 @@ class ChatTemplate:
 
     def _require_options(self, template: Any) -> None:
         """A template ignores what it does not read, and a user would not know."""
-        if not (self._options or self._tools) or not isinstance(template, str):
+        self._reads = read = _variables(template)
+        if read is None:
             return
-        from jinja2 import TemplateError, meta
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]
-        )
-        plain = _GENERATION.sub("", template)
-        try:
-            read = meta.find_undeclared_variables(environment.parse(plain))
-        except TemplateError:
-            return  # in a dialect of transformers' own; rendering will say
-        if self._tools and "tools" not in read:
-            raise DataError(
-                self._dir,
-                None,
-                "has a chat template that does not read `tools`, so that the model would know of none",
-                "give data.chat_template one that does, or say in the prompts which tools there are,"
-                " as plain text",
-            )
+        if self._tools:
+            self._require_tools()
         for name in self._options:
             if name not in read:
                 near = difflib.get_close_matches(name, sorted(read), n=1)
@@ -210,6 +198,33 @@ class ChatTemplate:
                     f"{fix}remove it from data.chat_template_options; the template reads"
                     f" {', '.join(sorted(read))}",
                 )
+
+    def _require_tools(self) -> None:
+        if self._reads is not None and "tools" not in self._reads:
+            raise DataError(
+                self._dir,
+                None,
+                "has a chat template that does not read `tools`, so that the model would know of none",
+                "give data.chat_template one that does, or say in the prompts which tools there are,"
+                " as plain text",
+            )
+
+
+def _variables(template: Any) -> Collection[str] | None:
+    """Those that the template reads; null where it is in a dialect of transformers' own, or is
+    several: rendering will say."""
+    if not isinstance(template, str):
+        return None
+    from jinja2 import TemplateError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]
+    )
+    try:
+        return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    except TemplateError:
+        return None
 
 
 class JsonTokenizer:

@@ -31,7 +31,7 @@ from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.weights.vllm_private import call_beginnings
-from tests.characters import characters, read, save_characters
+from tests.characters import TEMPLATE, characters, read, save_characters
 
 CALLED = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
 SAYS = [CALLED, "42"]
@@ -63,15 +63,17 @@ def sampler(asked: list[list[int]], says: Sequence[str] = SAYS) -> Any:
 
 
 class Played:
-    def __init__(self, runner: asyncio.Runner, model: Path, **settings: Any) -> None:
+    def __init__(
+        self, runner: asyncio.Runner, model: Path, template: str = TEMPLATE, **settings: Any
+    ) -> None:
         self.runner = runner
-        runner.run(self._start(model, {"settings": FUNCTION, **settings}))
+        runner.run(self._start(model, template, {"settings": FUNCTION, **settings}))
 
-    async def _start(self, model: Path, settings: dict[str, Any]) -> None:
+    async def _start(self, model: Path, template: str, settings: dict[str, Any]) -> None:
         config = EnvironmentConfig(name="agent", processes=2, **settings)
         self.pool = Environments(config)
         self.pool.start()
-        tokenizer = characters(model)
+        tokenizer = characters(model, template)
         parser = ToolParser("hermes", model, tokenizer.eos_ids)
         self.agents = Agents(self.pool, tokenizer, parser)
         await self.agents.start()
@@ -377,6 +379,19 @@ def test_an_error_has_the_code_by_which_clients_know_a_full_context(played: Play
     _, error, _ = played(**fields)
     assert error is not None
     assert '"code": "context_length_exceeded"' in error
+
+
+def test_tools_that_the_template_does_not_read_are_refused(tmp_path: Path) -> None:
+    """The model would know of none of them."""
+    template = TEMPLATE.removeprefix("{% if tools %}{{ tools | tojson }}{% endif %}")
+    with asyncio.Runner() as runner:
+        played = Played(runner, tmp_path, template)
+        tools = [{"type": "function", "function": {"name": "times"}}]
+        transcript, error, _ = played(question="?", body={"tools": tools})
+        runner.run(played.close())
+    assert error is not None
+    assert "has a chat template that does not read `tools`" in error
+    assert not transcript.turns
 
 
 def test_an_agent_that_is_not_async_may_run_an_event_loop_of_its_own(played: Played) -> None:

@@ -35,7 +35,6 @@ from megatron_async_rl.rollout.environments import (
     Message,
     Step,
     load_factory,
-    settled,
 )
 from megatron_async_rl.rollout.rewards.registry import imported
 from megatron_async_rl.samples.types import Prompt
@@ -271,12 +270,13 @@ class Agent:
             self._function = getattr(imported(module_name, function, SETTINGS), attribute)
         self._command = [command] if isinstance(command, str) else list(command)
 
-    async def run(self, prompt: Prompt, base_url: str) -> float:
-        """The reward."""
+    def run(self, prompt: Prompt, base_url: str) -> Any:
+        """The reward, or an awaitable of it."""
         if self._function is not None:
-            # In a thread, where one that is not `async` may run an event loop of its own.
-            answer = await asyncio.to_thread(self._function, prompt, base_url)
-            return float(await settled(answer))
+            return self._function(prompt, base_url)
+        return self._program(prompt, base_url)
+
+    async def _program(self, prompt: Prompt, base_url: str) -> float:
         program = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
@@ -393,7 +393,7 @@ def _of_package(package: str, *modules: str) -> list[Any]:
         return [importlib.import_module(name) for name in modules]
     except ModuleNotFoundError as error:
         what = f"it needs the package {package} ({error})"
-        fix = f"pip install {package}"
+        fix = f"pip install -U {package}"
         raise EnvironmentRefused("rollout.environment.name", what, fix) from error
 
 

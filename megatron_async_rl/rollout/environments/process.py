@@ -127,41 +127,78 @@ def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
     try:
         os.environ[PARENT] = str(keep((signal.SIGUSR1,)))
         os.setsid()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, all_threads=False)
         if memory_mib is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
             most = memory_mib * 2**20
             soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         with socket.socket(fileno=descriptor) as connection:
-            asyncio.run(_answer(connection, factory))
+            _serve_samples(connection, factory)
         code = 0
     finally:
         os._exit(code)
 
 
-async def _answer(connection: socket.socket, factory: Factory) -> None:
-    """One request after the other, until the engine closes the socket. The event loop runs on
-    between them, for an environment that holds a connection."""
+def _serve_samples(connection: socket.socket, factory: Factory) -> None:
+    """Until the engine closes the socket. An agent is called while no event loop runs, in the main
+    thread, so that one that is not `async` may run a loop of its own, and set signals."""
     own = os.getpid()
-    reader, writer = await asyncio.open_connection(sock=connection)
+    with asyncio.Runner() as runner:
+        streams = runner.run(_opened(connection))
+        while (asked := runner.run(_answer(*streams, factory))) is not None:
+            try:
+                agent: Any = factory()
+                given = agent.run(*asked)
+                reward = float(runner.run(settled(given)))
+                require_finite(reward, "the reward")
+                reply = json.dumps({"reward": reward})
+            except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
+                reply = _told(error)
+            if os.getpid() != own:
+                os._exit(
+                    0
+                )  # a child that the user's code forked and let return: the parent answers
+            runner.run(_send(streams[1], reply))
+
+
+async def _opened(
+    connection: socket.socket,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(sock=connection)
+
+
+async def _send(writer: asyncio.StreamWriter, reply: str) -> None:
+    writer.write(framed(reply.encode()))
+    await writer.drain()
+
+
+def _told(error: BaseException) -> str:
+    text = str(error).encode(errors="backslashreplace").decode()
+    return json.dumps({"error": type(error).__name__ + (f": {text}" if text else "")})
+
+
+async def _answer(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, factory: Factory
+) -> Any:
+    """One request after the other, up to one for the run of an agent, whose arguments are returned;
+    null once the engine closes the socket. The event loop runs on between them, for an environment
+    that holds a connection."""
+    own = os.getpid()
     environment: Environment | None = None
     while True:
         try:
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             method, argument = pickle.loads(await reader.readexactly(length))
         except asyncio.IncompleteReadError:
-            return
+            return None
+        if method == "run":
+            return argument
         try:
             if method == "reset":
                 environment = factory()
                 opening = await settled(environment.reset(argument))
                 answer: dict[str, Any] = {"words": checked_words(opening, "what reset returns")}
-            elif method == "run":
-                environment = factory()
-                reward = float(await environment.run(*argument))  # type: ignore[attr-defined]
-                require_finite(reward, "the reward")
-                answer = {"reward": reward}
             elif method == "step":
                 assert environment is not None
                 answer = checked_step(await settled(environment.step(argument)))
@@ -172,9 +209,7 @@ async def _answer(connection: socket.socket, factory: Factory) -> None:
                     await settled(close())
             reply = json.dumps(answer)
         except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-            text = str(error).encode(errors="backslashreplace").decode()
-            reply = json.dumps({"error": type(error).__name__ + (f": {text}" if text else "")})
+            reply = _told(error)
         if os.getpid() != own:
             os._exit(0)  # a child that the user's code forked and let return: the parent answers
-        writer.write(framed(reply.encode()))
-        await writer.drain()
+        await _send(writer, reply)
