@@ -285,7 +285,7 @@ def _live_table(
     jobs: int,
 ) -> Table:
     table = Table(
-        "run", "step", "learned", "cosine", "time", caption=_counts(outcomes, left, took, jobs)
+        "run", "step", "latest", "cosine", "time", caption=_counts(outcomes, left, took, jobs)
     )
     for one in at_work:
         cosine = number(one.last, "gac/cosine")
