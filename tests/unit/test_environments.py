@@ -384,7 +384,7 @@ def test_an_environment_that_cannot_be_is_refused_by_name(
     assert refused.value.where == f"rollout.environment.{where}"
     assert what in refused.value.what
     if "needs the package" in what:
-        assert refused.value.fix == f"pip install {what.split()[-1]}"
+        assert refused.value.fix == f"pip install -U {what.split()[-1]}"
 
 
 def test_a_trial_says_what_fails_before_anything_starts() -> None:
