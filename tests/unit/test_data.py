@@ -582,3 +582,17 @@ def test_a_conversation_without_anything_to_learn_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=rf"d.jsonl:1: {what}"):
         conversations(tmp_path, messages)
+
+
+def test_an_answer_that_is_nothing_is_named_where_its_template_ends_none(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = characters(tmp_path / "model", template)
+    as_jsonl(tmp_path / "d.jsonl", [{"messages": turns("hi", "", "why", "so")}])
+    config = DataConfig(train=tmp_path / "d.jsonl", messages_key="messages")
+    with pytest.raises(
+        DataError, match=r"d.jsonl:1: messages\[1\] is empty, and the chat template"
+    ):
+        read_training(config, tokenizer, supervised=True)
