@@ -51,6 +51,9 @@ def conversation(
     for index in trained:
         before = tokenizer.render_chat(plain[:index], answer=True)
         upto = whole if index == last else tokenizer.render_chat(plain[: index + 1], answer=False)
+        if upto == before:
+            what = f"messages[{index}] is empty, and the chat template writes nothing for it"
+            raise DataError(file, place, what, "write what the assistant says, or remove the row")
         begin, end = tokenizer.encode_rendered(before), tokenizer.encode_rendered(upto)
         if not starts:
             first = len(begin)

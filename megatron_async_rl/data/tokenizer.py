@@ -142,8 +142,10 @@ class ChatTemplate:
                 chat_template=self._template,
                 add_generation_prompt=answer,
                 tokenize=False,
-                **({"tools": tools or self._tools} if tools or self._tools else {}),
-                **self._options,
+                **{
+                    **self._options,
+                    **({"tools": tools or self._tools} if tools or self._tools else {}),
+                },
             )
         )
         for message in messages:

@@ -31,8 +31,8 @@ from megatron_async_rl.data.conversation import Conversation
 from megatron_async_rl.data.files import read_rows
 from megatron_async_rl.data.prompts import Part, nothing_more
 from megatron_async_rl.data.source import Mixture
-from megatron_async_rl.data.tokenizer import ChatTemplate
-from tests.characters import characters
+from megatron_async_rl.data.tokenizer import ChatTemplate, load_tokenizer
+from tests.characters import TEMPLATE, characters, save_characters
 from tests.train_batches import samples_in
 from tests.unit.test_prompts import Bytes, prompts
 
@@ -285,6 +285,15 @@ def test_an_option_that_the_template_does_not_read_is_refused() -> None:
     marked = f"{{% generation %}}{text}{{%- endgeneration -%}}"
     with pytest.raises(DataError, match="does not read 'enable_thinkin'"):
         template(enable_thinkin=False)._require_options(marked)
+
+
+def test_tools_may_be_an_option_of_the_template_that_a_call_goes_before(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_characters(tmp_path), TEMPLATE, {"tools": [{"name": "f"}]})
+    asked = [{"role": "user", "content": "q"}]
+    said = "<|user|>q<end>\n"
+    more = f'[{{"name": "g"}}]{said}'
+    assert tokenizer.render_chat(asked, answer=False) == f'[{{"name": "f"}}]{said}'
+    assert tokenizer.render_chat(asked, answer=False, tools=[{"name": "g"}]) == more
 
 
 def test_a_call_out_of_a_table_has_its_own_arguments_alone(tmp_path: Path) -> None:
@@ -582,3 +591,17 @@ def test_a_conversation_without_anything_to_learn_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=rf"d.jsonl:1: {what}"):
         conversations(tmp_path, messages)
+
+
+def test_an_answer_that_is_nothing_is_named_where_its_template_ends_none(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = characters(tmp_path / "model", template)
+    as_jsonl(tmp_path / "d.jsonl", [{"messages": turns("hi", "", "why", "so")}])
+    config = DataConfig(train=tmp_path / "d.jsonl", messages_key="messages")
+    with pytest.raises(
+        DataError, match=r"d.jsonl:1: messages\[1\] is empty, and the chat template"
+    ):
+        read_training(config, tokenizer, supervised=True)

@@ -82,7 +82,7 @@ def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path)
         ("nowhere:score", "prompt", ("rollout.reward.name", "no module 'nowhere'")),
         ("arithmetic", "question", ("data.train", "--prompt-key question")),
         ("arithmetic", "messages", ("data.train", "--prompt-key messages")),
-        ("openenv", "prompt", ("rollout.environment.name", "fix: pip install openenv-core")),
+        ("openenv", "prompt", ("rollout.environment.name", "fix: pip install -U openenv-core")),
     ],
 )
 def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, reward, column, words):
@@ -106,18 +106,27 @@ class Result:
     observation, reward, done = {"text": "on"}, 0.5, False
 
 class GenericEnvClient:
-    def __init__(self, base_url): pass
+    def __init__(self, base_url, message_timeout_s): pass
     async def connect(self): pass
     async def reset(self, **values): return Result
     async def step(self, action): return Result
     async def close(self): pass
 """
 VERIFIERS = """
+from verifiers.v1 import AgentConfig
+
 class Environment:
     taskset = ["the only task"]
 
-def resolve_env_config(env): return env["taskset"]["id"]
-def load_environment(name): return Environment
+class EnvConfig:
+    agent = AgentConfig()
+    def __init__(self, taskset, agent=None): self.taskset = type("Taskset", (), taskset)
+    def __iter__(self): return iter({"taskset": self.taskset, "agent": self.agent}.items())
+
+def resolve_env_config(env): return EnvConfig(**env)
+def load_environment(config): return Environment
+def default_harness_id(taskset): return "bash"
+def harness_class(name): return type("Null", (), {"EXECUTES_CODE": False})
 """
 OWN = """
 from megatron_async_rl.rollout.environments import Step
@@ -138,6 +147,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str 
     """The other four answers, in a folder of a user's who has every package."""
     for name, text in {
         "openenv/core/generic_client.py": OPENENV,
+        "verifiers/v1/__init__.py": "class AgentConfig: harness = None",
         "verifiers/v1/utils/loaders.py": VERIFIERS,
         "asked_files.py": OWN,
     }.items():
