@@ -53,15 +53,17 @@ reachable() { # HOST: something answers on its Ray's port; a host that is lost s
 
 # Ray and the run have sessions of their own: what a terminal or a scheduler sends to all of a process group comes to this script alone.
 ray=()
-stop_ray() {
-  if ((${#ray[@]})); then
-    kill -TERM "${ray[@]}" 2>/dev/null || true
-    wait "${ray[@]}" 2>/dev/null || true
-    ray=()
-  fi
-}
 ray_runs() {
   ((${#ray[@]})) && kill -0 "${ray[0]}" 2>/dev/null
+}
+stop_ray() { # it drains for up to 30 s, and may lose a signal that comes while it starts
+  local fifths
+  for ((fifths = 0; fifths < 350; fifths++)); do
+    ray_runs || return 0
+    ((fifths % 175)) || kill -TERM "${ray[0]}" 2>/dev/null || true
+    sleep 0.2
+  done
+  kill -KILL -- "-${ray[0]}" 2>/dev/null || true # its session, and with it what it has started
 }
 trap stop_ray EXIT
 trap 'exit 143' TERM

@@ -43,7 +43,7 @@ asked = Path('$ASKED')
 def end(*_):
     asked.open('a').write('ray TERM\\n')
     raise SystemExit
-signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if '$RAY_DEAF' else end)
 listener = socket.create_server(('', $port))
 while True:
     listener.accept()[0].close()
@@ -219,6 +219,16 @@ def test_a_ray_that_has_died_is_started_again_before_the_run(machine: Machine) -
     assert begun == ["ray", "mar", "ray", "mar"]
     # The machines of engines have to find the new one.
     assert sum("--engine-nodes 1" in line for line in machine.lines()) == 2
+
+
+def test_a_ray_that_does_not_hear_is_killed_in_the_end(machine: Machine) -> None:
+    """While it starts Ray may lose a signal; the time that passes is no matter here."""
+    hasty = Path(machine.environment["VENV"]) / "bin" / "sleep"
+    hasty.symlink_to("/bin/true")
+    settings = {"NNODES": "2", "NODE_RANK": "0", "TRAINER_NODES": "1", "RAY_DEAF": "1"}
+    assert machine.run(0, **settings)[0] == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", machine.ray_port))
 
 
 def test_a_port_that_another_has_is_no_ray_of_ours(machine: Machine) -> None:
