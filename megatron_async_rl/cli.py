@@ -184,8 +184,12 @@ def _model_name(answer: str) -> str:
     """Called at once, as `_reward_names` is."""
     if not answer.startswith("hf:") and not Path(answer).expanduser().is_dir():
         named = re.fullmatch(r"[\w.-]+/[\w.-]+", answer)
-        hint = f"; the model of that name on a hub is hf://{answer}" if named else ""
-        raise typer.BadParameter(f"{answer} is not a directory{hint}")
+        hint = (
+            f"the model of that name on a hub is hf://{answer}"
+            if named
+            else "on a hub: hf://OWNER/NAME"
+        )
+        raise typer.BadParameter(f"{answer} is not a directory; {hint}")
     return answer
 
 
