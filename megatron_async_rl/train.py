@@ -10,6 +10,7 @@ the controller of engines and samples, the logs and the status; the others have 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
 from megatron_async_rl.plan.fit import memory_ran_out
+from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.policy.anomaly import FILE as ANOMALIES
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.parallel import Layout, initialise
@@ -131,7 +133,7 @@ def main(config_path: Path) -> int:
     redirect_output(log)
     name_this_process(f"rank {rank}")
     watch.start(directory, f"rank {rank}", end_after_s=END_ALONE * timeout_s)
-    device_type = device.install(config.policy.device)
+    device_type = device.install(os.environ.get(PLANNED_DEVICE, config.policy.device))
     # Python collects garbage at its end: what is imported by now need not be looked through.
     gc.freeze()
     with watch.phase("joining the other ranks", quiet_s(config)):

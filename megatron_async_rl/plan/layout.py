@@ -18,6 +18,8 @@ from megatron_async_rl.rollout.cluster import CONNECTIONS, ELSEWHERE
 
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
+PLANNED_DEVICE = "MEGATRON_ASYNC_RL_DEVICE"
+"""Variable of ranks: on which device the plan has them."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,15 @@ def device_of(config: Config, machine: Machine) -> Device:
 
 
 def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
-    """Variables that trainer ranks want here. Megatron-Core launches a message of tensor or context
-    parallelism before the kernels it is to run beside; up to Hopper the GPU keeps that order only
-    with one queue."""
+    """Variables that trainer ranks want here. Ranks planned for GPUs run on no CPU unsaid. Megatron-Core
+    launches a message of tensor or context parallelism before the kernels it is to run beside; up to
+    Hopper the GPU keeps that order only with one queue."""
     parallel = config.policy.parallel
-    if device_of(config, machine) != "cuda" or max(parallel.tensor, parallel.context) == 1:
+    if device_of(config, machine) != "cuda":
         return {}
     blackwell = all((gpu.capability or (0, 0)) >= (10, 0) for gpu in machine.gpus)
-    return {} if blackwell else {CONNECTIONS: "1"}
+    ordered = blackwell or max(parallel.tensor, parallel.context) == 1
+    return {PLANNED_DEVICE: "cuda"} | ({} if ordered else {CONNECTIONS: "1"})
 
 
 def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLayers:

@@ -81,8 +81,9 @@ def install(device: str) -> str:
     if chosen == "cuda":
         if not torch.cuda.is_available():
             raise RuntimeError(
-                f"policy.device: cuda, but torch sees no CUDA device (torch {torch.__version__},"
-                f" built for CUDA {torch.version.cuda}); use policy.device: cpu or auto"
+                "the policy is to run on CUDA, and torch sees no CUDA device (torch"
+                f" {torch.__version__}, built for CUDA {torch.version.cuda}); set policy.device: cpu,"
+                " or see `mar doctor` for what keeps CUDA away"
             )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 

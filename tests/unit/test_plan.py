@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import resource
 import socket
@@ -1243,6 +1244,18 @@ def test_ranks_have_one_queue_where_messages_must_come_before_kernels(
     config = load(file, [*ranks, *(f"policy.parallel.{one}" for one in layout)])
     assert rank_environment(config, gpus).get("CUDA_DEVICE_MAX_CONNECTIONS") == wanted
     assert rank_environment(config, LAPTOP) == {}
+
+
+def test_ranks_planned_for_a_gpu_that_torch_cannot_use_do_not_run_on_the_cpu(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = rank_environment(load(file, ["policy.device=auto"]), NODE)
+    environment = os.environ | planned | {"CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
+    command = [sys.executable, "-m", "megatron_async_rl.train", str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    (log,) = file.parent.rglob("rank_0.log")
+    assert "the policy is to run on CUDA, and torch sees no CUDA device" in log.read_text()
 
 
 def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):
