@@ -48,12 +48,16 @@ class Dashboard:
     """The views of some runs, for the threads of a server."""
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
-        """Raises UserError for a directory that is missing or named twice."""
+        """Raises UserError for a directory that is missing, named twice, or one of runs."""
         self._paths = [path.absolute() for path in run_dirs]
         for path in self._paths:
             if not path.is_dir():
                 fix = "name the run.dir of a run; `mar train` makes it when it starts"
                 raise UserError.of("RUN", f"{path} is not a directory", fix)
+            within = [one for one in path.glob("*/metrics.jsonl") if one.is_file()]
+            if within and not (path / "metrics.jsonl").exists():
+                what = f"{path} is no run, and has {len(within)} in it"
+                raise UserError.of("RUN", what, f"name them: mar dashboard {path}/*/")
         if len(set(self._paths)) < len(self._paths):
             raise UserError.of("RUN", "a run is named twice", "name each run once")
         self._readers = [RunReader(path, alone=False) for path in self._paths]
