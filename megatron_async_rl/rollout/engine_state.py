@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import StateName
-from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, find_cause
+from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, find_cause, survived
 
 EVERY_S = 1.0
 DEADLINE_S = 10.0
@@ -186,8 +186,9 @@ class EngineDied(RuntimeError):
     def __init__(self, spec: EngineSpec, while_what: str, last_error: str | None = None) -> None:
         if last_error is None:
             found = find_cause(spec.log_dir, spec.log.name)
-            real = found is not None and found.kind in (PRIMARY, KILLED)
-            last_error = found.message.splitlines()[0] if found is not None and real else ""
+            last_error = ""
+            if found is not None and found.kind in (PRIMARY, KILLED) and not survived(found):
+                last_error = found.message.splitlines()[0]
         said = f"; the last error in its log: {last_error}" if last_error else ""
         what = f"the vLLM process of {spec.name} died while {while_what}{said}; see {spec.log}"
         super().__init__(what)

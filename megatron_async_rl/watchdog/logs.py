@@ -124,6 +124,16 @@ def find_cause(log_dir: Path, name: str = "*.log") -> Cause | None:
     return Cause(candidate.message, path, candidate.line, candidate.kind)
 
 
+def survived(cause: Cause) -> bool:
+    """True where the process that wrote the failure went on with its work."""
+    lines = cause.file.read_text(encoding="utf-8", errors="replace").splitlines()
+    origin = _split_origin(lines[cause.line - 1])[0]
+    return any(
+        _split_origin(line)[0] == origin and " INFO " in line and "[shutdown]" not in line
+        for line in lines[cause.line :]
+    )
+
+
 def _candidates(text: str) -> list[_Candidate]:
     """One candidate per process that writes to a file: the last of its best kind, and what a
     launcher says of killed ones."""

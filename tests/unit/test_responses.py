@@ -197,13 +197,17 @@ def test_what_vllm_says_instead_of_a_response_is_the_next_report(
     working(tmp_path, work)
 
 
-def test_a_death_of_vllm_is_told_with_the_last_error_of_the_engines_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("went_on", [False, True])
+def test_a_death_of_vllm_is_told_with_the_last_error_of_the_engines_log(
+    tmp_path: Path, went_on: bool
+) -> None:
+    """Not with one of a while ago, after which the process worked on."""
+    said = "2 responses; see" if went_on else "the last error in its log: RuntimeError: head"
+
     async def work(responses: Responses, llm: FakeLLM) -> None:
-        await responses.submit([request(0, answer="7")])
+        await responses.submit([request(k, answer="7") for k in range(2)])
         llm.collectors[0].put(EngineDeadError())
-        with pytest.raises(
-            EngineDied, match="the last error in its log: RuntimeError: head"
-        ) as told:
+        with pytest.raises(EngineDied, match=said) as told:
             await responses.reports.take(60)
         log.unlink()  # who unpickles it may be on another machine
         assert str(pickle.loads(pickle.dumps(told.value))) == str(told.value)
@@ -213,6 +217,10 @@ def test_a_death_of_vllm_is_told_with_the_last_error_of_the_engines_log(tmp_path
         "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] Traceback (most recent call last):\n"
         '(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512]   File "core.py", line 1606, in run\n'
         "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] RuntimeError: head_dim=16\n"
+        "(MainProcess pid=6) INFO 11-25 15:04:29 [utils.py:628] core exited\n"
+        "(EngineCore pid=7) INFO 11-25 15:04:29 [core.py:770] [shutdown] complete\n"
+        + "(EngineCore pid=7) INFO 11-25 15:04:30 [scheduler.py:1] UNPAUSED\n"
+        * went_on
     )
     working(tmp_path, work)
 
