@@ -404,7 +404,7 @@ def _message(file: Path, place: int, message: Any) -> dict[str, Any]:
 
 
 def _given(value: Any) -> Any:
-    """Of a table's cell, what its row has of it."""
+    """A table's cell without the keys that only other rows have."""
     if isinstance(value, dict):
         return {key: _given(one) for key, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value

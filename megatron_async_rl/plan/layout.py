@@ -306,7 +306,7 @@ def _room_problems(config: Config, machine: Machine) -> list[Problem]:
 
 
 def spread_notes(config: Config, device: Device, machine: Machine) -> list[str]:
-    """What is slow between machines."""
+    """Notes on what is slow between machines."""
     parallel = config.policy.parallel
     share = parallel.ranks // machine.nodes
     group = parallel.tensor * parallel.context

@@ -102,7 +102,7 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
 
 
 async def answer_of(call: Any) -> Any:
-    """What an actor answers. Raises what it raised, as itself, and ProcessDied where it has ended."""
+    """Answer of an actor. Raises what it raised, as itself, and ProcessDied where it has ended."""
     import ray
 
     try:

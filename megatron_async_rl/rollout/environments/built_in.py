@@ -294,7 +294,7 @@ class Agent:
 
 
 NO_HARNESS = "bash"
-"""What verifiers calls the harness of a task set that brings none."""
+"""Name that verifiers has for the harness of a task set that brings none."""
 
 
 class Verifiers:

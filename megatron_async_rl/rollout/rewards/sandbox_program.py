@@ -50,7 +50,7 @@ REFUSED = {
 """System calls that hold memory outside of any address space, begin a namespace, in which a program
 could mount some more, or read the keys of whoever started it."""
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
-"""Of sockets. Others (AF_VSOCK, to the host of a virtual machine) pass by the network namespace."""
+"""Kinds of sockets. Others (AF_VSOCK, to the host of a virtual machine) pass by the network namespace."""
 SYS_SOCKET = {"x86_64": 41, "aarch64": 198}
 MOST_FILES = 4096
 """In /tmp: an empty one takes memory that its size does not count."""
