@@ -199,6 +199,7 @@ ALIASES = {
     "val_files": Alias(keys=("data.eval",), note="a file or folder; several are eval.sets"),
     "input_key": Alias(keys=("data.prompt_key",)),
     "label_key": Alias(keys=("data.answer_key",)),
+    "tool_key": Alias(keys=("data.tools_key",)),
     "apply_chat_template": Alias(keys=("data.as_chat",)),
     "chat_template_kwargs": Alias(keys=("data.chat_template_options",)),
     "apply_chat_template_kwargs": Alias(keys=("data.chat_template_options",)),

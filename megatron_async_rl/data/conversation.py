@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +37,27 @@ class Conversation:
 
 
 def conversation(
-    file: Path, place: int, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+    file: Path,
+    place: int,
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    tools: Sequence[Any] = (),
 ) -> Conversation:
-    """Raises DataError, naming the message, for one that cannot be told from the others."""
+    """`tools`: schemas of functions that the assistant may call. Raises DataError, naming the message,
+    for one that cannot be told from the others."""
     trained = _trained(file, place, messages)
     plain = [{key: value for key, value in one.items() if key != "train"} for one in messages]
     last = trained[-1]
-    whole = tokenizer.render_chat(plain[: last + 1], answer=False)
+    render = partial(tokenizer.render_chat, tools=tools)
+    whole = render(plain[: last + 1], answer=False)
     tokens = tokenizer.encode_rendered(whole)
     mask = np.zeros(len(tokens), dtype=np.uint8)
     ends = set(tokenizer.eos_ids)
     starts: list[str] = []
     first = 0
     for index in trained:
-        before = tokenizer.render_chat(plain[:index], answer=True)
-        upto = whole if index == last else tokenizer.render_chat(plain[: index + 1], answer=False)
+        before = render(plain[:index], answer=True)
+        upto = whole if index == last else render(plain[: index + 1], answer=False)
         if upto == before:
             what = f"messages[{index}] is empty, and the chat template writes nothing for it"
             raise DataError(file, place, what, "write what the assistant says, or remove the row")

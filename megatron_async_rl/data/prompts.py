@@ -11,7 +11,7 @@ from itertools import batched
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.data import Columns, DataConfig, FileConfig
+from megatron_async_rl.config.data import TOOLS, Columns, DataConfig, FileConfig
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.conversation import Conversation, conversation
 from megatron_async_rl.data.files import Row, kind, read_rows
@@ -201,10 +201,12 @@ def _read(
         if isinstance(prompt, str):
             text, ids = prompt, encoded
         elif conversations:
-            given = _rendered(file, place, conversation, prompt, tokenizer)
+            tools = _tools(file, place, values, columns)
+            given = _rendered(file, place, conversation, prompt, tokenizer, tools)
             text, ids = given.prompt, given.prompt_ids
         else:
-            text, ids = _rendered(file, place, _chat, prompt, tokenizer)
+            tools = _tools(file, place, values, columns)
+            text, ids = _rendered(file, place, _chat, prompt, tokenizer, tools)
         prompt_id = _identity(file, place, values, places)
         if not ids:
             fix = "write a prompt the model's tokenizer can encode"
@@ -344,16 +346,15 @@ def _missing(file: Path, place: int, role: str, column: str, there: Sequence[str
     """Names the column that was probably meant."""
     near = difflib.get_close_matches(column, there, n=1)
     near += [name for name in SYNONYMS.get(role, ()) if name in there]
-    key = {"prompt": "prompt_key", "messages": "messages_key"}.get(role)
+    key = {"prompt": "prompt_key", "messages": "messages_key", "tools": "tools_key"}.get(role)
     key = key or ("answer_key" if role in ("answer", "response") else None)
     if key == "prompt_key" and near == ["messages"]:
         key = "messages_key"
     fix = f"add `{column}` to every row"
     if key is not None:
         named = near[0] if near else "COLUMN"
-        fix += (
-            f", or name its column: data.{key}={named} (of a source or a set: {key}, by its path)"
-        )
+        apart = "" if role == "tools" else f" (of a source or a set: {key}, by its path)"
+        fix += f", or name its column: data.{key}={named}{apart}"
     elif near:
         fix = f"did you mean `{near[0]}`? {fix}"
     what = f"has no `{column}` (its columns: {', '.join(there) or 'none'})"
@@ -415,27 +416,55 @@ def _half_a_pair(file: Path, place: int, which: str) -> DataError:
     return DataError(file, place, what, "write the character whole, or leave it out")
 
 
+def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> list[Any]:
+    """Schemas of the functions that the row's messages may call."""
+    if columns.tools is None:
+        return []
+    if columns.tools not in values and columns.tools != TOOLS:
+        raise _missing(file, place, "tools", columns.tools, list(values))
+    value = values.get(columns.tools)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            pass
+    elif file.suffix.lower() == TABLE:
+        value = _given(value)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        what = f"`{columns.tools}` is no list of JSON schemas: {value!r:.80}"
+        fix = 'write [{"type": "function", "function": {"name": ...}}], or set data.tools_key: null'
+        raise DataError(file, place, what, fix)
+    return value
+
+
 def _chat(
-    file: Path, place: int, messages: list[dict[str, Any]], tokenizer: Tokenizer
+    file: Path,
+    place: int,
+    messages: list[dict[str, Any]],
+    tokenizer: Tokenizer,
+    tools: Sequence[Any],
 ) -> tuple[str, list[int]]:
     if messages[-1]["role"] == "assistant":
         what = "the last message is the assistant's, so there is nothing to answer"
         fix = "end the prompt with the user's message (objective.loss: sft trains on given answers)"
         raise DataError(file, place, what, fix)
-    text = tokenizer.render_chat(messages, answer=True)
+    text = tokenizer.render_chat(messages, answer=True, tools=tools)
     return text, tokenizer.encode_rendered(text)
 
 
 def _rendered[Result](
     file: Path,
     place: int,
-    render: Callable[[Path, int, list[dict[str, Any]], Tokenizer], Result],
+    render: Callable[[Path, int, list[dict[str, Any]], Tokenizer, Sequence[Any]], Result],
     messages: list[dict[str, Any]],
     tokenizer: Tokenizer,
+    tools: Sequence[Any],
 ) -> Result:
     """The messages as `render` makes them; its error with the row that it is about."""
     try:
-        return render(file, place, messages, tokenizer)
+        return render(file, place, messages, tokenizer, tools)
     except DataError as error:
         if error.line is not None:
             raise

@@ -136,6 +136,13 @@ class ChatTemplate:
         tokenizer = self._loaded()
         if tools:
             self._require_tools()
+        if tools and self._tools and list(tools) != self._tools:
+            raise DataError(
+                self._dir,
+                None,
+                "is to be told of other tools than those of rollout.environment",
+                "remove them from the data, or set data.tools_key: null",
+            )
         text = str(
             tokenizer.apply_chat_template(
                 list(messages),
@@ -208,7 +215,7 @@ class ChatTemplate:
                 None,
                 "has a chat template that does not read `tools`, so that the model would know of none",
                 "give data.chat_template one that does, or say in the prompts which tools there are,"
-                " as plain text",
+                " as plain text (those of the data: data.tools_key: null)",
             )
 
 

@@ -296,6 +296,68 @@ def test_tools_may_be_an_option_of_the_template_that_a_call_goes_before(tmp_path
     assert tokenizer.render_chat(asked, answer=False, tools=[{"name": "g"}]) == more
 
 
+@pytest.mark.parametrize("write", [as_jsonl, as_parquet])
+@pytest.mark.parametrize(
+    ("shown", "answer"),
+    [(lambda tools: tools, {}), (json.dumps, {}), (lambda tools: tools, {"supervised": True})],
+)
+def test_the_template_is_given_the_tools_that_each_row_has(
+    tmp_path: Path, write: Any, shown: Any, answer: dict[str, bool]
+) -> None:
+    path = tmp_path / ("d.parquet" if write is as_parquet else "d.jsonl")
+    f = {"name": "f", "parameters": {"a": {"type": "string"}}}
+    g = {"name": "g", "parameters": {"b": {"type": "number"}}}
+    own = [[f], [f, g], None]
+    messages = turns("q", "yes") if answer else turns("q")
+    write(path, [{"chat": messages, "functions": tools and shown(tools)} for tools in own])
+    tokenizer = characters(tmp_path / "model", TEMPLATE)
+
+    def said(**data: Any) -> list[str]:
+        config = DataConfig.model_validate({"train": path, "messages_key": "chat", **data})
+        return [one.text for one in read_training(config, tokenizer, **answer).prompts]
+
+    plain = said()
+    before = [json.dumps([f]), json.dumps([f, g]), ""]
+    assert said(tools_key="functions") == [
+        tools + text for tools, text in zip(before, plain, strict=True)
+    ]
+    assert said(tools_key=None) == plain
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "what", "fix"),
+    [
+        ({"tools": "f"}, {}, "`tools` is no list of JSON schemas: 'f'", "data.tools_key: null"),
+        ({"tools": ["f"]}, {}, r"`tools` is no list of JSON schemas: \['f'\]", "data.tools_key"),
+        (
+            {"functions": []},
+            {"tools_key": "function"},
+            "has no `function`",
+            "data.tools_key=functions",
+        ),
+    ],
+)
+def test_tools_that_are_none_are_refused(
+    tmp_path: Path, row: dict[str, Any], data: dict[str, Any], what: str, fix: str
+) -> None:
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": turns("q"), **row}])
+    with pytest.raises(DataError, match=rf"d.jsonl:1: {what}") as caught:
+        read(tmp_path / "d.jsonl", **data)
+    assert fix in caught.value.fix
+
+
+def test_a_row_has_no_other_tools_than_those_of_its_environment(tmp_path: Path) -> None:
+    f, g = ({"name": name} for name in "fg")
+    tokenizer = load_tokenizer(save_characters(tmp_path / "model"), TEMPLATE, tools=[f])
+    config = DataConfig(train=tmp_path / "d.jsonl")
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": turns("q"), "tools": [f]}])
+    (prompt,) = read_training(config, tokenizer).prompts
+    assert prompt.text.startswith(json.dumps([f]))
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": turns("q"), "tools": [g]}])
+    with pytest.raises(DataError, match=r"d.jsonl:1: .*other tools than .*environment"):
+        read_training(config, tokenizer)
+
+
 def test_a_call_out_of_a_table_has_its_own_arguments_alone(tmp_path: Path) -> None:
     """A table has every argument of any call in all of them, as null."""
     template = (
@@ -545,7 +607,7 @@ def test_a_conversation_trains_as_a_given_response_does(tmp_path: Path) -> None:
 class Forgetful(Bytes):
     """Writes answers shorter once more follows, as templates that drop thoughts do."""
 
-    def render_chat(self, messages: Any, *, answer: bool) -> str:
+    def render_chat(self, messages: Any, *, answer: bool, tools: Any = None) -> str:
         kept = [
             one | {"content": "-"}
             if one["role"] == "assistant" and (answer or one is not messages[-1])
@@ -558,7 +620,7 @@ class Forgetful(Bytes):
 class Thoughtful(Bytes):
     """Begins an answer with more than an answer is written with."""
 
-    def render_chat(self, messages: Any, *, answer: bool) -> str:
+    def render_chat(self, messages: Any, *, answer: bool, tools: Any = None) -> str:
         return super().render_chat(messages, answer=answer) + "?" * answer
 
 

@@ -27,7 +27,9 @@ class Bytes:
     def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, special_tokens=special_tokens) for text in texts]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, answer: bool) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, answer: bool, tools: Any = None
+    ) -> str:
         turns = "".join(f"{one['role'][0]}:{one['content']}\x01\n" for one in messages)
         return turns + "a:" * answer
 

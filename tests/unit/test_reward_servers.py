@@ -18,7 +18,9 @@ from megatron_async_rl.rollout.rewards.worker import CallFailed, Scored, call_as
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.samples import Prompt
 
-PROMPT = Prompt(id="p7", text="6 * 7?", token_ids=(1,), fields={"answer": "42"})
+PROMPT = Prompt(
+    id="p7", text="6 * 7?", token_ids=(1,), fields={"answer": "42", "hardness": float("nan")}
+)
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -76,12 +78,13 @@ def test_a_server_gets_prompt_response_and_key_and_answers_a_number(
     got = []
 
     async def answer(request: web.Request) -> web.Response:
-        got.append((await request.json(), request.headers["Authorization"], request.headers["X"]))
+        sent = json.loads(await request.text(), parse_constant=str)
+        got.append((sent, request.headers["Authorization"], request.headers["X"]))
         return web.json_response({"reward": 0.5})
 
     assert scored(answer, api_key_env="MY_KEY", headers={"X": "y"}) == Scored(reward=0.5)
     body = {
-        "prompt": {"id": "p7", "text": "6 * 7?", "fields": {"answer": "42"}},
+        "prompt": {"id": "p7", "text": "6 * 7?", "fields": {"answer": "42", "hardness": None}},
         "response": "It is 42.",
         "finish_reason": "length",
         "tokens": 5,

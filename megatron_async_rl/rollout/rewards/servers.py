@@ -29,6 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from pydantic_core import to_jsonable_python
 
 from megatron_async_rl.rollout.rewards.registry import BuiltInReward, RewardError
 from megatron_async_rl.samples.types import Prompt
@@ -85,9 +86,11 @@ async def http(
     api_key_env: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> float:
-    """`api_key_env`: environment variable whose value is sent as a bearer token."""
+    """`api_key_env`: environment variable whose value is sent as a bearer token. A field that is no
+    finite number, for which JSON has no word, is sent as null."""
+    fields = to_jsonable_python(dict(prompt.fields), inf_nan_mode="null")
     body = {
-        "prompt": {"id": prompt.id, "text": prompt.text, "fields": dict(prompt.fields)},
+        "prompt": {"id": prompt.id, "text": prompt.text, "fields": fields},
         "response": response,
         "finish_reason": finish_reason,
         "tokens": tokens,
