@@ -51,6 +51,10 @@ reachable() { # HOST: something answers on its Ray's port; a host that is lost s
   timeout 5 bash -c "exec 3<>/dev/tcp/$1/$RAY_PORT" 2>/dev/null
 }
 
+over() { # HOST: it is there, and nothing listens on its Ray's port
+  [[ "$(LC_ALL=C timeout 5 bash -c "exec 3<>/dev/tcp/$1/$RAY_PORT" 2>&1)" == *"Connection refused"* ]]
+}
+
 # Ray and the run have sessions of their own: what a terminal or a scheduler sends to all of a process group comes to this script alone.
 ray=()
 ray_runs() {
@@ -101,7 +105,13 @@ if ((NODE_RANK >= TRAINER_NODES)); then
     fi
     setsid ray start --address="$address:$RAY_PORT" --disable-usage-stats --block &
     ray=($!)
-    wait "${ray[0]}" || true
+    # By itself it would look for machine 0's for a minute more, with the machine, and end with hundreds of lines about itself.
+    for ((refused = 0; refused < 3;)); do
+      ray_runs || break
+      if over "$address"; then ((++refused)); else refused=0; fi
+      sleep 1
+    done
+    kill -KILL -- "-${ray[0]}" 2>/dev/null || true
     ray=()
     found=1 within=$REJOIN_S
   done

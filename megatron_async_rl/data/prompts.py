@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import logging
@@ -424,10 +425,8 @@ def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) 
         raise _missing(file, place, "tools", columns.tools, list(values))
     value = values.get(columns.tools)
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = json.loads(value)
-        except ValueError:
-            pass
     elif file.suffix.lower() == TABLE:
         value = _given(value)
     if value is None:
