@@ -111,7 +111,10 @@ if ((NODE_RANK >= TRAINER_NODES)); then
       if over "$address"; then ((++refused)); else refused=0; fi
       sleep 1
     done
-    kill -KILL -- "-${ray[0]}" 2>/dev/null || true
+    {
+      kill -KILL -- "-${ray[0]}" || true
+      wait "${ray[0]}" || true
+    } 2>/dev/null
     ray=()
     found=1 within=$REJOIN_S
   done

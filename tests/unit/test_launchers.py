@@ -261,6 +261,7 @@ def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
     said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     assert not ray.is_running()
+    assert "Killed" not in said
     assert "machine 0's Ray has ended, and with it the work of machine 1" in said
     assert not [line for line in machine.lines() if line.startswith("mar")]
     # What engines that were killed left in its shared memory goes last.
