@@ -9,7 +9,7 @@
 #   RAY_PORT       a second free port on machine 0 (6379), where there are machines of engines alone
 #   RESTARTS       how often a run that failed is started again, from its last checkpoint; on a machine of engines how often Ray is (3)
 #   START_S        how long Ray may take to start on machine 0, and a machine of engines waits for it, in seconds (600)
-#   REJOIN_S       how long it waits for machine 0 to come again, once it is gone (60)
+#   REJOIN_S       how long it waits for machine 0's Ray to come again, once it has ended (120)
 # Exit code: that of `mar train` (0 finished, 1 failed, 2 refused, 130 stopped); on a machine of engines 0 once the run is over.
 set -euo pipefail
 
@@ -28,7 +28,7 @@ number() { # NAME LEAST MOST: a whole number in the environment
 [[ -n "${NODE_RANK:-}" ]] || refuse "NODE_RANK is not set: the number of this machine, from 0"
 [[ -n "${MASTER_ADDR:-}" ]] || refuse "MASTER_ADDR is not set: machine 0, as the others reach it"
 export MASTER_PORT="${MASTER_PORT:-29500}"
-TRAINER_NODES="${TRAINER_NODES:-$NNODES}" RAY_PORT="${RAY_PORT:-6379}" RESTARTS="${RESTARTS:-3}" START_S="${START_S:-600}" REJOIN_S="${REJOIN_S:-60}"
+TRAINER_NODES="${TRAINER_NODES:-$NNODES}" RAY_PORT="${RAY_PORT:-6379}" RESTARTS="${RESTARTS:-3}" START_S="${START_S:-600}" REJOIN_S="${REJOIN_S:-120}"
 number NNODES 1 999999999
 for name in NODE_RANK TRAINER_NODES RESTARTS START_S REJOIN_S; do number "$name" 0 999999999; done
 for name in MASTER_PORT RAY_PORT; do number "$name" 1 65535; done
@@ -51,7 +51,7 @@ reachable() { # HOST: something answers on its Ray's port; a host that is lost s
   timeout 5 bash -c "exec 3<>/dev/tcp/$1/$RAY_PORT" 2>/dev/null
 }
 
-over() { # HOST: it is there, and nothing listens on its Ray's port
+over() { # HOST: it is there, and nothing listens on its Ray's port. bash has no number for that; in words unknown here Ray finds out by itself
   [[ "$(LC_ALL=C timeout 5 bash -c "exec 3<>/dev/tcp/$1/$RAY_PORT" 2>&1)" == *"Connection refused"* ]]
 }
 
@@ -106,14 +106,16 @@ if ((NODE_RANK >= TRAINER_NODES)); then
     setsid ray start --address="$address:$RAY_PORT" --disable-usage-stats --block &
     ray=($!)
     # By itself it would look for machine 0's for a minute more, with the machine, and end with hundreds of lines about itself.
-    for ((refused = 0; refused < 3;)); do
+    for ((refused = 0; refused < 5;)); do
       ray_runs || break
       if over "$address"; then ((++refused)); else refused=0; fi
       sleep 1
     done
     {
-      kill -KILL -- "-${ray[0]}" || true
+      kill -KILL "${ray[0]}" || true # with it the engines; what removes their shared memory has a moment
       wait "${ray[0]}" || true
+      sleep 2
+      kill -KILL -- "-${ray[0]}" || true
     } 2>/dev/null
     ray=()
     found=1 within=$REJOIN_S

@@ -49,6 +49,8 @@ class FileConfig(Strict):
     """Null: data.answer_key."""
     messages_key: Column | None = None
     """Null: data.messages_key, unless prompt_key is given here."""
+    tools_key: Column | None = None
+    """Null: data.tools_key."""
     system_prompt: str | None = None
     """Null: data.system_prompt."""
     fields: Annotated[Mapping[str, Any], OnlyJson] = {}
@@ -161,7 +163,7 @@ class DataConfig(Strict):
             prompt=file.prompt_key or self.prompt_key,
             answer=file.answer_key or self.answer_key,
             messages=messages,
-            tools=self.tools_key,
+            tools=file.tools_key or self.tools_key,
             system_prompt=(
                 self.system_prompt if file.system_prompt is None else file.system_prompt
             ),

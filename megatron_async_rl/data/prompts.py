@@ -33,6 +33,7 @@ def nothing_more(row: Mapping[str, Any]) -> Sequence[str]:
 Asked = str | list[dict[str, Any]]
 """The prompt of a row: text, or chat messages."""
 TABLE = ".parquet"
+TOOLS_KEY = "tools_key"
 AT_A_TIME = 4096
 """Texts that are tokenized in one call."""
 
@@ -124,6 +125,7 @@ def read_set(
         "data.system_prompt": columns.system_prompt,
         "data.chat_template": data.chat_template,
         "data.chat_template_options": data.chat_template_options,
+        "data.tools_key": columns.tools != TOOLS and columns.tools,
     }
     prompts, too_long = _read(
         file.path,
@@ -347,15 +349,16 @@ def _missing(file: Path, place: int, role: str, column: str, there: Sequence[str
     """Names the column that was probably meant."""
     near = difflib.get_close_matches(column, there, n=1)
     near += [name for name in SYNONYMS.get(role, ()) if name in there]
-    key = {"prompt": "prompt_key", "messages": "messages_key", "tools": "tools_key"}.get(role)
+    key = {"prompt": "prompt_key", "messages": "messages_key", TOOLS_KEY: TOOLS_KEY}.get(role)
     key = key or ("answer_key" if role in ("answer", "response") else None)
     if key == "prompt_key" and near == ["messages"]:
         key = "messages_key"
     fix = f"add `{column}` to every row"
     if key is not None:
         named = near[0] if near else "COLUMN"
-        apart = "" if role == "tools" else f" (of a source or a set: {key}, by its path)"
-        fix += f", or name its column: data.{key}={named}{apart}"
+        fix += (
+            f", or name its column: data.{key}={named} (of a source or a set: {key}, by its path)"
+        )
     elif near:
         fix = f"did you mean `{near[0]}`? {fix}"
     what = f"has no `{column}` (its columns: {', '.join(there) or 'none'})"
@@ -406,7 +409,7 @@ def _message(file: Path, place: int, message: Any) -> dict[str, Any]:
 
 
 def _given(value: Any) -> Any:
-    """A table's cell without the keys that only other rows have."""
+    """A value without keys that are null, as in a table those are that only other rows have."""
     if isinstance(value, dict):
         return {key: _given(one) for key, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value
@@ -422,19 +425,26 @@ def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) 
     if columns.tools is None:
         return []
     if columns.tools not in values and columns.tools != TOOLS:
-        raise _missing(file, place, "tools", columns.tools, list(values))
-    value = values.get(columns.tools)
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    elif file.suffix.lower() == TABLE:
-        value = _given(value)
-    if value is None:
+        raise _missing(file, place, TOOLS_KEY, columns.tools, list(values))
+    found = _read_json(values.get(columns.tools))
+    if found is None or (isinstance(found, str) and not found.strip()):
         return []
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        what = f"`{columns.tools}` is no list of JSON schemas: {value!r:.80}"
-        fix = 'write [{"type": "function", "function": {"name": ...}}], or set data.tools_key: null'
+    found = [_given(_read_json(one)) for one in found] if isinstance(found, list) else found
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        what = f"`{columns.tools}` is no list of JSON schemas: {found!r:.80}"
+        fix = (
+            'write [{"type": "function", "function": {"name": ...}}]; or, for a column of something'
+            " else, set data.tools_key: null"
+        )
         raise DataError(file, place, what, fix)
+    return found
+
+
+def _read_json(value: Any) -> Any:
+    """What a text says, where it is JSON."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
     return value
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_async_rl.config.environment import AGENTS
+from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.config.load import YamlFault, load, parse_value
 from megatron_async_rl.config.problem import ConfigError, DataError, Problem, shipped
 from megatron_async_rl.config.schema import Config
@@ -216,6 +216,8 @@ def _text(
     environment = answers.reward.environment
     if chat and environment is not None and environment not in AGENTS:  # those write messages
         columns = replace(columns, as_chat=True)
+    own = "  tools_key: null              # the tools are those of rollout.environment\n"
+    own = own if environment == TOOLS else ""
     place = f"--gpus {answers.gpus} --gpu-memory {answers.gpu_memory_gib:g}" if answers.gpus else ""
     return f"""# {answers.style.capitalize()}: {meaning}.
 #   mar plan {f"{out.name} {place}".strip()}
@@ -226,7 +228,7 @@ run: {{dir: runs/{out.stem}, steps: {STEPS}}}
 model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {"bfloat16" if answers.gpus else "float32"}}}
 data:
   train: {_scalar(_path(answers.data, folder))}
-{columns}  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
+{columns}{own}  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
 {method.format(prompts=prompts, group=group)}rollout:
 {rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
 {answers.reward.lines(chat=chat)}policy:

@@ -75,7 +75,6 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.asked, self.go_on = folder / "asked", folder / "go_on"
-        self.head_gone = folder / "head_gone"
         self.asked.touch()
         commands = folder / "venv" / "bin"
         commands.mkdir(parents=True)
@@ -87,7 +86,6 @@ class Cluster:
             "VENV": str(folder / "venv"),
             "ASKED": str(self.asked),
             "GO_ON": str(self.go_on),
-            "HEAD_GONE": str(self.head_gone),
             "MASTER_ADDR": "127.0.0.1",
         }
 
@@ -254,7 +252,6 @@ def test_a_job_has_machines_that_train_and_machines_of_engines(cluster: Cluster)
     cluster.go_on.touch()
     try:
         cluster.wait_until(lambda: "ray TERM" in cluster.lines())
-        cluster.head_gone.touch()
         cluster.wait_for_its_end(job)
     finally:
         cluster.go_on.unlink()

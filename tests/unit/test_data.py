@@ -299,7 +299,12 @@ def test_tools_may_be_an_option_of_the_template_that_a_call_goes_before(tmp_path
 @pytest.mark.parametrize("write", [as_jsonl, as_parquet])
 @pytest.mark.parametrize(
     ("shown", "answer"),
-    [(lambda tools: tools, {}), (json.dumps, {}), (lambda tools: tools, {"supervised": True})],
+    [
+        (lambda tools: tools, {}),
+        (json.dumps, {}),
+        (lambda tools: [json.dumps(one) for one in tools], {}),
+        (lambda tools: tools, {"supervised": True}),
+    ],
 )
 def test_the_template_is_given_the_tools_that_each_row_has(
     tmp_path: Path, write: Any, shown: Any, answer: dict[str, bool]
@@ -322,6 +327,17 @@ def test_the_template_is_given_the_tools_that_each_row_has(
         tools + text for tools, text in zip(before, plain, strict=True)
     ]
     assert said(tools_key=None) == plain
+    assert said(train=None, sources=[{"path": path, "tools_key": "functions"}]) == said(
+        tools_key="functions"
+    )
+
+
+@pytest.mark.parametrize("none", ["", " ", "null", "[]", [], None])
+def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
+    tokenizer = characters(tmp_path / "model", TEMPLATE)
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": turns("q"), "tools": none}, {"prompt": turns("q")}])
+    one, other = read_training(DataConfig(train=tmp_path / "d.jsonl"), tokenizer).prompts
+    assert one.text == other.text
 
 
 @pytest.mark.parametrize(
@@ -334,6 +350,12 @@ def test_the_template_is_given_the_tools_that_each_row_has(
             {"tools_key": "function"},
             "has no `function`",
             "data.tools_key=functions",
+        ),
+        (
+            {"functions": [], "prompt": "q"},
+            {"tools_key": "functions"},
+            "the prompt is plain text, and data.tools_key is for chat messages",
+            "data.as_chat: true",
         ),
     ],
 )

@@ -245,17 +245,20 @@ def test_a_run_that_fails_while_it_is_stopped_is_not_started_again(machine: Mach
     assert sum(line.startswith("mar train") for line in machine.lines()) == 1
 
 
+def leads_a_session(process: psutil.Process) -> bool:
+    try:
+        return os.getsid(process.pid) == process.pid
+    except ProcessLookupError:
+        return False
+
+
 def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
     machine: Machine, head: subprocess.Popen[str]
 ) -> None:
     process = machine.start(NNODES="2", NODE_RANK="1", TRAINER_NODES="1", REJOIN_S="0")
     joined = f"ray start --address=127.0.0.1:{machine.ray_port} --disable-usage-stats --block"
     machine.wait_for(joined)
-    (ray,) = (
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if "ray" in " ".join(child.cmdline())
-    )
+    (ray,) = filter(leads_a_session, psutil.Process(process.pid).children())
     head.kill()
     head.wait()
     said, _ = process.communicate(timeout=600)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from megatron_async_rl.config.environment import TOOLS, EnvironmentConfig
 from megatron_async_rl.config.schema import Config
@@ -283,7 +284,8 @@ class Agent:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY},
         )
-        asked = json.dumps({"text": prompt.text, "fields": dict(prompt.fields)}).encode()
+        fields = to_jsonable_python(dict(prompt.fields), inf_nan_mode="null")
+        asked = json.dumps({"text": prompt.text, "fields": fields}).encode()
         said, _ = await program.communicate(asked)
         if program.returncode != 0:
             raise RuntimeError(f"{self._command[0]} ended with code {program.returncode}")
