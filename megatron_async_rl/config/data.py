@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megatron_async_rl.config.settings_model import OnlyJson, Strict, TextOrFile
 
 Column = Annotated[str, Field(min_length=1)]
-TOOLS = "tools"
+TOOLS_COLUMN = "tools"
 
 OWN_TEMPLATE_OPTIONS = (
     "add_generation_prompt",
@@ -32,7 +32,7 @@ class Columns:
     prompt: str = "prompt"
     answer: str | None = None
     messages: str | None = None
-    tools: str | None = TOOLS
+    tools: str | None = TOOLS_COLUMN
     system_prompt: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Further ones, with the value that each row has in them."""
@@ -105,9 +105,10 @@ class DataConfig(Strict):
     messages_key: Column | None = None
     """Column of chat messages, in the place of prompt_key. With `loss: sft` they are whole
     conversations: the loss is on the assistant's messages, but for those with `train: false`."""
-    tools_key: Column | None = TOOLS
+    tools_key: Column | None = TOOLS_COLUMN
     """Column of JSON schemas of the functions that a row's chat messages may call, a list or its JSON,
-    which the chat template is given; rows need not have it under the name `tools`. Null: none is."""
+    which the chat template is given. Rows may lack the column `tools`, but not one of another name.
+    Null: none is read."""
     system_prompt: str | None = None
     """System message put before messages that have none."""
     as_chat: bool = False

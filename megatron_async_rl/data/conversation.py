@@ -41,7 +41,7 @@ def conversation(
     place: int,
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
-    tools: Sequence[Any] = (),
+    tools: Sequence[Any],
 ) -> Conversation:
     """`tools`: schemas of functions that the assistant may call. Raises DataError, naming the message,
     for one that cannot be told from the others."""

@@ -12,7 +12,7 @@ from itertools import batched
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.data import TOOLS, Columns, DataConfig, FileConfig
+from megatron_async_rl.config.data import TOOLS_COLUMN, Columns, DataConfig, FileConfig
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.conversation import Conversation, conversation
 from megatron_async_rl.data.files import Row, kind, read_rows
@@ -125,7 +125,7 @@ def read_set(
         "data.system_prompt": columns.system_prompt,
         "data.chat_template": data.chat_template,
         "data.chat_template_options": data.chat_template_options,
-        "data.tools_key": columns.tools != TOOLS and columns.tools,
+        "data.tools_key": columns.tools != TOOLS_COLUMN and columns.tools,
     }
     prompts, too_long = _read(
         file.path,
@@ -424,7 +424,7 @@ def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) 
     """Schemas of the functions that the row's messages may call."""
     if columns.tools is None:
         return []
-    if columns.tools not in values and columns.tools != TOOLS:
+    if columns.tools not in values and columns.tools != TOOLS_COLUMN:
         raise _missing(file, place, TOOLS_KEY, columns.tools, list(values))
     found = _read_json(values.get(columns.tools))
     if found is None or (isinstance(found, str) and not found.strip()):
@@ -441,7 +441,7 @@ def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) 
 
 
 def _read_json(value: Any) -> Any:
-    """What a text says, where it is JSON."""
+    """The value that a text has as JSON, where it is JSON."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)

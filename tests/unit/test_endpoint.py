@@ -474,7 +474,8 @@ def test_a_program_is_an_agent_too(model: Path, tmp_path: Path) -> None:
         "import json, os, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         "from tests.unit.agents import ask\n"
-        "asked = json.load(sys.stdin)\n"
+        "asked = json.loads(sys.stdin.read(), parse_constant=str)\n"
+        "assert asked['fields']['hardness'] is None\n"
         "said = ask(os.environ['OPENAI_BASE_URL'], messages=[\n"
         "    {'role': 'user', 'content': asked['fields']['question']}])\n"
         "print('done')\n"
@@ -482,7 +483,7 @@ def test_a_program_is_an_agent_too(model: Path, tmp_path: Path) -> None:
     )
     with asyncio.Runner() as runner:
         played = Played(runner, model, settings={"command": [sys.executable, str(file)]})
-        transcript, error, _ = played(question="?")
+        transcript, error, _ = played(question="?", hardness=float("nan"))
         runner.run(played.close())
     assert error is None
     assert transcript.rewards(0.0)[0] == 1.0

@@ -201,6 +201,7 @@ def test_mar_plan_accepts_what_any_answer_writes(asked, answer, template, tmp_pa
     environment = next((one for one in names if is_environment(one)), None)
     rewards = [one for one in names if one != environment]
     assert (rollout.environment and rollout.environment.name) == environment
+    assert (load(tmp_path / "run.yaml").data.tools_key is None) == (environment == "tools")
     default = ["math"] if environment == "tools" else ["environment"]
     assert [one.name for one in rollout.reward.rewards.values()] == (rewards or default)
     if environment is not None:

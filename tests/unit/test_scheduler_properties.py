@@ -511,7 +511,7 @@ World.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestWorld = World.TestCase
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(
     flow=flows(),
     steps=st.none() | st.integers(1, 30),
