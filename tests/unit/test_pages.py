@@ -56,10 +56,12 @@ A_RUN = {"40": "4", "20": "0"}
 """Steps and versions of runs on pages, and of RUN here."""
 NOT_TRIED = {
     "buildah": "no container builder",
+    "cd": "part of cloning",
     "chroot": "part of building an image",
     "cp": "part of building an image",
     "debootstrap": "needs a Debian mirror",
     "docker": "no container builder",
+    "git": "clones the repository",
     "ray": "starts a cluster",
     "vllm": "starts a server; RUN/hf is loaded by vLLM in tests/engine",
 }
