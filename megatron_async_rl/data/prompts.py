@@ -21,15 +21,18 @@ from megatron_async_rl.samples.types import Prompt
 
 _log = logging.getLogger(__name__)
 
-Required = Callable[[Mapping[str, Any]], Sequence[str] | None]
-"""Called with the fields of a row's prompt: further columns that it must have; null where no part of
-the reward is for it."""
+
+@dataclass(frozen=True)
+class Required:
+    """What the rewards read of a row, given the fields of its prompt."""
+
+    columns: Callable[[Mapping[str, Any]], Sequence[str] | None] = lambda fields: ()
+    """Further columns that the row must have; None if no part of the reward is for it."""
+    fault: Callable[[Mapping[str, Any]], tuple[str, str] | None] = lambda fields: None
+    """(what, fix) if a reward cannot use a value of the row, which has all `columns`."""
 
 
-def nothing_more(row: Mapping[str, Any]) -> Sequence[str]:
-    return ()
-
-
+nothing_more = Required()
 Asked = str | list[dict[str, Any]]
 """The prompt of a row: text, or chat messages."""
 TABLE = ".parquet"
@@ -162,7 +165,7 @@ def read_prompts(
         path,
         tokenizer,
         Columns(),
-        required=lambda row: required,
+        required=Required(lambda fields: required),
         room=max_prompt_tokens,
         limit=limit,
     )
@@ -187,7 +190,7 @@ def _read(
     field = "response" if supervised else "answer"
     conversations = supervised and columns.messages is not None
     if supervised and not conversations:
-        required = lambda row: ("response",)  # noqa: E731 - supervised data has no reward
+        required = Required(lambda fields: ("response",))  # supervised data has no reward
     if conversations and columns.answer is not None:
         what = f"is read as conversations, and data.answer_key: {columns.answer} names answers"
         raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
@@ -316,7 +319,7 @@ def _checked(
         fields = _fields(values, columns)
         if columns.answer in values:
             fields[field] = values[columns.answer]
-        more = required(fields)
+        more = required.columns(fields)
         if more is None:
             raise DataError(
                 file,
@@ -332,6 +335,8 @@ def _checked(
             text = values[column]
             if not _is_text(text if isinstance(text, str) else ""):
                 raise _half_a_pair(file, place, f"`{column}`")
+        if (fault := required.fault(fields)) is not None:
+            raise DataError(file, place, *fault)
         value = values[prompt]
         if not isinstance(value, list if columns.messages else (str, list)):
             what = f"`{prompt}` is a {kind(value)}"

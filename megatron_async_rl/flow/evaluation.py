@@ -86,9 +86,9 @@ def read_held_out(
 
 @dataclass(frozen=True, kw_only=True)
 class PromptResult:
-    """The `samples` responses to one prompt. `mean`: of their rewards, failed ones left out; nan
-    where all failed. `passed`: responses with a reward of at least `eval.pass_reward`; one whose
-    reward failed did not pass."""
+    """The `samples` responses to one prompt that have a reward: those whose reward failed, for
+    instance because the row's answer is unreadable, count nowhere. `mean`: of their rewards; nan if
+    there are none. `passed`: responses with a reward of at least `eval.pass_reward`."""
 
     id: str
     mean: float
@@ -105,7 +105,8 @@ class EvalResult:
     """Mean over prompts of their means; prompts without one are left out, and nan where none has
     one."""
     pass_at: Mapping[int, float]
-    """k -> estimate of the share of prompts of which at least one of k responses passes."""
+    """k -> estimate of the share of prompts of which at least one of k responses passes, over the
+    prompts that have k responses with a reward; nan if there are none."""
     per_prompt: tuple[PromptResult, ...]
     """In the order of the file."""
     truncated: float
@@ -149,7 +150,7 @@ class EvalResult:
             **({"set": self.name} if self.name else {}),
             "mean_reward": _finite(self.mean_reward),
             **({"parts": dict(self.parts)} if self.parts else {}),
-            "pass_at": {str(k): value for k, value in self.pass_at.items()},
+            "pass_at": {str(k): _finite(value) for k, value in self.pass_at.items()},
             "prompts": self.prompts,
             "samples": self.samples,
             "tokens": self.tokens,
@@ -225,6 +226,12 @@ def summarise_evaluation(
 ) -> EvalResult:
     """`answers`: the prompts, each with its samples. Raises WeightsMoved, and ValueError for a k
     above a prompt's samples."""
+    fewest = min((len(samples) for _, samples in answers), default=0)
+    for k in pass_at:
+        if not 1 <= k <= fewest:
+            raise ValueError(
+                f"pass@{k} needs at least {max(k, 1)} responses per prompt; there are {fewest}"
+            )
     for _, samples in answers:
         for sample in samples:
             if not sample.start_version == sample.last_version == version:
@@ -239,10 +246,7 @@ def summarise_evaluation(
     return EvalResult(
         version=version,
         mean_reward=sum(scored) / len(scored) if scored else math.nan,
-        pass_at={
-            k: sum(pass_at_k(one.samples, one.passed, k) for one in per_prompt) / len(per_prompt)
-            for k in pass_at
-        },
+        pass_at={k: _mean_pass_at(k, per_prompt) for k in pass_at},
         per_prompt=per_prompt,
         truncated=sum(sample.truncated for sample in every) / len(every),
         samples=len(every),
@@ -252,6 +256,13 @@ def summarise_evaluation(
         parts=_part_means(answers),
         name=name,
     )
+
+
+def _mean_pass_at(k: int, per_prompt: Sequence[PromptResult]) -> float:
+    """Mean over the prompts that have k responses with a reward: as in the mean reward, a response
+    whose reward failed is left out and is not counted as wrong."""
+    every = [pass_at_k(one.samples, one.passed, k) for one in per_prompt if one.samples >= k]
+    return sum(every) / len(every) if every else math.nan
 
 
 def _part_means(answers: Answers) -> dict[str, float]:
@@ -393,7 +404,7 @@ def _prompt_result(
         id=prompt.id,
         mean=sum(rewards) / len(rewards) if rewards else math.nan,
         passed=sum(reward >= pass_reward for reward in rewards),
-        samples=len(samples),
+        samples=len(rewards),
     )
 
 
@@ -402,7 +413,11 @@ def _finite(value: float) -> float | None:
 
 
 def _passed(name: str, result: EvalResult) -> dict[str, float]:
-    return {name.replace("@k", f"@{k}"): value for k, value in result.pass_at.items()}
+    return {
+        name.replace("@k", f"@{k}"): value
+        for k, value in result.pass_at.items()
+        if math.isfinite(value)
+    }
 
 
 def _parts(name: str, result: EvalResult) -> dict[str, float]:

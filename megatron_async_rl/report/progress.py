@@ -241,7 +241,10 @@ def _evaluation_facts(result: Mapping[str, Any]) -> list[tuple[str, str | Text]]
     return [
         ("mean reward", Text(f"{math.nan if mean is None else mean:.4f}", style="bold")),
         *((f"  {name}", f"{value:.4f}") for name, value in result.get("parts", {}).items()),
-        *((f"pass@{k}", f"{value:.4f}") for k, value in result["pass_at"].items()),
+        *(
+            (f"pass@{k}", "no reward" if value is None else f"{value:.4f}")
+            for k, value in result["pass_at"].items()
+        ),
         ("responses", f"{result['samples']} to {result['prompts']} prompts{failed}"),
         ("truncated", f"{result['truncated']:.1%}"),
     ]

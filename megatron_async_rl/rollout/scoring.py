@@ -25,12 +25,13 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_async_rl.config.schema import RewardConfig, RewardPart
+from megatron_async_rl.data.prompts import Required
 from megatron_async_rl.rollout.reward_process import START_S, Called, Job, RewardProcess
 from megatron_async_rl.rollout.rewards.registry import (
     KEY,
@@ -42,6 +43,7 @@ from megatron_async_rl.rollout.rewards.registry import (
     built_in,
     load_reward,
     required_fields,
+    validate_row,
 )
 from megatron_async_rl.rollout.rewards.worker import CallFailed, Scored, call
 from megatron_async_rl.samples import Prompt
@@ -68,18 +70,27 @@ def require_rewards(settings: RewardConfig) -> None:
             raise RewardError(f"{key}.per", what, fix)
 
 
-def reward_fields(settings: RewardConfig) -> Callable[[Mapping[str, Any]], tuple[str, ...] | None]:
-    """Called with the columns of a row: those that it needs for its rewards, beside `prompt`; null
-    where no part of the reward is for it, or gates alone."""
+def reward_fields(settings: RewardConfig) -> Required:
+    """What the rewards need of a row beside `prompt`: their columns, None where no part of the reward
+    is for it, or gates alone; and values that they can use."""
     parts = [(one, required_fields(one.name, one.settings)) for one in settings.rewards.values()]
 
-    def needed(row: Mapping[str, Any]) -> tuple[str, ...] | None:
-        every = [(part, fields) for part, fields in parts if part.applies(row)]
+    def columns(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
+        every = [(part, names) for part, names in parts if part.applies(fields)]
         if all(part.gate for part, _ in every):
             return None
-        return tuple(dict.fromkeys(chain.from_iterable(fields for _, fields in every)))
+        return tuple(dict.fromkeys(chain.from_iterable(names for _, names in every)))
 
-    return needed
+    def fault(fields: Mapping[str, Any]) -> tuple[str, str] | None:
+        for part, _ in parts:
+            if part.applies(fields):
+                try:
+                    validate_row(part.name, part.settings, fields)
+                except RewardError as error:
+                    return error.what, error.fix
+        return None
+
+    return Required(columns, fault)
 
 
 def _key(part: str | None) -> str:

@@ -29,7 +29,7 @@ from megatron_async_rl.data import (
 )
 from megatron_async_rl.data.conversation import Conversation
 from megatron_async_rl.data.files import read_rows
-from megatron_async_rl.data.prompts import Part, nothing_more
+from megatron_async_rl.data.prompts import Part, Required, nothing_more
 from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import ChatTemplate, load_tokenizer
 from tests.characters import TEMPLATE, characters, save_characters
@@ -469,16 +469,18 @@ def test_a_file_may_be_given_columns_and_its_rows_need_what_their_reward_reads(
         {"kind": "x"},
     ]
     seen: list[Any] = []
-    read_with(lambda row: seen.append(row) or (), prompt_key="prompt", answer_key="prompt")
+    read_with(
+        Required(lambda row: seen.append(row) or ()), prompt_key="prompt", answer_key="prompt"
+    )
     assert [sorted(row) for row in seen] == [["kind"], ["answer"], ["answer", "kind"]], (
         "just what the prompts have as fields"
     )
     with pytest.raises(ValueError, match="holds what JSON does not"):
         read_with(nothing_more, fields={"day": datetime(2026, 1, 2)})
     with pytest.raises(DataError, match=r"a.jsonl:2: has no `tests`"):
-        read_with(needed)
+        read_with(Required(needed))
     with pytest.raises(DataError, match=r"a.jsonl:1: is of no part of the reward"):
-        read_with(lambda row: () if row.get("kind") == "code" else None)
+        read_with(Required(lambda row: () if row.get("kind") == "code" else None))
     with pytest.raises(DataError, match=r"a.jsonl:2: has a column `kind` of its own: 'x'"):
         read_with(nothing_more, fields={"kind": "math"})
 

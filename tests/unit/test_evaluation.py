@@ -148,10 +148,19 @@ def test_a_prompt_weighs_the_same_however_many_of_its_rewards_failed() -> None:
     assert result.reward_errors == 7
 
 
-def test_a_response_whose_reward_failed_did_not_pass() -> None:
-    result = summary([None, 1.0, 0.0, 0.0], pass_at=[1, 2, 4], pass_reward=0.0)
-    assert [(one.passed, one.samples) for one in result.per_prompt] == [(3, 4)]
-    assert summary([None, 1.0], [None, None], pass_at=[1, 2]).pass_at == {1: 0.25, 2: 0.5}
+def test_a_response_whose_reward_failed_counts_neither_in_the_mean_nor_in_pass_at_k() -> None:
+    result = summary([None, 1.0, 0.0, 0.0], pass_at=[1, 2, 4], pass_reward=0.5)
+    assert [(one.passed, one.samples) for one in result.per_prompt] == [(1, 3)]
+    assert (result.mean_reward, result.pass_at[1]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    assert result.pass_at[2] == pytest.approx(2 / 3)
+    assert math.isnan(result.pass_at[4])
+    assert result.as_json()["pass_at"]["4"] is None
+    assert "eval/pass@4" not in result.metrics()
+    assert summary([None, 1.0], [None, None], pass_at=[1]).pass_at == {1: 1.0}
+    with pytest.raises(
+        ValueError, match=r"pass@3 needs at least 3 responses per prompt; there are 2"
+    ):
+        summary([1.0, 1.0], pass_at=[3])
 
 
 def test_responses_pass_from_the_configured_reward_on() -> None:
@@ -427,9 +436,9 @@ def test_a_result_is_a_line_of_json_with_every_prompt_also_when_all_rewards_fail
     )
     assert first["per_prompt"] == [
         {"id": "p0", "mean": 0.5, "passed": 1, "samples": 2},
-        {"id": "p1", "mean": None, "passed": 0, "samples": 2},
+        {"id": "p1", "mean": None, "passed": 0, "samples": 0},
     ]
-    assert first["pass_at"] == {"2": 0.5}
+    assert first["pass_at"] == {"2": 1.0}
     assert second["mean_reward"] is None
 
 

@@ -38,7 +38,7 @@ def test_math_says_nothing_of_limits_that_its_process_has(
     for part in ("grader", "parser"):
         monkeypatch.setattr(f"math_verify.{part}.TIMEOUT_WARNING_SHOWN", False)
     monkeypatch.setattr(logging.getLogger("math_verify"), "level", logging.NOTSET)
-    assert load_reward("math").function(prompt(answer="4"), "$2+2$") == 1.0
+    assert load_reward("math").function(prompt(answer="4"), "$4$") == 1.0
     assert caplog.messages == []
 
 
@@ -108,6 +108,33 @@ def test_countdown_takes_any_expression_of_all_numbers_that_hits_the_target(resp
 )
 def test_countdown_takes_nothing_else(response: str) -> None:
     assert load_reward("countdown").function(prompt(numbers=[3, 5, 7], target=22), response) == 0.0
+
+
+def test_simple_rewards_accept_no_copy_of_the_question_and_no_list_of_numbers() -> None:
+    """docs/rewards.md, "What each built-in reward accepts"; `math` and `code` have files of their own."""
+    tasks = {
+        "arithmetic": prompt(answer="46"),
+        "countdown": prompt(numbers=[3, 5, 7], target=22),
+    }
+    responses = {
+        "arithmetic": ["12+34=", "12+34", "12", "12 34 46", "46, 47", "The answer is 46."],
+        "countdown": ["Make 22 of 3, 5, 7.", "22", "3 5 7", "3*5+7=22", "3*5+7, 3+5*7", "3"],
+    }
+    nothing = [
+        "",
+        " ",
+        "\n",
+        ".",
+        "?!",
+        "()",
+        "=",
+        "-",
+        "46 " * 10**5,
+        "3*5+7" + " " * 10**5 + "+0",
+    ]
+    for name, task in tasks.items():
+        reward = load_reward(name).function
+        assert [one for one in (*responses[name], *nothing) if reward(task, one)] == [], name
 
 
 def test_countdown_uses_each_number_as_often_as_it_is_given() -> None:

@@ -2,11 +2,13 @@
 may not do it cannot do, and nothing it does makes a test pass."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from dataclasses import replace
@@ -37,6 +39,8 @@ def printed(source: str, **limits: Any) -> str:
     return ended.output
 
 
+LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+"""True if the kernel has it."""
 ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "limits"])
 
 
@@ -267,6 +271,70 @@ def test_the_code_of_a_launcher_that_a_signal_ended_is_that_of_a_program() -> No
 def test_what_it_takes_is_bounded(source: str, code: int | None, most: int) -> None:
     ended = run(source, limits=Limits(cpu_s=1, memory_mib=256, file_mib=1))
     assert (ended.code, len(ended.output)) == (code, most)
+
+
+@pytest.mark.parametrize("file", ["many", "deep", "empty"])
+def test_without_namespaces_all_files_together_are_bounded(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program is killed at the limit, and nothing that it wrote is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = {
+        "many": "for i in range(10**6): open(f'f{i}', 'wb').write(bytes(2**18))",
+        "deep": (
+            "import os\n"
+            "for i in range(10**6):\n"
+            "    open('f', 'wb').write(bytes(2**12)); os.mkdir('d'); os.chdir('d')"
+        ),
+        "empty": "for i in range(10**6): open(f'f{i}', 'wb').close()",
+    }[file]
+    limits = Limits(file_mib=8, cpu_s=300, wall_s=600, isolation="limits")
+    assert run(source, limits=limits).code == sandbox.TOO_LARGE
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not LANDLOCK, reason="the kernel does not have Landlock")
+def test_without_namespaces_it_writes_into_its_own_folder_alone() -> None:
+    source = """
+import os, tempfile
+for place in ("/tmp", "/var/tmp", "/dev/shm"):
+    try:
+        open(f"{place}/left-behind", "w")
+    except PermissionError:
+        print("refused")
+with tempfile.NamedTemporaryFile() as file, open(os.devnull, "w") as nothing:
+    print(os.path.dirname(file.name) == os.getcwd(), file.write(b"x"), nothing.write("x"))
+"""
+    assert printed(source, isolation="limits").splitlines() == [*["refused"] * 3, "True 1 1"]
+
+
+def test_the_code_that_a_tester_asks_is_bounded_too() -> None:
+    """Its sandbox is another one, which nobody waits for."""
+    source = """
+def grow():
+    for i in range(10**6):
+        open(f"f{i}", "wb").write(bytes(2**18))
+"""
+    fields = {"tests": ["grow()\nassert True"]}
+    item = Prompt(id="p", text="?", token_ids=(1,), fields=fields)
+    reward = load_reward("code", {"isolation": "limits", "cpu_s": 60.0}).function
+    assert reward(item, source, isolation="limits", cpu_s=60.0, timeout_s=600.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        *("", " ", "...", "```python\n```", "assert True", "pass", "exit()", "f"),
+        "Write f(n) that adds one.\nassert f(1) == 2",
+        "def f(n): ...",
+        "1 " * 10**5,
+        "def f(n):\n    return n + 1\n```python\nraise SystemExit(0)\n```",
+    ],
+)
+def test_code_accepts_neither_the_question_nor_its_tests_nor_nothing(response: str) -> None:
+    for tests in (["assert f(1) == 2"], [{"input": "1\n", "output": "2\n"}]):
+        item = Prompt(id="p", text="?", token_ids=(1,), fields={"tests": tests})
+        assert code(item, response, timeout_s=60.0) == 0.0
 
 
 @ISOLATIONS

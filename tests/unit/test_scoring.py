@@ -23,7 +23,7 @@ import uvloop
 from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.flow.group_rewards import LOG, GroupRewards
 from megatron_async_rl.rollout import reward_process
-from megatron_async_rl.rollout.rewards.answers import REWARDS as ANSWERS
+from megatron_async_rl.rollout.rewards.mathematics import REWARDS as MATHEMATICS
 from megatron_async_rl.rollout.rewards.registry import Context, RewardError
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import (
@@ -540,8 +540,8 @@ def test_math_calls_a_response_that_computes_for_ever_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No error: its prompt is sound."""
-    assert ANSWERS["math"].cpu_limit_s == 5.0
-    monkeypatch.setitem(ANSWERS, "math", replace(ANSWERS["math"], cpu_limit_s=1.5))
+    assert MATHEMATICS["math"].cpu_limit_s == 5.0
+    monkeypatch.setitem(MATHEMATICS, "math", replace(MATHEMATICS["math"], cpu_limit_s=1.5))
     asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
 
     async def work(scorer: Scorer) -> list[Scored]:
@@ -578,7 +578,7 @@ def test_math_names_an_answer_it_cannot_read() -> None:
         return await scorer.score(asked, "42")
 
     error = scored_by(RewardConfig(name="math", workers=1, timeout_s=600), work).error
-    assert "prompt p7: math-verify cannot read `answer`" in str(error)
+    assert r"prompt p7: `answer` '\\text{}' is nothing that math-verify can read" in str(error)
 
 
 def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> None:
@@ -701,11 +701,11 @@ def test_a_part_is_asked_about_the_prompts_that_it_is_for(module: str) -> None:
     of_sums, of_words = scored_by(settings, work)
     assert of_sums == Scored(reward=1.0, parts={"right": 1.0, "shown": 1.0})
     assert of_words == Scored(reward=2.0, parts={"long": 2.0, "shown": 1.0})
-    needed = reward_fields(settings)
+    needed = reward_fields(settings).columns
     assert needed({"kind": "sums"}) == ("answer",)
     assert needed({"kind": "words"}) == ()
     only = RewardConfig(parts={"right": parts["right"]})
-    assert reward_fields(only)({"kind": "words"}) is None
+    assert reward_fields(only).columns({"kind": "words"}) is None
 
 
 RIGHT = {"right": 0.5}
@@ -790,7 +790,7 @@ def test_a_row_that_gates_alone_are_for_has_no_reward() -> None:
         "right": {"name": "arithmetic", "where": {"kind": "sums"}},
         "format": {"name": "math", "gate": True},
     }
-    needed = reward_fields(RewardConfig(parts=parts))
+    needed = reward_fields(RewardConfig(parts=parts)).columns
     assert needed({"kind": "sums"}) == ("answer",)
     assert needed({"kind": "words"}) is None
 

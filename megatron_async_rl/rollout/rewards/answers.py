@@ -1,32 +1,32 @@
-"""Rewards that compare a response with what its prompt says: an exact answer, an expression of given
-numbers, a value that math-verify finds.
+"""Rewards that compare a response with its prompt's fields: an exact answer, or an expression of
+given numbers. mathematics.py has the reward that reads formulas.
 
 - `arithmetic`: 1 if the response is the prompt's `answer`, white space around it aside, else 0;
 - `countdown`: 1 if it is an expression that uses each of the prompt's `numbers` exactly once and
   equals `target`. White space around it aside, it must be nothing but the expression: whole decimal
   numbers, + - * / and parentheses. It is parsed, never evaluated as code, and computed in exact
   fractions;
-- `math`: 1 if math-verify finds the prompt's `answer` in it. math-verify computes what it reads. A
-  response such as 9^9^9^9 keeps the interpreter inside one multiplication, so the limits on time and
-  memory are those of the process that calls it: a response that runs into one is wrong;
 - `environment`: 0; what rollout.environment gives each turn is all there is.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from fractions import Fraction
 
-from megatron_async_rl.rollout.rewards.registry import BuiltInReward, RewardError, text_field
+from megatron_async_rl.rollout.rewards.registry import (
+    BuiltInReward,
+    RewardError,
+    text_field,
+    whole_number,
+)
 from megatron_async_rl.samples.types import Prompt
 
 MAX_CHARACTERS = 256
 """Longer responses are wrong; this also bounds the work and the nesting of one response."""
 _TOKEN = re.compile(r"[0-9]{1,9}|[-+*/()]")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
-_MARKS = ("$", "\\boxed", "\\(", "\\[")
 
 
 def environment(prompt: Prompt, response: str, /) -> float:
@@ -35,28 +35,6 @@ def environment(prompt: Prompt, response: str, /) -> float:
 
 def arithmetic(prompt: Prompt, response: str, /) -> float:
     return 1.0 if response.strip() == text_field(prompt, "answer") else 0.0
-
-
-def math(prompt: Prompt, response: str, /) -> float:
-    from math_verify import parse, verify
-
-    # It warns that nothing limits its time; the process does.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    answer = text_field(prompt, "answer")
-    marked = any(mark in answer for mark in _MARKS)
-    gold = parse(answer if marked else f"${answer}$", parsing_timeout=None)
-    if not gold:
-        raise RewardError(
-            f"prompt {prompt.id}",
-            f"math-verify cannot read `answer` {answer!r}",
-            "write it as LaTeX or a number",
-        )
-
-    try:
-        found = parse(response, parsing_timeout=None)
-        return 1.0 if verify(gold, found, timeout_seconds=None) else 0.0
-    except (MemoryError, RecursionError, OverflowError):
-        return 0.0
 
 
 def countdown(prompt: Prompt, response: str, /) -> float:
@@ -150,37 +128,41 @@ def _apply(values: list[Fraction], operator: str) -> bool:
 
 
 def _task(prompt: Prompt) -> tuple[list[int], int]:
-    numbers, target = prompt.fields.get("numbers"), prompt.fields.get("target")
-    if (
-        not isinstance(numbers, list)
-        or not numbers
-        or not all(type(number) is int for number in numbers)
-    ):
+    """The prompt's numbers and target; 3.0 is 3. Raises RewardError."""
+    given, target = prompt.fields.get("numbers"), whole_number(prompt.fields.get("target"))
+    numbers = [whole_number(one) for one in given] if isinstance(given, list) else []
+    if not numbers or None in numbers:
         raise RewardError(
             f"prompt {prompt.id}",
-            f"`numbers` is {numbers!r}",
-            "give its JSONL line a list of whole numbers",
+            f"`numbers` is {given!r}",
+            "give its row a list of whole numbers",
         )
-    if type(target) is not int:
+    if target is None:
         raise RewardError(
             f"prompt {prompt.id}",
-            f"`target` is {target!r}",
-            "give its JSONL line a whole number",
+            f"`target` is {prompt.fields.get('target')!r}",
+            "give its row a whole number",
         )
-    return numbers, target
+    return [number for number in numbers if number is not None], target
+
+
+def _validate_answer(prompt: Prompt) -> None:
+    text_field(prompt, "answer")
+
+
+def _validate_task(prompt: Prompt) -> None:
+    _task(prompt)
 
 
 REWARDS = {
     "environment": BuiltInReward(function=environment, inline=True),
-    "arithmetic": BuiltInReward(function=arithmetic, required_fields=("answer",), inline=True),
-    "countdown": BuiltInReward(
-        function=countdown, required_fields=("numbers", "target"), inline=True
+    "arithmetic": BuiltInReward(
+        function=arithmetic, required_fields=("answer",), validate=_validate_answer, inline=True
     ),
-    "math": BuiltInReward(
-        function=math,
-        required_fields=("answer",),
-        requires="math_verify",
-        cpu_limit_s=5.0,
-        memory_mib=4096,
+    "countdown": BuiltInReward(
+        function=countdown,
+        required_fields=("numbers", "target"),
+        validate=_validate_task,
+        inline=True,
     ),
 }

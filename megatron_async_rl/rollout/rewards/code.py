@@ -234,4 +234,16 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
         ) from error
 
 
-REWARDS = {"code": BuiltInReward(function=code, required_fields=("tests",), check=_check)}
+def _validate(prompt: Prompt, **_: Any) -> None:
+    tests_of(prompt)
+    entry = prompt.fields.get("entry_point")
+    if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
+        what = f"`entry_point` is {entry!r}"
+        raise RewardError(f"prompt {prompt.id}", what, "write the name of the tested function")
+
+
+REWARDS = {
+    "code": BuiltInReward(
+        function=code, required_fields=("tests",), check=_check, validate=_validate
+    )
+}

@@ -23,11 +23,13 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import sys
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Protocol
 
 from megatron_async_rl.samples.types import FinishReason, Prompt
@@ -35,7 +37,7 @@ from megatron_async_rl.samples.types import FinishReason, Prompt
 BUILT_IN = {
     "arithmetic": "answers",
     "countdown": "answers",
-    "math": "answers",
+    "math": "mathematics",
     "code": "code",
     "http": "servers",
     "judge": "servers",
@@ -113,6 +115,9 @@ class BuiltInReward:
     """Called with the settings: more of them."""
     check: Callable[..., None] | None = None
     """Called with the settings before anything starts; raises RewardError."""
+    validate: Callable[..., None] | None = None
+    """Called with each row's prompt, and the settings, before anything starts: raises RewardError
+    for values that the reward cannot use."""
     inline: bool = False
     """Called on the engine's event loop instead of in a process: for work of microseconds, bounded
     whatever the response is."""
@@ -176,6 +181,19 @@ def required_fields(name: str, settings: Mapping[str, Any] | None = None) -> tup
     return (*found.required_fields, *more)
 
 
+def validate_row(name: str, settings: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Check the values that a built-in reward reads of a row. Raises RewardError. What a
+    `module:function` reads is unknown."""
+    found = built_in(name)
+    if found is None:
+        return
+    for one in required_fields(name, settings):
+        if fields.get(one) is None:
+            raise RewardError("", f"`{one}` is null", f"give every row a `{one}`, or leave it out")
+    if found.validate is not None:
+        found.validate(Prompt(id="", text="", token_ids=(0,), fields=fields), **settings)
+
+
 def load_reward(
     name: str, settings: Mapping[str, Any] | None = None, key: str = KEY
 ) -> BoundReward:
@@ -228,16 +246,29 @@ def load_reward(
 
 
 def text_field(prompt: Prompt, name: str) -> str:
-    """`prompt.fields[name]` as stripped text; whole numbers are taken too. Raises RewardError
-    naming prompt and key."""
+    """`prompt.fields[name]` as stripped text. A number is written without a fraction of 0, since a
+    table with empty cells has 27.0 in the place of 27. Raises RewardError naming prompt and key."""
     value = prompt.fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, (str, int)) or not str(value).strip():
+    if (whole := whole_number(value)) is not None:
+        value = whole
+    text = str(value).strip() if isinstance(value, (str, int, float, Decimal)) else ""
+    finite = not isinstance(value, (float, Decimal)) or math.isfinite(value)
+    if isinstance(value, bool) or not text or not finite:
         raise RewardError(
             f"prompt {prompt.id}",
             f"`{name}` is {value!r}",
-            f"give its JSONL line a `{name}`: text or a whole number",
+            f"give its row a `{name}`: text or a number",
         )
-    return str(value).strip()
+    return text
+
+
+def whole_number(value: object) -> int | None:
+    """The whole number that a cell holds, 27.0 included; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        return None
+    if not math.isfinite(value) or value != int(value):
+        return None
+    return int(value)
 
 
 def _require(name: str, found: BuiltInReward, key: str) -> None:

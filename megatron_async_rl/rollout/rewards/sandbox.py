@@ -14,9 +14,12 @@ With `isolation: namespaces` (Linux; sandbox_program.py builds the walls) a prog
 It is a wall of the kernel's, not a machine of its own.
 
 With `isolation: limits`, for machines that do not allow namespaces, only the limits, the empty
-environment and the end of all its processes are left. It has the network. Where root starts it, it
-is a user of its own, reads what every user can and ends nobody else's process; where another user
-does, it can do what that user can, to the run and to its own launcher too.
+environment and the end of all its processes are left. It has the network. If root starts it, it
+is a user of its own, reads what every user can and ends nobody else's process; if another user
+does, it can do what that user can, to the run and to its own launcher too. It writes only into a
+folder of its own, which is removed with whatever it holds: Landlock refuses other places (Linux
+5.13 or newer; an older kernel does not). The size of that folder is checked CHECKS_PER_S times a
+second, and a program that exceeds it is killed.
 """
 
 from __future__ import annotations
@@ -46,6 +49,11 @@ START_S = 30.0
 """Longest time for the walls to stand, on the busiest machine."""
 TIME_UP = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
 NOBODY = 65534
+CHECKS_PER_S = 20
+MAX_FILES = 4096
+"""In the folder of a program under `isolation: limits`, as in the /tmp of one in namespaces."""
+TOO_LARGE = 128 + signal.SIGXFSZ
+"""Code of a program that was killed for the size of its files."""
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 
 
@@ -66,7 +74,8 @@ class Limits:
     processes: int = 8
     """Threads included."""
     file_mib: int = 16
-    """Largest file, and all files together; standard output is one."""
+    """Largest file, and all files together (under `isolation: limits` with Landlock alone, as checked
+    CHECKS_PER_S times a second); standard output has the same limit of its own."""
     isolation: Isolation = "namespaces"
 
 
@@ -107,7 +116,11 @@ class Sandbox:
     ) -> None:
         self._limits = limits
         self._started = time.monotonic()
-        self._folder = tempfile.mkdtemp() if limits.isolation == "limits" else None
+        self._folder = (
+            tempfile.mkdtemp(prefix="mar-sandbox-") if limits.isolation == "limits" else None
+        )
+        self._too_large = False
+        temporary = {} if self._folder is None else dict.fromkeys(("HOME", "TMPDIR"), self._folder)
         self._output = os.memfd_create("output")
         given = os.memfd_create("input")
         ours, theirs = socket.socketpair()
@@ -120,7 +133,7 @@ class Sandbox:
                 stdout=self._output,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), *passed],
-                env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"},
+                env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | temporary,
                 cwd="/",
                 start_new_session=True,
             )
@@ -149,7 +162,7 @@ class Sandbox:
     def wait(self, *asked: Sandbox) -> Ended:
         """`asked`: those whose programs it waits for; where time is up their usage counts with its
         own."""
-        timed_out = not self._ends_before(self._deadline)
+        timed_out = not self._ends_before(self._deadline, asked)
         every = [one._usage() for one in (self, *(asked if timed_out else ()))]
         usage = Usage(
             cpu_s=sum(one.cpu_s for one in every),
@@ -160,7 +173,9 @@ class Sandbox:
         code: int | None = self._process.wait()
         if code is not None and code < 0:  # the launcher, which reports all other signals
             code = 128 - code
-        if timed_out or code in TIME_UP:
+        if self._too_large:
+            code, timed_out = TOO_LARGE, False
+        elif timed_out or code in TIME_UP:
             code = None
         most = self._limits.file_mib * 2**20
         output = os.pread(self._output, most, 0).decode(errors="replace")
@@ -234,10 +249,15 @@ class Sandbox:
             computing=psutil.STATUS_RUNNING in states[1:],
         )
 
-    def _ends_before(self, deadline: float) -> bool:
-        """Leaves the launcher to `wait`: until then its processor time can be read."""
-        pause_s = 0.001
+    def _ends_before(self, deadline: float, watched: Sequence[Sandbox] = ()) -> bool:
+        """Leaves the launcher to `wait`: until then its processor time can be read. Meanwhile the
+        files of this program and of `watched` are kept within their limit."""
+        pause_s, next_check = 0.001, time.monotonic()
         while True:
+            if time.monotonic() >= next_check:
+                for one in (self, *watched):
+                    one._keep_small()
+                next_check = time.monotonic() + 1 / CHECKS_PER_S
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             if os.waitid(os.P_PID, self._process.pid, options) is not None:
                 return True
@@ -246,6 +266,14 @@ class Sandbox:
                 return False
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, 0.05)
+
+    def _keep_small(self) -> None:
+        """Kill the program if its files exceed their limit together."""
+        if self._folder is None or self._too_large:
+            return
+        if _exceeds(self._folder, self._limits.file_mib * 2**20):
+            self._too_large = True
+            self._process.send_signal(signal.SIGTERM)
 
     def _end(self) -> None:
         if self._process.poll() is not None:
@@ -262,7 +290,34 @@ class Sandbox:
             os.close(self._output)
             self._output = -1
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _remove(self._folder)
+
+
+def _exceeds(folder: str, most: int) -> bool:
+    """True if the files below `folder` occupy more than `most` bytes, or are more than MAX_FILES."""
+    size = files = 0
+    folders = [folder]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                files += 1
+                with contextlib.suppress(OSError):
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                if size > most or files > MAX_FILES:
+                    return True
+    return False
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder of a program, which may have made it deeper than Python's recursion goes, or
+    taken away its owner's rights."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 @functools.cache

@@ -57,6 +57,13 @@ MOST_FILES = 4096
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 SYS_CLONE3 = 435
 DEVICES = ("null", "zero", "random", "urandom")
+SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
+LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
+WRITE_FILE = 1 << 1
+WRITES = WRITE_FILE | sum(1 << right for right in range(4, 13))
+"""Landlock's rights to write, remove and make files of any kind."""
+REFER, TRUNCATE = 1 << 13, 1 << 14
+"""Rights that Landlock has since its versions 2 and 3."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -183,6 +190,27 @@ def refuse_calls() -> None:
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
     head = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
     called(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0), "refusing system calls")
+
+
+def write_only_here() -> bool:
+    """Let this process and its descendants change files below the working directory alone, by
+    Landlock. Call it after PR_SET_NO_NEW_PRIVS. Return False if the kernel does not have Landlock."""
+    version = libc.syscall(SYS_LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
+    if version < 1:
+        return False
+    handled = WRITES | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
+    rules = libc.syscall(SYS_LANDLOCK_CREATE, struct.pack("Q", handled), 8, 0)
+    called(min(rules, 0), "restricting writes")
+    allowed = handled & (WRITE_FILE | TRUNCATE)
+    for path, rights in ((".", handled), ("/dev/null", allowed)):
+        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", rights, beneath)
+        added = libc.syscall(SYS_LANDLOCK_ADD, rules, LANDLOCK_PATH_BENEATH, rule, 0)
+        called(added, f"restricting writes to {path}")
+        os.close(beneath)
+    called(libc.syscall(SYS_LANDLOCK_RESTRICT, rules, 0), "restricting writes")
+    os.close(rules)
+    return True
 
 
 def change_user(user: int) -> None:
@@ -351,6 +379,8 @@ def main() -> None:
                 become_own_user(settings["folder"])
             drop_capabilities()
             called(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up privileges")
+            if not isolated:
+                write_only_here()
             refuse_calls()
             control.sendall(b"ready\n")
     except BaseException as error:  # noqa: BLE001 - the starter raises it

@@ -1,0 +1,214 @@
+"""The `math` reward: answers in their final form are right, a copied or rearranged question is not,
+and the answers that data sets hold are read as what they mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_async_rl.rollout.rewards.mathematics import math, read_answer
+from megatron_async_rl.rollout.rewards.registry import RewardError, validate_row
+from megatron_async_rl.samples import Prompt
+
+ASKED = "What is 9 - 7?"
+
+
+def score(answer: Any, response: str, question: str = ASKED, **settings: Any) -> float:
+    prompt = Prompt(id="p7", text=question, token_ids=(1,), fields={"answer": answer})
+    return math(prompt, response, **settings)
+
+
+FINAL = [
+    ("2", "2"),
+    ("2", "The answer is 2."),
+    ("2", "9 - 7 = 2"),
+    ("2", r"9 - 7 = \boxed{2}"),
+    ("2", "It is 3. No, it is 2."),
+    ("2", "2.0"),
+    (2.0, "2"),
+    ("-3", r"$-3$"),
+    ("0.75", r"\boxed{\frac{3}{4}}"),
+    (r"\frac{3}{4}", "3/4"),
+    (r"\frac{3}{4}", "0.75"),
+    (r"1\frac{1}{2}", r"\boxed{1\frac{1}{2}}"),
+    (r"2\sqrt{3}", r"$2\sqrt{3}$"),
+    (r"\frac{1+\sqrt{5}}{2}", r"\boxed{\frac{1 + \sqrt5}{2}}"),
+    (r"3\pi", r"$3\pi$"),
+    ("x^2+3x+2", r"\boxed{2 + 3x + x^2}"),
+    ("x=3", r"\boxed{x = 3}"),
+    ("(1,2)", r"\boxed{(1, 2)}"),
+    (r"\{1,2\}", r"\boxed{\{2, 1\}}"),
+    ("[0,1)", r"$[0, 1)$"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"),
+    ("9000", r"$9 \times 10^{3}$"),
+    ("50\\%", "50%"),
+    ("2^{10}", r"\boxed{2^{10}}"),
+    ("5!", r"\boxed{5!}"),
+    (r"\binom{5}{2}", r"\boxed{\binom{5}{2}}"),
+    ("east", r"\boxed{\text{east}}"),
+    ("90^\\circ", r"\boxed{90^\circ}"),
+]
+"""(answer, response): the response is right, and final."""
+
+UNFINISHED = [
+    ("2", "9 - 7 =", ASKED),
+    ("2", "9 - 7", ASKED),
+    ("2", "$9-7$", ASKED),
+    ("2", r"\boxed{9 - 7}", ASKED),
+    ("2", r"\boxed{-7 + 9}", ASKED),
+    ("2", r"\boxed{9 - 6 - 1}", ASKED),
+    ("2", r"\boxed{x = 9 - 7}", ASKED),
+    ("2", r"\boxed{2 = 9 - 7}", ASKED),
+    ("2", r"\boxed{(9) - (7)}", ASKED),
+    ("2", r"\boxed{\frac{18}{9}}", ASKED),
+    ("2", "4/2", ASKED),
+    ("2", r"\boxed{\sqrt{4}}", ASKED),
+    ("2", r"\boxed{\max(1, 2)}", ASKED),
+    ("2", r"\boxed{\log_2 4}", ASKED),
+    ("2", r"\boxed{\int_0^2 1 dx}", ASKED),
+    ("2", r"\boxed{\sum_{i=1}^{2} 1}", ASKED),
+    ("2", r"\boxed{\gcd(4, 6)}", ASKED),
+    ("1024", r"\boxed{2^{10}}", "What is 2^{10}?"),
+    ("10", r"\boxed{\binom{5}{2}}", r"What is $\binom{5}{2}$?"),
+    ("120", r"\boxed{5!}", "What is 5!?"),
+    ("0.75", "3/4", "Write 3/4 as a decimal number."),
+    ("0.75", r"\boxed{\frac{3}{4}}", r"Write $\frac{3}{4}$ as a decimal number."),
+    (r"2\sqrt{2}", r"\boxed{\sqrt{8}}", r"Simplify $\sqrt{8}$."),
+    ("x^2+3x+2", r"\boxed{(x+1)(x+2)}", "Expand (x+1)(x+2)."),
+    ("x^2+3x+2", r"\boxed{(x+2)(x+1)}", "Expand $(x+1)(x+2)$."),
+    ("5x", r"\boxed{2x + 3x}", "Simplify $2x + 3x$."),
+    ("2x", r"\boxed{x + x}", "Simplify."),
+    ("(1,2)", r"\boxed{(1, 9-7)}", ASKED),
+    (r"\{1,2\}", r"\boxed{\{1, 9-7\}}", ASKED),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\9-7\end{pmatrix}}", ASKED),
+]
+"""(answer, response, question): right if evaluated, and unfinished."""
+
+
+def test_an_answer_in_its_final_form_is_right() -> None:
+    wrong = [(answer, text) for answer, text in FINAL if score(answer, text) != 1.0]
+    assert wrong == []
+
+
+def test_an_unfinished_answer_is_wrong_unless_every_form_is_accepted() -> None:
+    passed = [one for one in UNFINISHED if score(*one) != 0.0]
+    assert passed == []
+    equal = [one for one in UNFINISHED if score(*one, form="any") == 1.0]
+    assert len(equal) >= len(UNFINISHED) - 2, "math-verify takes nearly all of them as equal"
+
+
+def test_neither_the_question_nor_its_numbers_nor_punctuation_earns_anything() -> None:
+    question = "Ann has 12 apples, eats 5, and buys 3 * 4. What is 12 - 5 + 3 * 4?"
+    numbers = ["12", "5", "3", "4", "12 5 3 4", "12, 5, 3, 4", "1 2 3 4 5 6 7 8 9 10"]
+    nothing = ["", " ", "\n", ".", "...", "?!", "$", "$$", r"\boxed{}", "-", "=", "####", "$$$$"]
+    copies = [question, question.rstrip("?") + " =", f"${question}$", "12 - 5 + 3 * 4 = ?"]
+    earned = [one for one in [*numbers, *nothing, *copies] if score("19", one, question)]
+    assert earned == []
+    assert score("19", "12 - 5 + 3 * 4 = 19", question) == 1.0
+
+
+def test_the_last_answer_counts_and_several_boxes_are_a_set() -> None:
+    assert score("2", "2, 3") == 0.0
+    assert score("3", "2, 3") == 1.0
+    assert score("2", r"\boxed{2} or \boxed{3}") == 0.0
+    assert score("2", r"\boxed{3}. Wait, \boxed{2}.") in (0.0, 1.0)
+
+
+def test_a_very_long_response_is_read() -> None:
+    assert score("2", "so " * 20_000 + r"\boxed{2}") == 1.0
+    assert score("2", "1 + " * 2_000 + "2") == 0.0
+
+
+READ = [
+    (r"\$18.90", "18.90"),
+    ("$18.90", "18.90"),
+    (r"\$32,\!348", "32348"),
+    ("32{,}348", "32348"),
+    ("1,200", "1200"),
+    ("$1/2", "1/2"),
+    ("$1/2$", "1/2"),
+    (r"\(x+1\)", "x+1"),
+    (r"\[x+1\]", "x+1"),
+    ("$$7$$", "7"),
+    ("20 $cm^{2}$", "20"),
+    ("12 feet per second", "12"),
+    (r"12 \text{ cm}", "12"),
+    ("x = $5$", "x = 5"),
+    ("Ann sold 48/2 = 24 clips in May.\nShe sold 48+24 = 72.\n#### 72", "72"),
+    ("He pays $5 and $7.\n#### $1,200", "1200"),
+    (r"So the answer is \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+    (r"First \boxed{1}, then \boxed{2}", "2"),
+    ("27.0", "27.0"),
+    ("72.", "72"),
+    ("east", r"\text{east}"),
+    (r"\text{Evelyn}", r"\text{Evelyn}"),
+    ("B", "B"),
+]
+
+
+def test_an_answer_of_a_data_set_is_read_as_what_it_means() -> None:
+    assert [(text, read_answer(text)) for text, _ in READ] == READ
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Ann has 3 apples and 4 pears",
+        "between 3 and 5 hours or so",
+        "$3$ and $4$ and $5$",
+        "3 of $4$ pears",
+        "7 hours 30 minutes",
+        "####",
+        r"\boxed{}",
+        "$$",
+    ],
+)
+def test_an_answer_in_which_a_number_would_be_guessed_is_refused(text: str) -> None:
+    with pytest.raises(RewardError, match="write the final answer alone"):
+        validate_row("math", {}, {"answer": text})
+
+
+def test_an_amount_in_a_response_is_no_formula() -> None:
+    assert score("18.90", r"It costs \$18.90") == 1.0
+    assert score(r"\$18.90", "It costs $18.90") == 1.0
+    assert score("32348", r"They pay \$32,\!348.") == 1.0
+    assert score("12", "It costs $5 and then $7, so $12") == 1.0
+    assert score("12", "It costs $5 and then $7, so $x = 12$") == 1.0
+
+
+VALUES: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
+    ("arithmetic", {}, {"answer": 27.0}, True),
+    ("arithmetic", {}, {"answer": "x"}, True),
+    *(
+        (name, {}, {"answer": value}, False)
+        for name in ("arithmetic", "math")
+        for value in (None, "", " ", True, [46], {"a": 1}, float("nan"), float("inf"))
+    ),
+    ("math", {}, {"answer": 2.5}, True),
+    ("countdown", {}, {"numbers": [3.0, 5], "target": 8.0}, True),
+    ("countdown", {}, {"numbers": [3.5, 5], "target": 8}, False),
+    ("countdown", {}, {"numbers": [], "target": 8}, False),
+    ("countdown", {}, {"numbers": [3, 5], "target": "8"}, False),
+    ("countdown", {}, {"numbers": [3, None], "target": 8}, False),
+    ("code", {}, {"tests": []}, False),
+    ("code", {}, {"tests": ""}, False),
+    ("code", {}, {"tests": None}, False),
+    ("code", {}, {"tests": [None]}, False),
+    ("code", {}, {"tests": ["assert f(1) == 2"]}, True),
+    ("code", {}, {"tests": ["assert f(1) == 2"], "entry_point": ["f"]}, False),
+    ("judge", {"template": "{response} {rubric}"}, {"rubric": None}, False),
+    ("judge", {"template": "{response} {rubric}"}, {"rubric": "short"}, True),
+]
+
+
+def test_every_built_in_reward_checks_the_values_of_its_columns() -> None:
+    def accepted(name: str, settings: dict[str, Any], fields: dict[str, Any]) -> bool:
+        try:
+            validate_row(name, settings, fields)
+        except RewardError as error:
+            return not (error.what and error.fix)
+        return True
+
+    found = [(*one[:3], accepted(*one[:3])) for one in VALUES]
+    assert [repr(one) for one in found] == [repr(one) for one in VALUES]
