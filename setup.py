@@ -72,6 +72,7 @@ setup(
         "safetensors>=0.5,<1",
         "sentencepiece>=0.2,<1",
         "simpy>=4.1,<5",
+        "sympy>=1.13,<2",
         "tensorboard>=2.18,<3",
         "tokenizers>=0.22,<1",
         "typer>=0.15,<1",
