@@ -1,0 +1,100 @@
+"""Layouts with three and four shards of each kind take the step of one rank.
+
+A sum of two shards does not depend on their order, and two pipeline stages are the first and the
+last: only wider layouts have an order of reduction and a stage in the middle.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel.layouts import run_program, temporary, with_behavior
+from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+from tests.tiny_models import save_tiny_model
+from tests.train_batches import ragged_batch
+
+pytestmark = pytest.mark.parallel
+
+VOCABULARY = 97
+"""Neither three nor four divide it, so that the last tensor-parallel rank has padding rows."""
+
+
+def layouts_of(width: int) -> dict[str, dict[str, Any]]:
+    """Each kind of parallelism at this width."""
+    return {
+        "sequence": {"ranks": width, "tensor": width, "sequence": True},
+        "tensor": {"ranks": width, "tensor": width},
+        "pipeline": {"ranks": width, "pipeline": width},
+        "context": {"ranks": width, "context": width},
+        "data": {"ranks": width},
+        "data_replicated": {"ranks": width, "distributed_optimizer": False},
+        "expert": {"ranks": width, "expert": width},
+        "expert_replicated": {"ranks": width, "expert": width, "distributed_optimizer": False},
+    }
+
+
+ALONE = {"single": {"ranks": 1}, "mixture": {"ranks": 1}}
+WIDTHS = (3, 4)
+CASES = [(width, layout) for width in WIDTHS for layout in layouts_of(width)]
+
+
+@functools.cache
+def material(width: int) -> Path:
+    """Models whose heads, layers and experts this width divides, and batches for them."""
+    directory = temporary()
+    shape: dict[str, Any] = {
+        "tied": True,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 8 * width,
+        "heads": 2 * width,
+        "kv_heads": width,
+        "layers": width,
+        "intermediate_size": 16 * width,
+        "scale": 2.0,
+    }
+    save_tiny_model(directory / "tied", seed=width, **shape)
+    save_tiny_model(
+        directory / "mixture",
+        "qwen3_moe",
+        seed=width + 10,
+        num_experts=2 * width,
+        moe_intermediate_size=8 * width,
+        **shape,
+    )
+    batches = {
+        name: with_behavior(
+            directory / "tied", ragged_batch(groups=6, vocabulary=VOCABULARY, seed=seed)
+        )
+        for name, seed in (("a", 0), ("b", 1))
+    }
+    (directory / "batches.pickle").write_bytes(pickle.dumps(batches))
+    return directory
+
+
+@functools.cache
+def results(width: int, ranks: int) -> dict[str, dict[str, Any]]:
+    outcome = run_program(
+        "wide_program", material(width), ALONE if ranks == 1 else layouts_of(width), ranks
+    )
+    if isinstance(outcome, AssertionError):
+        raise outcome
+    return outcome
+
+
+@pytest.mark.parametrize(("width", "layout"), CASES)
+def test_a_layout_with_three_or_four_shards_takes_the_step_of_one_rank(
+    width: int, layout: str
+) -> None:
+    found = results(width, width)[layout]
+    expected = results(width, 1)["mixture" if layout.startswith("expert") else "single"]
+    assert found["ranks_agree"]
+    for run in ("controlled", "minibatches", "packed"):
+        compare_steps(found[run]["steps"], expected[run]["steps"])
+        compare_weights(found[run]["weights"], expected[run]["weights"])
+    norms = found["controlled"]["norms"]
+    assert norms["ours"] == pytest.approx(norms["megatron"], rel=1e-6)
