@@ -1,4 +1,5 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
+# make test-all: the tests, 300 cases of the differential test instead of 20, and as root the network tests; an hour or more.
 # make network-tests: what goes wrong over two and three machines with a network between them, which are namespaces of this one; needs root.
 # make gpu-tests: on a host with a CUDA device, with $(VENV) where it is there and else with what PYTHONPATH has.
 # Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
@@ -15,10 +16,10 @@ export VENV
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo study-quick test gpu-tests network-tests lint bench-setup
+.PHONY: help setup demo study-quick test test-all gpu-tests network-tests lint bench-setup
 
 help:
-	@sed -n '1,5s/^# //p' "$(ROOT)/Makefile"
+	@sed -n '1,6s/^# //p' "$(ROOT)/Makefile"
 
 setup:
 	@"$(ROOT)/launchers/setup.sh"
@@ -44,6 +45,11 @@ study-quick: setup
 test: setup
 	@cd "$(ROOT)"
 	"$$VENV/bin/python" -m pytest --numprocesses=2 --durations=15
+
+test-all: setup
+	@cd "$(ROOT)"
+	MAR_DIFFERENTIAL_CASES="$${MAR_DIFFERENTIAL_CASES:-300}" "$$VENV/bin/python" -m pytest --numprocesses=2 --durations=30
+	[[ "$$(id -u)" != 0 ]] || "$$VENV/bin/python" -m pytest tests/network
 
 gpu-tests:
 	@cd "$(ROOT)"
