@@ -38,6 +38,8 @@ class Response:
     reward: float
     advantage: Tensor = field(default_factory=lambda: torch.zeros(0))
     prox: Tensor = field(default_factory=lambda: torch.zeros(0))
+    penalty: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """[T]: taken from the reward of each token; `reward` has their sum taken off."""
     ref: Tensor = field(default_factory=lambda: torch.zeros(0))
     factor: Tensor = field(default_factory=lambda: torch.zeros(0))
 
@@ -164,6 +166,8 @@ def group_advantages(name: str, settings: Mapping[str, Any], batch: Sequence[Res
             else:
                 raise NotImplementedError(name)
             one.advantage = value * one.mask
+            if name == "reinforce_pp":  # what is still to come, penalties of earlier tokens not
+                one.advantage = (value + one.penalty.cumsum(0) - one.penalty) * one.mask
     if name.startswith("reinforce_pp"):
         every = torch.cat([one.advantage[one.mask > 0] for one in batch])
         for one in batch:
@@ -515,9 +519,11 @@ class Trainer:
             elif proximal == "snapshot":
                 under = {v: self.model.log_probs(self.past[v], one)[0] for v in set(one.versions)}
                 one.prox = torch.stack([under[v][t] for t, v in enumerate(one.versions)])
+            one.penalty = torch.zeros_like(start)
             if kl is not None and kl.get("where", "loss") == "reward":
-                penalty = kl["coef"] * kl_of(kl.get("estimator", "k3"), start - one.ref)
-                one.reward -= float((penalty * one.mask).sum())
+                one.penalty = kl["coef"] * kl_of(kl.get("estimator", "k3"), start - one.ref)
+                one.penalty = one.penalty * one.mask
+                one.reward -= float(one.penalty.sum())
         advantage = self.objective.get("advantage", {"name": "grpo"})
         group_advantages(advantage["name"], advantage, batch)
 

@@ -5,6 +5,9 @@ time, and nothing else. Each case draws an objective, a control, minibatches, a 
 sequences, a model and a parallel layout, and compares the whole gradient of every optimizer step
 and the final weights, by name.
 
+The advantages `otb`, `opob`, `gae` and `partial_return` and the loss `sft` are not drawn: they have
+tests of their own.
+
 MAR_DIFFERENTIAL_CASES=N draws N cases (20 by default; `make test-all` takes 300), and
 MAR_DIFFERENTIAL_FIRST=SEED the first one's seed: a failure names the seed of its case.
 """
@@ -99,6 +102,7 @@ LOSSES: list[dict[str, Any]] = [
     {"name": "dppo_kl", "threshold": 0.001},
     {"name": "topr"},
     {"name": "trajectory_balance", "beta": 0.5},
+    {"name": "oapl", "beta_policy": 0.05},
     {"name": "kimi"},
     {"name": "vespo"},
     {"name": "gipo", "sigma": 0.3},
@@ -172,7 +176,7 @@ def _drawn(draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.3:
         objective["kl"] = {
             "coef": 0.1,
-            "estimator": draw.choice(["k2", "k3"]),
+            "estimator": draw.choice(["k1", "k2", "k3"]),
             "where": draw.choice(["loss", "reward"]),
         }
     if draw.random() < 0.2:
