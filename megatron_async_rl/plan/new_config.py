@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_async_rl.config.environment import AGENTS, TOOLS
-from megatron_async_rl.config.load import YamlFault, load, parse_value
+from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, DataError, Problem, shipped
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
 from megatron_async_rl.data.hub import located
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
