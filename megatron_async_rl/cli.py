@@ -9,9 +9,11 @@ Invariants:
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Sequence
 from enum import StrEnum
@@ -735,4 +737,14 @@ def _print_error(error: object) -> None:
 
 def main() -> None:
     """Console entry point."""
+    _never_fail_to_print()
     app()
+
+
+def _never_fail_to_print() -> None:
+    """Print a replacement character where the locale's encoding (GBK, ISO-8859-1, ASCII) lacks one;
+    a child process's output is read by this package, as UTF-8."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    os.environ["PYTHONIOENCODING"] = "utf-8:backslashreplace"

@@ -78,4 +78,4 @@ def _line(text: str | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(document())
+    sys.stdout.buffer.write(document().encode("utf-8"))

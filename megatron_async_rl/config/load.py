@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -192,24 +193,36 @@ def _holders(tree: Any, parents: Sequence[str]) -> Iterator[dict[str, Any]]:
 def _absolute(key: str, value: Any, folder: Path) -> Any:
     if not isinstance(value, str) or value.startswith(HUB):
         return value
-    return os.path.abspath(folder / _expanded(key, value))
+    return str(_path(key, value, folder))
 
 
-def _expanded(key: str, value: str) -> Path:
+def _path(key: str, value: str, folder: Path) -> Path:
+    """The absolute path that `value` means from `folder`. Raises ConfigError for one that cannot be a
+    file's, or cannot be written to RUN/config.yaml."""
     try:
         if "\0" in value:
             raise RuntimeError("no path holds a NUL character")
-        return Path(value).expanduser()
+        path = os.path.abspath(folder / Path(value).expanduser())
     except RuntimeError as error:  # `~name` of a user that does not exist, too
         problem = Problem(key=key, what=f"{value!r}: {error}", fix="write the whole path")
         raise ConfigError("", [problem]) from error
+    try:
+        os.fsencode(path)
+        path.encode("utf-8")
+    except UnicodeEncodeError as error:
+        what = (
+            f"{_printable(path)} is not a file name in this locale ({sys.getfilesystemencoding()})"
+        )
+        fix = "set LC_ALL=C.UTF-8, or another UTF-8 locale, or rename the file or folder"
+        raise ConfigError("", [Problem(key=key, what=what, fix=fix)]) from error
+    return Path(path)
 
 
 def _content(key: str, value: Any, folder: Path) -> Any:
     """A template holds a brace, and the name of a file none."""
     if not isinstance(value, str) or "{" in value or "\n" in value:
         return value
-    path = Path(os.path.abspath(folder / _expanded(key, value)))
+    path = _path(key, value, folder)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -175,10 +175,10 @@ def _prepare_directory(config: Config) -> None:
         (run_dir / asked_of_the_run_before).unlink(missing_ok=True)
     resolved = run_dir / "config.yaml"
     text = dump(config)
-    if resolved.exists() and resolved.read_text() != text:
+    if resolved.exists() and resolved.read_bytes() != text.encode("utf-8"):
         earlier = len(list(run_dir.glob("config.*.yaml")))
         shutil.copy(resolved, run_dir / f"config.{earlier}.yaml")
-    resolved.write_text(text)
+    resolved.write_text(text, encoding="utf-8")
     for log in (run_dir / "logs").glob("*.log"):
         log.rename(log.with_suffix(".log.old"))
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)

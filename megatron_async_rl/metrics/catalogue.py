@@ -621,4 +621,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.buffer.write(page().encode("utf-8"))

@@ -195,7 +195,7 @@ def usable_cores() -> int:
     """Cores this process may run on: its affinity, cut by the container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
@@ -204,7 +204,7 @@ def usable_cores() -> int:
 def _usable_memory() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
     except OSError:
         return total
     return total if limit == "max" else min(total, int(limit))
@@ -254,7 +254,8 @@ def _asked(command: str, query: str) -> list[list[str]]:
         answer = subprocess.run(
             [command, query, "--format=csv,noheader,nounits"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=NVIDIA_SMI_TIMEOUT_S,
             check=True,
         ).stdout

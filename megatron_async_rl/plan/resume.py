@@ -127,7 +127,7 @@ def differences(config: Config) -> list[Difference]:
         return []
 
     try:
-        before, _ = read_tree((run_dir / "config.yaml").read_text())
+        before, _ = read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, YamlFault):
         return []  # another copy of the config is not there to compare with
     found = _compare(before, config.model_dump(mode="json"), "")

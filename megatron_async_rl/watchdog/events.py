@@ -150,7 +150,7 @@ def first_failure(run_dir: Path) -> Failure | None:
     failures = []
     for path in sorted((run_dir / FOLDER).glob("*.failure")):
         try:
-            failures.append(Failure(**json.loads(path.read_text())))
+            failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):
             continue
     return min(failures, key=lambda failure: (failure.kind, failure.time), default=None)
