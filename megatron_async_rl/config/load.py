@@ -198,7 +198,7 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
 
 def _path(key: str, value: str, folder: Path) -> Path:
     """The absolute path that `value` means from `folder`. Raises ConfigError for one that cannot be a
-    file's, or cannot be written to RUN/config.yaml."""
+    file's, or that libraries would read as another."""
     try:
         if "\0" in value:
             raise RuntimeError("no path holds a NUL character")
@@ -206,15 +206,13 @@ def _path(key: str, value: str, folder: Path) -> Path:
     except RuntimeError as error:  # `~name` of a user that does not exist, too
         problem = Problem(key=key, what=f"{value!r}: {error}", fix="write the whole path")
         raise ConfigError("", [problem]) from error
-    try:
-        os.fsencode(path)
-        path.encode("utf-8")
-    except UnicodeEncodeError as error:
-        what = (
-            f"{_printable(path)} is not a file name in this locale ({sys.getfilesystemencoding()})"
-        )
-        fix = "set LC_ALL=C.UTF-8, or another UTF-8 locale, or rename the file or folder"
-        raise ConfigError("", [Problem(key=key, what=what, fix=fix)]) from error
+    encoding = sys.getfilesystemencoding()
+    # Libraries in other languages (TensorBoard, safetensors, tokenizers) open a path by its UTF-8
+    # bytes, Python by those of the locale: outside ASCII, these would be two files.
+    if not path.isascii() and (encoding != "utf-8" or _not_text(path) is not None):
+        what = f"{_printable(path)} is not a path that all parts of a run can open in this locale"
+        fix = "set LC_ALL=C.UTF-8 or another UTF-8 locale, or take a path of ASCII characters"
+        raise ConfigError("", [Problem(key=key, what=f"{what} ({encoding})", fix=fix)])
     return Path(path)
 
 
