@@ -636,6 +636,14 @@ def test_pyyaml_reads_what_was_written_too(text):
     assert yaml.safe_load(write([text])) == [text]
 
 
+def test_a_file_that_is_not_utf8_and_an_unknown_tag_are_refused(file):
+    text = file.read_text()
+    file.write_text(text + "objective: !!python/object:os.system {}\n")
+    assert "tag" in problem(file).what
+    file.write_bytes(text.encode() + "# é\n".encode("latin-1"))
+    assert "not UTF-8" in problem(file).what
+
+
 def test_an_empty_file_lists_what_is_missing(file):
     file.write_text("# nothing yet\n")
     with pytest.raises(ConfigError) as caught:

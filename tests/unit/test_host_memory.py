@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import pickle
 from dataclasses import replace
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import ray.exceptions
+from rich.console import Console
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
+from megatron_async_rl.launch import launcher
 from megatron_async_rl.plan.fit import HostMemoryOut, free_memory_problems, memory_ran_out
 from megatron_async_rl.plan.machine import GIB, Machine
 from megatron_async_rl.plan.preflight import preflight
@@ -89,6 +92,26 @@ def test_the_kernels_kills_are_told_from_other_deaths(monkeypatch: pytest.Monkey
     assert out_of_memory(killed) == "host"
     assert "has ended 2 processes" in str(killed)
     assert "largest processes: pid " in str(killed)
+
+
+def test_the_launcher_reports_that_the_kernel_ended_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir()
+    killed = (
+        "  rank      : 1 (local_rank: 1)\n  traceback : Signal 9 (SIGKILL) received by PID 77\n"
+    )
+    (tmp_path / "logs" / "torchrun.log").write_text(killed)
+
+    def explained() -> str:
+        written = io.StringIO()
+        launcher._explain_failure(tmp_path, Console(file=written, width=200))
+        return written.getvalue()
+
+    assert "for want of host memory" not in explained()
+    monkeypatch.setattr(host_memory, "_KILLS_BEFORE", host_memory.kernel_kills() - 1)
+    assert "rank 1: Signal 9 (SIGKILL) received by PID 77" in explained()
+    assert "the kernel has ended a process of this machine or container" in explained()
 
 
 @pytest.mark.parametrize(
