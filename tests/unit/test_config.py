@@ -617,7 +617,7 @@ def test_an_override_changes_one_of_two_aliased_sections(file):
     sampling = tree["rollout"].pop("sampling")
     text = yaml.safe_dump(tree, sort_keys=False)
     anchor = f"rollout:\n  sampling: &s {json.dumps(sampling | {'temperature': 1.0})}\n"
-    held_out = "eval:\n  sampling: {<<: *s}\n"
+    held_out = "eval:\n  sampling: *s\n"
     file.write_text(text.replace("rollout:\n", anchor) + held_out)
     loaded = load(file, ["data.eval=e.jsonl", "rollout.sampling.temperature=0.5"])
     assert (loaded.rollout.sampling.temperature, loaded.eval.sampling.temperature) == (0.5, 1.0)
