@@ -23,7 +23,9 @@ A run is one YAML file: `mar train FILE [dotted.key=value ...]`. This page lists
   `data.system_prompt=Answer after ####`, `run.dir=runs/2026-03-01`. Quote it as YAML (`'"null"'` in a shell) for the text `null`.
 - **Values are what you wrote.** Text and paths are never read as dates, numbers or switches. Elsewhere, values that versions of
   YAML read differently (`010`, `1:30`, `1_000`, `on`, `no`) are refused, as are empty overrides, comments in overrides and tags;
-  write a plain number, `true` or `false`, or quote the text. Keys are names, whatever they look like.
+  write a plain number, `true` or `false`, or quote the text. In a file a `#` after a blank begins a comment, as ever in YAML, and
+  text that ends before one without a blank behind it (`End with #### and ...`) is refused: quote it. Keys are names, whatever
+  they look like.
 - **Relative paths** in the file start at the file's folder, those in an override at the current folder. Every path is made
   absolute at once. In a locale that is not UTF-8 paths must be ASCII; all other text may be anything, as every file is UTF-8.
 - **Unknown keys**, keys given twice and values of the wrong type are refused, naming the line and the nearest valid key.

@@ -53,8 +53,7 @@ Tree = dict[str, Any]
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in `path`, changed by `overrides` (`dotted.key=value`, the value read as
-    YAML), in order.
+    """The configuration in `path`, changed by `overrides` (`dotted.key=value`), in order.
 
     Raises ConfigError, which names the file and line or the override, the key, what was given and
     what is expected.
@@ -80,6 +79,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     origins = Origins(str(path), document.lines)
     problems: list[Problem] = []
     tree = as_written(tree, document.unquoted, (), tree, origins, problems)
+    for place, comment in document.cut.items():
+        if _is_text(leaf_types(place, tree)):
+            what = f"its text ends before {comment!r}, which is a comment in YAML"
+            fix = "put the whole text into quotes, or a blank after the # of a comment"
+            key = ".".join(place)
+            problems.append(Problem(key=key, what=what, fix=fix, where=origins.of(key)))
     if problems:
         raise ConfigError(str(path), problems)
     resolve_paths(tree, "", path.parent)
@@ -153,9 +158,8 @@ def _is_text(types: Set[Any]) -> bool:
 def _not_text(value: str) -> tuple[str, str] | None:
     """What is wrong with text that UTF-8 cannot hold, and the fix."""
     if any("\ud800" <= character <= "\udfff" for character in value):
-        shown = value.encode("utf-8", "backslashreplace").decode("utf-8")
         fix = "write it in the encoding of your locale (`locale charmap`), or rename the file"
-        return f"{shown} holds bytes that are not text in this locale", fix
+        return f"{_printable(value)} holds bytes that are not text in this locale", fix
     return None
 
 
@@ -242,6 +246,11 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
         raise ConfigError(
             "command line",
             [Problem(key=_printable(override), what="is not an override", fix=fix)],
+        )
+    if (unreadable := _not_text(key)) is not None:
+        what, fix = unreadable
+        raise ConfigError(
+            "command line", [Problem(key=_printable(key), what=what, fix=fix, where=where)]
         )
     origins.set(key, where)
     place = tuple(parts)

@@ -38,6 +38,7 @@ _OTHER_NUMBER = re.compile(
     r"|\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?)",
     re.ASCII,
 )
+_CLOSE_COMMENT = re.compile(r"[ \t]+(#[^\s].*)")
 _PLAIN = "plain"
 """Tag of a scalar without quotes and without a tag of its own."""
 _TEXT, _LIST, _MAPPING = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
@@ -61,12 +62,15 @@ class YamlDocument:
     """A tree and how it was written.
 
     `lines`: the line of each dotted key. `unquoted`: the text of every scalar without quotes that is
-    not read as text, or that YAML versions read differently (`doubt`).
+    not read as text, or that YAML versions read differently (`doubt`). `cut`: what follows a scalar
+    without quotes on its line and is a comment to YAML, yet has no blank after its `#`, as in
+    `End with #### and the number`.
     """
 
     value: Any
     lines: dict[str, int] = field(default_factory=dict)
     unquoted: dict[Place, str] = field(default_factory=dict)
+    cut: dict[Place, str] = field(default_factory=dict)
 
 
 def read_document(text: str, *, comments: bool = True) -> YamlDocument:
@@ -78,9 +82,11 @@ def read_document(text: str, *, comments: bool = True) -> YamlDocument:
         node = loader.get_single_node()
         if node is None:
             return YamlDocument(value=None)
-        builder = _Builder()
+        builder = _Builder(text)
         value = builder.build(node, ())
-        return YamlDocument(value=value, lines=builder.lines, unquoted=builder.unquoted)
+        return YamlDocument(
+            value=value, lines=builder.lines, unquoted=builder.unquoted, cut=builder.cut
+        )
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         context = getattr(error, "context", None)
@@ -199,9 +205,11 @@ class _NoComments(_Composer):
 class _Builder:
     """Builds the values of nodes, aliases anew at each place."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
         self.lines: dict[str, int] = {}
         self.unquoted: dict[Place, str] = {}
+        self.cut: dict[Place, str] = {}
+        self._text = text
         self._around: list[yaml.Node] = []
 
     def build(self, node: yaml.Node, place: Place) -> Any:
@@ -227,6 +235,8 @@ class _Builder:
         if node.tag == _TEXT:
             return node.value
         _require_tag(node, _PLAIN)
+        if (comment := _CLOSE_COMMENT.match(self._text, node.end_mark.index)) is not None:
+            self.cut[place] = comment[1]
         value = _resolve(node.value)
         if not isinstance(value, str) or doubt(value) is not None:
             self.unquoted[place] = node.value
@@ -264,7 +274,7 @@ class _Builder:
         if not isinstance(node, yaml.MappingNode):
             fix = "write `<<: *name` of an anchor on a mapping"
             raise YamlFault("merges what is not a mapping", fix, line=_line(node))
-        apart = _Builder()
+        apart = _Builder(self._text)
         apart._around = self._around
         for key, value in apart.build(node, place).items():
             if key not in own:
@@ -274,9 +284,12 @@ class _Builder:
                 for known, line in apart.lines.items():
                     if known == dotted or known.startswith(f"{dotted}."):
                         self.lines[known] = line
-                for at, written in apart.unquoted.items():
-                    if at[: len(inside)] == inside:
-                        self.unquoted[at] = written
+                for found, kept in (
+                    (apart.unquoted, self.unquoted),
+                    (apart.cut, self.cut),
+                ):
+                    below = unquoted_below(found, inside)
+                    kept |= {(*inside, *at): written for at, written in below.items()}
 
 
 def _is_list(node: yaml.Node) -> bool:

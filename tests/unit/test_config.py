@@ -534,6 +534,19 @@ def test_null_and_quotes_are_the_only_yaml_in_text(file):
     assert problem(file, "run.dir=~nobody-of-that-name/x").key == "run.dir"
 
 
+def test_text_in_the_file_that_looks_cut_is_refused(file):
+    text = file.read_text()
+    for dir, cut in (("out #3", "#3"), ("End with #### and the number", "#### and the number")):
+        file.write_text(text.replace("dir: out", f"dir: {dir}"))
+        found = problem(file)
+        assert (found.key, repr(cut) in found.what) == ("run.dir", True)
+        file.write_text(text.replace("dir: out", f"dir: '{dir}'"))
+        assert load(file).run.dir.name == dir
+    for allowed in ("dir: out # my run", "dir: out  #", "dir: out\n  #x"):
+        file.write_text(text.replace("dir: out", allowed).replace("steps: 4", "steps: 4 #x"))
+        assert load(file).run.dir.name == "out"
+
+
 def test_text_in_the_file_is_kept_as_written(file, tmp_path):
     for text in AMBIGUOUS:
         tree = file.read_text()
@@ -572,6 +585,7 @@ def test_text_in_the_file_is_kept_as_written(file, tmp_path):
         "rollout.sampling.stop=!!set {a, b}",
         "data.system_prompt=\udcff",
         "run.dir=/x/\udcff",
+        "rollout.reward.settings.\udcff=1",
     ],
 )
 def test_what_would_change_its_value_is_refused(file, override):
