@@ -48,10 +48,15 @@ def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float
         "checkpoint": {"every": 0},
     }
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
     command = [sys.executable, "-m", "megatron_async_rl", "train", str(path)]
     process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
     )
     while process.poll() is None:
         pin(process.pid)
@@ -60,7 +65,9 @@ def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float
         raise SystemExit(process.communicate()[0])
     rows = [
         json.loads(line)
-        for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        for line in (folder / "runs" / name / "metrics.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
     ][args.warm :]
     # Medians of parts, and the mean step by the clock: batches come in turns, and a part that waits
     # shows in the next.

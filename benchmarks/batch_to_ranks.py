@@ -90,7 +90,7 @@ def as_rank(
     if rank in (0, ranks - 1):
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         found = {"ms": statistics.median(took[1:]), "memory_mib": most}
-        (folder / f"{rank}.json").write_text(json.dumps(found))
+        (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
 
 
@@ -116,7 +116,10 @@ def measure(ranks: int, batch: TrainBatch, args: argparse.Namespace) -> dict[str
             children.append(child)
         failed = [child for child in children if os.waitpid(child, 0)[1]]
         assert not failed, f"{len(failed)} ranks failed"
-        first, last = (json.loads((folder / f"{rank}.json").read_text()) for rank in (0, ranks - 1))
+        first, last = (
+            json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+            for rank in (0, ranks - 1)
+        )
     return {
         "ranks": ranks,
         "data_parallel": data_parallel,

@@ -32,13 +32,13 @@ PIECE = 64 * 2**20
 
 def resident(key: str) -> int:
     """Bytes. key: VmRSS, or VmHWM for the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 
 def measured(work: Callable[[], Any]) -> tuple[float, int]:
     """Seconds, and bytes of the peak above what was resident."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     before, began = resident("VmRSS"), time.perf_counter()
     work()
     return time.perf_counter() - began, resident("VmHWM") - before

@@ -140,7 +140,7 @@ def peak_of(step: Callable[[dict[str, Any]], float], controls: dict[str, Any]) -
     of three."""
     peaks = []
     for _ in range(3):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         before = _status("VmRSS")
         step(controls)
         peaks.append(_status("VmHWM") - before)
@@ -148,7 +148,7 @@ def peak_of(step: Callable[[dict[str, Any]], float], controls: dict[str, Any]) -
 
 
 def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 

@@ -63,9 +63,12 @@ def write_constant_reward(folder: Path, millions: float) -> None:
     network.save_pretrained(model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(GENERATED / "model" / name, model / name)
-    lines = [json.loads(line) for line in (GENERATED / "train.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (GENERATED / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     (folder / "train.jsonl").write_text(
-        "".join(json.dumps(line | {"answer": "none"}) + "\n" for line in lines)
+        "".join(json.dumps(line | {"answer": "none"}) + "\n" for line in lines), encoding="utf-8"
     )
 
 
@@ -89,7 +92,10 @@ def ours(args: argparse.Namespace, run_dir: Path) -> dict[str, float]:
         *args.overrides,
     ]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     counted = rows[args.warm :]
     seconds = rows[-1]["time"] - rows[args.warm - 1]["time"]
     tokens = sum(row["tokens/trained"] for row in counted)
@@ -111,7 +117,13 @@ def trl(args: argparse.Namespace) -> dict[str, float]:
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
     out = subprocess.run(
-        command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        command,
+        check=True,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
     ).stdout
     result: dict[str, float] = json.loads(out.strip().splitlines()[-1])
     return result
@@ -124,7 +136,7 @@ def trl_here(args: argparse.Namespace) -> dict[str, float]:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(os.cpu_count() or 1)
-    lines = [json.loads(line) for line in args.train.read_text().splitlines()]
+    lines = [json.loads(line) for line in args.train.read_text(encoding="utf-8").splitlines()]
     data = Dataset.from_list(
         [{"prompt": line["prompt"], "answer": line["answer"]} for line in lines]
     )

@@ -51,7 +51,7 @@ def beat(folder: Path, placed: dict[str, list[str]], count: int) -> None:
                 "progress": {"loop": [count, 0.1], "steps": [count, 0.1], "phases": [2, 100.0]},
                 "facts": {"engine": "running, version 12, 320 responses running"},
             }
-            (folder / f"{name}.json").write_text(json.dumps(state))
+            (folder / f"{name}.json").write_text(json.dumps(state), encoding="utf-8")
 
 
 def monitor_on(host: str, run_dir: Path) -> ProgressMonitor:

@@ -264,7 +264,9 @@ def main() -> None:
     if args.inside:
         with tempfile.TemporaryDirectory() as logs:
             found = asyncio.run(asyncio.wait_for(real(args, Path(logs)), 110))
-        args.inside.write_text(json.dumps(found, indent=2))  # the engine has redirected its output
+        args.inside.write_text(
+            json.dumps(found, indent=2), encoding="utf-8"
+        )  # the engine has redirected its output
         return
     if args.real:
         from megatron_async_rl.rollout.vllm_plugin import environment
@@ -274,7 +276,7 @@ def main() -> None:
             result = Path(folder, "result.json")
             command = [sys.executable, __file__, *sys.argv[1:], "--inside", str(result)]
             subprocess.run(command, check=True, env=env)
-            print(result.read_text())
+            print(result.read_text(encoding="utf-8"))
     else:
         print(json.dumps(table(args), indent=2))
 

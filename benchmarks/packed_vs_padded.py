@@ -117,7 +117,7 @@ def main() -> None:
         temperature=1.0,
         total_steps=10**6,
     )
-    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    vocab = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     rng = np.random.default_rng(0)
     lengths = (
         np.minimum(rng.geometric(1 / args.mean_response, args.samples), args.response_tokens)

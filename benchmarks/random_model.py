@@ -71,7 +71,7 @@ def save(directory: Path, millions: int, dtype: str) -> Path:
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w1"},
     }
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     return directory
 
 

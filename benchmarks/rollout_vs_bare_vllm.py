@@ -176,7 +176,12 @@ def in_own_process(side: str) -> dict[str, float]:
         )  # our actor sets it for its engine; the peer gets the same
     command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
     out = subprocess.run(
-        command, check=True, env=environment, stdout=subprocess.PIPE, text=True
+        command,
+        check=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
     ).stdout
     result: dict[str, float] = json.loads(out.strip().splitlines()[-1])
     return result

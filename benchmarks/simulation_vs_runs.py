@@ -137,7 +137,7 @@ def main() -> None:
             "prompts": calibration.lengths.prompts[-GROUPS:],
             "measured": {key: one["measured"] for key, one in result["ratios"].items()},
         }
-        args.store.write_text(json.dumps(stored) + "\n")
+        args.store.write_text(json.dumps(stored) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,9 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={settings['ranks']}", __file__, "--rank", str(model)]
         command += [json.dumps(settings), "--dtypes", dtype, "--rounds", str(rounds)]
-        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        run = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
+        )
         found[name] = json.loads(run.stdout.splitlines()[-1])
     copy = found["1"]["copy"]
     return {

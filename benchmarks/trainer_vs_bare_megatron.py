@@ -160,7 +160,7 @@ def main() -> None:
         total_steps=10**6,
     )
     bare = BareLoop(model, policy_config, layout)
-    vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    vocab = json.loads((args.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     whole = batch_of(
         args.prompts, 8, args.prompt_tokens, args.response_tokens, vocab, args.mean_response
     )

@@ -9,9 +9,11 @@ Invariants:
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Sequence
 from enum import StrEnum
@@ -127,6 +129,7 @@ def _train(
     from megatron_async_rl.data.hub import located
     from megatron_async_rl.launch.launcher import launch
     from megatron_async_rl.launch.peers import NodesError
+    from megatron_async_rl.plan.fit import free_memory_problems
     from megatron_async_rl.plan.layout import rank_environment
     from megatron_async_rl.plan.machine import this_machine
     from megatron_async_rl.plan.nodes import ask_cluster, cluster_problems, taken_gpus
@@ -140,7 +143,9 @@ def _train(
     refused = conflicts(loaded) if nodes.rank == 0 else []
     # What its checkpoint was made with can differ, too: the same key, told once.
     told = {one.key for one in refused}
-    problems = [*refused, *(one for one in plan.problems if one.key not in told)]
+    # Not of `mar plan`: other programs may have ended by the time of the run.
+    crowded = free_memory_problems(loaded, machine, plan.device, plan.ranks, plan.engine)
+    problems = [*refused, *(one for one in plan.problems if one.key not in told), *crowded]
     if problems:
         raise ConfigError(f"{config}: cannot run", problems)
     taken = taken_gpus(loaded, machine, nodes.rank)
@@ -735,4 +740,14 @@ def _print_error(error: object) -> None:
 
 def main() -> None:
     """Console entry point."""
+    _never_fail_to_print()
     app()
+
+
+def _never_fail_to_print() -> None:
+    """Print a replacement character where the locale's encoding (GBK, ISO-8859-1, ASCII) lacks one;
+    a child process's output is read by this package, as UTF-8."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    os.environ["PYTHONIOENCODING"] = "utf-8:backslashreplace"

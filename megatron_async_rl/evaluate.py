@@ -157,7 +157,7 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
         version = _step(named)
         return target(named, version, named.parent.parent / f"eval_{version}.json")
     if (named / "latest").is_file():
-        step = (named / "latest").read_text().strip()
+        step = (named / "latest").read_text(encoding="utf-8").strip()
         if not (named / step / "about.json").is_file():
             what = f"{named / 'latest'} names {step}, which is not there"
             raise ConfigError(
@@ -193,7 +193,7 @@ def _require_writable(target: EvalTarget, option: str, file: Path) -> None:
 
 
 def _step(checkpoint: Path) -> int:
-    return int(json.loads((checkpoint / "about.json").read_text())["step"])
+    return int(json.loads((checkpoint / "about.json").read_text(encoding="utf-8"))["step"])
 
 
 def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> Config:
@@ -287,7 +287,12 @@ def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
     command = [sys.executable, "-m", "megatron_async_rl", "convert", str(checkpoint), str(out)]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
         raise EvaluationFailed(

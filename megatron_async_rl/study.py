@@ -167,7 +167,7 @@ class _Started:
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
-        (self.run.directory / FILE).write_text(json.dumps(about) + "\n")
+        (self.run.directory / FILE).write_text(json.dumps(about) + "\n", encoding="utf-8")
         try:
             outcome = outcome_of(self.run)
         except UserError as error:
@@ -183,7 +183,12 @@ class _Started:
 
     def _last_words(self) -> str:
         cause = find_cause(self.run.directory / "logs")
-        words = (self.run.directory / LOG).read_text(errors="replace").strip().splitlines()
+        words = (
+            (self.run.directory / LOG)
+            .read_text(errors="replace", encoding="utf-8")
+            .strip()
+            .splitlines()
+        )
         return cause.message.splitlines()[0] if cause else words[-1] if words else "no words"
 
 

@@ -146,7 +146,7 @@ def main(config_path: Path) -> int:
             train(config, layout, rank0, writing)
         except BaseException as error:
             traceback.print_exc()
-            told = _told(error, config, rank0)
+            told = _told(error, config, rank0, device_type)
             record_failure(directory, failure_of(told, log))
             # The launcher ends what is left of the run soon after it is told. Not as long as a
             # standstill, should another rank be gone.
@@ -162,10 +162,17 @@ def main(config_path: Path) -> int:
     return 0
 
 
-def _told(error: BaseException, config: Config, rank0: OtherRank) -> BaseException:
-    """What a user is told of `error`: of memory that ran out, what held it."""
+def _told(
+    error: BaseException, config: Config, rank0: OtherRank, device_type: str
+) -> BaseException:
+    """The error to report for `error`: for memory that ran out, one that names what held it."""
     try:
-        return memory_ran_out(error, config, rank0.turns.phase, rank0.held) or error
+        return (
+            memory_ran_out(
+                error, config, rank0.turns.phase, rank0.held, on_cpu=device_type == "cpu"
+            )
+            or error
+        )
     except Exception:  # noqa: BLE001 - a device that is broken cannot be asked; the cause is what counts
         traceback.print_exc()
         return error

@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.load import write
+from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import read_evaluations, read_metrics
 from megatron_async_rl.report.comparison import KEYS
 from megatron_async_rl.report.run_data import read_config

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import yaml
 from huggingface_hub import hf_hub_download, snapshot_download
+
+from megatron_async_rl.config.yaml_tree import read_tree
 
 ASKED = "Work it out step by step, and write the answer, a number, in \\boxed{}."
 READY = ".fetched"
@@ -61,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("recipe", type=Path)
     file = parser.parse_args().recipe.resolve()
-    recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+    recipe = read_tree(file.read_text(encoding="utf-8"))[0]
     data, model = (file.parent / recipe[a][b] for a, b in (("data", "train"), ("model", "path")))
     try:
         fetch_data(data.resolve().parent)

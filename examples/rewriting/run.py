@@ -81,7 +81,9 @@ class Recipe:
             if arm in taught:
                 found[arm] |= described(taught[arm], self.learner)
             if arm in ("asked", "rewriter"):
-                found[arm] |= json.loads((self.folder / f"{arm}.json").read_text())["parts"]
+                found[arm] |= json.loads((self.folder / f"{arm}.json").read_text(encoding="utf-8"))[
+                    "parts"
+                ]
         return found
 
     def rewriting(self) -> list[str]:

@@ -19,7 +19,7 @@ from questions import MATCHED_LR
 from rates import FRESH, Group, Measured, by_group, group_axes, near_tie, plateau, scanned
 
 from megatron_async_rl.config.grid import read_grid, runs_of
-from megatron_async_rl.config.load import read_tree, write
+from megatron_async_rl.config.yaml_tree import read_tree, write
 
 TIE_SEED = "seed2"
 MATCHED = (

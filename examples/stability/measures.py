@@ -115,7 +115,7 @@ def about_run(directory: Path) -> dict[str, object]:
     config = read_config(directory)
     about = {"lr": config["policy"]["optimizer"]["lr"], "steps": config["run"]["steps"]}
     file = directory / "study.json"
-    started = json.loads(file.read_text()) if file.exists() else {}
+    started = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return about | {"wall_seconds": started.get("seconds"), "jobs": started.get("jobs")}
 
 

@@ -18,9 +18,16 @@ OPENING = """\
 A run is one YAML file: `mar train FILE [dotted.key=value ...]`. This page lists every key; it is written by
 `python -m megatron_async_rl.config.docs > docs/config.md`.
 
-- **Overrides** on the command line are read as YAML and win over the file: `policy.optimizer.lr=1e-4`, `controls=[]`,
-  `controls.0.c_low=0.2`, `eval=null`.
-- **Relative paths** in the file start at the file's folder, those in an override at the current folder.
+- **Overrides** on the command line win over the file: `policy.optimizer.lr=1e-4`, `controls=[]`, `controls.0.c_low=0.2`,
+  `eval=null`. They are read as YAML, except for a key that takes text or a path, whose value is everything after `=`, as written:
+  `data.system_prompt=Answer after ####`, `run.dir=runs/2026-03-01`. Quote it as YAML (`'"null"'` in a shell) for the text `null`.
+- **Values are what you wrote.** Text and paths are never read as dates, numbers or switches. Elsewhere, values that versions of
+  YAML read differently (`010`, `1:30`, `1_000`, `on`, `no`) are refused, as are empty overrides, comments in overrides and tags;
+  write a plain number, `true` or `false`, or quote the text. In a file a `#` after a blank begins a comment, as ever in YAML, and
+  text that ends before one without a blank behind it (`End with #### and ...`) is refused: quote it. Keys are names, whatever
+  they look like.
+- **Relative paths** in the file start at the file's folder, those in an override at the current folder. Every path is made
+  absolute at once. In a locale that is not UTF-8 paths must be ASCII; all other text may be anything, as every file is UTF-8.
 - **Unknown keys**, keys given twice and values of the wrong type are refused, naming the line and the nearest valid key.
 - **A method without settings** may be written as its bare name: `loss: reinforce` is `loss: {name: reinforce}`.
 - **A run directory holds one run.** `mar train` on a directory that holds steps of a run goes on from its newest checkpoint. The
@@ -78,4 +85,4 @@ def _line(text: str | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(document())
+    sys.stdout.buffer.write(document().encode("utf-8"))

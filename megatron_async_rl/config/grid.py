@@ -23,9 +23,19 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from megatron_async_rl.config.load import YamlFault, read_tree, resolve_paths
+from megatron_async_rl.config.errors import Origins
+from megatron_async_rl.config.load import as_written, resolve_paths
 from megatron_async_rl.config.problem import ConfigError, Problem, UserError, shipped
 from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.config.yaml_tree import (
+    Place,
+    YamlDocument,
+    YamlFault,
+    is_null,
+    mapping_of,
+    read_document,
+    unquoted_below,
+)
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
 
@@ -76,7 +86,9 @@ class StudyRun:
 def read_grid(path: Path) -> Grid:
     """The grid in `path`, paths absolute. Raises ConfigError naming key, line and fix."""
     try:
-        tree, lines = read_tree(path.read_text(encoding="utf-8"))
+        document = read_document(path.read_text(encoding="utf-8"))
+        lines = document.lines
+        tree = _as_written(mapping_of(document), document, path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError.of("GRID", f"{path} cannot be read: {error}", "name a YAML file") from error
     except YamlFault as fault:
@@ -86,7 +98,7 @@ def read_grid(path: Path) -> Grid:
         raise ConfigError(str(path), [problem]) from fault
     folder = path.parent.absolute()
     try:
-        grid = Grid.model_validate_json(json.dumps(tree, default=str), strict=True)
+        grid = Grid.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise ConfigError(str(path), _problems(error, lines)) from error
     return grid.model_copy(
@@ -104,6 +116,31 @@ def read_grid(path: Path) -> Grid:
             },
         }
     )
+
+
+def _as_written(tree: dict[str, Any], document: YamlDocument, path: Path) -> dict[str, Any]:
+    """`tree` with what its user wrote: names and paths are text, and an override is what its key
+    takes. Raises ConfigError."""
+    problems: list[Problem] = []
+
+    def settled(value: Any, place: Place) -> Any:
+        if len(place) == 4 and place[0] == "axes":
+            key = tuple(place[3].split("."))
+            below = unquoted_below(document.unquoted, place)
+            unquoted = {(*key, *at): written for at, written in below.items()}
+            line = document.lines[".".join(place)]
+            return as_written(value, unquoted, key, {}, Origins(f"{path}:{line}", {}), problems)
+        if isinstance(value, dict):
+            return {key: settled(one, (*place, key)) for key, one in value.items()}
+        if isinstance(value, list):
+            return [settled(one, (*place, str(at))) for at, one in enumerate(value)]
+        written = document.unquoted.get(place)
+        return value if written is None or is_null(written) else written
+
+    tree = settled(tree, ())
+    if problems:
+        raise ConfigError(str(path), problems)
+    return tree
 
 
 def _problems(error: ValidationError, lines: Mapping[str, int]) -> list[Problem]:

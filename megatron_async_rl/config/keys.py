@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -107,6 +107,54 @@ def models_at(dotted: Sequence[str | int], tree: Any) -> tuple[type[Strict], ...
         named = is_named(fields[0].annotation)
         models = _chosen(models_in(fields[0].annotation), tree)
     return () if named else models
+
+
+def leaf_types(dotted: Sequence[str], tree: Any) -> set[Any]:
+    """The types that the value at `dotted` may have: `{Path}`, `{str, NoneType}`, `{Any}`. `tree`
+    (the user's own values) selects the chosen method; a plug-in's settings may be anything, and a
+    place that does not exist has none."""
+    found: set[Any] = {Config}
+    for part in dotted:
+        methods = _methods(found)
+        if methods and isinstance(tree, dict) and ":" in str(tree.get("name")):
+            return {Any}
+        holders = set(_chosen(methods, tree)) if methods else found
+        tree = _child(tree, part)
+        found = {
+            one for each in holders for inner in _inside(each, part) for one in _alternatives(inner)
+        }
+    return found
+
+
+def _methods(types: Set[Any]) -> tuple[type[Strict], ...]:
+    models = tuple(one for one in types if isinstance(one, type) and issubclass(one, Strict))
+    return models if is_method(models) else ()
+
+
+def _inside(annotation: Any, part: str) -> Iterator[Any]:
+    """Annotations of what `part`, a key or an index, holds in a value of type `annotation`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if annotation is Any:
+        yield Any
+    elif isinstance(annotation, type) and issubclass(annotation, Strict):
+        if part in annotation.model_fields:
+            yield annotation.model_fields[part].annotation
+    elif origin in (tuple, list) and part.isdigit():
+        yield from (one for one in parts if one is not Ellipsis)
+    elif origin is Mapping:
+        yield parts[1]
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    """The members of a union, without what is annotated to them."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif origin in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from _alternatives(part)
+    else:
+        yield annotation
 
 
 def _child(tree: Any, part: str | int) -> Any:

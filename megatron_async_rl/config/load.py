@@ -1,13 +1,13 @@
 """A YAML file and dotted overrides to a Config, and back.
 
-The YAML differs from that of PyYAML's safe loader in two ways: a key given twice is refused, and
-numbers are YAML 1.2's, so that `1e-4` is a number and not text.
-
 Invariants:
 - nothing a user wrote is ignored: unknown keys, keys given twice and values of the wrong type raise
   ConfigError;
-- relative paths in a file are taken from the file's folder, those in an override from the current
-  folder;
+- nothing a user wrote is changed: a key that takes text or a path gets the text as written, whatever
+  YAML would read it as (`run.dir=2024-01-01`, `data.system_prompt=Answer after ####`); elsewhere,
+  text that YAML versions read differently (`010`, `on`) and text that YAML would cut are refused;
+- every path is absolute, so that all processes of a run mean the same file: relative paths in a file
+  are taken from the file's folder, those in an override from the current folder;
 - `load` of what `dump` wrote gives an equal Config, and text that was written reads back as it was.
 """
 
@@ -16,16 +16,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from megatron_async_rl.config.errors import Origins, explain
 from megatron_async_rl.config.keys import (
     is_method,
+    leaf_types,
     models_at,
     path_keys,
     pattern_of,
@@ -33,141 +34,26 @@ from megatron_async_rl.config.keys import (
 )
 from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.schema import Config
-
-
-class YamlFault(Exception):
-    """`line` counts from 1, null where unknown; `key` is the dotted key in fault, where there is
-    one."""
-
-    def __init__(
-        self, what: str, fix: str, *, line: int | None = None, key: str | None = None
-    ) -> None:
-        super().__init__(what)
-        self.what = what
-        self.fix = fix
-        self.line = line
-        self.key = key
-
+from megatron_async_rl.config.yaml_tree import (
+    NO_VALUE,
+    Place,
+    YamlDocument,
+    YamlFault,
+    doubt,
+    is_null,
+    mapping_of,
+    read_document,
+    write,
+)
 
 HUB = "hf://"
 """Begins the name of a model or data set on a hub, which no folder has a part in."""
-
-_FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-
-
-class _Loader(yaml.SafeLoader):
-    pass
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that the loader would take for numbers, and escapes the line breaks it would
-    fold into spaces."""
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        style = '"' if any(character in data for character in "\x85\u2028\u2029") else None
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_str)
-
-
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-
-
-def write(value: Any, *, one_line: bool = False) -> str:
-    width = 10**6 if one_line else 120
-    text = yaml.dump(
-        value,
-        Dumper=_Dumper,
-        default_flow_style=one_line,
-        sort_keys=False,
-        allow_unicode=True,
-        width=width,
-    )
-    return str(text)
-
-
-def read_tree(text: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in `text`, and the line of every dotted key in it. An empty text is an empty
-    mapping."""
-    value, lines = _read(text)
-    if value is None:
-        return {}, lines
-    if not isinstance(value, dict):
-        raise YamlFault(
-            f"holds a {type(value).__name__}, not a mapping of sections",
-            "write `run:`, `model:`, `data:`, ...",
-            line=1,
-        )
-    return value, lines
-
-
-def parse_value(text: str) -> Any:
-    """One value as it would stand in the file: `1e-4`, `[]`, `null`, `{name: gac}`, text."""
-    return _read(text)[0]
-
-
-def _read(text: str) -> tuple[Any, dict[str, int]]:
-    lines: dict[str, int] = {}
-    loader = None
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None, lines
-        _index_lines(node, "", lines)
-        return loader.construct_document(node), lines
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        context = getattr(error, "context", None)
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        what = f"is not YAML: {problem}" + (f" ({context})" if context else "")
-        column = f", column {mark.column + 1}" if mark else ""
-        fix = (
-            f"look at line {mark.line + 1}{column} and the line before it: indentation, a colon, a"
-            " quote or a bracket"
-            if mark
-            else "fix the YAML"
-        )
-        raise YamlFault(what, fix, line=mark.line + 1 if mark else None) from error
-    except RecursionError as error:
-        raise YamlFault("holds an anchor that contains itself", "write it out") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _index_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key_node, value_node in node.value:
-            key = (
-                f"{prefix}{key_node.value}"
-                if isinstance(key_node, yaml.ScalarNode)
-                else f"{prefix}?"
-            )
-            line = key_node.start_mark.line + 1
-            if key in lines and key_node.tag != "tag:yaml.org,2002:merge":
-                raise YamlFault(
-                    f"is given twice, on lines {lines[key]} and {line}",
-                    "keep one of them",
-                    line=line,
-                    key=key,
-                )
-            lines[key] = line
-            _index_lines(value_node, key + ".", lines)
-    elif isinstance(node, yaml.SequenceNode):
-        for position, item in enumerate(node.value):
-            lines[f"{prefix}{position}"] = item.start_mark.line + 1
-            _index_lines(item, f"{prefix}{position}.", lines)
-
 
 Tree = dict[str, Any]
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in `path`, changed by `overrides` (`dotted.key=value`, the value read as
-    YAML), in order.
+    """The configuration in `path`, changed by `overrides` (`dotted.key=value`), in order.
 
     Raises ConfigError, which names the file and line or the override, the key, what was given and
     what is expected.
@@ -182,21 +68,32 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
             [Problem(key=str(path), what=f"cannot be read: {reason}", fix=_look_near(path))],
         ) from error
     try:
-        tree, lines = read_tree(text)
+        document = read_document(text)
+        tree = mapping_of(document)
     except YamlFault as fault:
         where = f"{path}:{fault.line}" if fault.line else str(path)
         raise ConfigError(
             str(path),
             [Problem(key=fault.key or "YAML", what=fault.what, fix=fault.fix, where=where)],
         ) from fault
+    origins = Origins(str(path), document.lines)
+    problems: list[Problem] = []
+    tree = as_written(tree, document.unquoted, (), tree, origins, problems)
+    for place, comment in document.cut.items():
+        if _is_text(leaf_types(place, tree)):
+            what = f"its text ends before {comment!r}, which is a comment in YAML"
+            fix = "put the whole text into quotes, or a blank after the # of a comment"
+            key = ".".join(place)
+            problems.append(Problem(key=key, what=what, fix=fix, where=origins.of(key)))
+    if problems:
+        raise ConfigError(str(path), problems)
     resolve_paths(tree, "", path.parent)
-    origins = Origins(str(path), lines)
     for override in overrides:
         _override(tree, override, origins)
     try:
         # As JSON, strict: a list is a tuple and text is a path, but "3" is no number and true is no
         # 1.
-        return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
+        return Config.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise ConfigError(str(path), explain(error, tree, origins)) from error
 
@@ -215,6 +112,55 @@ def _look_near(path: Path) -> str:
         if near
         else "check the path; `mar init` writes a config, and `mar examples` copies some"
     )
+
+
+def as_written(
+    value: Any,
+    unquoted: Mapping[Place, str],
+    place: Place,
+    tree: Tree,
+    origins: Origins,
+    problems: list[Problem],
+) -> Any:
+    """`value`, which stands at `place` of `tree`, as its user wrote it: for keys that take text the
+    text itself. Adds to `problems` what cannot be kept. `unquoted`: of a YamlDocument, by places in
+    `tree`."""
+    if isinstance(value, dict):
+        return {
+            key: as_written(one, unquoted, (*place, key), tree, origins, problems)
+            for key, one in value.items()
+        }
+    if isinstance(value, list):
+        return [
+            as_written(one, unquoted, (*place, str(at)), tree, origins, problems)
+            for at, one in enumerate(value)
+        ]
+    written, key = unquoted.get(place), ".".join(place)
+    if isinstance(value, str) and (found := _not_text(value)) is not None:
+        problems.append(Problem(key=key, what=found[0], fix=found[1], where=origins.of(key)))
+    if written is None:
+        return value
+    types = leaf_types(place, tree)
+    if _is_text(types):
+        # Null where the key takes null; where it does not, null is refused as such.
+        return value if is_null(written) else written
+    found = doubt(written) if types & {Any, bool, int, float} else None
+    if found is not None:
+        problems.append(Problem(key=key, what=found[0], fix=found[1], where=origins.of(key)))
+    return value
+
+
+def _is_text(types: Set[Any]) -> bool:
+    """True for a key that takes text and no number."""
+    return bool(types & {str, Path}) and not types & {Any, bool, int, float}
+
+
+def _not_text(value: str) -> tuple[str, str] | None:
+    """What is wrong with text that UTF-8 cannot hold, and the fix."""
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        fix = "write it in the encoding of your locale (`locale charmap`), or rename the file"
+        return f"{_printable(value)} holds bytes that are not text in this locale", fix
+    return None
 
 
 def resolve_paths(tree: Any, prefix: str, folder: Path) -> Any:
@@ -251,14 +197,34 @@ def _holders(tree: Any, parents: Sequence[str]) -> Iterator[dict[str, Any]]:
 def _absolute(key: str, value: Any, folder: Path) -> Any:
     if not isinstance(value, str) or value.startswith(HUB):
         return value
-    return os.path.abspath(folder / Path(value).expanduser())
+    return str(_path(key, value, folder))
+
+
+def _path(key: str, value: str, folder: Path) -> Path:
+    """The absolute path that `value` means from `folder`. Raises ConfigError for one that cannot be a
+    file's, or that libraries would read as another."""
+    try:
+        if "\0" in value:
+            raise RuntimeError("no path holds a NUL character")
+        path = os.path.abspath(folder / Path(value).expanduser())
+    except RuntimeError as error:  # `~name` of a user that does not exist, too
+        problem = Problem(key=key, what=f"{value!r}: {error}", fix="write the whole path")
+        raise ConfigError("", [problem]) from error
+    encoding = sys.getfilesystemencoding()
+    # Libraries in other languages (TensorBoard, safetensors, tokenizers) open a path by its UTF-8
+    # bytes, Python by those of the locale: outside ASCII, these would be two files.
+    if not path.isascii() and (encoding != "utf-8" or _not_text(path) is not None):
+        what = f"{_printable(path)} is not a path that all parts of a run can open in this locale"
+        fix = "set LC_ALL=C.UTF-8 or another UTF-8 locale, or take a path of ASCII characters"
+        raise ConfigError("", [Problem(key=key, what=f"{what} ({encoding})", fix=fix)])
+    return Path(path)
 
 
 def _content(key: str, value: Any, folder: Path) -> Any:
     """A template holds a brace, and the name of a file none."""
     if not isinstance(value, str) or "{" in value or "\n" in value:
         return value
-    path = Path(os.path.abspath(folder / Path(value).expanduser()))
+    path = _path(key, value, folder)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -270,21 +236,35 @@ def _content(key: str, value: Any, folder: Path) -> Any:
 
 def _override(tree: Tree, override: str, origins: Origins) -> None:
     key, equals, text = override.partition("=")
+    if key != key.rstrip():  # `key = value`: the blanks are around the sign
+        text = text.lstrip()
     key = key.strip()
-    where = f"command line: {override}"
+    where = f"command line: {_printable(override)}"
     parts = key.split(".")
     if not equals or not all(parts):
         fix = "write dotted.key=value, such as policy.optimizer.lr=1e-4"
         raise ConfigError(
-            "command line", [Problem(key=override, what="is not an override", fix=fix)]
+            "command line",
+            [Problem(key=_printable(override), what="is not an override", fix=fix)],
         )
+    if (unreadable := _not_text(key)) is not None:
+        what, fix = unreadable
+        raise ConfigError(
+            "command line", [Problem(key=_printable(key), what=what, fix=fix, where=where)]
+        )
+    origins.set(key, where)
+    place = tuple(parts)
     try:
-        value = parse_value(text)
+        document = _override_value(place, text, tree)
     except YamlFault as fault:
         raise ConfigError(
-            "command line",
-            [Problem(key=key, what=fault.what, fix="quote the value as YAML", where=where)],
+            "command line", [Problem(key=key, what=fault.what, fix=fault.fix, where=where)]
         ) from fault
+    unquoted = {(*place, *at): written for at, written in document.unquoted.items()}
+    problems: list[Problem] = []
+    value = as_written(document.value, unquoted, place, tree, origins, problems)
+    if problems:
+        raise ConfigError("command line", problems)
     value = resolve_paths(value, key, Path.cwd())
     holder: Any = tree
     for depth, part in enumerate(parts[:-1]):
@@ -294,7 +274,36 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
         holder[_index(holder, last, key, where)] = value
     elif isinstance(holder, dict):
         holder[last] = value
-    origins.set(key, where)
+
+
+def _override_value(place: Place, text: str, tree: Tree) -> YamlDocument:
+    """The value that `text` gives to the key at `place`. Raises YamlFault."""
+    if not text.strip():
+        raise YamlFault(*NO_VALUE)
+    if _is_text(leaf_types(place, tree)) and not _is_quoted(text) and not is_null(text.strip()):
+        # Not YAML: a `#`, a colon, a brace or a line break in it is the user's.
+        return YamlDocument(value=text)
+    try:
+        return read_document(text, comments=False)
+    except YamlFault as fault:
+        if fault.line is None:
+            raise
+        raise YamlFault(fault.what, "quote the value as YAML", line=fault.line) from fault
+
+
+def _is_quoted(text: str) -> bool:
+    """True if `text` as a whole is one quoted YAML scalar."""
+    if text.strip()[:1] not in ("'", '"'):
+        return False
+    try:
+        document = read_document(text, comments=False)
+    except YamlFault:
+        return False
+    return isinstance(document.value, str)
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _step_into(

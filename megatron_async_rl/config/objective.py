@@ -71,7 +71,8 @@ class OverlongConfig(Strict):
     falling linearly."""
 
     max_length: PositiveInt
-    """Response tokens at which the penalty is whole."""
+    """Response tokens at which the penalty is whole. Tokens of an environment (tool output) are not
+    counted: the policy did not choose them."""
     buffer: PositiveInt
     """Tokens before max_length over which it grows."""
     penalty: PositiveFloat = 1.0

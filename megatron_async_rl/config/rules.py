@@ -228,7 +228,13 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f" sampled the oldest token: with flow.async_ratio: {flow.async_ratio:g} a batch holds"
             f" up to {versions} versions ({' and '.join(kept)}); set it to at least {versions}"
         )
-    if (
+    if loss.whole_group_of_one_version and flow.selection.name == "replay":
+        yield (
+            f"objective.loss: {loss.name} is defined for groups sampled by one weight version, and"
+            " flow.selection: replay draws stored responses of several; set flow.selection:"
+            " oldest_first, or exact_lag"
+        )
+    elif (
         loss.whole_group_of_one_version
         and flow.async_ratio > 0
         and flow.selection.name != "exact_lag"

@@ -37,15 +37,14 @@ class Displacement(Control):
         self.settings = settings
 
     def before_update(self, update: UpdateView) -> UpdateCorrection:
-        """Metrics: displacement/cosine, absent where D or u is 0, and displacement/removed, |u -
-        u'| / |u|."""
-        nothing = UpdateCorrection(metrics={"displacement/removed": 0.0})
+        """Metrics: displacement/cosine, and displacement/removed, |u - u'| / |u|; absent where D or
+        u is 0."""
         if update.displacement is None:
-            return nothing
+            return UpdateCorrection()
         product, norm, distance = products_of(update.gradients, update.update, update.displacement)
         lengths = norm * distance
         if not (math.isfinite(lengths) and lengths > 0.0):
-            return nothing
+            return UpdateCorrection()
         cosine = max(-1.0, min(1.0, product / math.sqrt(lengths)))
         if cosine <= self.settings.c_low:
             return UpdateCorrection(

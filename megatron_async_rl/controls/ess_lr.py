@@ -74,7 +74,8 @@ class EssLr(Control):
         return self.on_policy_sum / self.on_policy_steps if self.on_policy_steps else 1.0
 
     def apply(self, step: StepView) -> Decision:
-        """Metrics: ess_lr/scale, ess_lr/ess_ratio (of the weights used), ess_lr/reference_ratio."""
+        """Metrics: ess_lr/scale, ess_lr/ess_ratio (of the weights used), and ess_lr/reference_ratio,
+        absent until it is known."""
         log_weights = step.log_weights
         if len(log_weights) == 0:
             return Decision()
@@ -88,11 +89,9 @@ class EssLr(Control):
         scale = lr_scale(
             ratio, rule=self.settings.rule, reference_ratio=reference, floor=self.settings.floor
         )
-        metrics = {
-            "ess_lr/scale": scale,
-            "ess_lr/ess_ratio": ratio,
-            "ess_lr/reference_ratio": reference,
-        }
+        metrics = {"ess_lr/scale": scale, "ess_lr/ess_ratio": ratio}
+        if self.settings.reference_ratio != "auto" or self.on_policy_steps:
+            metrics["ess_lr/reference_ratio"] = reference
         return Decision(lr_scale=scale, metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:

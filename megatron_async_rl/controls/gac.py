@@ -46,11 +46,12 @@ if TYPE_CHECKING:
 
 
 class Gac(AlignmentControl):
-    """Projects the gradients in place. Metric of its own: gac/removed, |g - g'| / |g|."""
+    """Projects the gradients in place. Metric of its own: gac/removed, |g - g'| / |g|, absent without
+    a previous gradient."""
 
     def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
         if verdict.cosine is None:
-            return Decision(metrics={"gac/removed": 0.0})
+            return Decision()
         change = verdict.along - verdict.cosine if verdict.along is not None else 0.0
         self.sweep(gradients, verdict, change=change)
         norm = verdict.norm * verdict.left
@@ -62,10 +63,10 @@ class MatchedNorm(AlignmentControl):
     projection not made."""
 
     def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
-        scale = 1.0
-        if verdict.cosine is not None:
-            self.sweep(gradients, verdict, change=0.0)
-            scale = verdict.left
+        if verdict.cosine is None:
+            return Decision()
+        self.sweep(gradients, verdict, change=0.0)
+        scale = verdict.left
         return Decision(gradient_scale=scale, metrics={"matched_norm/scale": scale})
 
 
@@ -83,14 +84,15 @@ class MatchedLr(Control):
         self.scale = 1.0
 
     def apply(self, step: StepView) -> Decision:
-        """Metric: matched_lr/scale."""
+        """Metric: matched_lr/scale, absent until an update was measured."""
         norm = step.optimizer.last_update_norm if step.optimizer.updates > self.seen else None
         self.seen = step.optimizer.updates
         if norm is not None:
             self.total += norm / self.scale
             self.counted += 1
-        if self.total > 0.0:
-            self.scale = self.settings.target_update_norm * self.counted / self.total
+        if self.total <= 0.0:
+            return Decision(lr_scale=self.scale)
+        self.scale = self.settings.target_update_norm * self.counted / self.total
         return Decision(lr_scale=self.scale, metrics={"matched_lr/scale": self.scale})
 
     def state_dict(self) -> dict[str, Any]:

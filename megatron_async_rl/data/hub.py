@@ -30,6 +30,7 @@ import yaml
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.data.files import (
     FORMATS,
     alternatives_of,
@@ -154,10 +155,9 @@ def _replaced[Model: Strict](model: Model, prefix: str, place: Any) -> Model:
 def _earlier(run_dir: Path) -> Mapping[str, Any]:
     """The configuration that the run in this directory has; empty where there is none."""
     try:
-        tree = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0]
+    except (OSError, ValueError, YamlFault):
         return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def _pinned(before: Mapping[str, Any], key: str, name: HubName) -> str | None:

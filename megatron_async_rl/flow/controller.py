@@ -418,7 +418,7 @@ class Controller(Listener):
             if not file.exists():
                 continue
             try:
-                text = file.read_text()
+                text = file.read_text(encoding="utf-8")
                 file.unlink()
                 await self._fleet.resize(int(text), self._spec.timeout_s)
             except (OSError, ValueError) as error:

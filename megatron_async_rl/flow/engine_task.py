@@ -39,6 +39,7 @@ from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 from megatron_async_rl.watchdog.events import described, out_of_memory, with_notes
+from megatron_async_rl.watchdog.host_memory import Memory
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 
 REPORT_S = 1.0
@@ -93,8 +94,8 @@ class EngineSlot:
     """For good."""
     lost: str = ""
     """Why it is not there."""
-    memory_out: Phase | None = None
-    """In which its device's memory ran out, where that is why."""
+    memory_out: tuple[Phase, Memory] | None = None
+    """The phase, and the memory that ran out in it, where that is why."""
     restarts: int = 0
     held: dict[str, Asked] = field(default_factory=dict)
     aborting: set[str] = field(default_factory=set)
@@ -270,7 +271,8 @@ class EngineTask:
             suspect = isinstance(error, EngineLost) and error.suspect
             slot.engine, slot.serving, slot.asleep, slot.version = None, False, False, -1
             phase = error.phase if isinstance(error, EngineStartError) else self._turns.phase
-            slot.memory_out = phase if out_of_memory(error) else None
+            memory = out_of_memory(error)
+            slot.memory_out = (phase, memory) if memory is not None else None
             self._updates.forget(slot.index)
             self._owner.on_lost(slot, with_notes(error), suspect=suspect)
             if engine is not None:

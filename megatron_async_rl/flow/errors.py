@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Sample
+from megatron_async_rl.watchdog.host_memory import Memory
 
 LATE_SHOWN = 8
 """Late groups that a message names."""
@@ -33,15 +34,16 @@ class EngineFailed(FlowError):
 
 
 class EngineMemoryOut(EngineFailed):
-    """No engine is left, and the memory of a device ran out. `phase`: in which (colocated.py)."""
+    """No engine is left, and memory ran out: a device's, or a host's. `phase`: in which
+    (colocated.py)."""
 
     timed_out = False
-    out_of_memory = True
 
-    def __init__(self, message: str, phase: Phase) -> None:
-        super().__init__(message, phase)
+    def __init__(self, message: str, phase: Phase, memory: Memory = "device") -> None:
+        super().__init__(message, phase, memory)
         self.message = message
         self.phase = phase
+        self.out_of_memory = memory
 
     def __str__(self) -> str:
         return self.message

@@ -128,7 +128,8 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """Of this result, in which the set has no name."""
         return {
-            "eval/mean": self.mean_reward,
+            # Absent where every reward failed: a share of passed ones is known even then.
+            **({"eval/mean": self.mean_reward} if math.isfinite(self.mean_reward) else {}),
             "eval/truncated": self.truncated,
             **_passed("eval/pass@k", self),
             **_parts("eval/part/NAME", self),

@@ -258,5 +258,5 @@ def all_lost(slots: Iterable[EngineSlot], evaluates: bool) -> EngineFailed:
     peers = [slot for slot in slots if slot.evaluates == evaluates]
     reasons = "; ".join(f"engine {slot.index}: {slot.lost}" for slot in peers)
     message = f"no {kind} engine is left: {reasons}"
-    phases = [slot.memory_out for slot in peers if slot.memory_out is not None]
-    return EngineMemoryOut(message, phases[0]) if phases else EngineFailed(message)
+    out = [slot.memory_out for slot in peers if slot.memory_out is not None]
+    return EngineMemoryOut(message, *out[0]) if out else EngineFailed(message)

@@ -37,17 +37,23 @@ COUNTS = (
 def summarise(
     batch: RankBatch, max_lag: int, update_norm: float | None = None
 ) -> dict[str, MetricValue]:
-    """Metrics of what this step trains on. Keys are documented in docs/metrics.md.
+    """Metrics of what this step trains on: the samples whose reward did not fail. Keys are
+    documented in docs/metrics.md; one without data is left out.
 
-    `lag/histogram` has one count of response tokens per lag, from 0 to at least `max_lag`. Rewards
-    are over the samples whose reward did not fail. `update_norm`: how far the step moved the
-    weights, where a control measured it.
+    `lag/histogram` has one count of response tokens per lag, from 0 to at least `max_lag`.
+    `update_norm`: how far the step moved the weights, where a control measured it.
     """
+    errors: dict[str, MetricValue] = {"reward/errors": int((~batch.valid).sum())}
+    equal = _equal_groups(batch)
+    if not batch.valid.any():
+        return errors
+    if not batch.valid.all():
+        batch = batch.select(np.flatnonzero(batch.valid))
     lags = batch.version - batch.versions
     starts = batch.version - batch.start_versions
     mixed = batch.start_versions != batch.last_versions
     metrics: dict[str, MetricValue] = {
-        "reward/errors": int((~batch.valid).sum()),
+        **errors,
         "response/length_mean": float(batch.lengths.mean()),
         "response/length_max": int(batch.lengths.max()),
         "response/truncated": float(batch.truncated.mean()),
@@ -58,7 +64,7 @@ def summarise(
         "lag/max": int(lags.max()),
         "lag/histogram": np.bincount(lags, minlength=max_lag + 1).tolist(),
         "trained/length_histogram": length_histogram(batch.lengths),
-        "tokens/trained": int(batch.trained[batch.valid].sum()),
+        "tokens/trained": int(batch.trained.sum()),
         "tokens/prompt": int(batch.prompt_lengths.sum()),
     }
     if not batch.loss_mask.all():
@@ -73,23 +79,31 @@ def summarise(
     if update_norm is not None:
         metrics["staleness/drift"] = int(starts.max()) * update_norm
 
-    rewards = batch.rewards[batch.valid]
-    if batch.sampled.any() and len(rewards):
-        metrics["reward/mean"] = float(rewards.mean())
-        metrics["reward/std"] = float(rewards.std())
-        groups = batch.group.max() + 1
-        lowest, highest = np.full(groups, np.inf), np.full(groups, -np.inf)
-        np.minimum.at(lowest, batch.group[batch.valid], rewards)
-        np.maximum.at(highest, batch.group[batch.valid], rewards)
-        metrics["reward/equal_groups"] = float(np.mean(lowest >= highest))
-        metrics |= _part_means(batch)
+    if batch.sampled.any():
+        metrics["reward/mean"] = float(batch.rewards.mean())
+        if len(batch) > 1:
+            metrics["reward/std"] = float(batch.rewards.std())
+        metrics |= equal | _part_means(batch)
     return metrics
+
+
+def _equal_groups(batch: RankBatch) -> dict[str, MetricValue]:
+    """Over groups of several samples, one alone equals nothing. Failed rewards teach nothing
+    either."""
+    groups = int(batch.group.max()) + 1
+    lowest, highest = np.full(groups, np.inf), np.full(groups, -np.inf)
+    np.minimum.at(lowest, batch.group[batch.valid], batch.rewards[batch.valid])
+    np.maximum.at(highest, batch.group[batch.valid], batch.rewards[batch.valid])
+    several = np.bincount(batch.group, minlength=groups) > 1
+    if not several.any():
+        return {}
+    return {"reward/equal_groups": float(np.mean((lowest >= highest)[several]))}
 
 
 def _part_means(batch: RankBatch) -> dict[str, MetricValue]:
     values: dict[str, list[float]] = {}
-    for parts, valid in zip(batch.reward_parts.to_pylist(), batch.valid, strict=True):
-        for name, value in (parts or ()) if valid else ():
+    for parts in batch.reward_parts.to_pylist():
+        for name, value in parts or ():
             values.setdefault(name, []).append(value)
     return {
         "reward/part/NAME".replace("NAME", name): float(np.mean(every))
@@ -131,6 +145,8 @@ class EngineCounts:
     tokens: int
     busy_s: float
     restarts: int
+    generated: int = 0
+    """Those of `tokens` that are for training."""
 
 
 def engine_counts(slot: EngineSlot) -> EngineCounts:
@@ -140,6 +156,7 @@ def engine_counts(slot: EngineSlot) -> EngineCounts:
         version=slot.version,
         in_flight=len(slot.held),
         tokens=report.tokens if report else 0,
+        generated=report.generated if report else 0,
         busy_s=report.busy_s if report else 0.0,
         restarts=slot.restarts,
     )
@@ -162,10 +179,17 @@ def engine_metrics(
     new = EngineCounts(alive=True, version=0, in_flight=0, tokens=0, busy_s=0.0, restarts=0)
     earlier = [*before, *[new] * (len(now) - len(before))]
     busy = [_since(new.busy_s, old.busy_s) for new, old in zip(now, earlier, strict=True)]
-    shares = [min(1.0, spent / seconds) if seconds > 0 else 0.0 for spent in busy]
+    shares = [min(1.0, spent / seconds) for spent in busy] if seconds > 0 else []
+    busy_shares: dict[str, MetricValue] = (
+        {"engine/busy_share": sum(shares) / len(shares), "engine/busy_shares": shares}
+        if shares
+        else {}
+    )
     return {
-        "engine/busy_share": sum(shares) / len(shares),
-        "engine/busy_shares": shares,
+        **busy_shares,
+        "tokens/generated": int(
+            sum(_since(new.generated, old.generated) for new, old in zip(now, earlier, strict=True))
+        ),
         "engine/tokens": [
             _since(new.tokens, old.tokens) for new, old in zip(now, earlier, strict=True)
         ],
@@ -200,7 +224,6 @@ class FlowCounts:
 
     def __init__(self) -> None:
         self.responses = {"samples": 0, "tokens": 0, "truncated": 0, "reward_errors": 0}
-        self._logged_tokens = 0
         self._logged_at = time.monotonic()
         self._engines: Sequence[EngineCounts] = ()
 
@@ -229,7 +252,6 @@ class FlowCounts:
             if not slot.evaluates
         ]
         values: dict[str, MetricValue] = {
-            "tokens/generated": self.responses["tokens"] - self._logged_tokens,
             **flow_metrics(stats),
             **engine_metrics(engines, self._engines, now - self._logged_at),
         }
@@ -245,7 +267,7 @@ class FlowCounts:
                 "weights/relay_bytes": relayed.nbytes,
             }
         self._engines = counted(engines, self._engines, now - self._logged_at)
-        self._logged_tokens, self._logged_at = self.responses["tokens"], now
+        self._logged_at = now
         return values
 
 

@@ -39,7 +39,8 @@ from megatron_async_rl.rollout.cluster import prepare_environment
 from megatron_async_rl.samples.segments import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import EventReader, Failure, first_failure, record_failure
-from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY, find_cause
+from megatron_async_rl.watchdog.host_memory import kernel_kills_in_words
+from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, SECONDARY, find_cause
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, PARTIAL
 from megatron_async_rl.watchdog.watchdog import Watchdog
@@ -175,10 +176,10 @@ def _prepare_directory(config: Config) -> None:
         (run_dir / asked_of_the_run_before).unlink(missing_ok=True)
     resolved = run_dir / "config.yaml"
     text = dump(config)
-    if resolved.exists() and resolved.read_text() != text:
+    if resolved.exists() and resolved.read_bytes() != text.encode("utf-8"):
         earlier = len(list(run_dir.glob("config.*.yaml")))
         shutil.copy(resolved, run_dir / f"config.{earlier}.yaml")
-    resolved.write_text(text)
+    resolved.write_text(text, encoding="utf-8")
     for log in (run_dir / "logs").glob("*.log"):
         log.rename(log.with_suffix(".log.old"))
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
@@ -344,6 +345,8 @@ def _explain_failure(run_dir: Path, console: Console) -> None:
         cause = find_cause(run_dir / "logs")
     if cause is not None and (failure is None or cause.kind < failure.kind):
         message, place = cause.message, f"{cause.file}:{cause.line}"
+        kernel = kernel_kills_in_words() if cause.kind == KILLED else ""
+        message += f"\n  {kernel}" if kernel else ""
     elif failure is not None:
         message, place = failure.what, failure.where
         message += f"\n  fix: {failure.fix}" if failure.fix else ""

@@ -120,7 +120,7 @@ def _find(nodes: Nodes, config: Config, timeout_s: float, peers: PeerNodes) -> s
             f"has other versions than node 0 ({zero.host}): {differs}",
             "install the same environment on all nodes",
         )
-    theirs, ours = (run_dir / "config.yaml").read_text(), dump(config)
+    theirs, ours = (run_dir / "config.yaml").read_text(encoding="utf-8"), dump(config)
     if theirs != ours:
         lines = zip(theirs.splitlines(), ours.splitlines(), strict=False)
         there, here = next((pair for pair in lines if pair[0] != pair[1]), ("", ""))

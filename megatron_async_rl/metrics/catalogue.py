@@ -78,7 +78,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "samples", "Samples whose reward raised, timed out or was not finite."
             ),
             "reward/equal_groups": Metric(
-                "share", "Groups whose samples all have the same reward: they teach nothing."
+                "share",
+                "Groups of several samples whose samples all have the same reward: they teach"
+                " nothing.",
             ),
             "reward/part/NAME": Metric(
                 "reward",
@@ -128,8 +130,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "policy/grad_anomaly": Metric(
                 "factor",
-                "Gradient norm before the controls over the median of the last 50 steps, where it"
-                " is more than 20; else 0. What made it is in `anomalies.jsonl`.",
+                "Gradient norm before the controls over the median of the last 50 steps; absent"
+                " unless it is more than 20. What made it is in `anomalies.jsonl`.",
                 steps="largest",
             ),
             "policy/lr": Metric("per step", "Learning rate of the scheduler."),
@@ -191,7 +193,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "ratio/logp_diff_lag0_max": Metric(
                 "nats",
                 "The same over responses sampled wholly by the version trained: it should be"
-                " rounding.",
+                " rounding. Absent where there are none.",
                 steps="first",
             ),
             "ratio/prox_diff_max": Metric(
@@ -218,7 +220,10 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         },
     ),
     "Clipping": (
-        "Share of trained tokens whose ratio the loss clipped, by the sign of the advantage.",
+        (
+            "Share of trained tokens whose ratio the loss clipped, by the sign of the advantage;"
+            " absent without tokens of that sign."
+        ),
         {
             "clip/positive": Metric("share", "Of the tokens with a positive advantage."),
             "clip/negative": Metric("share", "Of the tokens with a negative advantage."),
@@ -367,7 +372,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         "",
         {
             "tokens/generated": Metric(
-                "tokens", "Response tokens the engines sampled since the last step."
+                "tokens",
+                "Response tokens the training engines sampled for training since the last step, as"
+                " far as they have reported; of aborted responses too, not an environment's.",
             ),
             "tokens/trained": Metric("tokens", "Response tokens with loss, this step."),
             "tokens/prompt": Metric("tokens", "Prompt tokens of this step's samples."),
@@ -516,7 +523,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "engine/busy_shares": Metric("share", "The same of each engine.", "per engine"),
             "engine/tokens": Metric(
-                "tokens", "Response tokens each engine finished.", "per engine"
+                "tokens",
+                "Response tokens each engine sampled, for training and evaluation.",
+                "per engine",
             ),
             "engine/in_flight": Metric(
                 "responses", "Given to each engine and not yet finished.", "per engine"
@@ -621,4 +630,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.buffer.write(page().encode("utf-8"))

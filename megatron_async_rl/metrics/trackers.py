@@ -255,14 +255,14 @@ def _numbers(values: Mapping[str, Value]) -> Iterator[tuple[str, float]]:
 
 def _identities(run_dir: Path) -> dict[str, str]:
     file = run_dir / IDENTITIES
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _identity(run_dir: Path, name: str, new: str) -> str:
     """The identity that RUN/trackers.json has of a tracker; written there if it has none."""
     known = _identities(run_dir)
     if name not in known:
-        (run_dir / IDENTITIES).write_text(json.dumps(known | {name: new}) + "\n")
+        (run_dir / IDENTITIES).write_text(json.dumps(known | {name: new}) + "\n", encoding="utf-8")
     return known.get(name, new)
 
 

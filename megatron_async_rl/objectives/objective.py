@@ -100,7 +100,7 @@ class Objective:
             whole = whole.replace(
                 logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
             )
-            whole = whole.replace(rewards=shaped_rewards(whole, samples.lengths, config))
+            whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
             penalty = kl_penalty(whole, config.kl)
             whole = whole.replace(token_rewards=token_rewards(whole, penalty))
             whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))

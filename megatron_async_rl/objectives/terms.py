@@ -29,7 +29,7 @@ def shaped_rewards(
     batch: TokenBatch, lengths: NDArray[np.int64], config: ObjectiveConfig
 ) -> Tensor:
     """[S]: R, minus DAPO's soft overlong punishment penalty * clip((length - (max_length - buffer))
-    / buffer, 0, 1)."""
+    / buffer, 0, 1). lengths: [S], tokens that the policy sampled, without an environment's."""
     rewards = batch.require("rewards")
     if config.overlong is None:
         return rewards

@@ -244,7 +244,8 @@ def _asked(code: str) -> tuple[str, str]:
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=PROBE_TIMEOUT_S,
             check=False,
         )
@@ -387,7 +388,7 @@ def _sandbox() -> Finding:
 def _allow_namespaces() -> str:
     for name, closed, opened in NAMESPACES:
         try:
-            found = (KERNEL / name).read_text().strip()
+            found = (KERNEL / name).read_text(encoding="utf-8").strip()
         except OSError:
             continue
         if found == closed:
@@ -400,7 +401,7 @@ def _allow_namespaces() -> str:
 
 def _cpu_flags() -> set[str]:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return set()
     return set(

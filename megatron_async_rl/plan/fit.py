@@ -36,6 +36,7 @@ from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.memory import EngineMemory, RankMemory
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
+from megatron_async_rl.watchdog.host_memory import largest_processes, state_in_words
 from megatron_async_rl.weights.manifest import IN_FLIGHT
 
 ESTIMATE_ERROR = 0.05
@@ -285,14 +286,36 @@ class DeviceMemoryOut(RuntimeError):
         self.fix = fix
 
 
+class HostMemoryOut(RuntimeError):
+    """A machine's memory ran out. `phase`: in which; `fix`: what helps."""
+
+    def __init__(self, said: str, phase: Phase, state: str, fix: str) -> None:
+        super().__init__(
+            f"host memory ran out in phase {phase}. It was: {said}. On rank 0's machine now: {state}"
+        )
+        self.phase = phase
+        self.fix = fix
+
+
 def memory_ran_out(
-    error: BaseException, config: Config, phase: Phase, held: Callable[[], Mapping[str, int]]
-) -> DeviceMemoryOut | None:
-    """The error for a user where a device's memory ran out, in a rank or an engine; null for
-    another error. phase: that the rank was in. held: bytes on its device, by holder."""
-    if not out_of_memory(error):
+    error: BaseException,
+    config: Config,
+    phase: Phase,
+    held: Callable[[], Mapping[str, int]],
+    *,
+    on_cpu: bool,
+) -> DeviceMemoryOut | HostMemoryOut | None:
+    """The error for a user where memory ran out, in a rank or an engine; null for another error.
+    phase: that the rank was in. held: bytes on its device, by holder. on_cpu: policy and
+    engines have no GPU, so that all their memory is the host's."""
+    memory = out_of_memory(error)
+    if memory is None:
         return None
     phase = getattr(error, "phase", phase)  # an engine's own
+    if memory == "host" or on_cpu:
+        said = " ".join(described(error).splitlines()[:LINES_SHOWN]).rstrip(".")
+        fix = _host_fix(config, "cpu" if on_cpu else "cuda")
+        return HostMemoryOut(said, phase, state_in_words(), fix)
     share = config.rollout.gpu_memory_utilization if config.rollout is not None else 0.0
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"
@@ -303,6 +326,37 @@ def memory_ran_out(
     fix = f"set one or several of {', '.join(named)}, or {larger}" if named else larger
     said = " ".join(described(error).splitlines()[:LINES_SHOWN])
     return DeviceMemoryOut(said, phase, held(), fix)
+
+
+def _host_fix(config: Config, device: Device) -> str:
+    named = [
+        f"{key}: {json.dumps(value).strip(chr(34))}"
+        for key, value in _host_changes(config, device)
+        if _value(config, key) != value and _changed(config, key, value) is not None
+    ]
+    fix = "end other programs on that machine, or give it more memory"
+    return f"{fix}; or set one or several of {', '.join(named)}" if named else fix
+
+
+def _host_changes(config: Config, device: Device) -> Iterator[tuple[str, Any]]:
+    """Changes that need less host memory. Without a GPU weights, caches and activations are there,
+    and more ranks would not help: they share it."""
+    policy, rollout = config.policy, config.rollout
+    if device == "cpu":
+        if rollout is not None:
+            yield "rollout.kv_cache_gib", rollout.kv_cache_gib / 2
+            yield "rollout.engines", max(1, rollout.engines // 2)
+        half = policy.tokens_per_micro_batch // 2
+        if rollout is None or half > rollout.sampling.max_tokens:
+            yield "policy.tokens_per_micro_batch", half
+        yield "policy.recompute", "full"
+        yield "policy.optimizer.moment_dtype", "bfloat16"
+        yield "model.dtype", "bfloat16"
+    else:
+        yield "policy.optimizer.moment_offload", "none"
+    yield "checkpoint.asynchronous", False
+    if rollout is not None:
+        yield "rollout.reward.workers", max(1, rollout.reward.workers // 2)
 
 
 def _gpu_bytes(machine: Machine) -> int:
@@ -393,9 +447,23 @@ def host_notes(
     ranks: Sequence[RankMemory],
     engine: EngineMemory | None,
 ) -> list[str]:
-    """More than the memory of this machine."""
+    """Notes on more than the memory of this machine."""
     if machine.described or not ranks:
         return []
+    needed, what = _host_needed(config, machine, device, ranks, engine)
+    if needed <= machine.memory:
+        return []
+    return [f"{what}, this machine gives {machine.memory / GIB:.1f} GiB"]
+
+
+def _host_needed(
+    config: Config,
+    machine: Machine,
+    device: Device,
+    ranks: Sequence[RankMemory],
+    engine: EngineMemory | None,
+) -> tuple[int, str]:
+    """Bytes of host memory that this machine's part of a run needs, and what they are."""
     if device == "cpu":
         elsewhere = engines_elsewhere(config, machine)
         needed = _host_bytes(config, ranks, None if elsewhere else engine)
@@ -410,9 +478,30 @@ def host_notes(
             " that a checkpoint is written from (checkpoint.asynchronous) take about"
             f" {needed / GIB:.1f} GiB of host memory over all ranks of a machine"
         )
-    if needed <= machine.memory:
+    return needed, what
+
+
+def free_memory_problems(
+    config: Config,
+    machine: Machine,
+    device: Device,
+    ranks: Sequence[RankMemory],
+    engine: EngineMemory | None,
+) -> list[Problem]:
+    """Problems of a run that this machine has no free memory for, as other programs hold it."""
+    if machine.free_memory is None or not ranks or (device == "cpu" and machine.nodes > 1):
         return []
-    return [f"{what}, this machine gives {machine.memory / GIB:.1f} GiB"]
+    needed, what = _host_needed(config, machine, device, ranks, engine)
+    if (1 - ESTIMATE_ERROR) * needed <= machine.free_memory:
+        return []
+    return [
+        Problem(
+            key="host memory",
+            what=f"{what}, and {machine.free_memory / GIB:.1f} GiB are free; largest processes:"
+            f" {'; '.join(largest_processes())}",
+            fix=_host_fix(config, device),
+        )
+    ]
 
 
 def _host_bytes(config: Config, ranks: Sequence[RankMemory], engine: EngineMemory | None) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_async_rl.config.fp8 import version_of
 from megatron_async_rl.policy.supported import PINNED
+from megatron_async_rl.watchdog.host_memory import free_bytes, total_bytes
 
 GIB = 2**30
 MIB = 2**20
@@ -113,6 +114,8 @@ class Machine:
     engine_nodes: int = 0
     described: bool = False
     transformer_engine: str | None = None
+    free_memory: int | None = None
+    """Bytes of `memory` that no other program holds; null where that is not known."""
 
 
 def described_machine(
@@ -164,7 +167,8 @@ def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     return Machine(
         cores=usable_cores(),
-        memory=_usable_memory(),
+        memory=total_bytes(),
+        free_memory=free_bytes(),
         shared_memory=shared,
         gpus=gpus_here(os.environ.get("CUDA_VISIBLE_DEVICES")),
         nodes=nodes,
@@ -195,19 +199,10 @@ def usable_cores() -> int:
     """Cores this process may run on: its affinity, cut by the container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-
-
-def _usable_memory() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return total if limit == "max" else min(total, int(limit))
 
 
 def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
@@ -254,7 +249,8 @@ def _asked(command: str, query: str) -> list[list[str]]:
         answer = subprocess.run(
             [command, query, "--format=csv,noheader,nounits"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=NVIDIA_SMI_TIMEOUT_S,
             check=True,
         ).stdout

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_async_rl.config.environment import AGENTS, TOOLS
-from megatron_async_rl.config.load import YamlFault, load, parse_value
+from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, DataError, Problem, shipped
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
 from megatron_async_rl.data.hub import located
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
@@ -89,7 +90,7 @@ def write_config(answers: Answers, out: Path) -> list[Path]:
     starters = answers.reward.starters()
     try:
         for file, text in starters.items():
-            file.write_text(text)
+            file.write_text(text, encoding="utf-8")
         _write_accepted(answers, out)
     except BaseException:
         for file in starters:
@@ -107,7 +108,7 @@ def _write_accepted(answers: Answers, out: Path) -> None:
     for text in _candidates(answers, out, shape.context // 2, chat=chat):
         faults = _faults(text, answers, out)
         if not faults:
-            out.write_text(text)
+            out.write_text(text, encoding="utf-8")
             return
         fixed = ("data", "rollout.reward", "rollout.environment")
         others = [one for one in faults if one.key.startswith(fixed)]
@@ -157,7 +158,7 @@ def _faults(text: str, answers: Answers, out: Path) -> list[Problem]:
 
 def _loaded(text: str, out: Path) -> Config:
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=out.parent) as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=out.parent, encoding="utf-8") as file:
         file.write(text)
         file.flush()
         try:

@@ -112,7 +112,8 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     lines = done.stdout.splitlines()
     if done.returncode or not lines:

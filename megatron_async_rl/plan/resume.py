@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.keys import path_keys, pattern_of
-from megatron_async_rl.config.load import YamlFault, read_tree
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.plan.model_files import ModelShape, read_model
@@ -127,7 +127,7 @@ def differences(config: Config) -> list[Difference]:
         return []
 
     try:
-        before, _ = read_tree((run_dir / "config.yaml").read_text())
+        before, _ = read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, YamlFault):
         return []  # another copy of the config is not there to compare with
     found = _compare(before, config.model_dump(mode="json"), "")

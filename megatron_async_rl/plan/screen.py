@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowed
-from megatron_async_rl.config.load import write
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.yaml_tree import YamlFault, read_tree, write
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 from megatron_async_rl.metrics.log import read_metrics
 from megatron_async_rl.plan.estimate import Overlap, run_ahead
@@ -236,11 +236,9 @@ def expected_overlap(config: Config, rates: Rates, run_dir: Path) -> str:
 
 def run_sizes(run_dir: Path) -> dict[str, int] | None:
     """The sizes in the config that a run was started with; null where that is not there to read."""
-    import yaml
-
     try:
-        return sizes_of(yaml.safe_load((run_dir / "config.yaml").read_text()))
-    except (OSError, KeyError, TypeError, yaml.YAMLError):
+        return sizes_of(read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0])
+    except (OSError, UnicodeDecodeError, KeyError, TypeError, YamlFault):
         return None
 
 

@@ -155,12 +155,12 @@ def save(
         (unfinished / "state.pt").write_bytes(payload)
         for name, held in (files or {}).items():
             (unfinished / name).write_bytes(held)
-        (unfinished / "about.json").write_text(json.dumps(description, indent=1))
+        (unfinished / "about.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
         _sync_tree(unfinished)
         os.rename(unfinished, final)
         _sync(directory)
         pointer = directory / f"{LATEST}.new"
-        pointer.write_text(final.name)
+        pointer.write_text(final.name, encoding="utf-8")
         _sync(pointer)
         os.replace(pointer, directory / LATEST)
         _sync(directory)

@@ -27,7 +27,7 @@ def newest(directory: Path) -> Path | None:
     pointer = directory / LATEST
     if not pointer.exists():
         return None
-    path = directory / pointer.read_text().strip()
+    path = directory / pointer.read_text(encoding="utf-8").strip()
     if not (path / "about.json").exists():
         raise CheckpointBroken.of(
             "run.dir",
@@ -46,7 +46,7 @@ def read_file(directory: Path, name: str) -> bytes | None:
 def about(path: Path) -> dict[str, Any]:
     """about.json of one checkpoint. Raises CheckpointBroken."""
     try:
-        content: dict[str, Any] = json.loads((path / "about.json").read_text())
+        content: dict[str, Any] = json.loads((path / "about.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _broken(path, "about.json", error) from error
     return content

@@ -270,7 +270,9 @@ def safetensor_files(directory: Path) -> list[Path]:
     if index.exists():
         files = [
             directory / name
-            for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            for name in sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
         ]
     elif (single := directory / "model.safetensors").exists():
         files = [single]

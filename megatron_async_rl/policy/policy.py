@@ -204,7 +204,7 @@ class Policy:
             self._optimizer_step(
                 minibatch,
                 targets.select(minibatch.rows),
-                lag_max=int((batch.version - batch.versions).max(initial=0)),
+                lag_max=_largest_lag(samples),
                 moved=self.step.updates > updates,
             )
             for _ in range(settings.epochs)
@@ -216,16 +216,16 @@ class Policy:
         metrics["time/precompute_s"] += precomputed - started
         if self.schedule.routing is not None:
             self.schedule.routing.forget()
-            metrics["policy/rerouted"] = self._rerouted(self.schedule.routing)
+            metrics |= self._rerouted(self.schedule.routing)
         return metrics
 
-    def _rerouted(self, routing: RoutingReplay) -> float:
-        """Share of the replayed choices since it was last asked that routers would not have made.
-        Collective."""
+    def _rerouted(self, routing: RoutingReplay) -> dict[str, float]:
+        """`policy/rerouted`: share of the choices replayed since the last call that routers would
+        not have made; absent where none was replayed. Collective."""
         counts = routing.take_counts()
         dist.all_reduce(counts, group=self.layout.world_group)
         other, replayed = counts.tolist()
-        return float(other / replayed) if replayed else 0.0
+        return {"policy/rerouted": float(other / replayed)} if replayed else {}
 
     def _optimizer_step(
         self, minibatch: Minibatch, batch: BatchTargets, *, lag_max: int, moved: bool
@@ -482,3 +482,9 @@ def _zeros_like(optimizer: MegatronOptimizer) -> list[Tensor]:
 def _of_control(name: str, kind: str) -> str:
     """The name in a checkpoint of this shard state of a control."""
     return f"control.{name}.{kind}"
+
+
+def _largest_lag(samples: RankBatch) -> int:
+    """Largest lag of a token that is trained on; what an environment wrote was not sampled."""
+    lags = samples.version - samples.versions[samples.loss_mask > 0]
+    return int(lags.max(initial=0))

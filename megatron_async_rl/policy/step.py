@@ -131,7 +131,7 @@ class OptimizerStep:
             | self._update_norm(None if skip else gradients, lengthened)
             | {
                 "policy/grad_norm": norm,
-                "policy/grad_anomaly": 0.0 if spike is None else spike.norm / spike.median,
+                **({} if spike is None else {"policy/grad_anomaly": spike.norm / spike.median}),
                 "policy/lr": lr,
                 "policy/lr_scale": decision.lr_scale,
                 "policy/beta1": beta1,

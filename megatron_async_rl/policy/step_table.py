@@ -85,6 +85,10 @@ class StepTable:
             zeros = torch.zeros(tokens.sequences, dtype=torch.float64, device=values.device)
             return zeros.scatter_reduce(0, tokens.sequence, values * tokens.mask, "amax")
 
+        nan = torch.nan  # no value for this sample: `step_metrics` leaves it out
+        nothing = torch.full(
+            (tokens.sequences,), nan, dtype=torch.float64, device=tokens.logp.device
+        )
         reference = None if tokens.logp_ref is None else (tokens.logp - tokens.logp_ref).double()
         columns = {
             "loss": loss.parts.double(),
@@ -95,7 +99,7 @@ class StepTable:
             "chi2": total(torch.expm1(2 * bounded)),
             "difference": total(difference),
             "difference_max": largest(difference),
-            "difference_lag0_max": largest(difference * lag0),
+            "difference_lag0_max": torch.where(largest(lag0) > 0, largest(difference * lag0), nan),
             "clipped_positive": total(loss.clipped * positive),
             "clipped_negative": total(loss.clipped * negative),
             "positive": total(positive),
@@ -103,9 +107,6 @@ class StepTable:
             "rejected": total(loss.rejected.double()),
             "weight": total(tokens.weights.double()),
         }
-        nothing = torch.full(
-            (tokens.sequences,), torch.nan, dtype=torch.float64, device=tokens.logp.device
-        )
         columns["kl_ref"] = nothing if reference is None else total(kl_estimate(reference, "k3"))
         columns |= {
             f"term_{name}": loss.terms[name].double() if name in loss.terms else nothing
@@ -192,15 +193,15 @@ class RecordedLoss:
 
 
 def step_metrics(table: NDArray[np.float64], samples: RankBatch) -> dict[str, float]:
-    """Metrics of a completed table, row by row of `samples`. Keys are those of
-    metrics/catalogue.py."""
+    """Metrics of a completed table, row by row of `samples`; one that has no token to speak of is
+    left out. Keys are those of metrics/catalogue.py."""
     column = dict(zip(COLUMNS, table.T, strict=True))
     counts, sampled = samples.trained, samples.sampled.any()
-    tokens = max(int(counts.sum()), 1)
-    metrics = {
-        "policy/loss": float(column["loss"].sum()),
-        "policy/entropy": float(column["entropy"].sum()) / tokens,
-    }
+    tokens = int(counts.sum())
+    metrics = {"policy/loss": float(column["loss"].sum())}
+    if tokens == 0:
+        return metrics
+    metrics["policy/entropy"] = float(column["entropy"].sum()) / tokens
     if not sampled:
         return metrics
     log_weights = column["log_weight"][counts > 0]
@@ -215,22 +216,21 @@ def step_metrics(table: NDArray[np.float64], samples: RankBatch) -> dict[str, fl
     metrics |= {
         name: float(values.sum()) for name, values in present.items() if not np.isnan(values).all()
     }
+    fresh = column["difference_lag0_max"][~np.isnan(column["difference_lag0_max"])]
+    if len(fresh):
+        metrics["ratio/logp_diff_lag0_max"] = float(fresh.max())
+    for name, sign in (("clip/positive", "positive"), ("clip/negative", "negative")):
+        if of_sign := float(column[sign].sum()):
+            metrics[name] = float(column[f"clipped_{sign}"].sum()) / of_sign
     return metrics | {
         "ratio/ess": ess,
-        "ratio/ess_ratio": ess / max(len(log_weights), 1),
+        "ratio/ess_ratio": ess / len(log_weights),
         "ratio/kl_k1": float(-column["log_weight"].sum()) / tokens,
         "ratio/kl_k2": float(column["k2"].sum()) / tokens,
         "ratio/kl_k3": float(column["k3"].sum()) / tokens,
         "ratio/chi2": float(column["chi2"].sum()) / tokens,
         "ratio/logp_diff_mean": float(column["difference"].sum()) / tokens,
-        "ratio/logp_diff_max": float(column["difference_max"].max(initial=0.0)),
-        "ratio/logp_diff_lag0_max": float(column["difference_lag0_max"].max(initial=0.0)),
-        "clip/positive": float(
-            column["clipped_positive"].sum() / max(column["positive"].sum(), 1.0)
-        ),
-        "clip/negative": float(
-            column["clipped_negative"].sum() / max(column["negative"].sum(), 1.0)
-        ),
+        "ratio/logp_diff_max": float(column["difference_max"].max()),
         "clip/rejected": float(column["rejected"].sum()) / tokens,
         "clip/weight_mean": float(column["weight"].sum()) / tokens,
     }

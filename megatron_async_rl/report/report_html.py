@@ -23,8 +23,8 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-import yaml
 
+from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import number
 from megatron_async_rl.metrics.status import Status
 from megatron_async_rl.report.anomalies import GRAVE, KINDS, steps_in_words
@@ -295,7 +295,7 @@ def config_part(config: Mapping[str, Any]) -> str:
             '<section class="card"><h2>Configuration</h2><p>The run directory holds no config.yaml:'
             " its settings, the bound of the lag and thresholds are not shown.</p></section>"
         )
-    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=100)
+    text = write(dict(config))
     return (
         '<details class="card"><summary>Configuration</summary>'
         f"<pre>{html.escape(text)}</pre></details>"

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, ValidationError
 
-from megatron_async_rl.config.load import YamlFault, read_tree
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.settings_model import bare_name
+from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.metrics.log import EVAL_FILE, EvaluationReader, MetricsReader, Row, number
 from megatron_async_rl.metrics.log import FILE as METRICS_FILE
 from megatron_async_rl.metrics.status import FILE as STATUS_FILE

@@ -201,7 +201,7 @@ class Rates:
     pause_s: float
     """That of the engine that paused longest."""
     tokens_per_step: float
-    """Response tokens that the engines finished, mean."""
+    """Response tokens that the engines sampled, mean."""
     tokens_per_busy_s: float
     """Tokens of one engine in a second in which it sampled, mean over the run's engines."""
 

@@ -82,7 +82,7 @@ def engine_panels(run: RunData) -> list[Panel]:
         (f"Engines busy{mean}", "share of the time between steps", "engine/busy_shares", "share"),
         ("In flight per engine", "responses", "engine/in_flight", "number"),
         ("Weights of each engine", "versions behind the policy", "engine/versions", "whole"),
-        ("Tokens finished per engine", "since the last step", "engine/tokens", "number"),
+        ("Tokens sampled per engine", "since the last step", "engine/tokens", "number"),
     )
     panels = []
     for title, unit, key, form in lines:

@@ -40,6 +40,7 @@ RESERVE_S = 60.0
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Hardware queues of a GPU, as CUDA reads it. Of trainer ranks alone: one queue, which some of their
 layouts want, would hold up an engine's kernels."""
+UTF8_MODE = "PYTHONUTF8"
 TOKEN_HINT = (
     "If it was started where ~/.ray/auth_token is, which any Ray on one machine leaves behind, it"
     " asks for that token: set RAY_AUTH_MODE=token for the run, or RAY_AUTH_MODE=disabled for `ray"
@@ -80,9 +81,14 @@ def object_store_bytes(responses: int, tokens: int) -> int:
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
-    """Sets, where nobody has, the variables that Ray reads once it is imported. Its workers, and so
-    engines, keep the run's priority: by default they get the lowest, and on a busy machine they
-    hardly move."""
+    """Sets variables that ranks, Ray and its workers start with.
+
+    Workers, and so engines, keep the run's priority: by default they get the lowest, and on a busy
+    machine they hardly move. Python's UTF-8 mode is set whatever the locale: libraries such as vLLM
+    open their own files in the locale's encoding. The paths of a run are the same bytes in both, as
+    `config.load` requires ASCII in other locales.
+    """
+    environment[UTF8_MODE] = "1"
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_worker_niceness", "0")
 
@@ -229,7 +235,7 @@ def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([*dict.fromkeys(absolute), "${PYTHONPATH}"]),
         **{
             name: environment[name]
-            for name in (RUN_ID_VARIABLE, watch.INHERITED)
+            for name in (RUN_ID_VARIABLE, watch.INHERITED, UTF8_MODE)
             if name in environment
         },
     }

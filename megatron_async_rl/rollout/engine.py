@@ -189,6 +189,7 @@ class RolloutEngine:
             version=self._version,
             running=responses.running,
             tokens=responses.tokens,
+            generated=responses.generated,
             busy_s=self._busy.seconds,
             silent_s=self._health.silent_s,
             sampling=self._sampled > before or self._agents_at_work,

@@ -24,6 +24,7 @@ from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import answer_of
 from megatron_async_rl.watchdog.events import out_of_memory
+from megatron_async_rl.watchdog.host_memory import Memory
 from megatron_async_rl.watchdog.logs import find_cause, tail
 from megatron_async_rl.watchdog.processes import condition
 from megatron_async_rl.weights.manifest import Delivery, Manifest
@@ -35,10 +36,10 @@ ENDED_POLL_S = 0.05
 
 
 class EngineStartError(RuntimeError):
-    """An engine did not start. The message ends with the tail of its log. `out_of_memory`: because
-    its device's memory was out."""
+    """An engine did not start. The message ends with the tail of its log. `out_of_memory`: the
+    memory that was out, where that is why."""
 
-    out_of_memory = False
+    out_of_memory: Memory | None = None
     phase: Literal["generate"] = "generate"
     """Whose memory it takes as it starts (flow/colocated.py)."""
 
@@ -133,7 +134,7 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
         raise _failure(spec, f"did not start within {limit}") from None
     except Exception as error:
         engine.kill()
-        raise _failure(spec, f"did not start: {type(error).__name__}: {error}") from error
+        raise _failure(spec, f"did not start: {type(error).__name__}: {error}", error) from error
     except BaseException:  # cancelled: the run ends
         engine.kill()
         raise
@@ -156,11 +157,12 @@ def _keep_old_log(spec: EngineSpec) -> None:
         spec.log.rename(spec.log.with_name(f"{spec.log.name}.{max(taken, default=0) + 1}"))
 
 
-def _failure(spec: EngineSpec, what: str) -> EngineStartError:
-    """vLLM's own exception says only that a process of it failed; that process's is in the log."""
+def _failure(spec: EngineSpec, what: str, error: Exception | None = None) -> EngineStartError:
+    """The error of a start that failed of `error`. vLLM's own exception reports only that one of its
+    processes failed; that process's is in the log."""
     cause = find_cause(spec.log_dir)
     lines = tail(spec.log, 15) if spec.log.is_file() else []
-    error = EngineStartError(
+    failure = EngineStartError(
         "\n".join(
             [
                 f"{spec.name} {what}",
@@ -171,5 +173,6 @@ def _failure(spec: EngineSpec, what: str) -> EngineStartError:
         )
     )
     said = f"{what} {cause.message if cause else ''}"
-    error.out_of_memory = out_of_memory(RuntimeError(said))
-    return error
+    known = out_of_memory(error) if error is not None else None
+    failure.out_of_memory = known or out_of_memory(RuntimeError(said))
+    return failure

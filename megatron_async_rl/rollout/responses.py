@@ -132,7 +132,9 @@ class Responses:
         self._failures = FailureLog(spec.reward_log)
         self.reports = ReportQueue()
         self.tokens = 0
-        """Response tokens of finished samples, prefixes included."""
+        """Response tokens sampled, of aborted responses too."""
+        self.generated = 0
+        """Those of them that are for training."""
 
     @property
     def running(self) -> int:
@@ -263,6 +265,10 @@ class Responses:
         ended for a reason of its own."""
         if isinstance(output, Exception):
             raise output
+        # Here everything that was sampled passes once, whatever becomes of it.
+        count = len(output.outputs[0].token_ids)
+        self.tokens += count
+        self.generated += count if entry.request.group >= 0 else 0
         if entry.conversation is not None and (entry.aborted or not entry.conversation.waits):
             return  # the conversation, which was cancelled, says that it is aborted
         completion: CompletionOutput = output.outputs[0]  # FINAL_ONLY: there is one
@@ -434,7 +440,6 @@ class Responses:
             started_at=entry.started_at,
             finished_at=time.time(),
         )
-        self.tokens += length
         if scored.error is not None:
             self._failures.add(request.id, request.prompt, text, scored.error)
         self._running.pop(request.id, None)

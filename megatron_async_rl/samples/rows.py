@@ -51,11 +51,13 @@ class EngineReport:
     running: int
     """Requests given to the engine and not yet finished or aborted."""
     tokens: int
-    """Response tokens of finished samples, prefixes included."""
+    """Response tokens sampled, those of aborted responses included and an environment's not."""
     busy_s: float
     """Seconds in which at least one request was running and sampling was not paused."""
     silent_s: float
     """Seconds since vLLM's own process last answered."""
+    generated: int = 0
+    """Those of `tokens` that are for training, not for an evaluation."""
     sampling: bool = False
     """True where a response has grown since the last report, or an agent works on one by itself; read
     where nothing finished and nothing was aborted."""

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
-import yaml
 from numpy.typing import NDArray
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.metrics.log import number, read_metrics
 from megatron_async_rl.metrics.timeline import Span, read_timeline
 from megatron_async_rl.samples.segments import SegmentBroken, read_table
@@ -131,10 +131,10 @@ class _Log:
             raise _lacks(run, "no metrics.jsonl")
         rows = read_metrics(run)
         try:
-            tree = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+            tree = read_tree((run / "config.yaml").read_text(encoding="utf-8"))[0]
             self.ranks, ratio = tree["policy"]["parallel"]["ranks"], tree["flow"]["async_ratio"]
             self.places = tree["rollout"]["max_concurrent"]
-        except (OSError, KeyError, TypeError, yaml.YAMLError):
+        except (OSError, UnicodeDecodeError, KeyError, TypeError, YamlFault):
             raise _lacks(run, "no config.yaml of a run that samples") from None
         self.rows = rows[len(rows) // 5 : len(rows) - math.ceil(ratio) - 1]
         if len(self.rows) < LEAST_STEPS:

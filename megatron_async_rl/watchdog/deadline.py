@@ -16,6 +16,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.host_memory import (
+    Memory,
+    ended_by_ray,
+    kernel_kills_in_words,
+)
 
 _process_name: str | None = None
 _CLOCK_SLACK = 0.98
@@ -36,9 +41,29 @@ class DeadlineExceeded(TimeoutError):
 
 
 class ProcessDied(RuntimeError):
-    """The process that was to answer has ended; its own failure tells more."""
+    """The process that was to answer has ended; its own failure tells more. `out_of_memory`: the
+    memory for want of which it was ended, where that is known."""
 
     consequence = True
+    out_of_memory: Memory | None = None
+
+
+class KilledForMemory(ProcessDied):
+    """The process that was to answer was ended for want of host memory, by Ray or by the kernel."""
+
+    consequence = False
+    out_of_memory = "host"
+
+
+def _ended(error: BaseException, waited: str = "") -> ProcessDied:
+    """The error of our own for Ray's about an actor that is gone."""
+    import ray
+
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return KilledForMemory(waited + ended_by_ray(str(error)))
+    reason = waited + death_reason(str(error))
+    kernel = kernel_kills_in_words()
+    return KilledForMemory(f"{reason} {kernel}") if kernel else ProcessDied(reason)
 
 
 def name_this_process(name: str) -> None:
@@ -94,11 +119,9 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
             return ray.get(ref, timeout=timeout_s)
         except ray.exceptions.RayTaskError as error:
             raise remote_cause(error) from None
-        except ray.exceptions.ActorDiedError as error:
-            raise ProcessDied(
-                f"{this_process()} waited for {name}, and who was to answer is dead:"
-                f" {death_reason(str(error))}"
-            ) from None
+        except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
+            waited = f"{this_process()} waited for {name}, and who was to answer is dead: "
+            raise _ended(error, waited) from None
 
 
 async def answer_of(call: Any) -> Any:
@@ -107,8 +130,8 @@ async def answer_of(call: Any) -> Any:
 
     try:
         return await call
-    except ray.exceptions.ActorDiedError as error:
-        raise ProcessDied(death_reason(str(error))) from None
+    except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
+        raise _ended(error) from None
     except Exception as error:  # noqa: BLE001 - raised again, as itself
         raise remote_cause(error) from None
 

@@ -22,9 +22,11 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from errno import ENOMEM
 from pathlib import Path
 
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, this_process
+from megatron_async_rl.watchdog.host_memory import Memory
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, write_whole
 
@@ -38,8 +40,12 @@ _CONSEQUENCES = (
     GeneratorExit,
     asyncio.CancelledError,
 )
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|no available memory|free memory on device|can't allocate memory", re.IGNORECASE
+_HOST_MEMORY_OUT = re.compile(
+    r"can(?:'|no)t allocate memory|low on memory|std::bad_alloc|(?<![A-Za-z])MemoryError",
+    re.IGNORECASE,
+)
+_DEVICE_MEMORY_OUT = re.compile(
+    r"out of memory|no available memory|free memory on device", re.IGNORECASE
 )
 _FOREIGN_TIMEOUT = re.compile(
     r"time[ds]? ?-?out|d(?:o|oes|id) not answer|no answer|unresponsive", re.IGNORECASE
@@ -150,7 +156,7 @@ def first_failure(run_dir: Path) -> Failure | None:
     failures = []
     for path in sorted((run_dir / FOLDER).glob("*.failure")):
         try:
-            failures.append(Failure(**json.loads(path.read_text())))
+            failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):
             continue
     return min(failures, key=lambda failure: (failure.kind, failure.time), default=None)
@@ -166,19 +172,26 @@ def timed_out(error: BaseException) -> bool:
     )
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """True when `error`, or what it came of, is that a device's memory is out: torch's own error, or
-    what vLLM or CUDA says of it."""
-    return any(
-        type(one).__name__ == "OutOfMemoryError"
-        or bool(getattr(one, "out_of_memory", False))
-        or (
-            not _is_ours(one)
-            and isinstance(one, RuntimeError | ValueError)
-            and _OUT_OF_MEMORY.search(str(one))
-        )
-        for one in _chain(error)
-    )
+def out_of_memory(error: BaseException) -> Memory | None:
+    """The memory that ran out, where `error` or what it came of is that: a device's by torch's own
+    error or by what vLLM or CUDA report, a host's by Python's, torch's or Ray's."""
+    return next(filter(None, map(_memory_out, _chain(error))), None)
+
+
+def _memory_out(error: BaseException) -> Memory | None:
+    known: Memory | None = getattr(error, "out_of_memory", None)
+    if known is not None or _is_ours(error):
+        return known
+    # Ray has an OutOfMemoryError, too, of the host.
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM):
+        return "host"
+    if type(error).__name__ == "OutOfMemoryError":
+        return "host" if type(error).__module__.startswith("ray.") else "device"
+    if not isinstance(error, RuntimeError | ValueError):
+        return None
+    if _HOST_MEMORY_OUT.search(str(error)):
+        return "host"
+    return "device" if _DEVICE_MEMORY_OUT.search(str(error)) else None
 
 
 def _kind(error: BaseException) -> int:

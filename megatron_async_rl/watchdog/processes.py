@@ -65,7 +65,7 @@ def condition(pid: int, written_at: float | None = None) -> str | None:
 def handles(pid: int, number: signal.Signals) -> bool:
     """True when the process has a handler for the signal, which would end it otherwise."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     caught = next(

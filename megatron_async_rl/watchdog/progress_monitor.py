@@ -93,7 +93,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     writer = f"{socket.gethostname()}.{threading.get_native_id()}"
     partial = path.with_name(f"{path.name}.{writer}{PARTIAL}")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
@@ -277,7 +277,7 @@ def _stem(name: str) -> str:
 def _read_json(path: Path) -> dict[str, Any] | None:
     """None for a file that is gone, or not ours."""
     try:
-        tree = json.loads(path.read_text())
+        tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return tree if isinstance(tree, dict) else None

@@ -126,7 +126,7 @@ def read_others(run_dir: Path) -> list[HostSnapshot]:
     snapshots = []
     for path in sorted((run_dir / FOLDER).glob("*.snapshot")):
         if path.stem != socket.gethostname():
-            tree = json.loads(path.read_text())
+            tree = json.loads(path.read_text(encoding="utf-8"))
             processes = tuple(
                 ProcessSnapshot(**{**process, "state": ProcessState(**process["state"])})
                 for process in tree.pop("processes")
@@ -190,7 +190,7 @@ def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
         time.sleep(_POLL_S)
         for name, path in asked.items():
             with contextlib.suppress(OSError):
-                dumps[name] = path.read_text(errors="replace")
+                dumps[name] = path.read_text(errors="replace", encoding="utf-8")
     return {name: dump for name, dump in dumps.items() if dump}
 
 

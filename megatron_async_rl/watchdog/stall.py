@@ -114,7 +114,7 @@ def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -
 def read_summary(run_dir: Path) -> str | None:
     """The picture of `RUN/stall.txt` without the stacks; None when there is none."""
     try:
-        return (run_dir / FILE).read_text().partition(_STACKS)[0].rstrip()
+        return (run_dir / FILE).read_text(encoding="utf-8").partition(_STACKS)[0].rstrip()
     except FileNotFoundError:
         return None
 

@@ -75,7 +75,9 @@ def export_adapter(model: PolicyModel, out_dir: Path) -> None:
     }
     with _in_place_of(out_dir) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        (partial / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+        (partial / "adapter_config.json").write_text(
+            json.dumps(settings, indent=2), encoding="utf-8"
+        )
 
 
 @contextmanager
@@ -174,15 +176,17 @@ def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
         os.rename(directory / f"part-{index}.safetensors", directory / file)
         weight_map |= dict.fromkeys(names, file)
     index_content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index_content, indent=1))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps(index_content, indent=1), encoding="utf-8"
+    )
     return dtype
 
 
 def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     # transformers 5 writes `dtype`, older versions read `torch_dtype`.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     for file in source.iterdir():
         if (
             file.is_file()

@@ -318,7 +318,7 @@ def out_of_memory(rank: Rank) -> tuple[str, str]:
         try:
             policy.train_step(received(policy, rank.batches["b"]))
         except torch.OutOfMemoryError as error:
-            told = memory_ran_out(error, config, "train", policy.memory.held)
+            told = memory_ran_out(error, config, "train", policy.memory.held, on_cpu=False)
     return str(told), told.fix
 
 

@@ -10,7 +10,7 @@ import megatron_async_rl.launch.launcher
 import megatron_async_rl.plan.preflight
 import megatron_async_rl.policy.policy
 import megatron_async_rl.weights.convert
-import megatron_async_rl.weights.export  # noqa: F401
+import megatron_async_rl.weights.export
 
 # Megatron collects garbage at every save: nothing of the above is any.
 gc.collect()

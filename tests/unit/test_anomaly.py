@@ -90,7 +90,7 @@ def test_an_anomaly_is_reported_before_it_is_applied_clipped_or_skipped(on_anoma
         reported.append((spike, step.optimizer.parameter.detach().clone(), gradients))
 
     for _ in range(5):
-        assert step.take(FACTS, None, report)["policy/grad_anomaly"] == 0.0
+        assert "policy/grad_anomaly" not in step.take(FACTS, None, report)
     assert not reported
     before = step.optimizer.parameter.detach().clone()
     metrics = step.take(FACTS, None, report)
@@ -131,7 +131,7 @@ def test_a_resumed_run_has_the_history_it_was_saved_with():
     del state["norms"]
     older = step_of([HUGE])
     older.load_state_dict(state)
-    assert older.take(FACTS)["policy/grad_anomaly"] == 0.0
+    assert "policy/grad_anomaly" not in older.take(FACTS)
 
 
 def test_a_gradient_that_is_not_finite_is_no_part_of_the_history():

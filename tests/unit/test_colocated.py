@@ -28,7 +28,7 @@ from megatron_async_rl.plan.machine import GIB
 from megatron_async_rl.rollout import engine_process
 from megatron_async_rl.rollout.engine_process import EngineStartError
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded
-from megatron_async_rl.watchdog.events import described, failure_of
+from megatron_async_rl.watchdog.events import described, failure_of, out_of_memory
 from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
 from megatron_async_rl.weights.manifest import BucketRef, WeightMismatch
 from tests.staged import parts, specs
@@ -296,7 +296,7 @@ def test_an_engine_that_fails_in_a_step_is_lost_alone_and_step_and_phase_are_nam
         await until(lambda: slot.dead)
         assert f"(in phase {step.needs}, step {step.name})" in slot.lost
         assert ("CUDA out of memory" in slot.lost) == (fault is raises)
-        assert slot.memory_out == (step.needs if fault is raises else None)
+        assert slot.memory_out == ((step.needs, "device") if fault is raises else None)
         assert broken.killed
         assert await controller.next_batch(1) is not None
         assert (other.version, other.sleeping) == (1, set())
@@ -334,6 +334,7 @@ def test_engines_that_all_run_out_of_memory_end_the_run_with_their_phase() -> No
             await until_it_ends(controller)
         crossed = pickle.loads(pickle.dumps(failed.value))
         assert (str(crossed), crossed.phase) == (str(failed.value), "publish")
+        assert out_of_memory(crossed) == "device"
         await controller.close()
 
     run(body)
@@ -387,7 +388,7 @@ def test_memory_that_ran_out_names_its_phase_the_largest_holders_and_keys(
 ) -> None:
     config, held = load(write_run(tmp_path)), {"parameters": 3 * GIB, "gradients": GIB, "x": 0}
     raised = pickle.loads(pickle.dumps(error(tmp_path)))
-    found = memory_ran_out(raised, config, "train", lambda: held)
+    found = memory_ran_out(raised, config, "train", lambda: held, on_cpu=False)
     assert found is not None
     holds = f"in phase {phase}; this rank's holds parameters 3.0 GiB, gradients 1.0 GiB. It was: "
     assert holds + described(raised).partition("\n")[0] in str(found)
@@ -396,11 +397,11 @@ def test_memory_that_ran_out_names_its_phase_the_largest_holders_and_keys(
     assert ("policy.parallel" in found.fix) == (phase == "train"), "engines have their own GPUs"
     later = FlowError("the run ends")
     later.__cause__ = raised
-    assert memory_ran_out(later, config, "train", lambda: held) is not None
+    assert memory_ran_out(later, config, "train", lambda: held, on_cpu=False) is not None
 
 
 def test_another_error_is_not_taken_for_memory_that_ran_out(tmp_path: Path) -> None:
     config = load(write_run(tmp_path))
     no_file = not_started(tmp_path, "OSError: no such file")
     for error in (ValueError("no"), FlowError("a prompt says: out of memory"), no_file):
-        assert memory_ran_out(error, config, "train", dict) is None
+        assert memory_ran_out(error, config, "train", dict, on_cpu=False) is None

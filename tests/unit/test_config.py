@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,14 +14,43 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_async_rl.config import docs as document
-from megatron_async_rl.config.keys import walk
+from megatron_async_rl.config.keys import leaf_types, path_keys, walk
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import SCREEN_PROBLEMS, ConfigError, Problem
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.yaml_tree import read_document, write
 from tests.method_settings import models
 from tests.written_run import config_tree
 
 ROOT = Path(__file__).parents[2]
+AMBIGUOUS = (
+    "2024-01-01",
+    "010",
+    "1:30",
+    "1_000",
+    "0x10",
+    "0b11",
+    "0o17",
+    "1e-4",
+    "1.10",
+    ".5",
+    "on",
+    "OFF",
+    "yes",
+    "no",
+    "true",
+    ".nan",
+    ".inf",
+    "2024",
+)
+"""Texts that one version of YAML or another reads as something else."""
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+)
 
 
 @pytest.fixture
@@ -445,6 +477,185 @@ def test_an_anchor_may_be_merged_without_counting_as_a_repeated_key(file):
     )
     file.write_text(text)
     assert load(file).rollout.sampling.max_tokens == 5
+
+
+def test_a_path_is_the_text_that_was_written(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in AMBIGUOUS:
+        assert load(file, [f"run.dir={text}"]).run.dir == tmp_path / text
+        assert load(file, [f"data={{train: {text}}}"]).data.train == tmp_path / text
+    for text in (*AMBIGUOUS, "exp #3", "a: b", "[x]", "{x}", "*x", "&x", "!x", "'x", "- x", "?"):
+        assert load(file, [f"model.path={text}"]).model.path == tmp_path / text
+
+
+def test_the_type_of_every_key_that_takes_a_path_is_found():
+    for key in path_keys():
+        method = re.search(r"\((\w+)\)\.\w+$", key)
+        *section, last = re.sub(r"\(\w+\)", "", key.replace("[]", ".0")).split(".")
+        tree: Any = {"name": method[1]} if method else {}
+        for part in reversed(section):
+            tree = [tree] if part == "0" else {part: tree}
+        assert Path in leaf_types([*section, last], tree), key
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "End with #### and the number",
+        "# a title",
+        "Answer: 5",
+        "{question}",
+        "a\nb\tc\n",
+        " x ",
+        '"a" and "b"',
+        "*bold*",
+        "%1",
+        "@x",
+        "- one",
+        "on",
+        "0x10",
+        "...",
+        "---",
+    ],
+)
+def test_text_of_an_override_is_not_yaml(file, text):
+    assert load(file, [f"data.system_prompt={text}"]).data.system_prompt == text
+    quoted = json.dumps(text)
+    assert load(file, [f"data.system_prompt={quoted}"]).data.system_prompt == text
+
+
+def test_null_and_quotes_are_the_only_yaml_in_text(file):
+    assert load(file, ["data.system_prompt=null"]).data.system_prompt is None
+    assert load(file, ["data.system_prompt='null'"]).data.system_prompt == "null"
+    assert load(file, ["data.system_prompt=''"]).data.system_prompt == ""
+    assert "given no value" in problem(file, "data.system_prompt=").what
+    assert "given no value" in problem(file, "eval= ").what
+    assert problem(file, "run.dir=~").key == "run.dir"
+    assert problem(file, "run.dir=~nobody-of-that-name/x").key == "run.dir"
+
+
+def test_text_in_the_file_that_looks_cut_is_refused(file):
+    text = file.read_text()
+    for dir, cut in (("out #3", "#3"), ("End with #### and the number", "#### and the number")):
+        file.write_text(text.replace("dir: out", f"dir: {dir}"))
+        found = problem(file)
+        assert (found.key, repr(cut) in found.what) == ("run.dir", True)
+        file.write_text(text.replace("dir: out", f"dir: '{dir}'"))
+        assert load(file).run.dir.name == dir
+    for allowed in ("dir: out # my run", "dir: out  #", "dir: out\n  #x"):
+        file.write_text(text.replace("dir: out", allowed).replace("steps: 4", "steps: 4 #x"))
+        assert load(file).run.dir.name == "out"
+
+
+def test_text_in_the_file_is_kept_as_written(file, tmp_path):
+    for text in AMBIGUOUS:
+        tree = file.read_text()
+        file.write_text(tree.replace("dir: out", f"dir: {text}"))
+        with_stops = f"rollout.sampling.stop=[{text}, 'x']"
+        loaded = load(file, [with_stops])
+        assert loaded.run.dir == tmp_path / text
+        assert loaded.rollout.sampling.stop == (text, "x")
+        file.write_text(tree)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=010",
+        "run.seed=1:30",
+        "run.seed=1_000",
+        "run.seed=0b11",
+        "run.seed=0o17",
+        "run.seed=-01",
+        "policy.optimizer.lr=1_0.5",
+        "policy.optimizer.lr=01e-4",
+        "data.shuffle=off",
+        "data.shuffle=Yes",
+        "controls=[{name: gac, c_low: 00.1}]",
+        "rollout.reward.settings={strict: on}",
+        "rollout.reward.settings.code=010",
+        "rollout.vllm={max_num_batched_tokens: 16_384}",
+        "data.chat_template_options={enable_thinking: off}",
+        "policy.optimizer={lr: 1e-4} # my comment",
+        "run.steps=5 #7",
+        "rollout.sampling.stop=[a #b\n]",
+        "run.steps=#7",
+        "rollout.reward.settings={day: !!timestamp 2024-01-01}",
+        "rollout.reward.settings={key: !!binary aGk=}",
+        "rollout.sampling.stop=!!set {a, b}",
+        "data.system_prompt=\udcff",
+        "run.dir=/x/\udcff",
+        "rollout.reward.settings.\udcff=1",
+    ],
+)
+def test_what_would_change_its_value_is_refused(file, override):
+    found = problem(file, override)
+    assert found.where.startswith("command line: ")
+    str(found).encode("utf-8")
+
+
+def test_yaml_of_both_versions_is_read_as_ever(file):
+    settings = (
+        "rollout.reward.settings={a: 1e-4, b: 0x10, c: .5, d: 2024-01-01, e: true, f: ~, g: .inf}"
+    )
+    read = load(file, [settings]).rollout.reward.settings
+    assert {**read, "g": None} == {
+        "a": 1e-4,
+        "b": 16,
+        "c": 0.5,
+        "d": "2024-01-01",
+        "e": True,
+        "f": None,
+        "g": None,
+    }
+    assert load(file, ["run.seed=0"]).run.seed == 0
+
+
+def test_a_problem_in_the_file_has_its_line(file):
+    file.write_text(file.read_text() + "controls: [{name: gac,\n    c_low: 01e-4}]\n")
+    found = problem(file)
+    line = len(file.read_text().splitlines())
+    assert (found.key, found.where) == ("controls.0.c_low", f"{file}:{line}")
+
+
+def test_keys_are_names_whatever_they_look_like(file):
+    parts = "{010: {name: arithmetic}, on: {name: arithmetic}}"
+    with pytest.raises(ConfigError, match="'010' cannot be the name"):
+        load(file, [f"rollout.reward={{parts: {parts}}}"])
+    read = load(file, ["rollout.reward.settings={on: 1, 1.0: 2, null: 3}"])
+    assert read.rollout.reward.settings == {"on": 1, "1.0": 2, "null": 3}
+
+
+def test_an_override_changes_one_of_two_aliased_sections(file):
+    tree = config_tree()
+    sampling = tree["rollout"].pop("sampling")
+    text = yaml.safe_dump(tree, sort_keys=False)
+    anchor = f"rollout:\n  sampling: &s {json.dumps(sampling | {'temperature': 1.0})}\n"
+    held_out = "eval:\n  sampling: *s\n"
+    file.write_text(text.replace("rollout:\n", anchor) + held_out)
+    loaded = load(file, ["data.eval=e.jsonl", "rollout.sampling.temperature=0.5"])
+    assert (loaded.rollout.sampling.temperature, loaded.eval.sampling.temperature) == (0.5, 1.0)
+
+
+@given(
+    st.recursive(SCALARS, lambda one: st.lists(one, max_size=3) | st.dictionaries(st.text(), one))
+)
+def test_every_tree_reads_back_as_it_was_written(value):
+    for one_line in (False, True):
+        assert read_document(write(value, one_line=one_line)).value == value
+
+
+@given(st.text("0123456789._:xob+-eEaf~ynofNOYTrul'#", max_size=6))
+def test_pyyaml_reads_what_was_written_too(text):
+    assert yaml.safe_load(write([text])) == [text]
+
+
+def test_a_file_that_is_not_utf8_and_an_unknown_tag_are_refused(file):
+    text = file.read_text()
+    file.write_text(text + "objective: !!python/object:os.system {}\n")
+    assert "tag" in problem(file).what
+    file.write_bytes(text.encode() + "# é\n".encode("latin-1"))
+    assert "not UTF-8" in problem(file).what
 
 
 def test_an_empty_file_lists_what_is_missing(file):

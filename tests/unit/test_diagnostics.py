@@ -117,6 +117,36 @@ def test_given_responses_have_no_ratios():
     }
 
 
+def test_a_metric_without_a_token_to_speak_of_is_absent():
+    """No constant stands for one: 0 would read as a perfect agreement."""
+    older = [replace(s, versions=np.full_like(s.versions, BATCH.version - 1)) for s in SAMPLES]
+    table = StepTable(len(older), CPU)
+    stale = columns_of(older, BATCH.version)
+    objective, denominators = Objective(ObjectiveConfig()), Denominators(sum(COUNTS), len(older))
+    rows = tuple(range(len(older)))
+    micro = build_micro_batch(stale, rows, CPU)
+    behavior = torch.from_numpy(np.concatenate([s.behavior_logprobs for s in older]))
+    mask = torch.from_numpy(np.concatenate([s.loss_mask for s in older])).float()
+    tokens = TokenBatch(
+        logp=behavior + 0.1,
+        logp_prox=behavior,
+        logp_behavior=behavior,
+        advantages=torch.ones(len(behavior)),
+        mask=mask,
+        weights=torch.ones_like(mask),
+        sequence=micro.sequence,
+        sequences=len(older),
+        entropy=torch.zeros_like(behavior),
+    )
+    table.record(micro, tokens, objective.loss(tokens, denominators), BATCH.version)
+    absent = {"ratio/logp_diff_lag0_max", "clip/negative"}
+    assert set(WHOLE) - set(step_metrics(table.values.numpy(), stale)) == absent
+    masked = columns_of(
+        [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in SAMPLES], BATCH.version
+    )
+    assert set(step_metrics(table_of([]), masked)) == {"policy/loss"}
+
+
 def test_an_all_masked_micro_batch_records_nothing():
     table = StepTable(2, CPU)
     table.record(build_micro_batch(COLUMNS, (), CPU), None, None, 0)

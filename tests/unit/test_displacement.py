@@ -247,8 +247,7 @@ def test_a_batch_that_the_present_weights_sampled_meets_nothing():
     for _ in range(3):
         free.take()
         metrics = held.take()
-        assert "displacement/cosine" not in metrics
-        assert metrics["displacement/removed"] == 0.0
+        assert not any(name.startswith("displacement/") for name in metrics)
     assert torch.equal(free.model.flat(), held.model.flat())
 
 

@@ -127,7 +127,7 @@ def test_a_failure_is_the_answer_from_then_on_and_the_first_one_counts() -> None
 def test_an_agent_that_works_by_itself_is_reported_as_a_response_that_grows() -> None:
     """So that whoever waits for its sample does not take it for late."""
     environments = Environments(EnvironmentConfig(name="agent"))
-    responses = SimpleNamespace(reports=ReportQueue(), sampled=0, running=1, tokens=0)
+    responses = SimpleNamespace(reports=ReportQueue(), sampled=0, running=1, tokens=0, generated=0)
     engine: Any = RolloutEngine.__new__(RolloutEngine)
     vars(engine).update(
         _environments=environments,

@@ -95,7 +95,7 @@ def test_auto_compares_with_the_mean_of_the_on_policy_steps_so_far():
     control = EssLr(EssLrControl(reference_ratio="auto"))
     uneven, even, poor = [math.log(4.0), 0.0, 0.0], [0.0, 0.0, 0.0], [60.0, 0.0, 0.0]
     stale = control.apply(step(log_weights=uneven, lag_max=2))
-    assert stale.metrics["ess_lr/reference_ratio"] == 1.0
+    assert "ess_lr/reference_ratio" not in stale.metrics, "not known yet"
     assert control.apply(step(log_weights=uneven, lag_max=0)).lr_scale == pytest.approx(1.0)
     control.apply(step(log_weights=even, lag_max=0))
     later = control.apply(step(log_weights=poor, lag_max=3))

@@ -91,6 +91,11 @@ def summary(
     )
 
 
+def test_an_evaluation_whose_rewards_all_failed_has_no_mean() -> None:
+    assert "eval/mean" not in summary([None, None]).metrics()
+    assert summary([None], [0.5]).metrics()["eval/mean"] == 0.5
+
+
 class Fleet:
     """Answers the k-th response to a prompt with reward k, once `gate` lets the prompt through."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from megatron_async_rl.flow.summary import (
@@ -21,7 +20,7 @@ from megatron_async_rl.flow.summary import (
 )
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.rows import TrainBatch
-from megatron_async_rl.samples.types import PartialResponse, Request
+from megatron_async_rl.samples.types import Request
 from tests.train_batches import (
     columns,
     joined,
@@ -158,7 +157,7 @@ def test_a_group_whose_rewards_all_failed_teaches_nothing_either() -> None:
 def test_every_sample_trained_on_is_in_the_histogram_of_lengths() -> None:
     batch = ragged_batch()
     counts = summarise(columns(batch), 3)["trained/length_histogram"]
-    lengths = [sample.length for sample in samples_in(batch)]
+    lengths = [sample.length for sample in samples_in(batch) if sample.reward_error is None]
     assert counts == [
         sum(2**low <= length < 2 ** (low + 1) for length in lengths)
         for low in range(max(lengths).bit_length())
@@ -176,11 +175,11 @@ def test_lags_rewards_and_lengths_of_a_batch_are_those_counted_by_hand() -> None
         make_sample(prompts[1], "1-1", [3, 3, 3], versions=[6, 6, 6], reward_error="no"),
     )
     seen = summarise(columns(TrainBatch.of(7, [first, second])), max_lag=4)
-    assert seen["lag/histogram"] == [2, 4, 2, 2, 0], (
+    assert seen["lag/histogram"] == [2, 1, 2, 2, 0], (
         "every token by its own version, up to the bound"
     )
-    assert (seen["lag/max"], seen["lag/mean"]) == (3, pytest.approx((4 * 1 + 2 * 2 + 2 * 3) / 10))
-    assert (seen["lag/start_max"], seen["lag/start_mean"]) == (3, (2 + 3 + 0 + 1) / 4)
+    assert (seen["lag/max"], seen["lag/mean"]) == (3, pytest.approx((1 * 1 + 2 * 2 + 2 * 3) / 7))
+    assert (seen["lag/start_max"], seen["lag/start_mean"]) == (3, (2 + 3 + 0) / 3)
     assert (seen["reward/mean"], seen["reward/errors"]) == (pytest.approx(0.5), 1)
     assert seen["reward/std"] == pytest.approx((1 / 6) ** 0.5)
     assert seen["reward/equal_groups"] == 0.5, "a group with one reward left teaches nothing"
@@ -188,29 +187,42 @@ def test_lags_rewards_and_lengths_of_a_batch_are_those_counted_by_hand() -> None
         seen["response/length_mean"],
         seen["response/length_max"],
         seen["response/mixed_versions"],
-    ) == (2.5, 4, 0.25)
+    ) == (pytest.approx(7 / 3), 4, pytest.approx(1 / 3))
     assert seen["tokens/trained"] == 4 + 1 + 1, (
         "neither the environment's token nor those of the failed reward"
     )
-    assert seen["tokens/prompt"] == 1 + 1 + 2 + 2
+    assert seen["tokens/prompt"] == 1 + 1 + 2
 
 
-def test_each_token_is_generated_in_one_line_of_metrics_also_that_of_a_continued_response() -> None:
+def test_a_failed_sample_has_no_lag_and_a_batch_of_them_has_no_numbers() -> None:
+    prompt = Prompt(id="p", text="", token_ids=(1,))
+    fresh = make_sample(prompt, "0-0", [3, 3], versions=[7, 7])
+    stale = make_sample(prompt, "0-1", [3], versions=[1], reward_error="no")
+    seen = summarise(columns(TrainBatch.of(7, [(fresh, stale)])), 6)
+    assert (seen["lag/max"], seen["lag/start_max"], seen["reward/errors"]) == (0, 0, 1)
+    failed = columns(TrainBatch.of(7, [(stale,)]))
+    assert summarise(failed, 6) == {"reward/errors": 1}
+
+
+def test_a_metric_of_several_samples_is_absent_for_one() -> None:
+    prompt = Prompt(id="p", text="", token_ids=(1,))
+    samples = [make_sample(prompt, f"{k}-0", [3], reward=float(k)) for k in range(2)]
+    apart = summarise(columns(TrainBatch.of(0, [samples[:1], samples[1:]])), 0)
+    assert "reward/equal_groups" not in apart
+    assert apart["reward/std"] == 0.5
+    assert "reward/std" not in summarise(columns(TrainBatch.of(0, [samples[:1]])), 0)
+
+
+def test_tokens_generated_are_those_that_engines_sampled_for_training() -> None:
+    """Of aborted responses, too, and not those of an environment or an evaluation."""
     prompt = Prompt(id="p", text="", token_ids=(1,))
     sample = row(make_sample(prompt, "a", [5, 6, 7, 8], versions=[0, 0, 1, 1]), 0)
-    begun = PartialResponse(
-        response_ids=np.array([5, 6], np.int32),
-        behavior_logprobs=np.zeros(2, np.float32),
-        versions=np.zeros(2, np.int32),
-    )
-    whole = Request(group=0, k=0, prompt=prompt)
-    counts, stats = FlowCounts(), {"engines": [FRESH], "waiting": 3}
-    slot = SimpleNamespace(evaluates=False)
+    counts, slot = FlowCounts(), SimpleNamespace(evaluates=False)
     lines = []
-    for requests in ((whole, whole), (), (replace(whole, prefix=begun),)):
-        for request in requests:
-            counts.add(sample, request)
-        lines.append(counts.since_last(stats, [slot], None))  # type: ignore[list-item]
-    assert [line["tokens/generated"] for line in lines] == [8, 0, 2]
-    assert counts.responses["samples"] == 3
+    for generated in (8, 8, 11, 2):  # in the end the engine has started again
+        counts.add(sample, Request(group=0, k=0, prompt=prompt))
+        engine = replace(FRESH, tokens=generated + 100, generated=generated)
+        lines.append(counts.since_last({"engines": [engine], "waiting": 3}, [slot], None))  # type: ignore[list-item]
+    assert [line["tokens/generated"] for line in lines] == [8, 0, 3, 2]
+    assert counts.responses["samples"] == 4
     assert {line["flow/waiting"] for line in lines} == {3}

@@ -18,6 +18,7 @@ from megatron_async_rl.config.controls import (
 )
 from megatron_async_rl.controls.alignment import KEEP, PROJECT, SKIP
 from megatron_async_rl.controls.gac import Gac as GacOfAStep
+from megatron_async_rl.controls.gac import MatchedNorm
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.gradients import CPU_BLOCK, TERMS, dot, products_with, squared_norm
 from tests.gradients import OneRank, Shard, aligned, cosine, flat, gradient, step
@@ -43,8 +44,9 @@ def test_the_first_gradient_only_becomes_the_reference():
     before = flat(first).clone()
     decision = Gac(GacControl()).apply(first)
     assert torch.equal(flat(first), before)
-    assert "gac/cosine" not in decision.metrics
+    assert not {"gac/cosine", "gac/removed"} & set(decision.metrics), "there is no number for them"
     assert not decision.skip
+    assert "matched_norm/scale" not in MatchedNorm(MatchedNormControl()).apply(step(first)).metrics
 
 
 @pytest.mark.parametrize("c", [-0.99, -0.5, 0.0, 0.149])

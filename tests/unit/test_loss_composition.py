@@ -63,6 +63,8 @@ def test_oapl_across_weight_updates_is_refused(configured):
         configured, BARE | {"loss": "oapl"}, async_ratio=0.5
     )
     configured(BARE | {"loss": "oapl"}, async_ratio=0)
+    stored = refused(configured, BARE | {"loss": "oapl"}, async_ratio=0, selection="replay")
+    assert "flow.selection: replay draws stored responses of several" in stored
 
 
 def test_decoupled_ppo_without_a_proximal_policy_is_refused(configured):

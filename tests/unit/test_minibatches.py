@@ -13,12 +13,16 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.targets import valid_samples
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.policy.batches import divide, over_steps, split
+from megatron_async_rl.policy.policy import _largest_lag
 from megatron_async_rl.report.summary import summarise_run
+from megatron_async_rl.samples import Prompt
+from megatron_async_rl.samples.rows import TrainBatch
 from tests.token_batches import part_of
-from tests.train_batches import columns, ragged_batch
+from tests.train_batches import columns, make_sample, ragged_batch
 from tests.written_run import write_run
 
 GROUP = np.repeat(np.arange(10), 3)
@@ -191,9 +195,20 @@ def test_decisions_are_made_again_from_the_steps_own_log_probs():
         np.isin(batch.rows, np.flatnonzero(batch.valid))
     ]
     whole = objective.prepare(batch, {"logp": behavior})
-    assert objective.decide(whole).metrics["objective/second_moment"] == 0.0
+    assert objective.decide(whole).metrics == {}, "no token is harmful"
     moved = objective.decide(whole, {"logp": behavior + 0.3})
     assert moved.metrics["objective/second_moment"] == pytest.approx(0.09)
+
+
+def test_the_largest_lag_is_that_of_a_token_that_is_trained_on():
+    """Neither of a failed sample nor of what an environment wrote."""
+    prompt = Prompt(id="p", text="", token_ids=(1,))
+    group = (
+        make_sample(prompt, "0-0", [3, 3], versions=[0, 6], mask=[0, 1]),
+        make_sample(prompt, "0-1", [3], versions=[1], reward_error="no"),
+    )
+    batch = columns(TrainBatch.of(7, [group]))
+    assert _largest_lag(valid_samples(batch)) == 1
 
 
 def test_the_summary_counts_gacs_optimizer_steps_not_lines():

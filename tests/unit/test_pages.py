@@ -25,8 +25,9 @@ from typer.testing import CliRunner
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.grid import read_grid, runs_of
 from megatron_async_rl.config.keys import walk
-from megatron_async_rl.config.load import load, read_tree
+from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.yaml_tree import read_tree
 from megatron_async_rl.metrics.catalogue import METRICS
 from megatron_async_rl.plan.machine import described_machine
 from megatron_async_rl.rollout.environments import load_factory

@@ -70,6 +70,24 @@ def sampled_run(run_dir: Path, steps: int, config: dict[str, object] | None = No
     return run_dir
 
 
+def test_a_report_takes_rows_that_lack_what_had_no_data(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "demo", 6)
+    file, rare = run / "metrics.jsonl", ("ratio/logp_diff_lag0_max", "clip/positive", "reward/std")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows[1:]:
+        for name in ("ratio/ess_ratio", "lag/histogram", "tokens/generated", "engine/busy_share"):
+            row.pop(name, None)
+    rows[3] |= dict.fromkeys(rare, 0.5)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert all(path.exists() for path in write_report(run))
+    curves = {
+        curve.name: list(curve.y)
+        for panel in panels_of(read_run(run, alone=False))
+        for curve in getattr(panel, "curves", ())
+    }
+    assert curves["max at lag 0"] == [0.5]
+
+
 def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
     """Two engines, the second of which is gone in the end; each step takes ten seconds from second
     1000 on."""

@@ -130,6 +130,28 @@ def test_responses_that_end_together_are_reported_together(tmp_path: Path) -> No
     working(tmp_path, work)
 
 
+def test_tokens_are_counted_as_they_are_sampled(tmp_path: Path) -> None:
+    """Once, whatever becomes of them: finished, aborted or cut; held-out ones apart."""
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        await responses.submit([request(0, answer="7"), request(1, answer="7")])
+        held_out = replace(request(2, answer="7"), group=-1)
+        begun = PartialResponse(
+            response_ids=np.array([5, 6], np.int32),
+            behavior_logprobs=np.zeros(2, np.float32),
+            versions=np.zeros(2, np.int32),
+        )
+        await responses.submit([held_out, replace(request(3, answer="7"), prefix=begun)])
+        await responses.abort(["4-0"])  # with one token
+        for place, ids in ((1, [7, 0]), (2, [7, 7, 0]), (3, [7, 0])):
+            llm.collectors[place].put(output(ids))
+        while responses.running:
+            await responses.reports.take(60)
+        assert (responses.tokens, responses.generated) == (1 + 2 + 3 + 2, 1 + 2 + 2)
+
+    working(tmp_path, work)
+
+
 def test_experts_come_with_what_is_trained_on_and_one_row_short_is_an_error(
     tmp_path: Path,
 ) -> None:
@@ -279,6 +301,7 @@ def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_pa
         assert [(one.id, one.partial) for one in (*aborted, *more)] == [("4-0", None)]
         (sample,) = samples_of(finished)
         assert (sample.id, sample.reward, sample.response_ids.tolist()) == ("4-1", 1.0, [7, 0, 7])
+        assert responses.generated == 1 + 2 + 1, "the aborted conversation's token, too"
         assert responses.running == 0
 
     working(tmp_path, work)

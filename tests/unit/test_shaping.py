@@ -49,6 +49,17 @@ def test_a_response_is_punished_by_how_far_it_is_in_the_buffer(length, penalty):
     assert whole.token_rewards.sum() == 1.0 - penalty
 
 
+def test_what_an_environment_wrote_does_not_make_a_response_overlong():
+    config = ObjectiveConfig(
+        advantage="none", overlong=OverlongConfig(max_length=10, buffer=4, penalty=2.0)
+    )
+    for sampled, penalty in ((6, 0.0), (8, 1.0)):
+        mask = [1, 1, *[0] * 9, *[1] * (sampled - 2)]
+        with_tool = sample("a", len(mask), 1.0, mask=mask)
+        whole = Objective(config).prepare(one_group(with_tool), {}).whole
+        assert whole.rewards.tolist() == [1.0 - penalty]
+
+
 # KL estimators: exact expectations over a small vocabulary.
 
 

@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from megatron_async_rl.config.grid import read_grid, runs_of
-from megatron_async_rl.config.load import dump, load, read_tree
+from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.yaml_tree import read_tree
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
 from tests.written_run import write_run

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from megatron_async_rl import study as study_module
 from megatron_async_rl.config.grid import read_grid, runs_of
-from megatron_async_rl.config.load import parse_value
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.yaml_tree import parse_value
 from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.study import study
@@ -406,6 +406,24 @@ def test_values_reach_the_run_as_they_are_in_the_grid(tmp_path: Path) -> None:
     options, steps, _ = (text.partition("=")[2] for text in run.overrides)
     assert parse_value(options) == value
     assert parse_value(steps) != parse_value(steps)
+
+
+def test_texts_of_a_grid_reach_the_run_as_written(tmp_path: Path) -> None:
+    grid = write_grid(tmp_path)
+    grid.write_text(
+        f"base: {grid.parent}/base.yaml\nruns: 2024-01-01\naxes:\n"
+        "  on: {010: {data.system_prompt: 1e3}, 2: {data: {system_prompt: off}}}\n"
+        "sweeps: {all: {on: [010, 2]}}\n"
+    )
+    runs = runs_of(read_grid(grid))
+    assert [run.name for run in runs] == ["010", "2"]
+    assert runs[0].directory == grid.parent / "2024-01-01" / "010"
+    assert runs[0].overrides[0] == 'data.system_prompt="1e3"'
+    assert runs[1].overrides[0] == 'data={"system_prompt": "off"}'
+    grid.write_text(grid.read_text().replace("data.system_prompt: 1e3", "run.seed: 010"))
+    with pytest.raises(UserError, match="different numbers") as refused:
+        read_grid(grid)
+    assert refused.value.problems[0].where == f"{grid}:4"
 
 
 def test_on_a_terminal_the_runs_at_work_stand_in_a_table(tmp_path: Path, stand_in: Path) -> None:

@@ -30,16 +30,19 @@ def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> BatchDecision:
     """`keep`, [N] bool, in mode mask; `log_ratio_cap` in mode cap, where it is the largest |log w|
     if nothing has to be capped.
 
-    `second_moment` is that of the candidates before anything was done; 0 without candidates.
+    `second_moment` is that of the candidates before anything was done. Without candidates nothing is
+    decided, and no number is logged.
     """
     log_weight = whole.logp - whole.logp_behavior
     candidate = whole.mask > 0
     if settings.candidates == "harmful":
         candidate &= log_weight * whole.advantages > 0
     index = torch.nonzero(candidate).flatten()
+    if not len(index):
+        return BatchDecision(tokens={"keep": torch.ones_like(candidate)})
     ordered, order = log_weight[index].square().sort()
     total = ordered.cumsum(0)
-    moment = float(total[-1] / len(ordered)) if len(ordered) else 0.0
+    moment = float(total[-1] / len(ordered))
     if settings.mode == "cap":
         cap = _water_level(ordered, total, settings.second_moment)
         return BatchDecision(
@@ -56,8 +59,8 @@ def _water_level(ordered: Tensor, total: Tensor, target: float) -> float:
     """c >= 0 with mean(min(d, c^2)) = target. ordered: [C] rising d. total: [C] their running
     sums."""
     count = len(ordered)
-    if not count or total[-1] <= count * target:
-        return float(ordered[-1].sqrt()) if count else 0.0
+    if total[-1] <= count * target:
+        return float(ordered[-1].sqrt())
     # With the level at the i-th smallest d: those up to it count in full, the others as much as it.
     filled = total + (count - torch.arange(1, count + 1, dtype=total.dtype)) * ordered
     below = int((filled <= count * target).sum())
@@ -74,7 +77,9 @@ def m2po(batch: TokenBatch, settings: M2poLoss) -> TokenLoss:
         keep = batch.decided.tokens["keep"]
         return TokenLoss(torch.where(keep, -weight * batch.advantages, 0.0), ~keep)
     # A batch below the bound is left alone altogether: at its largest ratio, rounding would clip.
-    if scalars["objective/second_moment"] <= settings.second_moment:
+    if (
+        scalars.get("objective/second_moment", 0.0) <= settings.second_moment
+    ):  # absent: no candidate
         return clipped_surrogate(batch.advantages, weight, 0.0, math.inf)
     cap = min(scalars["objective/log_ratio_cap"], LOG_RATIO_BOUND)
     return clipped_surrogate(batch.advantages, weight, math.exp(-cap), math.exp(cap))

@@ -18,8 +18,8 @@ def decide_trajectory_balance(whole: TokenBatch, settings: TrajectoryBalanceLoss
     pi_ref - log pi) + R / beta."""
     log_ratio = whole.sequence_sum(whole.logp - whole.require("logp_ref"))
     log_z = whole.group_mean(whole.require("rewards") / settings.beta - log_ratio)
-    mean = float(log_z.mean()) if len(log_z) else 0.0
-    return BatchDecision(sequences={"log_z": log_z}, scalars={"objective/log_z": mean})
+    scalars = {"objective/log_z": float(log_z.mean())} if len(log_z) else {}
+    return BatchDecision(sequences={"log_z": log_z}, scalars=scalars)
 
 
 def trajectory_balance(batch: TokenBatch, settings: TrajectoryBalanceLoss) -> SequenceLoss:

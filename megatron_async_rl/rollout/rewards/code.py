@@ -201,7 +201,7 @@ def _asserts(
     source: str, tests: Sequence[str], entry_point: object, limits: Limits, budget: _Budget
 ) -> list[bool]:
     """The tester's sandbox says which passed; those that it says nothing of did not."""
-    stubs = _STUBS.read_text()
+    stubs = _STUBS.read_text(encoding="utf-8")
     ours, theirs = socket.socketpair()
     with ours, theirs:
         serve = f"{stubs}\nserve({theirs.fileno()}, {source!r})"

@@ -228,11 +228,11 @@ class Sandbox:
         folder = Path(f"/proc/{self._process.pid}")
         if os.getuid() == 0:
             for name in ("uid_map", "gid_map"):
-                (folder / name).write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+                (folder / name).write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n", encoding="utf-8")
         else:
-            (folder / "uid_map").write_text(f"0 {os.getuid()} 1\n")
-            (folder / "setgroups").write_text("deny")
-            (folder / "gid_map").write_text(f"0 {os.getgid()} 1\n")
+            (folder / "uid_map").write_text(f"0 {os.getuid()} 1\n", encoding="utf-8")
+            (folder / "setgroups").write_text("deny", encoding="utf-8")
+            (folder / "gid_map").write_text(f"0 {os.getgid()} 1\n", encoding="utf-8")
 
     def _usage(self) -> Usage:
         cpu_s, states = 0.0, []

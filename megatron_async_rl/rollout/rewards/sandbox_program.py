@@ -123,7 +123,7 @@ def close_in(readable: list[str], folder_mib: int) -> None:
             make_read_only(new, recursive=True)
     os.mkdir("/new/dev")
     for name in DEVICES:
-        with open(f"/new/dev/{name}", "w"):
+        with open(f"/new/dev/{name}", "w", encoding="utf-8"):
             bind(f"/old/dev/{name}", f"/new/dev/{name}")
     os.mkdir("/new/tmp")
     bounds = f"size={folder_mib}m,nr_inodes={MOST_FILES}"
@@ -257,7 +257,7 @@ def end_descendants() -> None:
     parents end."""
     while True:
         try:
-            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
                 children = [int(pid) for pid in file.read().split()]
         except OSError:
             children = []
@@ -334,7 +334,7 @@ def main() -> None:
     isolated, parent = settings["isolated"], os.getppid()
     try:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        with open("/proc/self/oom_score_adj", "w") as file:
+        with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
             file.write("1000")
         if isolated:
             spaces = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWNET

@@ -1,0 +1,204 @@
+"""Host memory that runs out is told from a device's, with who holds it and what helps."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.exceptions
+from rich.console import Console
+
+from megatron_async_rl.config.load import load
+from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
+from megatron_async_rl.launch import launcher
+from megatron_async_rl.plan.fit import HostMemoryOut, free_memory_problems, memory_ran_out
+from megatron_async_rl.plan.machine import GIB, Machine
+from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.watchdog import host_memory
+from megatron_async_rl.watchdog.deadline import KilledForMemory, ProcessDied, answer_of, ray_get
+from megatron_async_rl.watchdog.events import failure_of, out_of_memory
+from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY
+from tests.written_run import write_run
+
+FROM_RAY = """\
+1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.7, \
+ID: e23bf5) was 22.41GB used / 23.54GB limit (0.952)
+OOM kill reason: Memory usage 24062869504B exceeded threshold of 24012685312B (95.0%)
+Object store memory usage: [- objects spillable: 0
+Eviction Stats:
+(global lru) capacity: 104857600]
+Ray killed 1 worker(s) based on the killing policy
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+16631\t11.50\tpython another_program.py
+17562\t6.19\tray::RolloutEngine.submit
+Refer to the documentation on how to address the out of memory issue: https://docs.ray.io ...
+"""
+FROM_TORCH = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+    " tried to allocate 4096000000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+class Call:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __await__(self) -> Any:
+        raise self._error
+        yield
+
+
+def answered(error: Exception) -> ProcessDied:
+    async def body() -> None:
+        await answer_of(Call(error))
+
+    with pytest.raises(ProcessDied) as caught:
+        asyncio.run(body())
+    return pickle.loads(pickle.dumps(caught.value))  # type: ignore[no-any-return]
+
+
+def test_rays_memory_monitor_ends_an_engine_for_the_hosts_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    died = answered(ray.exceptions.OutOfMemoryError(FROM_RAY))
+    assert str(died) == (
+        "Ray's memory monitor ended it, as host memory was nearly out: node 192.0.2.7 had 22.41GB"
+        " used / 23.54GB; largest processes: pid 16631 11.50 GB python another_program.py; pid 17562"
+        " 6.19 GB ray::RolloutEngine.submit"
+    )
+    assert out_of_memory(died) == "host"
+    assert failure_of(died, Path("log")).kind == PRIMARY
+
+    def get(ref: object, timeout: float) -> None:
+        raise ray.exceptions.OutOfMemoryError("another version's words\nmore")
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(KilledForMemory, match=r"waited for a report.*another version's words;"):
+        ray_get(object(), "a report", 1.0)
+
+
+def test_the_kernels_kills_are_told_from_other_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = answered(ray.exceptions.ActorDiedError())
+    assert out_of_memory(died) is None
+    assert failure_of(died, Path("log")).kind == SECONDARY
+    monkeypatch.setattr(host_memory, "_KILLS_BEFORE", host_memory.kernel_kills() - 2)
+    killed = answered(ray.exceptions.ActorDiedError())
+    assert out_of_memory(killed) == "host"
+    assert "has ended 2 processes" in str(killed)
+    assert "largest processes: pid " in str(killed)
+
+
+def test_the_launcher_reports_that_the_kernel_ended_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir()
+    killed = (
+        "  rank      : 1 (local_rank: 1)\n  traceback : Signal 9 (SIGKILL) received by PID 77\n"
+    )
+    (tmp_path / "logs" / "torchrun.log").write_text(killed)
+
+    def explained() -> str:
+        written = io.StringIO()
+        launcher._explain_failure(tmp_path, Console(file=written, width=200))
+        return written.getvalue()
+
+    assert "for want of host memory" not in explained()
+    monkeypatch.setattr(host_memory, "_KILLS_BEFORE", host_memory.kernel_kills() - 1)
+    assert "rank 1: Signal 9 (SIGKILL) received by PID 77" in explained()
+    assert "the kernel has ended a process of this machine or container" in explained()
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (MemoryError(), "host"),
+        (OSError(12, "Cannot allocate memory"), "host"),
+        (RuntimeError(FROM_TORCH), "host"),
+        (RuntimeError("did not start: RuntimeError: ... MemoryError: no room"), "host"),
+        (ray.exceptions.OutOfMemoryError(FROM_RAY), "host"),
+        (EngineMemoryOut("no engine is left", "generate", "host"), "host"),
+        (EngineMemoryOut("no engine is left", "generate"), "device"),
+        (RuntimeError("CUDA error: out of memory"), "device"),
+        (RuntimeError("torch.OutOfMemoryError: CUDA out of memory"), "device"),
+        (ValueError("Free memory on device cuda:0 is less than desired"), "device"),
+        (FlowError("a prompt holds: out of memory"), None),
+        (OSError(28, "No space left on device"), None),
+    ],
+)
+def test_the_memory_that_ran_out_is_named(error: Exception, memory: str | None) -> None:
+    assert out_of_memory(error) == memory
+    later = FlowError("the run ends")
+    later.__cause__ = error
+    assert out_of_memory(later) == memory
+
+
+def test_a_host_error_lists_processes_and_keys_of_the_device_in_use(tmp_path: Path) -> None:
+    config = load(write_run(tmp_path), ["rollout.engines=2"])
+    error = EngineMemoryOut("no engine is left: Ray's memory monitor ended it", "generate", "host")
+    on_cpu = memory_ran_out(error, config, "train", dict, on_cpu=True)
+    assert isinstance(on_cpu, HostMemoryOut)
+    assert "host memory ran out in phase generate" in str(on_cpu)
+    assert "largest processes: pid " in str(on_cpu)
+    assert "rollout.kv_cache_gib: 0.5" in on_cpu.fix
+    assert "rollout.engines: 1" in on_cpu.fix
+    assert "gpu_memory_utilization" not in on_cpu.fix
+    assert "rollout.tensor" not in on_cpu.fix
+    on_gpu = memory_ran_out(error, config, "train", dict, on_cpu=False)
+    assert isinstance(on_gpu, HostMemoryOut)
+    assert "checkpoint.asynchronous: false" in on_gpu.fix
+    assert "kv_cache_gib" not in on_gpu.fix
+    vllm = RuntimeError("No available memory for the cache blocks.")
+    assert isinstance(memory_ran_out(vllm, config, "train", dict, on_cpu=True), HostMemoryOut)
+
+
+def test_a_run_without_free_memory_is_refused_before_it_starts(tmp_path: Path) -> None:
+    config = load(write_run(tmp_path))
+    roomy = Machine(cores=2, memory=64 * GIB, shared_memory=8 * GIB, gpus=(), free_memory=32 * GIB)
+    plan = preflight(config, all_data=False, machine=roomy)
+
+    def problems(machine: Machine) -> list[Any]:
+        return free_memory_problems(config, machine, plan.device, plan.ranks, plan.engine)
+
+    assert problems(roomy) == problems(replace(roomy, free_memory=None)) == []
+    (problem,) = problems(replace(roomy, free_memory=GIB // 2))
+    assert problem.key == "host memory"
+    assert "0.5 GiB are free; largest processes: pid " in problem.what
+    assert "end other programs" in problem.fix
+
+
+def test_the_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "cgroup"
+    monkeypatch.setattr(host_memory, "_OWN_CGROUP", own)
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    inner, root = tmp_path / "job" / "task", tmp_path
+    inner.mkdir(parents=True)
+    own.write_text("0::/job/task\n")
+    (inner / "memory.max").write_text("max\n")
+    (root / "job" / "memory.max").write_text(f"{GIB}\n")
+    (inner / "memory.current").write_text(f"{3 * GIB // 4}\n")
+    (inner / "memory.stat").write_text(f"anon 5\ninactive_file {GIB // 8}\n")
+    (inner / "memory.events").write_text("low 0\noom 4\noom_kill 3\n")
+    assert host_memory.total_bytes() == GIB
+    assert host_memory.free_bytes() == GIB // 4 + GIB // 8
+    assert host_memory.kernel_kills() == 3
+    old = tmp_path / "memory" / "task"
+    old.mkdir(parents=True)
+    own.write_text("9:cpu:/\n4:memory:/task\n0::/\n")
+    (old / "memory.limit_in_bytes").write_text(f"{GIB // 2}\n")
+    (old / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 7\n")
+    assert host_memory.total_bytes() == GIB // 2
+    assert host_memory.kernel_kills() == 7
+
+
+def test_the_largest_processes_are_listed_with_their_memory() -> None:
+    lines = host_memory.largest_processes(10**6)
+    sizes = [float(line.split(" ", 3)[2]) for line in lines]
+    assert sizes == sorted(sizes, reverse=True)
+    assert any(line.startswith(f"pid {os.getpid()} ") for line in lines)
+    assert len(host_memory.largest_processes()) <= host_memory.SHOWN
