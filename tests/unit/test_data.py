@@ -27,11 +27,12 @@ from megatron_async_rl.data import (
     fitting,
     read_training,
 )
+from megatron_async_rl.data.chat_template import ChatTemplate
 from megatron_async_rl.data.conversation import Conversation
 from megatron_async_rl.data.files import read_rows
 from megatron_async_rl.data.prompts import Part, nothing_more
 from megatron_async_rl.data.source import Mixture
-from megatron_async_rl.data.tokenizer import ChatTemplate, load_tokenizer
+from megatron_async_rl.data.tokenizer import load_tokenizer
 from tests.characters import TEMPLATE, characters, save_characters
 from tests.train_batches import samples_in
 from tests.unit.test_prompts import Bytes, prompts
@@ -81,6 +82,64 @@ def test_every_format_gives_the_same_prompts(
     assert [(one.text, one.fields["answer"]) for one in found] == [("1+1=", "2"), ("2+2=", "4")]
     assert found[1].id == f"d.{ending}:{3 if ending == 'csv' else 2}"
     assert len(read(path, prompt_key="question", limit=1).prompts) == 1
+
+
+def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
+    names = ("data[v2]", "{raw}", "{a,b}", "x[1]{2}*?")
+    for name in names:
+        folder = tmp_path / name
+        folder.mkdir()
+        as_jsonl(folder / "train-[1].jsonl", [{"prompt": "one"}])
+        as_jsonl(folder / "train-2.jsonl", [{"prompt": "two"}])
+        whole = [folder, folder / "*.jsonl", folder / "train-{[1],2}.jsonl", folder / "*"]
+        for location in whole:
+            assert {one.text for one in read(location).prompts} == {"one", "two"}, location
+        assert [one.text for one in read(folder / "train-[1].jsonl").prompts] == ["one"]
+        assert [one.text for one in read(folder / "t*-[1].jsonl").prompts] == ["one"]
+        with pytest.raises(DataError, match=r"gone.jsonl: cannot be read: No such file"):
+            read(folder / "gone.jsonl")
+    every = tmp_path / "*" / "data[v2]" / "*.jsonl"
+    (tmp_path / "more" / "data[v2]").mkdir(parents=True)
+    as_jsonl(tmp_path / "more" / "data[v2]" / "a.jsonl", [{"prompt": "deep"}])
+    assert [one.text for one in read(every).prompts] == ["deep"]
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (("train_a", "devices"), None),
+        (("train", "evaluator", "testimony", "valley", "contest"), None),
+        (("train-00000-of-00002", "train-00001-of-00002", "training_2"), None),
+        (("a_train", "b_TEST"), "test and train"),
+        (("train", "testset"), "test and train"),
+        (("gsm8k.train", "gsm8k.val"), "train and validation"),
+        (("train", "held-out-dev2"), "train and validation"),
+    ],
+)
+def test_splits_are_words_in_the_names_of_files(
+    tmp_path: Path, names: Sequence[str], splits: str | None
+) -> None:
+    for name in names:
+        as_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    if splits is None:
+        assert len(read(tmp_path).prompts) == len(names)
+        return
+    with pytest.raises(DataError, match=f"several splits: {splits} ") as caught:
+        read(tmp_path)
+    suggested = caught.value.fix.removeprefix("name one of them, such as ").partition(", or")[0]
+    assert len(read(Path(suggested)).prompts) == 1, "what is suggested can be read"
+
+
+def test_a_column_of_bytes_is_named_where_it_is_missed(tmp_path: Path) -> None:
+    row = {"prompt": b"1+1", "answer": "2", "extra": {"raw": b"x", "n": 1}}
+    as_parquet(tmp_path / "d.parquet", [row])
+    with pytest.raises(DataError, match="column `prompt` that holds bytes") as caught:
+        read(tmp_path)
+    assert 'df["prompt"].str.decode("utf-8")' in caught.value.fix
+    with pytest.raises(DataError, match=r"column `extra.n` that holds bytes"):
+        read(tmp_path, prompt_key="answer", answer_key="extra.n")
+    with pytest.raises(DataError, match=r"its columns: answer; left out, .* bytes: prompt, extra"):
+        read(tmp_path, prompt_key="question")
 
 
 def test_cells_of_csv_stay_text_and_may_hold_commas_and_lines(tmp_path: Path) -> None:
@@ -202,6 +261,226 @@ def test_where_a_column_is_missing_the_nearest_is_named(
     with pytest.raises(DataError, match="has no `") as caught:
         read(tmp_path / "d.jsonl", **data)
     assert fix in caught.value.fix
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "ability": "math",
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"answer": "1+1=2 #### 2", "index": 0, "split": "train"},
+}
+
+
+@pytest.mark.parametrize("write", [as_jsonl, as_parquet])
+def test_a_key_may_name_a_value_inside_a_column(tmp_path: Path, write: Any) -> None:
+    path = tmp_path / ("d.parquet" if write is as_parquet else "d.jsonl")
+    write(path, [VERL])
+    (prompt,) = read(path, answer_key="reward_model.ground_truth").prompts
+    assert prompt.fields["answer"] == "2"
+    assert prompt.fields["reward_model"] == VERL["reward_model"], "for rewards that read it whole"
+    (prompt,) = read(path, prompt_key="extra_info.answer").prompts
+    assert prompt.text == "1+1=2 #### 2"
+    with pytest.raises(DataError, match=r"no `reward_model.truth` .*reward_model.style") as caught:
+        read(path, answer_key="reward_model.truth")
+    assert "data.answer_key=reward_model.ground_truth" in caught.value.fix
+
+
+def test_a_column_with_a_dot_goes_before_a_value_inside_one(tmp_path: Path) -> None:
+    row = {"prompt": "a", "x.y": "1", "x": {"y": "2", "z.w": "3"}, "t": '{"u": {"v": "4"}}'}
+    as_jsonl(tmp_path / "d.jsonl", [row])
+    for key, value in (("x.y", "1"), ("x.z.w", "3"), ("t.u.v", "4")):
+        assert read(tmp_path, answer_key=key).prompts[0].fields["answer"] == value, key
+    for key in ("x.y.z", "x.", ".y", "x.u", "t.u.v.w"):
+        with pytest.raises(DataError, match=f"has no `{key}`"):
+            read(tmp_path, answer_key=key)
+
+
+def test_a_suggested_fix_does_not_fail_next(tmp_path: Path) -> None:
+    """The data of several projects, with nothing but the fixes that the errors suggest."""
+
+    def wants(fields: Mapping[str, Any]) -> Sequence[str]:
+        return ("answer",)
+
+    chat = [{"from": "human", "value": "1+1="}]
+    rows: dict[str, tuple[dict[str, Any], tuple[str, Any]]] = {
+        "verl": (VERL, ("u:1+1=\x01\na:", "2")),
+        "slime": ({"text": "1+1=", "label": "2", "metadata": {}}, ("1+1=", "2")),
+        "sharegpt": ({"conversations": chat, "meta": {"gold": 2}}, ("u:1+1=\x01\na:", 2)),
+        "nested": ({"task": {"question": "1+1=", "target": "2"}}, ("1+1=", "2")),
+        "decoy": ({"input": None, "problem": "1+1=", "solution": [], "gold": "2"}, ("1+1=", "2")),
+    }
+    for name, (row, expected) in rows.items():
+        as_jsonl(tmp_path / f"{name}.jsonl", [row])
+        keys: dict[str, Any] = {}
+        fault = fault_of(tmp_path / f"{name}.jsonl", wants, keys)
+        while fault is not None:
+            key, _, value = fault.fix.partition("data.")[2].partition(" ")[0].partition("=")
+            assert value not in ("", "COLUMN"), (name, str(fault))
+            assert key not in keys, (name, str(fault))
+            keys[key] = value
+            fault = fault_of(tmp_path / f"{name}.jsonl", wants, keys)
+        (prompt,) = read(tmp_path / f"{name}.jsonl", **keys).prompts
+        assert (prompt.text, prompt.fields["answer"]) == expected, name
+
+
+def fault_of(path: Path, required: Any, keys: Mapping[str, Any]) -> DataError | None:
+    try:
+        data = DataConfig.model_validate({"train": path, **keys})
+        read_training(data, Bytes(), required=required)
+    except DataError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("key", ["prompt_key", "messages_key"])
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_messages_may_be_json_text(tmp_path: Path, key: str, ending: str) -> None:
+    chat = [{"role": "user", "content": 'a "b", é'}, {"role": "user", "content": "c"}]
+    path = tmp_path / f"d.{ending}"
+    if ending == "csv":
+        quoted = json.dumps(chat).replace('"', '""')
+        path.write_text(f'chat\r\n"{quoted}"\r\n', encoding="utf-8-sig")
+    else:
+        (as_jsonl if ending == "jsonl" else as_parquet)(path, [{"chat": json.dumps(chat)}])
+    (prompt,) = read(path, **{key: "chat"}).prompts
+    assert prompt.text == 'u:a "b", é\x01\nu:c\x01\na:'
+
+
+def test_messages_as_text_that_is_no_json_are_refused(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    for text in (str(chat), json.dumps(chat)[:-1], '[{"role": "user", "role": "user"}]'):
+        as_jsonl(tmp_path / "d.jsonl", [{"prompt": text}])
+        with pytest.raises(
+            DataError, match=r"d.jsonl:1: `prompt` holds chat messages as text that"
+        ):
+            read(tmp_path)
+    for text in ("[1, 2]", '{"role": "user"}', "[{x}]", '["a"]'):
+        as_jsonl(tmp_path / "d.jsonl", [{"prompt": text}])
+        assert read(tmp_path).prompts[0].text == text, "a question like any other"
+
+
+def test_messages_of_sharegpt_are_read_as_their_own(tmp_path: Path) -> None:
+    call = {"name": "f", "arguments": {"a": 1}}
+    chat = [
+        {"from": "system", "value": "be brief"},
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "7"},
+        {"from": "gpt", "value": "no", "weight": 0},
+        {"from": "human", "value": "q"},
+        {"from": "gpt", "value": "yes"},
+    ]
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}{% for c in m.tool_calls or () %}"
+        "{{ c.function | tojson }}{% endfor %}<end>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = characters(tmp_path / "model", template)
+    for write in (as_jsonl, as_parquet):
+        path = tmp_path / ("d.parquet" if write is as_parquet else "d.jsonl")
+        write(path, [{"conversations": chat}])
+        data = {"train": path, "messages_key": "conversations"}
+        (prompt,) = read_training(
+            DataConfig.model_validate(data), tokenizer, supervised=True
+        ).prompts
+        assert prompt.text == "system:be brief<end>\nuser:q<end>\nassistant:"
+        given = prompt.fields["response"]
+        trained = given.ids[given.mask == 1].tolist()
+        assert shown(trained) == json.dumps(call) + "$yes$"
+    for wrong, what in (
+        ({"from": "bot", "value": "x"}, "a chat message is `from` 'bot'"),
+        (
+            {"from": "function_call", "value": "f(1)"},
+            "a message `from` function_call is no JSON object",
+        ),
+        ({"from": "human"}, "a message of the user has no content"),
+        ({"from": "human", "value": ["x"]}, r"content\[0\] of type text"),
+    ):
+        as_jsonl(tmp_path / "d.jsonl", [{"prompt": [wrong]}])
+        with pytest.raises(DataError, match=f"d.jsonl:1: .*{what}"):
+            read(tmp_path / "d.jsonl")
+
+
+def shown(ids: Sequence[int]) -> str:
+    return "".join("$" if one == 1 else chr(one) for one in ids)
+
+
+CALLS = {
+    "tojson": "{{ c.function.arguments | tojson }}",
+    "items": "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}",
+    "text": "{{ c.function.arguments }}",
+    "joined": "{{ 'f' + c.function.arguments }}",
+    "either": "{{ c.function.arguments if c.function.arguments is string"
+    " else c.function.arguments | tojson }}",
+}
+"""What templates do with the arguments of a call."""
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
+    tmp_path: Path, way: str
+) -> None:
+    tokenizer = characters(
+        tmp_path / "model",
+        "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}"
+        f"{{% for c in m.tool_calls or () %}}{{{{ c.function.name }}}}{CALLS[way]}{{% endfor %}}<end>"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+    )
+    own = {"a": 1, "b": "x y", "big": 2**63 + 1}
+    written = {"items": f"a=1;b=x y;big={2**63 + 1};", "joined": "f" + json.dumps(own)}
+    texts = set()
+    call = {"type": "function", "function": {"name": "f", "arguments": own}}
+    as_text = {"type": "function", "function": {"name": "f", "arguments": json.dumps(own)}}
+    for calls in ([call], [as_text], json.dumps([call]), json.dumps([as_text])):
+        for content in ({}, {"content": None}, {"content": ""}):
+            chat = [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", **content, "tool_calls": calls},
+            ]
+            as_jsonl(tmp_path / "d.jsonl", [{"messages": chat}])
+            data = DataConfig(train=tmp_path / "d.jsonl", messages_key="messages")
+            (prompt,) = read_training(data, tokenizer, supervised=True).prompts
+            texts.add(prompt.fields["response"].text)
+            as_jsonl(tmp_path / "d.jsonl", [{"messages": [*chat, chat[0]]}])
+            (prompt,) = read_training(data, tokenizer).prompts
+            texts.add(prompt.text.removeprefix("user:q<end>assistant:").partition("user")[0])
+    assert texts == {f"f{written.get(way, json.dumps(own))}<end>"}
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ({"tool_calls": "f(1)"}, "has tool_calls that are not JSON"),
+        ({"tool_calls": ["f"]}, r"has tool_calls that are no list of objects: \['f'\]"),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": "a=1"}}]},
+            r"has tool_calls\[0\].function.arguments that are not JSON",
+        ),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+            r"has a list as tool_calls\[0\].function.arguments, and an object",
+        ),
+        ({"content": "x", "function_call": {"name": "f"}}, "has a `function_call`, OpenAI's old"),
+        ({"tool_calls": []}, "a chat message must be an object with `role` and `content`"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_refused(
+    tmp_path: Path, message: dict[str, Any], what: str
+) -> None:
+    rows = [{"role": "user", "content": "q"}, {"role": "assistant", **message}]
+    as_jsonl(tmp_path / "d.jsonl", [{"messages": rows}])
+    with pytest.raises(DataError, match=f"d.jsonl:1: .*{what}"):
+        read(tmp_path, messages_key="messages", supervised=True)
+
+
+def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    tokenizer = characters(tmp_path / "model", TEMPLATE)
+    calls = [{"function": {"name": "weather", "arguments": {}}}]
+    rows = asks("a", "assistant", tool_calls=calls)
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": [{"role": "user", "content": "q"}, *rows]}])
+    with pytest.raises(DataError, match=r"d.jsonl:1: .*does not write `tool_calls`, here of 'wea"):
+        read_training(DataConfig(train=tmp_path / "d.jsonl"), tokenizer)
 
 
 def test_a_text_may_be_made_a_chat_with_a_system_prompt(tmp_path: Path) -> None:
@@ -616,6 +895,84 @@ def test_the_loss_is_on_what_the_assistant_wrote_and_on_where_it_stopped(tmp_pat
     )
 
 
+@pytest.mark.parametrize("key", [{"weight": 0}, {"weight": 0.0}, {"step_loss_mask": 0}])
+@pytest.mark.parametrize("write", [as_jsonl, as_parquet])
+def test_a_message_of_weight_zero_is_not_trained_on(
+    tmp_path: Path, key: dict[str, Any], write: Any
+) -> None:
+    messages = turns("hi", "yes", "why", "so")
+    messages[1] |= key
+    path = tmp_path / ("d.parquet" if write is as_parquet else "d.jsonl")
+    write(path, [{"messages": messages}])
+    (prompt,) = read(path, supervised=True, messages_key="messages").prompts
+    assert prompt.text == "u:hi\x01\na:yes\x01\nu:why\x01\na:"
+    messages[3] |= dict.fromkeys(key, 1)
+    messages[1] |= {"train": False}
+    write(path, [{"messages": messages}])
+    assert read(path, supervised=True, messages_key="messages").prompts[0].text == prompt.text
+
+
+def end_of(tmp_path: Path, template: str, **data: Any) -> list[str]:
+    """Each row's trained tokens; `<end>`, the end of a sequence, as `$`, `<stop>` as `!`."""
+    save_characters(tmp_path / "model", ("<stop>",))
+    tokenizer = load_tokenizer(tmp_path / "model", template)
+    config = DataConfig.model_validate({"train": tmp_path / "d.jsonl", **data})
+    found = read_training(config, tokenizer, supervised=True)
+    source = SupervisedSource(
+        found.prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=None
+    )
+    return [
+        "".join({1: "$", 2: "!"}.get(i, chr(i)) for i in one.response_ids[one.loss_mask == 1])
+        for batch in source.once(0)
+        for one in samples_in(batch)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "ended"),
+    [
+        ("{{ m.content }}<stop>\n", "yes!"),
+        ("{{ m.content }}<end>\n", "yes$"),
+        (" {{ m.content }} <stop>", " yes !"),
+        ("{{ m.content }}<stop>\n<end>", "yes!"),
+        ("{{ m.content }}\n", "yes$"),
+        ("thought:{{ m.content | trim }}<stop>", "yes!"),
+    ],
+)
+def test_a_response_to_a_chat_ends_as_the_template_ends_a_turn(
+    tmp_path: Path, answer: str, ended: str
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}"
+        f"{answer}{{% else %}}{{{{ m.content }}}}<stop>\n{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    chat = [{"role": "user", "content": "hi"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "hi", "response": "yes"},
+        {"prompt": chat, "response": "yes"},
+    ]
+    if (
+        "thought" not in answer and answer[0] != " "
+    ):  # of given messages the whole is the template's
+        rows.append({"prompt": chat, "response": [{"role": "assistant", "content": "yes"}]})
+    as_jsonl(tmp_path / "d.jsonl", rows)
+    found = end_of(tmp_path, template, as_chat=True)
+    assert found[:2] == [ended] * 2
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": "hi", "response": "yes"}])
+    assert end_of(tmp_path, template) == ["yes$"], "a plain text has no turns"
+
+
+def test_a_completion_may_be_messages_as_trl_has_them(tmp_path: Path) -> None:
+    prompt = turns("hi", "no", "why", weight=1)
+    completion = [{"role": "assistant", "content": "so"}]
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": prompt, "completion": completion}])
+    assert end_of(tmp_path, TEMPLATE, answer_key="completion") == ["so$"]
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": prompt, "response": {"a": 1}}])
+    with pytest.raises(DataError, match=r"d.jsonl:1: `response` is \{'a': 1\}"):
+        end_of(tmp_path, TEMPLATE)
+
+
 def test_a_conversation_trains_as_a_given_response_does(tmp_path: Path) -> None:
     found = conversations(tmp_path, turns("hi", "yes", "why", "so"))
     source = SupervisedSource(
@@ -667,6 +1024,13 @@ def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
             turns("hi", "yes", "why", train=True),
             r"messages\[2\] is the user's and has `train`: true",
         ),
+        (turns("hi", "yes", weight=0.5), r"messages\[1\] has `weight`: 0.5"),
+        (turns("hi", "yes", weight=0), "has no message of the assistant to train on"),
+        (
+            turns("hi", "yes", weight=0, train=True),
+            r"messages\[1\] has `train`: True and `weight`: 0",
+        ),
+        (turns("hi", "yes", "why", weight=1), r"messages\[2\] is the user's and has `weight`: 1"),
         ([{"role": "assistant", "content": "yes"}], r"messages\[0\] is the assistant's"),
     ],
 )
