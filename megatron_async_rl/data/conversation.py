@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -148,13 +147,11 @@ def _trained(file: Path, place: int, messages: Sequence[Mapping[str, Any]]) -> l
         try:
             train = is_trained(message)
         except ValueError as error:
-            fix = "make `train` true or false, `weight` or `step_loss_mask` 0 or 1, and give one"
+            fix = (
+                "train on messages of the assistant; `train` is true or false, `weight` and"
+                " `step_loss_mask` are 0 or 1, and one of them is enough"
+            )
             raise DataError(file, place, f"messages[{index}] {error}", fix) from error
-        if train and message["role"] != "assistant":
-            key = next(key for key in TRAINED_KEYS if message.get(key) is not None)
-            shown = json.dumps(message[key])
-            what = f"messages[{index}] is the {message['role']}'s and has `{key}`: {shown}"
-            raise DataError(file, place, what, "train on messages of the assistant")
         if train and index == 0:
             what = "messages[0] is the assistant's, and nothing is before it"
             fix = "begin with a message of the system or the user, or give it `train`: false"

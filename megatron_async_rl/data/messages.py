@@ -36,20 +36,24 @@ SHAREGPT_ROLES = {
 TRAINED_KEYS = ("train", "weight", "step_loss_mask")
 """Keys of a message for the loss on it: ours, OpenAI's and slime's."""
 
-_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
+_MESSAGES = re.compile(r"""\[\s*\{[^{}]*["'](?:role|from)["']\s*:""")
 """Beginning of a list of messages as text, as JSON or as Python writes it."""
 
 
 def messages_in(value: Any) -> Any:
     """Return the list of messages that a text holds as JSON; any other value as it is. Raises
     ValueError for text that begins as a list of messages and is not JSON."""
-    if not isinstance(value, str) or _MESSAGES.match(value) is None:
+    text = value.strip() if isinstance(value, str) else ""
+    if not text.startswith("["):
         return value
     try:
-        found = json.loads(value, object_pairs_hook=no_duplicate_keys)
+        found = json.loads(text, object_pairs_hook=no_duplicate_keys)
     except (ValueError, RecursionError) as error:
+        if _MESSAGES.match(text) is None:
+            return value
         raise ValueError(f"holds chat messages as text that is not JSON: {error}") from error
-    return found if isinstance(found, list) else value
+    named = found and is_messages(found) and all("role" in one or "from" in one for one in found)
+    return found if named else value
 
 
 def is_messages(value: Any) -> bool:
@@ -121,7 +125,8 @@ def _from_sharegpt(file: Path, place: int, message: Mapping[str, Any]) -> dict[s
 
 def is_trained(message: Mapping[str, Any]) -> bool:
     """Return whether the loss is on the message: the assistant's are trained on unless one of
-    TRAINED_KEYS is false or 0. Raises ValueError that names the key."""
+    TRAINED_KEYS is false or 0. On messages of others `weight` and `step_loss_mask` have no effect,
+    as in the projects that they come from. Raises ValueError that names the key."""
     given = {key: message[key] for key in TRAINED_KEYS if message.get(key) is not None}
     for key, value in given.items():
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
@@ -129,7 +134,11 @@ def is_trained(message: Mapping[str, Any]) -> bool:
     if len(set(map(bool, given.values()))) > 1:
         shown = " and ".join(f"`{key}`: {value!r}" for key, value in given.items())
         raise ValueError(f"has {shown}")
-    return all(given.values()) if given else message["role"] == "assistant"
+    if message["role"] != "assistant":
+        if given.get("train"):
+            raise ValueError(f"is the {message['role']}'s and has `train`: true")
+        return False
+    return all(given.values())
 
 
 def without_nulls(value: Any) -> Any:

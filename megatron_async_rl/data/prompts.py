@@ -200,19 +200,22 @@ def _read(
     prompts: list[Prompt] = []
     places: dict[str, tuple[Path, int]] = {}
     too_long = 0
+    response_column = columns.answer or "response"
     for (file, place, values), prompt, encoded in _encoded(tokenizer, asked):
         given: Conversation | None = None
         text: str
         ids: Sequence[int]
         if isinstance(prompt, str):
             text, ids = prompt, encoded
+            if supervised:
+                _require_plain_response(file, place, value_of(values, response_column))
         elif conversations:
             tools = _tools(file, place, values, columns)
             given = _rendered(file, place, conversation, prompt, tokenizer, tools)
             text, ids = given.prompt, given.prompt_ids
         elif supervised:
             tools = _tools(file, place, values, columns)
-            response = value_of(values, columns.answer or field)
+            response = value_of(values, response_column)
             given = _given_response(file, place, prompt, response, tokenizer, tools)
             text, ids = given.prompt, given.prompt_ids
         else:
@@ -379,12 +382,7 @@ def _given_response(
     tools: Sequence[Any],
 ) -> Conversation:
     """The response to chat messages, which is text, a number or, as TRL has it, messages."""
-    value = response
-    if isinstance(value, str):
-        try:
-            value = messages_in(value)
-        except ValueError:
-            value = response
+    value = _messages_or_value(file, place, response)
     if value and is_messages(value):
         completion = [message_of(file, place, message) for message in value]
         whole = as_conversation(messages, completion)
@@ -399,6 +397,21 @@ def _given_response(
         return answered(file, place, messages, str(value), tokenizer, tools)
 
     return _rendered(file, place, render, messages, tokenizer, tools)
+
+
+def _messages_or_value(file: Path, place: int, response: Any) -> Any:
+    try:
+        return messages_in(response)
+    except ValueError as error:
+        fix = "write them with json.dumps, not with str()"
+        raise DataError(file, place, f"`response` {error}", fix) from error
+
+
+def _require_plain_response(file: Path, place: int, response: Any) -> None:
+    """Raise DataError for messages in response to a plain text, which would be learned as text."""
+    if is_messages(_messages_or_value(file, place, response)):
+        what = "`response` holds chat messages, and the prompt is plain text"
+        raise DataError(file, place, what, "set data.as_chat: true, or write the response as text")
 
 
 def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> list[Any]:

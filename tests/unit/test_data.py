@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import pyarrow
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -336,7 +338,7 @@ def fault_of(path: Path, required: Any, keys: Mapping[str, Any]) -> DataError | 
 @pytest.mark.parametrize("key", ["prompt_key", "messages_key"])
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
 def test_messages_may_be_json_text(tmp_path: Path, key: str, ending: str) -> None:
-    chat = [{"role": "user", "content": 'a "b", é'}, {"role": "user", "content": "c"}]
+    chat = [{"weight": 1, "role": "user", "content": 'a "b", é'}, {"from": "human", "value": "c"}]
     path = tmp_path / f"d.{ending}"
     if ending == "csv":
         quoted = json.dumps(chat).replace('"', '""')
@@ -349,7 +351,12 @@ def test_messages_may_be_json_text(tmp_path: Path, key: str, ending: str) -> Non
 
 def test_messages_as_text_that_is_no_json_are_refused(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}]
-    for text in (str(chat), json.dumps(chat)[:-1], '[{"role": "user", "role": "user"}]'):
+    for text in (
+        str(chat),
+        str([{"weight": 0, "from": "human", "value": "a"}]),
+        json.dumps(chat)[:-1],
+        '[{"role": "user", "role": "user"}]',
+    ):
         as_jsonl(tmp_path / "d.jsonl", [{"prompt": text}])
         with pytest.raises(
             DataError, match=r"d.jsonl:1: `prompt` holds chat messages as text that"
@@ -907,6 +914,7 @@ def test_a_message_of_weight_zero_is_not_trained_on(
     (prompt,) = read(path, supervised=True, messages_key="messages").prompts
     assert prompt.text == "u:hi\x01\na:yes\x01\nu:why\x01\na:"
     messages[3] |= dict.fromkeys(key, 1)
+    messages[2] |= dict.fromkeys(key, 1)  # has no effect on the user's
     messages[1] |= {"train": False}
     write(path, [{"messages": messages}])
     assert read(path, supervised=True, messages_key="messages").prompts[0].text == prompt.text
@@ -971,6 +979,11 @@ def test_a_completion_may_be_messages_as_trl_has_them(tmp_path: Path) -> None:
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": prompt, "response": {"a": 1}}])
     with pytest.raises(DataError, match=r"d.jsonl:1: `response` is \{'a': 1\}"):
         end_of(tmp_path, TEMPLATE)
+    for messages in (completion, json.dumps(completion)):
+        as_jsonl(tmp_path / "d.jsonl", [{"prompt": "hi", "response": messages}])
+        with pytest.raises(DataError, match=r"d.jsonl:1: `response` holds chat messages, and"):
+            end_of(tmp_path, TEMPLATE)
+        assert end_of(tmp_path, TEMPLATE, as_chat=True) == ["so$"]
 
 
 def test_a_conversation_trains_as_a_given_response_does(tmp_path: Path) -> None:
@@ -1030,7 +1043,6 @@ def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
             turns("hi", "yes", weight=0, train=True),
             r"messages\[1\] has `train`: True and `weight`: 0",
         ),
-        (turns("hi", "yes", "why", weight=1), r"messages\[2\] is the user's and has `weight`: 1"),
         ([{"role": "assistant", "content": "yes"}], r"messages\[0\] is the assistant's"),
     ],
 )
@@ -1053,3 +1065,42 @@ def test_an_answer_that_is_nothing_is_named_where_its_template_ends_none(tmp_pat
         DataError, match=r"d.jsonl:1: messages\[1\] is empty, and the chat template"
     ):
         read_training(config, tokenizer, supervised=True)
+
+
+# Data of other projects
+
+
+def examples_of_other_projects() -> list[Any]:
+    """Rows on docs/coming_from.md, each with the keys that read it."""
+    text = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
+    pairs = re.findall(r"```json\n(.*?)```\n\n```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(pairs) == text.count("```json")
+    return [pytest.param(json.loads(row), yaml.safe_load(keys)) for row, keys in pairs]
+
+
+@pytest.mark.parametrize(("row", "tree"), examples_of_other_projects())
+def test_data_of_other_projects_is_read_with_the_keys_that_the_page_names(
+    tmp_path: Path, row: dict[str, Any], tree: dict[str, Any]
+) -> None:
+    template = (
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.role }}:"
+        "{{ m.content or '' }}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}"
+        "<end>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = characters(tmp_path / "model", template)
+    supervised = tree.get("objective", {}).get("loss") == "sft"
+    found = set()
+    for write, name in ((as_jsonl, "d.jsonl"), (as_json, "d.json"), (as_parquet, "d.parquet")):
+        write(tmp_path / name, [row])
+        data = DataConfig.model_validate({**tree["data"], "train": tmp_path / name})
+        (prompt,) = read_training(data, tokenizer, supervised=supervised).prompts
+        assert "1+1" in prompt.text
+        if not supervised:
+            assert prompt.fields["answer"] == "2"
+            continue
+        given = prompt.fields["response"]
+        found.add((prompt.text, shown(given.ids[given.mask == 1])))
+    assert len(found) == supervised
+    call = '{"name": "add", "arguments": {"a": 1, "b": 1}}'
+    ended = ("2$", "1+1=2\n#### 2$", f"{call}$It is 2.$", f"{call}$")
+    assert all(text in ended for _, text in found)
