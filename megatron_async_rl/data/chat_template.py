@@ -29,6 +29,7 @@ ROLES = ("system", "user", "assistant", "tool")
 PROBE_QUESTION = {"role": "user", "content": "Q"}
 PROBE_ANSWER = "A7A"
 """Text that no template has a reason to change."""
+PROBE_NAME = "probe_function"
 PROBE_ARGUMENTS = {"probe_key": "probe value"}
 
 
@@ -194,32 +195,44 @@ class ChatTemplate:
         )
 
     def _written(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the message with its tool calls in the form that the template takes."""
+        """Return the message with its tool calls, and its lack of content, in the form that the
+        template takes."""
         if not message.get("tool_calls"):
             return message
         calls = tool_calls_of(message)
-        return {**message, "tool_calls": list(map(_as_text, calls)) if self._takes_text else calls}
+        content, as_text = self._call_form
+        return {
+            **message,
+            "content": message.get("content") or content,
+            "tool_calls": list(map(_as_text, calls)) if as_text else calls,
+        }
 
     @cached_property
-    def _takes_text(self) -> bool:
-        """True for a template that prints arguments as they are: it would write an object as Python
-        does, or fail on it."""
-        as_object = self._probed(PROBE_ARGUMENTS)
-        if as_object is not None and repr(PROBE_ARGUMENTS) not in as_object:
-            return False
-        text = json.dumps(PROBE_ARGUMENTS)
-        as_text = self._probed(text)
-        return as_text is not None and text in as_text
+    def _call_form(self) -> tuple[str | None, bool]:
+        """Content of a message that has tool calls alone, and whether their arguments are text.
 
-    def _probed(self, arguments: Any) -> str | None:
-        """Return a tool call as the template writes it; null where the template raises."""
-        function = {"name": "probe", "arguments": arguments}
+        Empty text is vLLM's form; templates that recognise calls by null content take null. A
+        template that prints arguments as they are takes text: of an object it would print Python's
+        form, or fail.
+        """
+        text = json.dumps(PROBE_ARGUMENTS)
+        for content in ("", None):
+            written = self._probed(content, PROBE_ARGUMENTS)
+            if PROBE_NAME in written and repr(PROBE_ARGUMENTS) not in written:
+                return content, False
+            if text in self._probed(content, text):
+                return content, True
+        return "", False
+
+    def _probed(self, content: str | None, arguments: Any) -> str:
+        """Return a tool call as the template writes it; empty text where the template raises."""
+        function = {"name": PROBE_NAME, "arguments": arguments}
         call = {"id": "probe0000", "type": "function", "function": function}
-        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
         try:
             return self._apply([PROBE_QUESTION, message], answer=False, tools=self._tools)
         except Exception:  # noqa: BLE001 - a template is a program: it may raise anything
-            return None
+            return ""
 
     def _require_message(self, message: Mapping[str, Any], text: str) -> None:
         """Raise DataError for a message that the template leaves out for its role, or whose tool
