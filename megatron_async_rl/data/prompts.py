@@ -394,6 +394,7 @@ def _given_response(
         raise DataError(file, place, f"`response` is {value!r:.80}", fix)
 
     def render(file: Path, place: int, messages: Any, tokenizer: Tokenizer, tools: Any) -> Any:
+        _require_question(file, place, messages)
         return answered(file, place, messages, str(value), tokenizer, tools)
 
     return _rendered(file, place, render, messages, tokenizer, tools)
@@ -409,7 +410,8 @@ def _messages_or_value(file: Path, place: int, response: Any) -> Any:
 
 def _require_plain_response(file: Path, place: int, response: Any) -> None:
     """Raise DataError for messages in response to a plain text, which would be learned as text."""
-    if is_messages(_messages_or_value(file, place, response)):
+    value = _messages_or_value(file, place, response)
+    if value and is_messages(value):
         what = "`response` holds chat messages, and the prompt is plain text"
         raise DataError(file, place, what, "set data.as_chat: true, or write the response as text")
 
@@ -441,12 +443,19 @@ def _chat(
     tokenizer: Tokenizer,
     tools: Sequence[Any],
 ) -> tuple[str, list[int]]:
-    if messages[-1]["role"] == "assistant":
-        what = "the last message is the assistant's, so there is nothing to answer"
-        fix = "end the prompt with the user's message (objective.loss: sft trains on given answers)"
-        raise DataError(file, place, what, fix)
+    _require_question(file, place, messages)
     text = tokenizer.render_chat(messages, answer=True, tools=tools)
     return text, tokenizer.encode_rendered(text)
+
+
+def _require_question(file: Path, place: int, messages: Sequence[Mapping[str, Any]]) -> None:
+    if messages[-1]["role"] == "assistant":
+        what = "the last message is the assistant's, so there is nothing to answer"
+        fix = (
+            "end the prompt with the user's message; whole conversations are data.messages_key with"
+            " objective.loss: sft"
+        )
+        raise DataError(file, place, what, fix)
 
 
 def _rendered[Result](

@@ -260,6 +260,9 @@ def test_a_completion_may_be_messages_as_trl_has_them(tmp_path: Path) -> None:
     completion = [{"role": "assistant", "content": "so"}]
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": prompt, "completion": completion}])
     assert end_of(tmp_path, TEMPLATE, answer_key="completion") == ["so$"]
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": turns("hi", "yes"), "response": "so"}])
+    with pytest.raises(DataError, match=r"d.jsonl:1: the last message is the assistant's"):
+        end_of(tmp_path, TEMPLATE)
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": prompt, "response": {"a": 1}}])
     with pytest.raises(DataError, match=r"d.jsonl:1: `response` is \{'a': 1\}"):
         end_of(tmp_path, TEMPLATE)
