@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.data.chat_template import PROBE_ANSWER
+from megatron_async_rl.data.messages import TRAINED_KEYS, is_trained
 from megatron_async_rl.data.tokenizer import Tokenizer
 
 
@@ -46,7 +48,7 @@ def conversation(
     """`tools`: schemas of functions that the assistant may call. Raises DataError, naming the message,
     for one that cannot be told from the others."""
     trained = _trained(file, place, messages)
-    plain = [{key: value for key, value in one.items() if key != "train"} for one in messages]
+    plain = [{key: one[key] for key in one if key not in TRAINED_KEYS} for one in messages]
     last = trained[-1]
     render = partial(tokenizer.render_chat, tools=tools)
     whole = render(plain[: last + 1], answer=False)
@@ -92,17 +94,64 @@ def conversation(
     )
 
 
+def answered(
+    file: Path,
+    place: int,
+    messages: Sequence[Mapping[str, Any]],
+    response: str,
+    tokenizer: Tokenizer,
+    tools: Sequence[Any],
+) -> Conversation:
+    """Return a response to chat messages, every token of which is trained on.
+
+    The response is the text as it is given, and ends as the chat template ends a turn: with the
+    template's own token, or with the tokenizer's end of sequence where the template writes none.
+    Raises DataError where the template leaves out answers.
+    """
+    prompt = tokenizer.render_chat(messages, answer=True, tools=tools)
+    probe = [*messages, {"role": "assistant", "content": PROBE_ANSWER}]
+    whole = tokenizer.render_chat(probe, answer=False, tools=tools)
+    before, found, after = whole.rpartition(PROBE_ANSWER)
+    if not found:
+        what = "the chat template leaves out the assistant's messages"
+        raise DataError(file, place, what, "give data.chat_template one that writes them")
+    # Llama 2's template writes a space before an answer; thoughts that a template adds are no part
+    # of the given response.
+    lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
+    lead = lead if lead.isspace() else ""
+    ends = set(tokenizer.eos_ids)
+    tail = tokenizer.encode_rendered(after)
+    length = next((index for index, one in enumerate(tail) if one in ends), -1) + 1
+
+    prompt_ids = tokenizer.encode_rendered(prompt)
+    ids = tokenizer.encode_rendered(prompt + lead + response + after)
+    if ids[: len(prompt_ids)] == prompt_ids and (not tail or ids[-len(tail) :] == tail):
+        ids = ids[len(prompt_ids) : len(ids) - len(tail)]
+    else:
+        ids = tokenizer.encode_rendered(lead + response)
+    end = tail[:length] if length else [tokenizer.eos_ids[0]]
+    tokens = np.asarray([*ids, *end], dtype=np.int32)
+    return Conversation(
+        prompt=prompt,
+        prompt_ids=tuple(prompt_ids),
+        ids=tokens,
+        mask=np.ones(len(tokens), dtype=np.uint8),
+        text=response,
+    )
+
+
 def _trained(file: Path, place: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Messages that the loss is on."""
     found = []
     for index, message in enumerate(messages):
-        train = message.get("train", message["role"] == "assistant")
-        if not isinstance(train, bool):
-            what = f"messages[{index}] has `train`: {train!r}"
-            raise DataError(file, place, what, "make it true or false, or leave it out")
-        if train and message["role"] != "assistant":
-            what = f"messages[{index}] is the {message['role']}'s and has `train`: true"
-            raise DataError(file, place, what, "train on messages of the assistant")
+        try:
+            train = is_trained(message)
+        except ValueError as error:
+            fix = (
+                "train on messages of the assistant; `train` is true or false, `weight` and"
+                " `step_loss_mask` are 0 or 1, and one of them is enough"
+            )
+            raise DataError(file, place, f"messages[{index}] {error}", fix) from error
         if train and index == 0:
             what = "messages[0] is the assistant's, and nothing is before it"
             fix = "begin with a message of the system or the user, or give it `train`: false"

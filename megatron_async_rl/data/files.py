@@ -27,9 +27,6 @@ from megatron_async_rl.config.problem import DataError
 Row = tuple[Path, int, dict[str, Any]]
 """File, place, columns."""
 
-SPLITS = ("train", "test", "val", "dev", "eval")
-"""Beginnings of file names that hold one part of a data set."""
-
 WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -37,6 +34,8 @@ WORDS = {
 }
 """Splits and the words for them in names of files and folders, as the `datasets` library has them:
 https://huggingface.co/docs/hub/datasets-file-names-and-splits"""
+JOINED = ("", "set", "split", "data")
+"""Endings of a split's word in a file name, as in `testset.jsonl`."""
 
 
 def read_rows(location: Path, limit: int | None = None) -> Iterator[Row]:
@@ -55,8 +54,7 @@ def data_files(location: Path) -> list[Path]:
     """Raises DataError where there is none, where one is not there or has no known format, and
     where they are of several splits."""
     endings = ", ".join(FORMATS)
-    alternatives = [Path(one) for one in alternatives_of(str(location))]
-    files = sorted({file for one in alternatives for file in _files_at(one)})
+    files = sorted(set(_files_at(location)))
     if not files:
         fix = f"name a file, or a folder that holds some ({endings})"
         raise DataError(location, None, "holds no data file", fix)
@@ -68,24 +66,93 @@ def data_files(location: Path) -> list[Path]:
         if file.suffix.lower() not in FORMATS:
             what = f"ends in {file.suffix or 'nothing'}, which is no format that is read here"
             raise DataError(file, None, what, f"name it by its format, one of {endings}")
-    splits = sorted({split for file in files for split in SPLITS if file.name.startswith(split)})
-    if len(splits) > 1:
-        what = f"holds files of several splits: {' and '.join(splits)}"
-        one = files[0].parent / f"{splits[-1]}*{files[0].suffix}"
-        raise DataError(location, None, what, f"name one of them, such as {one}")
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        splits.setdefault(_split_word(file) or "", []).append(file)
+    named = sorted(splits.keys() - {""})
+    if len(named) > 1:
+        examples = ", ".join(splits[split][0].name for split in named)
+        one = _pattern_of(named[-1], splits[named[-1]], files)
+        raise DataError(
+            location,
+            None,
+            f"holds files of several splits: {' and '.join(named)} ({examples})",
+            f"name one of them, such as {one}, or, to use all, list them as data.sources",
+        )
     return files
 
 
+def _split_word(file: Path) -> str | None:
+    """Return the split that a word in a file's name stands for; null where there is none."""
+    for word in re.split(r"[^a-z]+", file.stem.lower()):
+        for split, words in WORDS.items():
+            if any(word == one + ending for one in words for ending in JOINED):
+                return split
+    return None
+
+
+def _pattern_of(split: str, files: list[Path], among: list[Path]) -> Path:
+    """Return a path or pattern of the files of a split alone."""
+    folder = Path(os.path.commonpath([file.parent for file in among]))
+    names = [str(file.relative_to(folder)) for file in among]
+    wanted = [str(file.relative_to(folder)) for file in files]
+    simple = f"{split}*{files[0].suffix}"
+    alone = [name for name in names if matches(name, simple)] == wanted
+    return folder / (simple if alone and len(wanted) > 1 else one_pattern(wanted, names))
+
+
 def _files_at(location: Path) -> list[Path]:
-    """Those of a folder or a pattern; of a file itself, whether it is there or not."""
-    if location.is_dir():
-        visible = (one for one in location.iterdir() if not one.name.startswith("."))
-        found = [one for one in visible if one.suffix.lower() in FORMATS]
-    elif not location.exists() and glob.has_magic(str(location)):
-        found = [Path(one) for one in glob.glob(str(location))]
-    else:
-        return [location]
-    return [file for file in found if file.is_file()]
+    """Return the files of a folder or a pattern; the location itself where it names one file,
+    whether it exists or not."""
+    # Brackets and braces in the name of a folder that exists are no pattern.
+    folder, rest = _literal(location)
+    if not rest:
+        return _data_in(folder) if folder.is_dir() else [folder]
+    found: list[Path] = []
+    for one in alternatives_of(rest):
+        paths = paths_matching(folder, one)
+        if paths == [folder / one] and paths[0].is_dir():
+            found += _data_in(paths[0])
+        elif not paths and not glob.has_magic(one):
+            found.append(folder / one)
+        else:
+            found += [path for path in paths if path.is_file()]
+    return found
+
+
+def _data_in(folder: Path) -> list[Path]:
+    try:
+        visible = [one for one in folder.iterdir() if not one.name.startswith(".")]
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    return [one for one in visible if one.suffix.lower() in FORMATS and one.is_file()]
+
+
+def _literal(location: Path) -> tuple[Path, str]:
+    """Return the part of a path that exists as it is written, and the rest."""
+    parts = location.parts
+    for count in range(len(parts), 0, -1):
+        folder = Path(*parts[:count])
+        if os.path.lexists(folder):
+            return folder, "/".join(parts[count:])
+    return Path(), "/".join(parts)
+
+
+def paths_matching(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths under `folder` that match: a name that exists as it is written is no
+    pattern, and brackets that match nothing are part of the name."""
+    found = [folder]
+    for name in PurePosixPath(pattern).parts:
+        inside: list[Path] = []
+        for one in found:
+            if os.path.lexists(one / name):
+                inside.append(one / name)
+                continue
+            plain = re.sub(r"\[(?!\[\])", "[[]", name)
+            names = glob.glob(name, root_dir=one) or glob.glob(plain, root_dir=one)
+            inside += [one / each for each in sorted(names)]
+        found = inside
+    return found
 
 
 def splits_by_name(paths: Collection[str]) -> dict[str, list[str]]:
@@ -156,12 +223,14 @@ def _escaped(name: str) -> str:
 
 
 def alternatives_of(pattern: str) -> list[str]:
-    """The patterns that one with `{one,other}` in it stands for, as in a shell; another one alone."""
+    """Return the patterns that one with `{one,other}` in it stands for, as in a shell; any other
+    pattern, also with a single name in braces, stands for itself."""
     found = re.fullmatch(r"(.*?)(?<!\[)\{(.*)(?<!\[)\}(.*)", pattern)
-    if found is None or os.path.lexists(pattern):
+    if found is None:
         return [pattern]
     before, inside, after = found.groups()
-    return [f"{before}{one}{after}" for one in re.split(r"(?<!\[),", inside)]
+    names = re.split(r"(?<!\[),", inside)
+    return [pattern] if len(names) == 1 else [f"{before}{one}{after}" for one in names]
 
 
 def _content(path: Path) -> bytes:
@@ -192,7 +261,7 @@ def _object(path: Path, place: int, value: Any) -> dict[str, Any]:
     return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Raises ValueError where a key is there twice: one of its values would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -204,7 +273,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parsed(path: Path, place: int | None, text: str, fix: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=no_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise DataError(path, place, f"is not JSON: {error}", fix) from error
 
@@ -309,6 +378,15 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except ValueError as error:  # Python's times have no nanoseconds
         what = f"holds a value that Python does not: {str(error).partition('.')[0]}"
         raise DataError(path, None, what, "write times in microseconds, or as text") from error
+
+
+def columns_of_bytes(path: Path) -> list[str]:
+    """Return the columns of a Parquet file that rows are without; of another file none."""
+    if path.suffix.lower() != ".parquet":
+        return []
+    from pyarrow import parquet
+
+    return [field.name for field in parquet.read_schema(path) if _holds(field.type, _is_bytes)]
 
 
 def _holds(column: Any, what: Callable[[Any], bool]) -> bool:

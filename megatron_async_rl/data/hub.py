@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import glob
-import os
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
@@ -36,6 +34,7 @@ from megatron_async_rl.data.files import (
     alternatives_of,
     matches,
     one_pattern,
+    paths_matching,
     splits_by_name,
 )
 
@@ -196,8 +195,7 @@ def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool =
     folder = _download(key, name, commit, wanted, unwanted)
     if name.path is None:
         return folder
-    places = alternatives_of(str(folder / name.path))
-    if not all(os.path.lexists(one) or glob.glob(one) for one in places):
+    if not all(paths_matching(folder, one) for one in alternatives_of(str(name.path))):
         try:
             listed = _files_on_hub(name, folder)
         except Exception as error:
@@ -326,8 +324,8 @@ def _missing_pieces(folder: Path, wanted: str) -> list[str]:
     """Files that `wanted`, a file, folder or pattern in `folder`, asks for and that are not there,
     by the names of their neighbours."""
     patterns = [each for one in alternatives_of(wanted) for each in (one, f"{one}/*")]
-    inside = [one for pattern in patterns for one in glob.glob(str(folder / pattern))]
-    there = {str(Path(one).relative_to(folder)) for one in inside}
+    inside = [one for pattern in patterns for one in paths_matching(folder, pattern)]
+    there = {str(one.relative_to(folder)) for one in inside}
     return sorted(
         one
         for one in _every_piece(there) - there

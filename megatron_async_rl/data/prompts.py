@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +11,25 @@ from typing import Any
 
 from megatron_async_rl.config.data import TOOLS_COLUMN, Columns, DataConfig, FileConfig
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.conversation import Conversation, conversation
+from megatron_async_rl.data.conversation import Conversation, answered, conversation
 from megatron_async_rl.data.files import Row, kind, read_rows
-from megatron_async_rl.data.tokenizer import Tokenizer, content_of
+from megatron_async_rl.data.messages import (
+    as_conversation,
+    half_a_pair,
+    is_messages,
+    is_unicode,
+    message_of,
+    messages_in,
+    without_nulls,
+)
+from megatron_async_rl.data.row_columns import (
+    MISSING,
+    TOOLS_KEY,
+    missing_column,
+    read_json,
+    value_of,
+)
+from megatron_async_rl.data.tokenizer import Tokenizer, encode_rows
 from megatron_async_rl.samples.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -35,18 +48,8 @@ class Required:
 nothing_more = Required()
 Asked = str | list[dict[str, Any]]
 """The prompt of a row: text, or chat messages."""
-TABLE = ".parquet"
-TOOLS_KEY = "tools_key"
 AT_A_TIME = 4096
 """Texts that are tokenized in one call."""
-
-SYNONYMS = {
-    "prompt": ("question", "problem", "instruction", "query", "input", "text", "messages"),
-    "messages": ("conversations", "conversation", "prompt"),
-    "answer": ("solution", "final_answer", "ground_truth", "target", "label", "gold", "output"),
-    "response": ("answer", "completion", "output", "solution", "target", "chosen"),
-}
-"""Names that data sets give to what is wanted here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,15 +203,23 @@ def _read(
     prompts: list[Prompt] = []
     places: dict[str, tuple[Path, int]] = {}
     too_long = 0
-    for (file, place, values), prompt, encoded in _encoded(path, tokenizer, asked):
+    response_column = columns.answer or "response"
+    for (file, place, values), prompt, encoded in _encoded(tokenizer, asked):
         given: Conversation | None = None
         text: str
         ids: Sequence[int]
         if isinstance(prompt, str):
             text, ids = prompt, encoded
+            if supervised:
+                _require_plain_response(file, place, value_of(values, response_column))
         elif conversations:
             tools = _tools(file, place, values, columns)
             given = _rendered(file, place, conversation, prompt, tokenizer, tools)
+            text, ids = given.prompt, given.prompt_ids
+        elif supervised:
+            tools = _tools(file, place, values, columns)
+            response = value_of(values, response_column)
+            given = _given_response(file, place, prompt, response, tokenizer, tools)
             text, ids = given.prompt, given.prompt_ids
         else:
             tools = _tools(file, place, values, columns)
@@ -230,7 +241,7 @@ def _read(
             )
         fields = _fields(values, columns)
         if columns.answer is not None:
-            fields[field] = values[columns.answer]
+            fields[field] = value_of(values, columns.answer)
         if given is not None:
             fields["response"] = given
         prompts.append(Prompt(id=prompt_id, text=text, token_ids=tuple(ids), fields=fields))
@@ -244,19 +255,14 @@ def _read(
 
 
 def _encoded(
-    path: Path, tokenizer: Tokenizer, asked: Iterator[tuple[Row, Asked]]
+    tokenizer: Tokenizer, asked: Iterator[tuple[Row, Asked]]
 ) -> Iterator[tuple[Row, Asked, list[int]]]:
     """Each row and its prompt, with the tokens of a text. Some at a time: a tokenizer's own account
     of a text takes many times the room of its tokens."""
     for some in batched(asked, AT_A_TIME):
-        texts = [prompt for _, prompt in some if isinstance(prompt, str)]
-        try:
-            encoded = iter(tokenizer.encode_many(texts))
-        except Exception as error:  # tokenizers raise bare Exception where a character is not in a vocabulary without <unk>
-            what = f"cannot be tokenized: {error}"
-            raise DataError(
-                path, None, what, "use only text the model's vocabulary covers"
-            ) from error
+        texts = [(row, prompt) for row, prompt in some if isinstance(prompt, str)]
+        places = [(file, place) for (file, place, _), _ in texts]
+        encoded = iter(encode_rows(tokenizer, [text for _, text in texts], places.__getitem__))
         for row, prompt in some:
             yield row, prompt, next(encoded) if isinstance(prompt, str) else []
 
@@ -270,7 +276,7 @@ def _identity(
         fix = "make it text or a whole number"
         raise DataError(file, place, f"`id` is a {kind(given)}", fix)
     name = f"{file.name}:{place}" if given is None else str(given)
-    if not _is_text(name):
+    if not is_unicode(name):
         what = f"`id` {name!r} is no valid Unicode"
         raise DataError(file, place, what, "use other characters")
     if name in places:
@@ -279,15 +285,6 @@ def _identity(
         raise DataError(file, place, f"`id` {name!r} is also that of {where}", "make ids unique")
     places[name] = (file, place)
     return name
-
-
-def _is_text(value: str) -> bool:
-    """False with half of a surrogate pair, which JSON can say and UTF-8 cannot."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _fields(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
@@ -317,8 +314,8 @@ def _checked(
         always[field] = columns.answer
     for file, place, values in rows:
         fields = _fields(values, columns)
-        if columns.answer in values:
-            fields[field] = values[columns.answer]
+        if columns.answer is not None and value_of(values, columns.answer) is not MISSING:
+            fields[field] = value_of(values, columns.answer)
         more = required.columns(fields)
         if more is None:
             raise DataError(
@@ -330,14 +327,16 @@ def _checked(
             )
         wanted = always | {n: n for n in more if n not in always and n != "prompt"}
         for role, column in wanted.items():
-            if column not in values:
-                raise _missing(file, place, role, column, list(values))
-            text = values[column]
-            if not _is_text(text if isinstance(text, str) else ""):
-                raise _half_a_pair(file, place, f"`{column}`")
+            # Rewards read whole columns alone; a key of `data` may name a value inside one.
+            named = always.get(role) == column
+            text = value_of(values, column) if named else values.get(column, MISSING)
+            if text is MISSING:
+                raise missing_column(file, place, role, column, values)
+            if not is_unicode(text if isinstance(text, str) else ""):
+                raise half_a_pair(file, place, f"`{column}`")
         if (fault := required.fault(fields)) is not None:
             raise DataError(file, place, *fault)
-        value = values[prompt]
+        value = _prompt_value(file, place, values, columns)
         if not isinstance(value, list if columns.messages else (str, list)):
             what = f"`{prompt}` is a {kind(value)}"
             fix = "make it text, or a list of chat messages"
@@ -350,31 +349,21 @@ def _checked(
         yield file, place, values
 
 
-def _missing(file: Path, place: int, role: str, column: str, there: Sequence[str]) -> DataError:
-    """Names the column that was probably meant."""
-    near = difflib.get_close_matches(column, there, n=1)
-    near += [name for name in SYNONYMS.get(role, ()) if name in there]
-    key = {"prompt": "prompt_key", "messages": "messages_key", TOOLS_KEY: TOOLS_KEY}.get(role)
-    key = key or ("answer_key" if role in ("answer", "response") else None)
-    if key == "prompt_key" and near == ["messages"]:
-        key = "messages_key"
-    fix = f"add `{column}` to every row"
-    if key is not None:
-        named = near[0] if near else "COLUMN"
-        fix += (
-            f", or name its column: data.{key}={named} (of a source or a set: {key}, by its path)"
-        )
-    elif near:
-        fix = f"did you mean `{near[0]}`? {fix}"
-    what = f"has no `{column}` (its columns: {', '.join(there) or 'none'})"
-    return DataError(file, place, what, fix)
+def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> Any:
+    """The prompt of a row; messages that are JSON text as a list."""
+    column = columns.messages or columns.prompt
+    try:
+        return messages_in(value_of(values, column))
+    except ValueError as error:
+        fix = "write them with json.dumps, not with str()"
+        raise DataError(file, place, f"`{column}` {error}", fix) from error
 
 
 def _messages_or_text(row: Row, columns: Columns, as_chat: bool, chat_keys: Sequence[str]) -> Asked:
     """The prompt as chat messages, whose faults are named; text that no template renders as text,
     for which `chat_keys` would be without effect."""
     file, place, values = row
-    value = values[columns.messages or columns.prompt]
+    value = _prompt_value(file, place, values, columns)
     if isinstance(value, str):
         if not as_chat:
             if chat_keys:
@@ -383,58 +372,65 @@ def _messages_or_text(row: Row, columns: Columns, as_chat: bool, chat_keys: Sequ
                 raise DataError(file, place, what, fix)
             return value
         value = [{"role": "user", "content": value}]
-    messages = [_message(file, place, message) for message in value]
+    messages = [message_of(file, place, message) for message in value]
     if columns.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": columns.system_prompt})
     return messages
 
 
-def _message(file: Path, place: int, message: Any) -> dict[str, Any]:
-    """Without keys that are null: a table has every key of any message in all of them, and every
-    argument of any call in all calls."""
-    if not (
-        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
-    ):
-        shown = json.dumps(message, default=str)[:80]
-        what = f"a chat message must be an object with `role` and `content`, got {shown}"
-        raise DataError(file, place, what, 'write [{"role": "user", "content": "..."}]')
+def _given_response(
+    file: Path,
+    place: int,
+    messages: list[dict[str, Any]],
+    response: Any,
+    tokenizer: Tokenizer,
+    tools: Sequence[Any],
+) -> Conversation:
+    """The response to chat messages, which is text, a number or, as TRL has it, messages."""
+    value = _messages_or_value(file, place, response)
+    if value and is_messages(value):
+        completion = [message_of(file, place, message) for message in value]
+        whole = as_conversation(messages, completion)
+        return _rendered(file, place, conversation, whole, tokenizer, tools)
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        fix = (
+            "give every row a `response` text for `loss: sft`, or name its column: data.answer_key"
+        )
+        raise DataError(file, place, f"`response` is {value!r:.80}", fix)
+
+    def render(file: Path, place: int, messages: Any, tokenizer: Tokenizer, tools: Any) -> Any:
+        _require_question(file, place, messages)
+        return answered(file, place, messages, str(value), tokenizer, tools)
+
+    return _rendered(file, place, render, messages, tokenizer, tools)
+
+
+def _messages_or_value(file: Path, place: int, response: Any) -> Any:
     try:
-        content = content_of(message)
+        return messages_in(response)
     except ValueError as error:
-        fix = "write it as text; a message that calls tools may have null"
-        raise DataError(file, place, f"a message of the {message['role']} {error}", fix) from error
-    if content is not None and not _is_text(content):
-        raise _half_a_pair(file, place, f"a message of the {message['role']}")
-    if file.suffix.lower() == TABLE:
-        message = _given(message)
-    return {
-        **{key: value for key, value in message.items() if value is not None},
-        "content": content,
-    }
+        fix = "write them with json.dumps, not with str()"
+        raise DataError(file, place, f"`response` {error}", fix) from error
 
 
-def _given(value: Any) -> Any:
-    """A value without keys that are null, as in a table those are that only other rows have."""
-    if isinstance(value, dict):
-        return {key: _given(one) for key, one in value.items() if one is not None}
-    return [_given(one) for one in value] if isinstance(value, list) else value
-
-
-def _half_a_pair(file: Path, place: int, which: str) -> DataError:
-    what = f"{which} is no valid Unicode: it has one half of a surrogate pair"
-    return DataError(file, place, what, "write the character whole, or leave it out")
+def _require_plain_response(file: Path, place: int, response: Any) -> None:
+    """Raise DataError for messages in response to a plain text, which would be learned as text."""
+    value = _messages_or_value(file, place, response)
+    if value and is_messages(value):
+        what = "`response` holds chat messages, and the prompt is plain text"
+        raise DataError(file, place, what, "set data.as_chat: true, or write the response as text")
 
 
 def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> list[Any]:
     """Schemas of the functions that the row's messages may call."""
     if columns.tools is None:
         return []
-    if columns.tools not in values and columns.tools != TOOLS_COLUMN:
-        raise _missing(file, place, TOOLS_KEY, columns.tools, list(values))
-    found = _read_json(values.get(columns.tools))
-    if found is None or (isinstance(found, str) and not found.strip()):
+    found = read_json(value_of(values, columns.tools))
+    if found is MISSING and columns.tools != TOOLS_COLUMN:
+        raise missing_column(file, place, TOOLS_KEY, columns.tools, values)
+    if found is None or found is MISSING or (isinstance(found, str) and not found.strip()):
         return []
-    found = [_given(_read_json(one)) for one in found] if isinstance(found, list) else found
+    found = [without_nulls(read_json(one)) for one in found] if isinstance(found, list) else found
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         what = f"`{columns.tools}` is no list of JSON schemas: {found!r:.80}"
         fix = (
@@ -445,14 +441,6 @@ def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) 
     return found
 
 
-def _read_json(value: Any) -> Any:
-    """The value that a text has as JSON, where it is JSON."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
-
-
 def _chat(
     file: Path,
     place: int,
@@ -460,12 +448,19 @@ def _chat(
     tokenizer: Tokenizer,
     tools: Sequence[Any],
 ) -> tuple[str, list[int]]:
-    if messages[-1]["role"] == "assistant":
-        what = "the last message is the assistant's, so there is nothing to answer"
-        fix = "end the prompt with the user's message (objective.loss: sft trains on given answers)"
-        raise DataError(file, place, what, fix)
+    _require_question(file, place, messages)
     text = tokenizer.render_chat(messages, answer=True, tools=tools)
     return text, tokenizer.encode_rendered(text)
+
+
+def _require_question(file: Path, place: int, messages: Sequence[Mapping[str, Any]]) -> None:
+    if messages[-1]["role"] == "assistant":
+        what = "the last message is the assistant's, so there is nothing to answer"
+        fix = (
+            "end the prompt with the user's message; whole conversations are data.messages_key with"
+            " objective.loss: sft"
+        )
+        raise DataError(file, place, what, fix)
 
 
 def _rendered[Result](

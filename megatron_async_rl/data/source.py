@@ -24,7 +24,7 @@ import numpy as np
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.conversation import Conversation
 from megatron_async_rl.data.prompts import Part, PromptSet
-from megatron_async_rl.data.tokenizer import Tokenizer
+from megatron_async_rl.data.tokenizer import Tokenizer, encode_rows
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt, Sample
 
@@ -272,12 +272,14 @@ class SupervisedSource:
 def _given(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Conversation]:
     """A response alone is a conversation whose every token is trained on."""
     found = [prompt.fields.get("response") for prompt in prompts]
-    texts = [
-        _response(prompt)
+    plain = [
+        prompt
         for prompt, one in zip(prompts, found, strict=True)
         if not isinstance(one, Conversation)
     ]
-    encoded = zip(texts, tokenizer.encode_many(texts, special_tokens=False), strict=True)
+    texts = [_response(prompt) for prompt in plain]
+    ids = encode_rows(tokenizer, texts, lambda index: (plain[index].id, None), special_tokens=False)
+    encoded = zip(texts, ids, strict=True)
     return [
         one if isinstance(one, Conversation) else _alone(prompt, *next(encoded), tokenizer)
         for prompt, one in zip(prompts, found, strict=True)

@@ -1,35 +1,40 @@
-"""Text to token ids and back, straight on `tokenizers` (tokenizer.json) or `sentencepiece`
-(tokenizer.model).
+"""Text to token ids and back, on `tokenizers`: the backend of transformers' tokenizers.
 
 Invariants:
-- ids are those `transformers.AutoTokenizer` gives for the same directory, special tokens around the
-  text included;
-- importing this file imports neither torch nor transformers; only a chat prompt loads transformers,
-  for its template;
-- `eos_ids[0]` is the token that ends a supervised response; every id in `eos_ids` ends a sampled
-  one.
+- ids are those of `transformers.AutoTokenizer` for the same directory, added tokens and special
+  tokens around the text included. A `tokenizer.json` that holds every token which the other files
+  name is read as it is; in every other directory (a SentencePiece `tokenizer.model`, tokens added in
+  another file) transformers makes the backend;
+- every id that `encode*` returns has a row in the model: a tokenizer may have more entries than the
+  model (Gemma 3's image token, an added pad token), and text with such a token is refused;
+- `decode` takes every id that the model can sample, also rows without a token;
+- importing this file imports neither torch nor transformers; chat templates and the directories
+  above load transformers;
+- `eos_ids[0]` is the tokenizer's own end-of-sequence token; every id in `eos_ids` ends a sampled
+  response, the chat template's end of a turn included.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.data.chat_template import (
+    ChatMessages,
+    ChatTemplate,
+    load_with_transformers,
+)
 from megatron_async_rl.data.files import kind
 
-ChatMessages = Sequence[Mapping[str, Any]]
-
-
-_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""Marks of transformers' own around what the assistant says."""
-ROLES = ("system", "user", "assistant", "tool")
-"""Of messages, as every template has them."""
+FILES = ("tokenizer.json", "tokenizer.model")
+SPECIAL_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
 
 
 def content_of(message: Mapping[str, Any]) -> str | None:
@@ -80,7 +85,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Text without special tokens; ids without a token have none."""
         ...
 
 
@@ -92,19 +97,18 @@ def load_tokenizer(
 ) -> Tokenizer:
     """`template`: of chat prompts, null takes the model's; `options`: its variables; `tools`: schemas
     of functions that every chat prompt names. Raises DataError if the directory has no tokenizer,
-    or names no end-of-sequence token."""
+    names no end-of-sequence token, or names one without a row in the model."""
     model_dir = Path(model_dir)
-    chat = ChatTemplate(model_dir, template, options or {}, tools)
-    if (model_dir / "tokenizer.json").is_file():
-        return JsonTokenizer(model_dir, chat)
-    if (model_dir / "tokenizer.model").is_file():
-        return SentencePieceTokenizer(model_dir, chat)
-    raise DataError(
-        model_dir,
-        None,
-        "holds neither tokenizer.json nor tokenizer.model",
-        "point model.path at a Hugging Face model directory with its tokenizer files",
-    )
+    if not any((model_dir / name).is_file() for name in FILES):
+        raise DataError(
+            model_dir,
+            None,
+            "holds neither tokenizer.json nor tokenizer.model",
+            "point model.path at a Hugging Face model directory with its tokenizer files",
+        )
+    backend, loaded = _load_backend(model_dir)
+    chat = ChatTemplate(model_dir, template, options or {}, tools, loaded)
+    return ModelTokenizer(model_dir, backend, chat)
 
 
 def tokenizer_of(model_dir: Path, data: DataConfig, tools: Sequence[Any] = ()) -> Tokenizer:
@@ -112,229 +116,180 @@ def tokenizer_of(model_dir: Path, data: DataConfig, tools: Sequence[Any] = ()) -
     return load_tokenizer(model_dir, data.chat_template, data.chat_template_options, tools)
 
 
-class ChatTemplate:
-    """A template and its options, on transformers' tokenizer of the model, which is loaded with
-    the first message."""
-
-    def __init__(
-        self,
-        model_dir: Path,
-        template: str | None,
-        options: Mapping[str, Any],
-        tools: Sequence[Any] = (),
-    ) -> None:
-        self._dir = model_dir
-        self._tools = list(tools)
-        self._template = template
-        self._options = options
-        self._tokenizer: Any = None
-        self._reads: Collection[str] | None = None
-
-    def render(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
-        """Raises DataError where there is no template, it does not read an option or the tools, or it
-        passes over a message for its role."""
-        tokenizer = self._loaded()
-        if tools:
-            self._require_tools()
-        if tools and self._tools and list(tools) != self._tools:
-            raise DataError(
-                self._dir,
-                None,
-                "is to be told of other tools than those of rollout.environment",
-                "remove them from the data, or set data.tools_key: null",
-            )
-        text = str(
-            tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self._template,
-                add_generation_prompt=answer,
-                tokenize=False,
-                **{
-                    **self._options,
-                    **({"tools": tools or self._tools} if tools or self._tools else {}),
-                },
-            )
-        )
-        for message in messages:
-            role, content = message.get("role"), message.get("content")
-            if role not in ROLES and isinstance(content, str) and content.strip() not in text:
-                near = difflib.get_close_matches(str(role), ROLES, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise DataError(
-                    self._dir,
-                    None,
-                    f"has a chat template that leaves out messages of the role {role!r}",
-                    f"{hint}the usual roles are {', '.join(ROLES)}",
-                )
-        return text
-
-    def encode(self, text: str) -> list[int]:
-        return [int(i) for i in self._loaded().encode(text, add_special_tokens=False)]
-
-    def _loaded(self) -> Any:
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(str(self._dir))
-            template = self._template or tokenizer.chat_template
-            if not template:
-                raise DataError(
-                    self._dir,
-                    None,
-                    "has no chat template, and a prompt is a list of messages",
-                    "set data.chat_template, add chat_template.jinja to the model directory, or"
-                    " write the prompt as plain text, without data.as_chat",
-                )
-            self._require_options(template)
-            self._tokenizer = tokenizer
-        return self._tokenizer
-
-    def _require_options(self, template: Any) -> None:
-        """A template ignores what it does not read, and a user would not know."""
-        self._reads = read = _variables(template)
-        if read is None:
-            return
-        if self._tools:
-            self._require_tools()
-        for name in self._options:
-            if name not in read:
-                near = difflib.get_close_matches(name, sorted(read), n=1)
-                fix = f"did you mean {near[0]}? " if near else ""
-                raise DataError(
-                    self._dir,
-                    None,
-                    f"has a chat template that does not read {name!r}",
-                    f"{fix}remove it from data.chat_template_options; the template reads"
-                    f" {', '.join(sorted(read))}",
-                )
-
-    def _require_tools(self) -> None:
-        if self._reads is not None and "tools" not in self._reads:
-            raise DataError(
-                self._dir,
-                None,
-                "has a chat template that does not read `tools`, so that the model would know of none",
-                "give data.chat_template one that does, or say in the prompts which tools there are,"
-                " as plain text (those of the data: data.tools_key: null)",
-            )
-
-
-def _variables(template: Any) -> Collection[str] | None:
-    """Those that the template reads; null where it is in a dialect of transformers' own, or is
-    several: rendering will say."""
-    if not isinstance(template, str):
-        return None
-    from jinja2 import TemplateError, meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]
-    )
+def encode_rows(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    place_of: Callable[[int], tuple[Path | str, int | None]],
+    *,
+    special_tokens: bool = True,
+) -> list[list[int]]:
+    """Return the ids of each text. `place_of`: file and place of a text by its index. Raises
+    DataError with the place of the first text that cannot be tokenized."""
     try:
-        return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
-    except TemplateError:
-        return None
+        return tokenizer.encode_many(texts, special_tokens=special_tokens)
+    except Exception:  # tokenizers raise bare Exception, without the text in question
+        for index, text in enumerate(texts):
+            try:
+                tokenizer.encode(text, special_tokens=special_tokens)
+            except Exception as error:
+                fix = "use only text the model's vocabulary covers"
+                what = str(error)
+                if isinstance(error, DataError):
+                    what, fix = f"{error.path} {error.what}", error.fix
+                raise DataError(*place_of(index), f"cannot be tokenized: {what}", fix) from error
+        raise
 
 
-class JsonTokenizer:
-    """A `tokenizer.json`. Its own post-processor alone decides what stands around a text, as in
-    transformers."""
+class ModelTokenizer:
+    """The tokenizer of a model directory.
 
-    def __init__(self, model_dir: Path, chat: ChatTemplate) -> None:
-        from tokenizers import Tokenizer as Backend
-
-        path = model_dir / "tokenizer.json"
-        try:
-            self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the Rust side raises bare Exception for every kind of bad file
-            raise DataError(
-                path, None, f"is not a tokenizer: {error}", "save it again with transformers"
-            ) from error
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._chat = chat
-        self._eos_ids = _eos_ids(model_dir, self._backend.token_to_id)
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        return self._eos_ids
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
-
-    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        return self.encode_many([text], special_tokens=special_tokens)[0]
-
-    def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
-        return [
-            encoding.ids
-            for encoding in self._backend.encode_batch_fast(
-                list(texts), add_special_tokens=special_tokens
-            )
-        ]
-
-    def render_chat(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
-        return self._chat.render(messages, answer=answer, tools=tools)
-
-    def encode_rendered(self, text: str) -> list[int]:
-        return self._chat.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._backend.decode(list(ids), skip_special_tokens=True))
-
-
-class SentencePieceTokenizer:
-    """A SentencePiece `tokenizer.model`, BOS and EOS as tokenizer_config.json's `add_bos_token` and
-    `add_eos_token` say.
-
-    Special-token texts inside a plain prompt stay plain text.
+    backend: a tokenizer of the library `tokenizers`.
     """
 
-    def __init__(self, model_dir: Path, chat: ChatTemplate) -> None:
-        from sentencepiece import SentencePieceProcessor
-
-        path = model_dir / "tokenizer.model"
-        try:
-            self._backend = SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError) as error:
-            raise DataError(
-                path,
-                None,
-                f"is not a SentencePiece model: {error}",
-                "save it again with sentencepiece",
-            ) from error
+    def __init__(self, model_dir: Path, backend: Any, chat: ChatTemplate) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._dir = model_dir
+        self._backend = backend
         self._chat = chat
-        self._frame = _frame(model_dir, self._id)
-        self._eos_ids = _eos_ids(model_dir, self._id)
+        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self._size = max(vocabulary.values()) + 1
+        self._rows = _model_rows(model_dir) or self._size
+        self._own_eos_ids = _eos_ids(model_dir, vocabulary)
+        for index in self._own_eos_ids:
+            if index >= self._rows:
+                raise DataError(
+                    model_dir,
+                    None,
+                    f"ends sequences with token {index}, and the model has {self._rows} rows",
+                    "correct eos_token in tokenizer_config.json or eos_token_id in"
+                    " generation_config.json, or use the tokenizer that belongs to this model",
+                )
 
-    def _id(self, piece: str) -> int | None:
-        index = int(self._backend.piece_to_id(piece))
-        return index if self._backend.id_to_piece(index) == piece else None
-
-    @property
+    @cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        return self._eos_ids
+        turn = self._chat.end_of_turn
+        # A token without a row is never sampled.
+        more = () if turn is None or turn >= self._rows else (turn,)
+        return tuple(dict.fromkeys((*self._own_eos_ids, *more)))
 
     @property
     def vocab_size(self) -> int:
-        return int(self._backend.get_piece_size())
+        return self._size
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         return self.encode_many([text], special_tokens=special_tokens)[0]
 
     def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
-        before, after = self._frame if special_tokens else ((), ())
-        return [[*before, *ids, *after] for ids in self._backend.encode(list(texts), out_type=int)]
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        found: list[list[int]] = [encoding.ids for encoding in encoded]
+        if self._size > self._rows:
+            for ids in found:
+                self._require_rows(ids)
+        return found
+
+    def _require_rows(self, ids: Sequence[int]) -> None:
+        """Raise DataError for an id without a row: the policy and the engines would fail on it."""
+        for index in ids:
+            if index >= self._rows:
+                text = self._backend.id_to_token(index)
+                raise DataError(
+                    self._dir,
+                    None,
+                    f"has no row for token {index} ({text!r}): its vocab_size is {self._rows}",
+                    f"remove {text!r} from the text, or use the tokenizer that belongs to this model",
+                )
 
     def render_chat(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
         return self._chat.render(messages, answer=answer, tools=tools)
 
     def encode_rendered(self, text: str) -> list[int]:
-        return self._chat.encode(text)
+        return self.encode(text, special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._backend.decode([int(i) for i in ids]))
+        # A model has padded rows, and samples them while it is untrained.
+        known = [int(index) for index in ids if 0 <= index < self._size]
+        return str(self._backend.decode(known, skip_special_tokens=True))
+
+
+def _load_backend(model_dir: Path) -> tuple[Any, Any]:
+    """Return a tokenizer of the library `tokenizers`, and transformers' where that has made it."""
+    from tokenizers import Tokenizer as Backend
+
+    # Defaults of tokenizer classes would add an end of sequence that the model has never seen.
+    if _eos_text(model_dir) is None and not _eos_listed(model_dir):
+        raise _damaged_file(model_dir) or _no_eos(model_dir)
+    path = model_dir / FILES[0]
+    if path.is_file():
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:
+            raise _damaged_file(model_dir) or error from error
+        if _named_tokens(model_dir) <= _tokens_in(backend):
+            return backend, None
+    try:
+        loaded = load_with_transformers(model_dir)
+    except DataError as error:
+        raise _damaged_file(model_dir) or error from error
+    if not loaded.is_fast:
+        raise DataError(
+            model_dir,
+            None,
+            f"has a tokenizer in Python alone, {type(loaded).__name__}",
+            "add its tokenizer.json, which transformers' save_pretrained writes",
+        )
+    return loaded.backend_tokenizer, loaded
+
+
+def _tokens_in(backend: Any) -> set[tuple[str, bool]]:
+    """Return the added tokens of a backend, and with each whether it is special."""
+    added = backend.get_added_tokens_decoder().values()
+    return {(one.content, one.special) for one in added}
+
+
+def _named_tokens(model_dir: Path) -> set[tuple[str, bool]]:
+    """Return the tokens that files other than tokenizer.json name, which transformers adds where
+    they are lacking."""
+    config = _read_json(model_dir / "tokenizer_config.json")
+    special_map = _read_json(model_dir / "special_tokens_map.json")
+    found = {
+        (str(one.get("content")), bool(one.get("special")))
+        for one in (config.get("added_tokens_decoder") or {}).values()
+        if isinstance(one, dict)
+    }
+    known = {text for text, _ in found}
+    special: list[Any] = []
+    for content in (config, special_map):
+        special += [content.get(name) for name in SPECIAL_TOKENS]
+        for name in ("additional_special_tokens", "extra_special_tokens"):
+            more = content.get(name) or ()
+            special += more.values() if isinstance(more, dict) else more
+    texts = {text for one in special if (text := _token_text(one)) is not None}
+    found = {(text, is_special or text in texts) for text, is_special in found}
+    found |= {(text, True) for text in texts - known}
+    plain = _read_json(model_dir / "added_tokens.json").keys() - known - texts
+    return found | {(text, False) for text in plain}
+
+
+def _damaged_file(model_dir: Path) -> DataError | None:
+    """Return the fault of the tokenizer's file, where its own library cannot read it."""
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import Tokenizer as Backend
+
+    fast, pieces = (model_dir / name for name in FILES)
+    try:
+        if fast.is_file():
+            Backend.from_file(str(fast))
+        else:
+            SentencePieceProcessor(model_file=str(pieces))
+    except Exception as error:  # noqa: BLE001 - the Rust side raises bare Exception for bad files
+        path, what, library = (
+            (fast, "tokenizer", "transformers")
+            if fast.is_file()
+            else (pieces, "SentencePiece model", "sentencepiece")
+        )
+        return DataError(path, None, f"is not a {what}: {error}", f"save it again with {library}")
+    return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -353,43 +308,51 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _model_rows(model_dir: Path) -> int | None:
+    """Return the rows of the model's embedding; null where config.json names none."""
+    config = _read_json(model_dir / "config.json")
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
+            return int(part["vocab_size"])
+    return None
+
+
 def _token_text(value: Any) -> str | None:
-    """tokenizer_config.json writes a special token as text, or as an object with `content`."""
+    """Return the text of a token, which is text or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
-def _frame(model_dir: Path, token_id: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids before and after a text; none where tokenizer_config.json is silent."""
-    config = _read_json(model_dir / "tokenizer_config.json")
-    frame = []
-    for switch, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        text = _token_text(config.get(name)) if config.get(switch) else None
-        index = None if text is None else token_id(text)
-        frame.append(() if index is None else (int(index),))
-    return frame[0], frame[1]
+def _eos_text(model_dir: Path) -> str | None:
+    """Return the tokenizer's own end-of-sequence token."""
+    return _token_text(_read_json(model_dir / "tokenizer_config.json").get("eos_token"))
 
 
-def _eos_ids(model_dir: Path, token_id: Any) -> tuple[int, ...]:
-    """Every id that ends a sequence. The tokenizer's own eos comes first: for chat models it is the
-    one that ends a turn."""
-    found: list[int] = []
-    named = _token_text(_read_json(model_dir / "tokenizer_config.json").get("eos_token"))
-    own = None if named is None else token_id(named)
+def _eos_listed(model_dir: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         listed = _read_json(model_dir / name).get("eos_token_id")
         if listed is not None:
-            found = [int(i) for i in (listed if isinstance(listed, list) else [listed])]
-            break
-    if own is not None:
-        found.insert(0, int(own))
+            return [int(i) for i in (listed if isinstance(listed, list) else [listed])]
+    return []
+
+
+def _eos_ids(model_dir: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """Every id that ends a sequence. The tokenizer's own eos comes first: for most chat models it
+    is the one that ends a turn."""
+    own = _eos_text(model_dir)
+    named = [vocabulary[own]] if own is not None and own in vocabulary else []
+    found = tuple(dict.fromkeys((*named, *_eos_listed(model_dir))))
     if not found:
-        raise DataError(
-            model_dir,
-            None,
-            "names no end-of-sequence token",
-            "set eos_token_id in generation_config.json or config.json, or eos_token in"
-            " tokenizer_config.json",
-        )
-    return tuple(dict.fromkeys(found))
+        raise _no_eos(model_dir)
+    return found
+
+
+def _no_eos(model_dir: Path) -> DataError:
+    return DataError(
+        model_dir,
+        None,
+        "names no end-of-sequence token",
+        "set eos_token_id in generation_config.json or config.json, or eos_token in"
+        " tokenizer_config.json",
+    )

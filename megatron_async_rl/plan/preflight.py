@@ -106,7 +106,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
     if shape is not None:
         problems += _no_room(config, shape)
     if shape is not None and tokenizer is not None:
-        problems += _vocabulary(tokenizer, shape) + _stop_tokens(config, shape)
+        problems += _stop_tokens(config, shape)
     limit = None if all_data else PROMPTS_IN_A_PLAN
     read: dict[str, PromptSet] = {}
     if tokenizer is None or shape is None:
@@ -137,6 +137,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
         warnings=(
             *plan.warnings,
             *(f"not here, so not checked: {one.what} ({one.key})" for one in elsewhere),
+            *_more_entries(tokenizer, shape),
             *_not_held_out(read),
             *_rendered_for_an_agent(config),
             *_too_long(config, read),
@@ -273,15 +274,13 @@ def _longer(known: Lengths | None, prompts: Sequence[Prompt]) -> Lengths:
     return Lengths(longest=max(counts), mean=sum(counts) / len(counts), prompts=len(counts))
 
 
-def _vocabulary(tokenizer: Tokenizer, shape: ModelShape) -> list[Problem]:
-    if tokenizer.vocab_size <= shape.vocabulary:
+def _more_entries(tokenizer: Tokenizer | None, shape: ModelShape | None) -> list[str]:
+    """A note on entries of the tokenizer that have no row in the model; text with one is refused."""
+    if tokenizer is None or shape is None or tokenizer.vocab_size <= shape.vocabulary:
         return []
-    what = (
-        f"the tokenizer has {tokenizer.vocab_size} entries, the model's vocab_size is"
-        f" {shape.vocabulary}"
-    )
     return [
-        Problem(key="model.path", what=what, fix="use the tokenizer that belongs to this model")
+        f"the tokenizer has {tokenizer.vocab_size} entries and the model {shape.vocabulary} rows:"
+        " data with one of the other tokens is refused"
     ]
 
 

@@ -27,11 +27,12 @@ from megatron_async_rl.data import (
     fitting,
     read_training,
 )
+from megatron_async_rl.data.chat_template import ChatTemplate
 from megatron_async_rl.data.conversation import Conversation
 from megatron_async_rl.data.files import read_rows
 from megatron_async_rl.data.prompts import Part, Required, nothing_more
 from megatron_async_rl.data.source import Mixture
-from megatron_async_rl.data.tokenizer import ChatTemplate, load_tokenizer
+from megatron_async_rl.data.tokenizer import load_tokenizer
 from tests.characters import TEMPLATE, characters, save_characters
 from tests.train_batches import samples_in
 from tests.unit.test_prompts import Bytes, prompts
@@ -81,6 +82,64 @@ def test_every_format_gives_the_same_prompts(
     assert [(one.text, one.fields["answer"]) for one in found] == [("1+1=", "2"), ("2+2=", "4")]
     assert found[1].id == f"d.{ending}:{3 if ending == 'csv' else 2}"
     assert len(read(path, prompt_key="question", limit=1).prompts) == 1
+
+
+def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
+    names = ("data[v2]", "{raw}", "{a,b}", "x[1]{2}*?")
+    for name in names:
+        folder = tmp_path / name
+        folder.mkdir()
+        as_jsonl(folder / "train-[1].jsonl", [{"prompt": "one"}])
+        as_jsonl(folder / "train-2.jsonl", [{"prompt": "two"}])
+        whole = [folder, folder / "*.jsonl", folder / "train-{[1],2}.jsonl", folder / "*"]
+        for location in whole:
+            assert {one.text for one in read(location).prompts} == {"one", "two"}, location
+        assert [one.text for one in read(folder / "train-[1].jsonl").prompts] == ["one"]
+        assert [one.text for one in read(folder / "t*-[1].jsonl").prompts] == ["one"]
+        with pytest.raises(DataError, match=r"gone.jsonl: cannot be read: No such file"):
+            read(folder / "gone.jsonl")
+    every = tmp_path / "*" / "data[v2]" / "*.jsonl"
+    (tmp_path / "more" / "data[v2]").mkdir(parents=True)
+    as_jsonl(tmp_path / "more" / "data[v2]" / "a.jsonl", [{"prompt": "deep"}])
+    assert [one.text for one in read(every).prompts] == ["deep"]
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (("train_a", "devices"), None),
+        (("train", "evaluator", "testimony", "valley", "contest"), None),
+        (("train-00000-of-00002", "train-00001-of-00002", "training_2"), None),
+        (("a_train", "b_TEST"), "test and train"),
+        (("train", "testset"), "test and train"),
+        (("gsm8k.train", "gsm8k.val"), "train and validation"),
+        (("train", "held-out-dev2"), "train and validation"),
+    ],
+)
+def test_splits_are_words_in_the_names_of_files(
+    tmp_path: Path, names: Sequence[str], splits: str | None
+) -> None:
+    for name in names:
+        as_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    if splits is None:
+        assert len(read(tmp_path).prompts) == len(names)
+        return
+    with pytest.raises(DataError, match=f"several splits: {splits} ") as caught:
+        read(tmp_path)
+    suggested = caught.value.fix.removeprefix("name one of them, such as ").partition(", or")[0]
+    assert len(read(Path(suggested)).prompts) == 1, "what is suggested can be read"
+
+
+def test_a_column_of_bytes_is_named_where_it_is_missed(tmp_path: Path) -> None:
+    row = {"prompt": b"1+1", "answer": "2", "extra": {"raw": b"x", "n": 1}}
+    as_parquet(tmp_path / "d.parquet", [row])
+    with pytest.raises(DataError, match="column `prompt` that holds bytes") as caught:
+        read(tmp_path)
+    assert 'df["prompt"].str.decode("utf-8")' in caught.value.fix
+    with pytest.raises(DataError, match=r"column `extra.n` that holds bytes"):
+        read(tmp_path, prompt_key="answer", answer_key="extra.n")
+    with pytest.raises(DataError, match=r"its columns: answer; left out, .* bytes: prompt, extra"):
+        read(tmp_path, prompt_key="question")
 
 
 def test_cells_of_csv_stay_text_and_may_hold_commas_and_lines(tmp_path: Path) -> None:
@@ -202,6 +261,76 @@ def test_where_a_column_is_missing_the_nearest_is_named(
     with pytest.raises(DataError, match="has no `") as caught:
         read(tmp_path / "d.jsonl", **data)
     assert fix in caught.value.fix
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "ability": "math",
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"answer": "1+1=2 #### 2", "index": 0, "split": "train"},
+}
+
+
+@pytest.mark.parametrize("write", [as_jsonl, as_parquet])
+def test_a_key_may_name_a_value_inside_a_column(tmp_path: Path, write: Any) -> None:
+    path = tmp_path / ("d.parquet" if write is as_parquet else "d.jsonl")
+    write(path, [VERL])
+    (prompt,) = read(path, answer_key="reward_model.ground_truth").prompts
+    assert prompt.fields["answer"] == "2"
+    assert prompt.fields["reward_model"] == VERL["reward_model"], "for rewards that read it whole"
+    (prompt,) = read(path, prompt_key="extra_info.answer").prompts
+    assert prompt.text == "1+1=2 #### 2"
+    with pytest.raises(DataError, match=r"no `reward_model.truth` .*reward_model.style") as caught:
+        read(path, answer_key="reward_model.truth")
+    assert "data.answer_key=reward_model.ground_truth" in caught.value.fix
+
+
+def test_a_column_with_a_dot_goes_before_a_value_inside_one(tmp_path: Path) -> None:
+    row = {"prompt": "a", "x.y": "1", "x": {"y": "2", "z.w": "3"}, "t": '{"u": {"v": "4"}}'}
+    as_jsonl(tmp_path / "d.jsonl", [row])
+    for key, value in (("x.y", "1"), ("x.z.w", "3"), ("t.u.v", "4")):
+        assert read(tmp_path, answer_key=key).prompts[0].fields["answer"] == value, key
+    for key in ("x.y.z", "x.", ".y", "x.u", "t.u.v.w"):
+        with pytest.raises(DataError, match=f"has no `{key}`"):
+            read(tmp_path, answer_key=key)
+
+
+def test_a_suggested_fix_does_not_fail_next(tmp_path: Path) -> None:
+    """The data of several projects, with nothing but the fixes that the errors suggest."""
+
+    def wants(fields: Mapping[str, Any]) -> Sequence[str]:
+        return ("answer",)
+
+    chat = [{"from": "human", "value": "1+1="}]
+    rows: dict[str, tuple[dict[str, Any], tuple[str, Any]]] = {
+        "verl": (VERL, ("u:1+1=\x01\na:", "2")),
+        "slime": ({"text": "1+1=", "label": "2", "metadata": {}}, ("1+1=", "2")),
+        "sharegpt": ({"conversations": chat, "meta": {"gold": 2}}, ("u:1+1=\x01\na:", 2)),
+        "nested": ({"task": {"question": "1+1=", "target": "2"}}, ("1+1=", "2")),
+        "decoy": ({"input": None, "problem": "1+1=", "solution": [], "gold": "2"}, ("1+1=", "2")),
+    }
+    for name, (row, expected) in rows.items():
+        as_jsonl(tmp_path / f"{name}.jsonl", [row])
+        keys: dict[str, Any] = {}
+        fault = fault_of(tmp_path / f"{name}.jsonl", wants, keys)
+        while fault is not None:
+            key, _, value = fault.fix.partition("data.")[2].partition(" ")[0].partition("=")
+            assert value not in ("", "COLUMN"), (name, str(fault))
+            assert key not in keys, (name, str(fault))
+            keys[key] = value
+            fault = fault_of(tmp_path / f"{name}.jsonl", wants, keys)
+        (prompt,) = read(tmp_path / f"{name}.jsonl", **keys).prompts
+        assert (prompt.text, prompt.fields["answer"]) == expected, name
+
+
+def fault_of(path: Path, required: Any, keys: Mapping[str, Any]) -> DataError | None:
+    try:
+        data = DataConfig.model_validate({"train": path, **keys})
+        read_training(data, Bytes(), required=required)
+    except DataError as error:
+        return error
+    return None
 
 
 def test_a_text_may_be_made_a_chat_with_a_system_prompt(tmp_path: Path) -> None:
@@ -668,6 +797,12 @@ def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
         (
             turns("hi", "yes", "why", train=True),
             r"messages\[2\] is the user's and has `train`: true",
+        ),
+        (turns("hi", "yes", weight=0.5), r"messages\[1\] has `weight`: 0.5"),
+        (turns("hi", "yes", weight=0), "has no message of the assistant to train on"),
+        (
+            turns("hi", "yes", weight=0, train=True),
+            r"messages\[1\] has `train`: True and `weight`: 0",
         ),
         ([{"role": "assistant", "content": "yes"}], r"messages\[0\] is the assistant's"),
     ],

@@ -532,8 +532,25 @@ def test_held_out_responses_of_a_supervised_run_are_read_as_its_own(file):
     assert (problem.key, "10 tokens together" in problem.what) == ("data.eval", True)
 
 
-def test_a_tokenizer_larger_than_the_model_is_a_problem(tmp_path):
-    assert keys(plan(write_run(tmp_path, vocab_size=8))) == ["model.path"]
+def test_entries_of_the_tokenizer_without_a_row_are_a_problem_where_data_uses_them(tmp_path):
+    file = write_run(tmp_path, vocab_size=13)  # the last of 14 is "="
+    planned = plan(file)
+    assert keys(planned) == ["data.train"]
+    assert "train.jsonl:1: cannot be tokenized: " in planned.problems[0].what
+    assert "no row for token 13 ('=')" in planned.problems[0].what
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2", "response": "2="}\n')
+    planned = plan(file)
+    assert planned.problems == ()
+    assert [one for one in planned.warnings if "14 entries and the model 13 rows" in one]
+    supervised = (
+        "rollout=null",
+        "objective={loss: sft, advantage: none}",
+        "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}",
+    )
+    (problem,) = plan(file, *supervised).problems
+    assert (problem.key, "no row for token 13" in problem.what) == ("data.train", True)
+    (problem,) = plan(write_run(tmp_path, vocab_size=14, eos_token_id=14)).problems
+    assert (problem.key, "ends sequences with token 14" in problem.what) == ("model.path", True)
 
 
 def test_a_missing_shard_of_the_weights_is_a_problem(file):

@@ -1,15 +1,19 @@
 """Our two tokenizers give what transformers gives, without importing it."""
 
 import importlib.util
+import io
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from megatron_async_rl.data import DataError, Tokenizer, load_tokenizer, read_prompts
+from tests.characters import save_characters
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,6 +184,208 @@ def test_a_model_that_names_no_end_of_sequence_is_refused(example: Path, tmp_pat
             (tmp_path / name).write_bytes((example / "model" / name).read_bytes())
     with pytest.raises(DataError, match="names no end-of-sequence token"):
         load_tokenizer(tmp_path)
+
+
+# SentencePiece models
+
+
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "hello",
+    "world",
+    "1",
+    "2",
+    "42",
+    "=",
+    "+",
+    "(",
+    ")",
+    "naïve",
+    "ünï",
+    "你好",
+    "世界",
+    "foo()",
+    "return",
+]
+BPE = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
+PIECES: dict[str, dict[str, Any]] = {
+    "llama": {**BPE, "vocab_size": 360, "remove_extra_whitespaces": False},
+    "gemma": {**BPE, "vocab_size": 360, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+    | {"add_dummy_prefix": False, "remove_extra_whitespaces": False},
+    "own": {**BPE, "vocab_size": 360, "user_defined_symbols": ["<|im_start|>", "<sep>"]},
+    "unigram": {"model_type": "unigram", "vocab_size": 80},
+}
+"""Trainings of SentencePiece, as the named families have theirs."""
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+EXTRA = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+ADDED = {
+    "400": {"content": "<extra>", "special": False, **EXTRA},
+    "401": {"content": "<|im_end|>", "special": True, **EXTRA, "rstrip": True},
+}
+CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tokenizer_class": "LlamaTokenizer", **SPECIAL, "add_bos_token": True}),
+    ("llama", {"tokenizer_class": "LlamaTokenizer", **SPECIAL, "added_tokens_decoder": ADDED}),
+    ("gemma3_text", {"tokenizer_class": "GemmaTokenizer", **SPECIAL, "add_bos_token": True}),
+    ("qwen3", {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL, "pad_token": "[PAD]"}),
+]
+TEXTS = (
+    *("", " ", "  hello  world ", "\n", "a\n\nb", "\t", "<s>x</s>", "x<extra>y", "x <extra> y"),
+    *(
+        "<|im_start|>user\nhi<|im_end|>\n",
+        "<sep>",
+        "你好世界",
+        "🙂",
+        "naïve",
+        "１ ﬁ",
+        "▁ x▁",
+        "x\0y",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    from sentencepiece import SentencePieceTrainer
+
+    choose = random.Random(0)
+    found = {}
+    for name, settings in PIECES.items():
+        written = io.BytesIO()
+        corpus = (" ".join(choose.choices(WORDS, k=12)) for _ in range(500))
+        SentencePieceTrainer.train(
+            sentence_iterator=corpus,
+            model_writer=written,
+            hard_vocab_limit=False,
+            minloglevel=2,
+            **settings,
+        )
+        found[name] = written.getvalue()
+    return found
+
+
+def save_pieces(folder: Path, model: bytes, family: str = "llama", **settings: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(model)
+    (folder / "config.json").write_text(json.dumps({"model_type": family, "eos_token_id": 1}))
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def differences(folder: Path, texts: tuple[str, ...]) -> list[Any]:
+    """Texts whose ids, or whose text out of ids, are not those of transformers."""
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(str(folder))
+    found: list[Any] = []
+    for text in texts:
+        for around in (True, False):
+            ids = theirs.encode(text, add_special_tokens=around)
+            if ours.encode(text, special_tokens=around) != ids:
+                found.append((text, ours.encode(text, special_tokens=around), ids))
+            if ours.decode(ids) != theirs.decode(ids, skip_special_tokens=True):
+                found.append((text, ours.decode(ids)))
+    return found
+
+
+def test_ids_of_sentencepiece_models_are_those_of_transformers(
+    pieces: dict[str, bytes], tmp_path: Path
+) -> None:
+    choose = random.Random(1)
+    letters = "abc <>s|/\n 你12é🙂"
+    texts = (*TEXTS, *("".join(choose.choices(letters, k=1 + i % 25)) for i in range(80)))
+    for name, model in pieces.items():
+        for number, (family, settings) in enumerate(CONFIGS):
+            folder = save_pieces(tmp_path / f"{name}-{number}", model, family, **settings)
+            assert differences(folder, texts) == [], (name, family, settings)
+
+
+def test_added_tokens_count_in_whatever_file_they_stand(
+    pieces: dict[str, bytes], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    model, base = pieces["llama"], {"tokenizer_class": "LlamaTokenizer", **SPECIAL}
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "decoder": ({"added_tokens_decoder": ADDED}, {}),
+        "extra": ({"extra_special_tokens": ["<extra>", "<|im_end|>"]}, {}),
+        "additional": ({"additional_special_tokens": ["<extra>", "<|im_end|>"]}, {}),
+        "file": ({}, {"<extra>": 360, "<|im_end|>": 361}),
+        "pad": ({"pad_token": "<extra>"}, {}),
+    }
+    for form in ("tokenizer.model", "tokenizer.json"):
+        for way, (settings, added) in ways.items():
+            folder = save_pieces(tmp_path / form / way, model, **base)
+            if form == "tokenizer.json":
+                AutoTokenizer.from_pretrained(str(folder)).save_pretrained(folder)
+                (folder / "tokenizer.model").unlink()
+            config = json.loads((folder / "tokenizer_config.json").read_text())
+            (folder / "tokenizer_config.json").write_text(json.dumps(config | settings))
+            if added:
+                (folder / "added_tokens.json").write_text(json.dumps(added))
+            assert differences(folder, TEXTS) == [], (form, way)
+            if way != "additional":  # the old name of `extra`, which transformers may leave unread
+                ids = load_tokenizer(folder).encode("<extra>", special_tokens=False)
+                assert len(ids) == 1, (form, way)
+
+
+def test_ids_without_a_token_have_no_text(pieces: dict[str, bytes], tmp_path: Path) -> None:
+    """A model has padded rows, and samples them while it is untrained."""
+    settings = {"tokenizer_class": "LlamaTokenizer", **SPECIAL, "added_tokens_decoder": ADDED}
+    tokenizer = load_tokenizer(save_pieces(tmp_path, pieces["llama"], **settings))
+    ids = tokenizer.encode("the <extra>cat", special_tokens=False)
+    beyond = [tokenizer.vocab_size, tokenizer.vocab_size + 7, 2**31 - 1, -1]
+    assert tokenizer.decode([*beyond[:2], *ids, *beyond]) == "the <extra>cat"
+    assert tokenizer.decode(beyond) == ""
+
+
+def test_text_with_a_token_that_the_model_has_no_row_for_is_refused_alone(
+    pieces: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Gemma 3's tokenizer has an image token more than its text models have rows."""
+    settings = {"tokenizer_class": "LlamaTokenizer", **SPECIAL, "pad_token": "<pad>"}
+    folder = save_pieces(tmp_path, pieces["llama"], **settings)
+    rows = load_tokenizer(folder).vocab_size - 1
+    config = {"model_type": "llama", "eos_token_id": 1, "vocab_size": rows}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.vocab_size, tokenizer.encode("cat")) == (rows + 1, tokenizer.encode("cat"))
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "the cat"}\n{"prompt": "the <pad>"}\n')
+    with pytest.raises(DataError, match=rf"d.jsonl:2: .*no row for token {rows} \('<pad>'\)"):
+        read_prompts(data, tokenizer)
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [1, rows]}))
+    with pytest.raises(DataError, match=f"ends sequences with token {rows}, and the model has"):
+        load_tokenizer(folder)
+
+
+# End of a turn
+
+
+@pytest.mark.parametrize(
+    ("template", "turn"),
+    [
+        ("<turn>{{ m.content }}<stop>\n", 3),
+        ("<turn>{{ m.content }} <end>\n<stop>", None),
+        ("<turn>{{ m.content }}\n", None),
+    ],
+)
+def test_the_templates_end_of_a_turn_ends_a_response_too(
+    tmp_path: Path, template: str, turn: int | None
+) -> None:
+    save_characters(tmp_path, ("<turn>", "<stop>"))
+    (tmp_path / "chat_template.jinja").write_text(
+        f"{{% for m in messages %}}{template}{{% endfor %}}"
+    )
+    assert load_tokenizer(tmp_path).eos_ids == ((1,) if turn is None else (1, turn))
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_tokenizer(tmp_path).eos_ids == (1,)
 
 
 def test_data_imports_neither_torch_nor_transformers() -> None:

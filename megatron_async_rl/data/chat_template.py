@@ -1,0 +1,319 @@
+"""The chat template of a model: chat messages to the text that the model reads.
+
+Invariants:
+- a message never loses a part silently: a role, a tool call, an option or tools that the template
+  does not write are refused;
+- the arguments of a tool call reach the template in the form that it writes once: as an object for
+  templates that apply `tojson` or read single arguments, as JSON text for templates that print them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.data.files import kind, no_duplicate_keys
+
+ChatMessages = Sequence[Mapping[str, Any]]
+
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""Tags of transformers around the assistant's text, which Jinja itself does not know."""
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles of messages, the same in every template."""
+PROBE_QUESTION = {"role": "user", "content": "Q"}
+PROBE_ANSWER = "A7A"
+"""Text that no template has a reason to change."""
+PROBE_NAME = "probe_function"
+PROBE_ARGUMENTS = {"probe_key": "probe value"}
+
+
+def tool_calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tool calls of a message, each with its arguments as an object; an empty list for a
+    message without any. Calls and arguments may be JSON text, as OpenAI's API returns them. Raises
+    ValueError that names the faulty call."""
+    calls = message.get("tool_calls")
+    if isinstance(calls, str):
+        calls = _parsed(calls, "tool_calls") if calls.strip() else None
+    if calls is None:
+        return []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(f"has tool_calls that are no list of objects: {calls!r:.80}")
+    return [_with_object(call, f"tool_calls[{index}]") for index, call in enumerate(calls)]
+
+
+def _with_object(call: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the call with its arguments as an object, inside `function` or, in the short form of
+    some data sets, next to the name."""
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {**call, "function": _with_object(function, f"{name}.function")}
+    if "arguments" not in call:
+        return dict(call)
+    arguments = call["arguments"]
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"{name}.arguments") if arguments.strip() else None
+    if arguments is None:  # OpenAI's clients write a call without arguments in either way
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"has a {kind(arguments)} as {name}.arguments, and an object is expected")
+    return {**call, "arguments": arguments}
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=no_duplicate_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"has {name} that are not JSON: {error}: {text[:60]!r}") from error
+
+
+def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the call with its arguments as JSON text."""
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _as_text(call["function"])}
+    if "arguments" not in call:
+        return dict(call)
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
+
+def _function_name(call: Mapping[str, Any]) -> str:
+    function = call.get("function")
+    named = function if isinstance(function, Mapping) else call
+    return str(named.get("name") or "")
+
+
+def load_with_transformers(model_dir: Path) -> Any:
+    """Return transformers' tokenizer; never runs code that comes with a model. Raises DataError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False)
+    except Exception as error:  # a damaged file raises whatever its reader raises
+        raise DataError(
+            model_dir,
+            None,
+            f"has a tokenizer that transformers cannot load: {error}",
+            "restore its tokenizer files and config.json from the model's source",
+        ) from error
+
+
+class ChatTemplate:
+    """A chat template and its options.
+
+    template: null takes the model's. options: variables of the template. tools: JSON schemas of
+    functions that every conversation names. backend: transformers' tokenizer of the model; null
+    loads it with the first message.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        template: str | None,
+        options: Mapping[str, Any],
+        tools: Sequence[Any] = (),
+        backend: Any = None,
+    ) -> None:
+        self._dir = model_dir
+        self._template = template
+        self._options = options
+        self._tools = list(tools)
+        self._loaded = backend
+        self._checked = False
+        self._reads: Collection[str] | None = None
+
+    def render(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
+        """Return the messages as the template writes them; `answer` adds the beginning of the
+        model's answer.
+
+        Raises DataError where there is no template or it leaves out an option, the tools or a part
+        of a message, and ValueError for tool calls that cannot be read.
+        """
+        self._require_template()
+        if tools:
+            self._require_tools()
+        if tools and self._tools and list(tools) != self._tools:
+            raise DataError(
+                self._dir,
+                None,
+                "is to be told of other tools than those of rollout.environment",
+                "remove them from the data, or set data.tools_key: null",
+            )
+        written = [self._written(message) for message in messages]
+        text = self._apply(written, answer=answer, tools=tools or self._tools)
+        for message in written:
+            self._require_message(message, text)
+        return text
+
+    @cached_property
+    def _backend(self) -> Any:
+        return load_with_transformers(self._dir) if self._loaded is None else self._loaded
+
+    @property
+    def _exists(self) -> bool:
+        """False where no file of the model can hold a template."""
+        names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+        if self._template or any((self._dir / name).exists() for name in names):
+            return True
+        config = self._dir / "tokenizer_config.json"
+        return config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """Token that the template writes after an answer, such as `<|im_end|>`: the first special
+        token after the text. Null where there is no template, or it writes none."""
+        if not self._exists:
+            return None
+        try:
+            self._require_template()
+            answer = {"role": "assistant", "content": PROBE_ANSWER}
+            text = self._apply([PROBE_QUESTION, answer], answer=False, tools=self._tools)
+        except Exception:  # noqa: BLE001 - a template may refuse the probe; a row then reports why
+            return None
+        _, found, after = text.rpartition(PROBE_ANSWER)
+        special = {i for i, one in self._backend.added_tokens_decoder.items() if one.special}
+        special |= set(self._backend.all_special_ids)
+        # A line break that the vocabulary lacks is the unknown token, and ends nothing.
+        special -= {self._backend.unk_token_id, self._backend.bos_token_id}
+        special |= {self._backend.eos_token_id}
+        ids = self._backend.encode(after, add_special_tokens=False) if found else []
+        return next((int(index) for index in ids if index in special), None)
+
+    def _apply(self, messages: ChatMessages, *, answer: bool, tools: Sequence[Any]) -> str:
+        return str(
+            self._backend.apply_chat_template(
+                list(messages),
+                chat_template=self._template,
+                add_generation_prompt=answer,
+                tokenize=False,
+                **{**self._options, **({"tools": list(tools)} if tools else {})},
+            )
+        )
+
+    def _written(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the message with its tool calls, and its lack of content, in the form that the
+        template takes."""
+        if not message.get("tool_calls"):
+            return message
+        calls = tool_calls_of(message)
+        content, as_text = self._call_form
+        return {
+            **message,
+            "content": message.get("content") or content,
+            "tool_calls": list(map(_as_text, calls)) if as_text else calls,
+        }
+
+    @cached_property
+    def _call_form(self) -> tuple[str | None, bool]:
+        """Content of a message that has tool calls alone, and whether their arguments are text.
+
+        Empty text is vLLM's form; templates that recognise calls by null content take null. A
+        template that prints arguments as they are takes text: of an object it would print Python's
+        form, or fail.
+        """
+        text = json.dumps(PROBE_ARGUMENTS)
+        for content in ("", None):
+            written = self._probed(content, PROBE_ARGUMENTS)
+            if PROBE_NAME in written and repr(PROBE_ARGUMENTS) not in written:
+                return content, False
+            if text in self._probed(content, text):
+                return content, True
+        return "", False
+
+    def _probed(self, content: str | None, arguments: Any) -> str:
+        """Return a tool call as the template writes it; empty text where the template raises."""
+        function = {"name": PROBE_NAME, "arguments": arguments}
+        call = {"id": "probe0000", "type": "function", "function": function}
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        try:
+            return self._apply([PROBE_QUESTION, message], answer=False, tools=self._tools)
+        except Exception:  # noqa: BLE001 - a template is a program: it may raise anything
+            return ""
+
+    def _require_message(self, message: Mapping[str, Any], text: str) -> None:
+        """Raise DataError for a message that the template leaves out for its role, or whose tool
+        calls it does not write."""
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES and isinstance(content, str) and content.strip() not in text:
+            near = difflib.get_close_matches(str(role), ROLES, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise DataError(
+                self._dir,
+                None,
+                f"has a chat template that leaves out messages of the role {role!r}",
+                f"{hint}the usual roles are {', '.join(ROLES)}",
+            )
+        for call in message.get("tool_calls") or ():
+            if _function_name(call) not in text:
+                raise DataError(
+                    self._dir,
+                    None,
+                    "has a chat template that does not write `tool_calls`, here of"
+                    f" {_function_name(call)!r}",
+                    "give data.chat_template one that does, or write the call as content",
+                )
+
+    def _require_template(self) -> None:
+        if self._checked:
+            return
+        template = self._template or self._backend.chat_template
+        if not template:
+            raise DataError(
+                self._dir,
+                None,
+                "has no chat template, and a prompt is a list of messages",
+                "set data.chat_template, add chat_template.jinja to the model directory, or"
+                " write the prompt as plain text, without data.as_chat",
+            )
+        self._require_options(template)
+        self._checked = True
+
+    def _require_options(self, template: Any) -> None:
+        """Raise DataError for an option that the template does not read: it would have no effect."""
+        self._reads = read = _variables(template)
+        if read is None:
+            return
+        if self._tools:
+            self._require_tools()
+        for name in self._options:
+            if name not in read:
+                near = difflib.get_close_matches(name, sorted(read), n=1)
+                fix = f"did you mean {near[0]}? " if near else ""
+                raise DataError(
+                    self._dir,
+                    None,
+                    f"has a chat template that does not read {name!r}",
+                    f"{fix}remove it from data.chat_template_options; the template reads"
+                    f" {', '.join(sorted(read))}",
+                )
+
+    def _require_tools(self) -> None:
+        if self._reads is not None and "tools" not in self._reads:
+            raise DataError(
+                self._dir,
+                None,
+                "has a chat template that does not read `tools`, so that the model would know of none",
+                "give data.chat_template one that does, or say in the prompts which tools there are,"
+                " as plain text (those of the data: data.tools_key: null)",
+            )
+
+
+def _variables(template: Any) -> Collection[str] | None:
+    """Return the variables that the template reads; null where it uses extensions of transformers,
+    or is several templates: rendering then reports faults."""
+    if not isinstance(template, str):
+        return None
+    from jinja2 import TemplateError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]
+    )
+    try:
+        return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+    except TemplateError:
+        return None
