@@ -124,8 +124,9 @@ def masters_of(optimizer: MegatronOptimizer) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class TakenStep:
-    """The settings of the last optimizer step, the controls' factors included. norm: of what Adam
-    added to the parameters, where it was measured."""
+    """The settings of the last optimizer step. lr: the learning rate that Adam was given, with the
+    controls' factors and the correction of its bias (bias_correction.py). norm: of what Adam added
+    to the parameters, where it was measured."""
 
     lr: float
     beta1: float

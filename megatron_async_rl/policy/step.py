@@ -23,6 +23,7 @@ from megatron_async_rl.controls.decision import Control, Decision, StepView, Upd
 from megatron_async_rl.gradients import scale, squared_norm, squared_norm_of
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, gradients_of
 from megatron_async_rl.policy.anomaly import NormHistory, Spike
+from megatron_async_rl.policy.bias_correction import Beta1Product
 from megatron_async_rl.policy.optimizer import learning_rate
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class OptimizerStep:
         self.updates = 0
         self.nonfinite = 0
         self.last: TakenStep | None = None
+        self.beta1_product = Beta1Product()
+        self._weight_decay = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
         self.norms = NormHistory()
 
     def take(
@@ -118,13 +121,21 @@ class OptimizerStep:
         if not skip:
             clip_to(gradients, norm, self.settings.clip_grad)
             scale(gradients, decision.gradient_scale)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * decision.lr_scale
+            self.beta1_product = self.beta1_product.times(beta1)
+            correction = self.beta1_product.lr_factor(self.updates + 1)
+            step_lr = lr * decision.lr_scale * correction
+            for group, decay in zip(self.optimizer.param_groups, self._weight_decay, strict=True):
+                group["lr"] = step_lr
+                # Adam multiplies decay by the learning rate, and the correction is not for it.
+                group["weight_decay"] = decay / correction
                 group["betas"] = (beta1, self.settings.betas[1])
             lengthened = self._correct(gradients, facts.kl, displacement, metrics)
             self.optimizer.step_with_ready_grads()
+            for group, decay in zip(self.optimizer.param_groups, self._weight_decay, strict=True):
+                # The correction is of this step alone, and `last` remembers it.
+                group["lr"], group["weight_decay"] = lr * decision.lr_scale, decay
             self.updates += 1
-            self.last = TakenStep(lr * decision.lr_scale, beta1)
+            self.last = TakenStep(step_lr, beta1)
 
         return (
             metrics
@@ -223,6 +234,7 @@ class OptimizerStep:
             "last": None
             if last is None
             else {"lr": last.lr, "beta1": last.beta1, "norm": last.norm},
+            "beta1_product": self.beta1_product.state_dict(),
             "norms": self.norms.values,
         }
 
@@ -230,7 +242,9 @@ class OptimizerStep:
         self.steps, self.updates = state["steps"], state["updates"]
         self.nonfinite = state["nonfinite"]
         self.last = None if state["last"] is None else TakenStep(**state["last"])
-        # Absent in checkpoints of earlier versions.
+        # The next two are absent in checkpoints of earlier versions.
+        beta1 = self.settings.betas[0] if self.last is None else self.last.beta1
+        self.beta1_product = Beta1Product.of_state(state.get("beta1_product"), beta1, self.updates)
         self.norms = NormHistory(state.get("norms", ()))
 
 
