@@ -194,10 +194,15 @@ class PolicyConfig(Strict):
     weights it begins with; for several optimizer steps per batch. Only the choice is replayed; the
     experts' weights are the router's own, with gradient. A reference policy chooses for itself."""
     on_anomaly: Literal["report", "skip"] = "report"
-    """A gradient norm over 20 times the median of the last 50 steps is logged and kept in
+    """A gradient norm over 20 times the median of the last 50 steps, and over
+    policy.optimizer.clip_grad (null: over the largest median so far), is logged and kept in
     RUN/anomalies.jsonl, with the parameter that holds most of it and the samples that made it, for
     which the batch's gradient is taken about twice more. Then the step goes on (`report`, clipped
     as ever) or not (`skip`)."""
+    max_nonfinite_steps: PositiveInt = 5
+    """Optimizer steps in a row whose loss or gradient is infinite or not a number, after which the
+    run fails. None of them changes a weight; RUN/anomalies.jsonl names the samples that made them.
+    Checkpoints wait for the next finite step, so the last good one stays."""
 
     @property
     def row_multiple(self) -> int:

@@ -109,12 +109,12 @@ def save(
     state: Mapping[str, Any],
     parameter_state: Mapping[str, Sliced],
     layout: Layout,
-    keep: int,
+    keep: int | None,
     files: Mapping[str, bytes] | None = None,
     background: Background | None = None,
 ) -> Path:
-    """Saves step `step` and keeps the newest `keep` checkpoints. Collective over the world; returns
-    the checkpoint.
+    """Saves step `step` and keeps the newest `keep` checkpoints, null all. Collective over the
+    world; returns the checkpoint.
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
     parameter_state: slices by name; the same names on every rank.
@@ -164,7 +164,7 @@ def save(
         _sync(pointer)
         os.replace(pointer, directory / LATEST)
         _sync(directory)
-        for old in sorted(directory.glob("step_*"))[:-keep]:
+        for old in sorted(directory.glob("step_*"))[:-keep] if keep is not None else ():
             if old != final:
                 shutil.rmtree(old)
 
