@@ -3,14 +3,16 @@
 import pytest
 import torch
 
+from megatron_async_rl.config.load import load
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.ratios import engine_ratios
+from megatron_async_rl.config.ratios import LONG_RESPONSE, engine_ratios, length_warnings
 from megatron_async_rl.controls.decision import UpdateView
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
 from tests.gradients import Optimizer, aligned, step
 from tests.method_settings import every, label
 from tests.token_batches import detached, random_tokens
+from tests.written_run import write_run
 
 
 def a_batch():
@@ -108,3 +110,57 @@ def test_a_correction_compares_with_the_engine_where_its_ratio_holds_its_log_pro
 ):
     config = ObjectiveConfig(loss="reinforce", proximal=proximal, minibatches=2, **objective)
     assert bool(engine_ratios(config.corrections[0], proximal)) == compares
+
+
+RECOMPUTE = "objective.proximal=recompute"
+LONG = f"rollout.sampling.max_tokens={LONG_RESPONSE + 1}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["objective.corrections=[{name: tis, level: sequence}]", RECOMPUTE], "correction tis"),
+        (["objective.corrections=[{name: icepop, level: sequence}]", RECOMPUTE], "icepop"),
+        (
+            [
+                "objective.corrections=[{name: reject, statistic: ratio, level: sequence_product,"
+                " high: 2.0}]",
+                RECOMPUTE,
+            ],
+            "correction reject",
+        ),
+        (["objective.loss=topr"], "objective.loss: topr"),
+        (["objective.loss=vespo"], "objective.loss: vespo"),
+        (["controls=[ess_lr]"], "controls: ess_lr"),
+        (
+            ["objective={loss: reinforce, advantage: opob, aggregation: seq-mean-token-mean}"],
+            "objective.advantage: opob",
+        ),
+    ],
+)
+def test_ratios_multiplied_over_long_responses_are_warned_of(tmp_path, overrides, named):
+    file = write_run(tmp_path)
+    (told,) = length_warnings(load(file, [LONG, *overrides]))
+    assert named in told
+    assert "513 their logarithm is off by about 0.7 nats" in told
+    assert "docs/choosing_a_method.md" in told
+    short = f"rollout.sampling.max_tokens={LONG_RESPONSE}"
+    assert length_warnings(load(file, [short, *overrides])) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective.corrections=[tis]", RECOMPUTE],
+        [
+            "objective.corrections=[{name: reject, statistic: ratio, level: sequence_geometric,"
+            " high: 2.0}]",
+            RECOMPUTE,
+        ],
+        ["objective.loss=gspo"],
+        ["objective.loss=vespo", RECOMPUTE],
+        [],
+    ],
+)
+def test_ratios_of_tokens_and_their_means_are_not(tmp_path, overrides):
+    assert length_warnings(load(write_run(tmp_path), [LONG, *overrides])) == []
