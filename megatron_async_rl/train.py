@@ -26,6 +26,7 @@ from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.policy.anomaly import FILE as ANOMALIES
 from megatron_async_rl.policy.background import Background
+from megatron_async_rl.policy.model import DTYPES
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.watchdog import watch
@@ -62,7 +63,12 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
             anomalies=directory / ANOMALIES,
         )
         rank0.memory = policy.memory
-        exporter = WeightExporter(policy.model.bridge, policy.model.chunks)
+        own = config.engine_dtype == config.model.dtype
+        exporter = WeightExporter(
+            policy.model.bridge,
+            policy.model.chunks,
+            dtype=None if own else DTYPES[config.engine_dtype],
+        )
         rank0.stage_from(exporter)
         resumed = policy.load(directory / "checkpoint")
         version = 0 if resumed is None else int(resumed["version"])
@@ -121,7 +127,8 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
 
     rank0.say("exporting", "Hugging Face checkpoint")
     with watch.phase("exporting the model", quiet_s(config)):
-        export_hf(exporter, config.model.path, directory / "hf")
+        files = WeightExporter(policy.model.bridge, policy.model.chunks)
+        export_hf(files, config.model.path, directory / "hf")
         export_adapter(policy.model, directory / "adapter")
     lost = policy.step.nonfinite
     rank0.say("finished", f"{lost} optimizer steps were not finite" if lost else "")

@@ -117,7 +117,7 @@ class OtbAdvantage(AdvantageSettings):
 
     @property
     def ratios(self) -> frozenset[Ratio]:
-        return frozenset({"proximal/behavior"} if self.importance is not None else ())
+        return frozenset({"prox/mu"} if self.importance is not None else ())
 
     @property
     def multiplies_over_response(self) -> bool:
@@ -144,7 +144,7 @@ class OpobAdvantage(AdvantageSettings):
     @property
     def ratios(self) -> frozenset[Ratio]:
         # `exact` measures the loss with its corrections, which declare their own ratios.
-        return frozenset({"policy/behavior"} if self.mode == "cheap" else ())
+        return frozenset({"pi/mu"} if self.mode == "cheap" else ())
 
     @property
     def multiplies_over_response(self) -> bool:

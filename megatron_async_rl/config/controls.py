@@ -47,7 +47,7 @@ class ControlSettings(ReadsRatios):
 
     @property
     def ratios(self) -> frozenset[Ratio]:
-        return frozenset({"policy/behavior"} if self.needs_sampled else ())
+        return frozenset({"pi/mu"} if self.needs_sampled else ())
 
     @property
     def fresh_steps(self) -> int:
@@ -223,7 +223,7 @@ class DisplacementControl(ControlSettings):
 
     @property
     def ratios(self) -> frozenset[Ratio]:
-        return frozenset({"policy/behavior"} if self.tolerated_kl > 0.0 else ())
+        return frozenset({"pi/mu"} if self.tolerated_kl > 0.0 else ())
 
 
 Control = Annotated[

@@ -46,9 +46,9 @@ class CorrectionSettings(ReadsRatios):
     def ratios(self) -> frozenset[Ratio]:
         found: set[Ratio] = set()
         if self.compares_prox_with_behavior:
-            found.add("proximal/behavior")
+            found.add("prox/mu")
         if self.compares_current_with_prox:
-            found.add("policy/proximal")
+            found.add("pi/prox")
         return frozenset(found)
 
     @property

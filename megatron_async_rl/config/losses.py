@@ -57,9 +57,9 @@ class LossSettings(ReadsRatios):
     def ratios(self) -> frozenset[Ratio]:
         found: set[Ratio] = set()
         if self.against_behavior:
-            found.add("policy/behavior")
+            found.add("pi/mu")
         if self.uses_proximal:
-            found.add("policy/proximal")
+            found.add("pi/prox")
         return frozenset(found)
 
     @property

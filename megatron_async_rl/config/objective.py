@@ -38,7 +38,7 @@ class KlConfig(ReadsRatios):
 
     @property
     def ratios(self) -> frozenset[Ratio]:
-        return frozenset({"policy/behavior"} if self.weight == "truncated" else ())
+        return frozenset({"pi/mu"} if self.weight == "truncated" else ())
 
     @property
     def weighs_each_token(self) -> bool:

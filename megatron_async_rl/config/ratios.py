@@ -25,7 +25,7 @@ LONG_RESPONSE = 512
 """Tokens at which that spread, 0.68 nats, is a factor of 2: the default cap of `tis`. The studies of
 this project had answers of 6 to 14 tokens."""
 
-Ratio = Literal["policy/behavior", "proximal/behavior", "policy/proximal"]
+Ratio = Literal["pi/mu", "prox/mu", "pi/prox"]
 
 
 class ReadsRatios(Strict):
@@ -53,11 +53,11 @@ class ReadsRatios(Strict):
 def engine_ratios(method: ReadsRatios, proximal: Proximal) -> frozenset[Ratio]:
     """Ratios of the method that compare a log-prob of the trainer with one of the engine."""
     own: dict[Ratio, bool] = {
-        "policy/behavior": True,
+        "pi/mu": True,
         # With `behavior` both are the engine's, and the ratio is 1.
-        "proximal/behavior": proximal != "behavior",
+        "prox/mu": proximal != "behavior",
         # The engine's log-probs are (`behavior`), or are part of (`loglinear`), the proximal ones.
-        "policy/proximal": proximal in ("behavior", "loglinear"),
+        "pi/prox": proximal in ("behavior", "loglinear"),
     }
     return frozenset(ratio for ratio in method.ratios if own[ratio])
 
@@ -74,8 +74,7 @@ def length_warnings(config: Config) -> list[str]:
     found = [
         name
         for name, method in _methods(config)
-        if method.multiplies_over_response
-        and not (always_one and method.ratios == {"policy/proximal"})
+        if method.multiplies_over_response and not (always_one and method.ratios == {"pi/prox"})
     ]
     if not found:
         return []

@@ -370,7 +370,7 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
     part of the objective and of every control."""
     objective = config.objective
     loss, proximal = objective.loss, objective.proximal
-    if loss.uses_proximal and engine_ratios(loss, proximal) == {"policy/proximal"}:
+    if loss.uses_proximal and engine_ratios(loss, proximal) == {"pi/prox"}:
         yield (
             f"objective.proximal: {proximal}",
             loss,
@@ -393,7 +393,7 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
         " so for longer responses; set an advantage that does not, such as rloo, or {off}",
     )
     for correction in objective.corrections:
-        if "policy/proximal" in correction.ratios:
+        if "pi/prox" in correction.ratios:
             told = (
                 f"compares with objective.proximal: {proximal}, which holds the engines' log-probs:"
                 " it would act on the difference; set objective.proximal: recompute with several"

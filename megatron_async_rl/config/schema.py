@@ -533,6 +533,12 @@ class Config(Strict):
         return self.objective.loss.name == "sft"
 
     @property
+    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Precision that the engines of a run load weights and compute in."""
+        lora = self.policy.lora
+        return "float32" if lora is not None and lora.merge == "float32" else self.model.dtype
+
+    @property
     def eval_sets(self) -> list[EvalSet]:
         """Held-out prompts that the run evaluates on."""
         return [] if self.eval is None else eval_sets(self, self.eval)

@@ -63,10 +63,10 @@ def depends_on(column, section, settings):
     ],
 )
 def test_a_method_declares_exactly_the_ratios_that_it_reads(section, settings):
-    against_behavior = {each for each in settings.ratios if each.endswith("/behavior")}
+    against_behavior = {each for each in settings.ratios if each.endswith("/mu")}
     assert depends_on("logp_behavior", section, settings) == bool(against_behavior)
     if section != "advantage":  # where prox is also read for its own probability
-        to_prox = {"proximal/behavior", "policy/proximal"} & settings.ratios
+        to_prox = {"prox/mu", "pi/prox"} & settings.ratios
         assert depends_on("logp_prox", section, settings) == bool(to_prox)
 
 
