@@ -288,7 +288,7 @@ class AnomalyReport:
         build: Callable[[tuple[int, ...]], MicroBatch],
         consume: Consume,
     ) -> float:
-        """Of the gradient that a part of the batch makes; infinite where it is not finite."""
+        """Norm of the gradient that a part of the batch makes; infinite where it is not finite."""
         # The number of micro-batches stays, which ranks with experts or stages of one another must
         # agree on; one without samples is a single masked token.
         kept = [tuple(row for row in own if row in set(part)) for own in rows]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteError(RuntimeError):
-    """The run cannot go on. Checkpoints hold a state before the fault."""
+    """A run that cannot go on. Its checkpoints hold a state before the fault was noticed."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)
@@ -38,7 +38,7 @@ class NonFiniteError(RuntimeError):
 def refuse_nonfinite_steps(
     step: OptimizerStep, limit: int, samples: Sequence[str], *, ended: bool
 ) -> None:
-    """Raises NonFiniteError after `limit` steps in a row that were not finite; ended: also for a
+    """Raise NonFiniteError after `limit` steps in a row that were not finite; ended: also for a
     run that has made no other step. samples: ids that the newest such steps were traced to."""
     in_a_row = step.nonfinite_in_a_row
     without_update = ended and step.updates == 0 and step.nonfinite > 0
@@ -60,8 +60,11 @@ def refuse_nonfinite_steps(
 
 
 def require_finite(held: Mapping[str, Sequence[Tensor]], step: int, layout: Layout) -> None:
-    """held: tensors of this rank by what they are, of which it may have none; the same names on
-    every rank. step: the newest optimizer step. Collective over the world. Raises NonFiniteError."""
+    """Raise NonFiniteError on every rank where a tensor on any rank is not finite. Collective over
+    the world.
+
+    held: tensors of this rank by what they are, of which it may have none; the same names on every
+    rank. step: the newest optimizer step."""
     counts = torch.zeros(len(held), dtype=torch.float32, device=layout.device)
     for place, tensors in enumerate(held.values()):
         for tensor in tensors:

@@ -237,7 +237,7 @@ class Policy:
         return self.step.nonfinite_in_a_row > 0
 
     def require_finite_steps(self, *, ended: bool = False) -> None:
-        """Raises NonFiniteError after `max_nonfinite_steps` optimizer steps in a row that were not
+        """Raise NonFiniteError after `max_nonfinite_steps` optimizer steps in a row that were not
         finite; ended: also where the run has not made a single other step."""
         refuse_nonfinite_steps(
             self.step, self.config.max_nonfinite_steps, self._nonfinite_ids, ended=ended

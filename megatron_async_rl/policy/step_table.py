@@ -117,7 +117,7 @@ class StepTable:
 
     @property
     def losses(self) -> list[float]:
-        """Of a completed table: each sample's part of the step's loss."""
+        """Each sample's part of the step's loss, in a completed table."""
         found: list[float] = self._column("loss").tolist()
         return found
 
