@@ -88,6 +88,8 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
                     state,
                     # Weights without a finite step may be at fault: what is older stays.
                     keep=None if policy.untried else config.checkpoint.keep,
+                    # No step was made from the new ones so far; from the last ones there was.
+                    proven=saved if saved >= 0 else None,
                     files=files,
                     background=writing if config.checkpoint.asynchronous else None,
                 )

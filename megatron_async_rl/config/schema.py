@@ -446,7 +446,8 @@ class CheckpointConfig(Strict):
     every: NonNegativeInt = 100
     """Steps; 0 saves only at the end and when stopped."""
     keep: PositiveInt = 2
-    """Newest checkpoints that stay."""
+    """Newest checkpoints that stay. With 1 the one before it stays too, until the next is written:
+    no step has shown yet that the newest one's weights are good."""
     asynchronous: bool = True
     """Training goes on while a checkpoint is written. Its state is copied first: each rank needs
     host memory for a copy of what it writes, which `mar plan` counts."""

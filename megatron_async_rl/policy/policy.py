@@ -431,13 +431,15 @@ class Policy:
         state: Mapping[str, Any],
         *,
         keep: int | None,
+        proven: int | None = None,
         files: Mapping[str, bytes] | None = None,
         background: Background | None = None,
     ) -> Path:
         """Saves weights, optimizer, schedule, controls and the run's own `state` and `files` (rank
         0's) as a checkpoint of `version`.
 
-        Keeps the newest `keep` checkpoints of `directory`, null all; returns the new one.
+        Keeps the newest `keep` checkpoints of `directory`, null all, and that of the version
+        `proven`, from whose weights a finite step was made; returns the new one.
         `background` and what else is raised: see `checkpoint.save`. Raises NonFiniteError, and
         writes nothing, where weights or moments are not finite.
         """
@@ -464,6 +466,7 @@ class Policy:
             },
             layout=self.layout,
             keep=keep,
+            proven=proven,
             files=files,
             background=background,
         )

@@ -7,6 +7,7 @@ import torch
 
 from megatron_async_rl import train as train_module
 from megatron_async_rl.config.load import load
+from megatron_async_rl.policy.checkpoint import remove_old
 from megatron_async_rl.policy.finite import NonFiniteError, refuse_nonfinite_steps, require_finite
 from tests.written_run import write_run
 
@@ -17,7 +18,7 @@ class FakePolicy:
     def __init__(self, finite, limit):
         self.finite, self.limit = list(finite), limit
         self.step = SimpleNamespace(steps=0, updates=0, nonfinite=0, nonfinite_in_a_row=0)
-        self.saved = []
+        self.saved, self.proven = [], []
         self.memory = self.mean_loss = None
         self.references = SimpleNamespace(oldest=lambda version: version)
         self.model = SimpleNamespace(bridge=None, chunks=None)
@@ -43,8 +44,9 @@ class FakePolicy:
     def require_finite_steps(self, *, ended=False):
         refuse_nonfinite_steps(self.step, self.limit, ["p-1"], ended=ended)
 
-    def save(self, directory, version, state, *, keep, files, background):
+    def save(self, directory, version, state, *, keep, proven, files, background):
         self.saved.append((version, keep))
+        self.proven.append(proven)
 
 
 class FakeRank0:
@@ -70,7 +72,7 @@ class FakeRank0:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_module, "WeightExporter", lambda *_: None)
+    monkeypatch.setattr(train_module, "WeightExporter", lambda *_, **__: None)
     monkeypatch.setattr(train_module, "collect_rarely", lambda: None)
     for name in ("export_hf", "export_adapter"):
         monkeypatch.setattr(train_module, name, lambda *_: None)
@@ -134,6 +136,18 @@ def test_a_short_run_without_one_finite_step_fails_too(run):
     policy, _, error = run([False] * 3)
     assert "none of the run's 3 optimizer steps had a finite loss and gradient" in str(error)
     assert policy.saved == []
+
+
+def test_the_checkpoint_before_the_newest_stays_until_a_step_has_proven_the_newest(run, tmp_path):
+    policy, _, _ = run([True] * 3, "checkpoint.every=1", "checkpoint.keep=1")
+    assert policy.proven == [None, 1, 2]
+    for step in range(1, 5):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    remove_old(tmp_path, 1, {"step_00000004", "step_00000003"})
+    assert sorted(path.name[-1] for path in tmp_path.glob("step_*")) == ["3", "4"]
+    remove_old(tmp_path, None, set())
+    remove_old(tmp_path, 3, set())
+    assert len(list(tmp_path.glob("step_*"))) == 2
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
